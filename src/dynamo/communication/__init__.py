@@ -1,0 +1,1 @@
+"""Planes and HTTP: bytes and sockets. Nothing here knows of models or tokens."""

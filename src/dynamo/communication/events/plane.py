@@ -1,0 +1,79 @@
+"""The promise of the event plane, and the table of its backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from dynamo.communication.backends import load_backend
+from dynamo.communication.directory import Directory
+
+BACKENDS = {
+    "memory": "dynamo.communication.events.memory:MemoryEvents",
+    "tcp": "dynamo.communication.events.tcp:TcpEvents",
+}
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """What a listener gets.
+
+    `kind`: "event" = the next one, in order; "dump" = the present state, which replaces all that
+    was known of this publisher; "stale" = a gap was noticed and is being repaired (payload empty);
+    "gone" = the publisher disappeared (payload empty).
+    """
+
+    subject: str
+    publisher: str
+    epoch: int
+    sequence: int
+    payload: bytes
+    kind: Literal["event", "dump", "stale", "gone"] = "event"
+
+
+Listener = Callable[[Event], None]
+Dump = Callable[[], Sequence[bytes]]
+"""Payloads that rebuild the present state from nothing."""
+
+
+class Source(ABC):
+    """One publisher of one subject: numbers what it publishes, keeps the last of it for repair."""
+
+    @abstractmethod
+    def publish(self, payload: bytes) -> None:
+        """Number it and send it to all listeners with this turn of the loop. Never blocks."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Listeners are told "gone"."""
+
+
+class Events(ABC):
+    """Sources and subscriptions. (epoch, sequence): the epoch is new for every Source object."""
+
+    @abstractmethod
+    async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
+        """Start publishing `subject` as `publisher` (an instance id). With `dump`, late joiners and
+        listeners behind an unrepairable gap get the present state."""
+
+    @abstractmethod
+    async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:
+        """Call `listener`, on the loop, with the events of every source whose subject starts with
+        `prefix`, present and future. Per publisher in order, none twice; a gap is repaired from the
+        publisher (just the missing range, else its dump). Returns the way to unsubscribe."""
+
+    @abstractmethod
+    def lost(self) -> int:
+        """How many events could not be repaired, of all subscriptions (for the metrics)."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close every source and subscription."""
+
+
+async def open_events(url: str, directory: Directory) -> Events:
+    """Open a backend by URL; `tcp:` finds its publishers through `directory`."""
+    plane: Events = await load_backend(BACKENDS, url, "event").open(url, directory)
+    return plane

@@ -1,0 +1,1 @@
+"""Frozen values and contracts that every layer shares. Nothing here does I/O."""

@@ -1,0 +1,52 @@
+"""Time comes from outside, so that a simulator can run the same code under a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Clock(ABC):
+    """Seconds. `now` never goes back; `wall` is Unix time."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Monotonic seconds."""
+
+    @abstractmethod
+    def wall(self) -> float:
+        """Seconds since 1970, UTC."""
+
+    @abstractmethod
+    async def sleep_until(self, when: float) -> None:
+        """Sleep until `now()` reaches `when` (absolute, so that pacing does not drift)."""
+
+    @abstractmethod
+    async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run blocking or long work off the loop (inline in the simulator)."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep for `seconds`."""
+        await self.sleep_until(self.now() + seconds)
+
+
+class SystemClock(Clock):
+    """The machine's own time, and threads for `offload`."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    async def sleep_until(self, when: float) -> None:
+        await asyncio.sleep(max(0.0, when - time.monotonic()))
+
+    async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(work, *args, **kwargs)

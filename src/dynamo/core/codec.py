@@ -1,0 +1,93 @@
+"""How a Reply crosses a wire: one byte of kind, then the value.
+
+    b"b" msgpack Started | b"t" packed u32 ids | b"x" msgpack [packed ids, logprobs]
+    b"f" msgpack Finish
+
+`ReplyWriter` is a Reply that writes; `ReplyReader` reads into a Reply. So the same contract stands
+at both ends of any plane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from struct import Struct, unpack_from
+
+import msgspec
+
+from dynamo.core.reply import Extra, Reply
+from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
+
+_one_token = Struct("<cI")
+_encode = msgspec.msgpack.Encoder().encode
+_decode_started = msgspec.msgpack.Decoder(Started).decode
+_decode_finish = msgspec.msgpack.Decoder(Finish).decode
+_decode_extra = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
+_decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    return Struct(f"<{len(ids)}I").pack(*ids)
+
+
+def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
+    """The ids that `pack_ids` packed."""
+    return unpack_from(f"<{len(packed) // 4}I", packed)
+
+
+def encode_request(request: GenerateRequest) -> bytes:
+    """A request as msgpack bytes."""
+    return _encode(request)
+
+
+def decode_request(payload: bytes | memoryview) -> GenerateRequest:
+    """The request that `encode_request` wrote. Raises msgspec.DecodeError."""
+    return _decode_request(payload)
+
+
+class ReplyWriter(Reply):
+    """A Reply at the worker's end: encodes every call onto `send` (False = the caller is gone)."""
+
+    __slots__ = ("_send",)
+
+    def __init__(self, send: Callable[[bytes], bool]) -> None:
+        self._send = send
+
+    def begin(self, started: Started) -> None:
+        self._send(b"b" + _encode(started))
+
+    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        if extra is not None:
+            return self._send(b"x" + _encode((pack_ids(ids), extra)))
+        if len(ids) == 1:
+            return self._send(_one_token.pack(b"t", ids[0]))
+        return self._send(b"t" + pack_ids(ids))
+
+    def finish(self, end: Finish) -> None:
+        self._send(b"f" + _encode(end))
+
+
+class ReplyReader:
+    """The caller's end: `item` takes one payload and calls the Reply. False = enough."""
+
+    __slots__ = ("_reply", "_tokens")
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._tokens = reply.tokens
+
+    def item(self, payload: bytes) -> bool:
+        """Feed one payload. Raises ValueError on an unknown kind."""
+        if payload[0] == 0x74:
+            return self._tokens(unpack_from(f"<{len(payload) >> 2}I", payload, 1))
+        kind, body = payload[:1], payload[1:]
+        if kind == b"b":
+            self._reply.begin(_decode_started(body))
+        elif kind == b"f":
+            self._reply.finish(_decode_finish(body))
+        elif kind == b"x":
+            packed, extra = _decode_extra(body)
+            return self._tokens(unpack_ids(packed), extra)
+        else:
+            raise ValueError(f"unknown reply item {kind!r}")
+        return True

@@ -1,0 +1,33 @@
+"""Block identity: chained xxh3-64 over (parent, token ids), rooted in a salt.
+
+The same tokens after the same prefix under the same salt have the same hash on every worker, so a
+hash names content. Source: vLLM's automatic prefix caching, SGLang's radix tree; the chain makes a
+flat map enough.
+"""
+
+from __future__ import annotations
+
+from xxhash import xxh3_64_intdigest
+
+BLOCK_TOKENS = 16
+TOKEN_BYTES = 4
+
+
+def root_hash(salt: str = "") -> int:
+    """The parent of every first block of a tenant, adapter or media salt; 0 without a salt."""
+    return xxh3_64_intdigest(salt.encode()) if salt else 0
+
+
+def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int = 0) -> list[int]:
+    """Hashes of the full blocks of packed u32 `token_ids`, in order; a partial tail has none."""
+    size = block_tokens * TOKEN_BYTES
+    hashes: list[int] = []
+    for start in range(0, len(token_ids) - size + 1, size):
+        parent = xxh3_64_intdigest(token_ids[start : start + size], parent)
+        hashes.append(parent)
+    return hashes
+
+
+def extend_hash(parent: int, block: bytes) -> int:
+    """The hash of one full block (packed u32) under `parent`."""
+    return xxh3_64_intdigest(block, parent)

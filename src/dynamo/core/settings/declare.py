@@ -1,0 +1,58 @@
+"""How one setting is declared: `Annotated[type, setting(...)]` on a field of a frozen Struct."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+Unit = Literal["", "seconds", "milliseconds", "bytes", "tokens", "blocks", "ratio"]
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What is known of a setting beside its type and default.
+
+    `flag`: its command-line flag ("" = none; the dotted key works everywhere). `ge`, `le`: bounds.
+    `aliases`: other spellings of its key in files. `reload`: safe to change while serving.
+    """
+
+    help: str
+    flag: str = ""
+    unit: Unit = ""
+    ge: float | None = None
+    le: float | None = None
+    choices: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    reload: bool = False
+    secret: bool = False
+
+
+def setting(help: str, **about: Any) -> Setting:  # noqa: A002 - the word users know
+    """Declare one setting. See `Setting` for what may be said."""
+    return Setting(help, **about)
+
+
+class Declared(msgspec.Struct, frozen=True):
+    """One setting with its dotted key."""
+
+    key: str
+    type: Any
+    default: Any
+    about: Setting
+
+
+def settings_of(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Declared]:
+    """Every setting declared under `schema`, sections walked depth first."""
+    hints = get_type_hints(schema, include_extras=True)
+    for field in msgspec.structs.fields(schema):
+        key = f"{prefix}{field.encode_name}"
+        hint = hints[field.name]
+        if get_origin(hint) is Annotated:
+            kind, about = get_args(hint)[:2]
+            default = field.default
+            if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+                default = field.default_factory()
+            yield Declared(key, kind, default, about)
+        elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from settings_of(hint, f"{key}.")

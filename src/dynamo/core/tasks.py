@@ -1,0 +1,91 @@
+"""The one home of `create_task` and `gather`: every task has an owner, every failure is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    """Owns background tasks: `async with Tasks() as tasks`, or `close()`.
+
+    A task that fails is logged and dropped, unless `on_failure` is given. Closing cancels what is
+    left and waits for it.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_failure = on_failure
+
+    def start(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
+        """Run `work` under this owner."""
+        task = asyncio.get_running_loop().create_task(work, name=name or None)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def join(self) -> None:
+        """Wait until every task has ended by itself."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Cancel what is left and wait for it."""
+        mine = asyncio.current_task()
+        pending = [task for task in self._tasks if task is not mine]
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if self._on_failure is not None:
+            self._on_failure(error)
+        else:
+            log.error("background task failed", exc_info=error, extra={"task": task.get_name()})
+
+
+async def run_all(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Run all side by side; the first failure cancels the rest and is raised alone."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def first_of(*waits: Awaitable[Any]) -> None:
+    """Return when the first is done (or raise its error); the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in done:
+        task.result()

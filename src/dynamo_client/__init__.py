@@ -1,0 +1,1 @@
+"""The client library; imports nothing of dynamo."""
