@@ -1,0 +1,162 @@
+"""Logs: text or JSON lines on stderr, levels by module, component and request id in every line.
+
+Everybody logs constant text plus fields through the standard library:
+`log.info("worker joined", extra={"fields": {"instance": id}})`. Prompts and answers are never
+logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+
+TRACE = 5
+OFF = 100
+LEVELS = {
+    "trace": TRACE,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "off": OFF,
+}
+_NAMES = {TRACE: "TRACE", logging.WARNING: "WARN"}
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Set by whoever takes a request in hand; every line of its task then carries it."""
+
+
+def parse_levels(spec: str) -> dict[str, int]:
+    """Levels by module ("" = all others) of RUST_LOG's syntax: `info,dynamo.scheduling=debug`.
+
+    `::` separates modules too; a module alone means all its levels. Raises `ConfigError`.
+    """
+    levels: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in spec.split(","))):
+        module, equals, level = part.rpartition("=")
+        if not equals and level.lower() not in LEVELS:
+            module, level = level, "trace"
+        if level.lower() not in LEVELS:
+            raise ConfigError(
+                f"{level!r} is no log level (in {spec!r})",
+                hint=f"levels: {', '.join(LEVELS)}; example: info,dynamo.scheduling=debug",
+                param="logging.level",
+            )
+        levels[module.replace("::", ".").strip(".")] = LEVELS[level.lower()]
+    return levels
+
+
+def set_levels(spec: str) -> None:
+    """Apply `spec` to the running process; modules that it does not name follow the rest."""
+    levels = parse_levels(spec)
+    for module in _named:
+        logging.getLogger(module).setLevel(logging.NOTSET)
+    _named.clear()
+    logging.getLogger().setLevel(levels.pop("", logging.INFO))
+    for module, level in levels.items():
+        logging.getLogger(module).setLevel(level)
+        _named.add(module)
+
+
+_named: set[str] = set()
+
+
+def configure(level: str, fmt: str, component: str, stream: TextIO | None = None) -> None:
+    """Log to `stream` (stderr) from now on, as "text" or "json".
+
+    Raises `ConfigError` for an unknown level.
+    """
+    set_levels(level)
+    handler = _Handler(stream or sys.stderr)
+    handler.setFormatter(JsonLines(component) if fmt == "json" else TextLines(component))
+    logging.getLogger().handlers[:] = [handler]
+    logging.captureWarnings(True)
+    for unused in ("logThreads", "logProcesses", "logMultiprocessing", "logAsyncioTasks"):
+        setattr(logging, unused, False)
+
+
+class _Handler(logging.StreamHandler[Any]):
+    """A reader of stderr that went away must not stop a server."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
+        del record
+
+
+class _Lines(logging.Formatter):
+    """What text and JSON have in common."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self.component = component
+        self._second = -1
+        self._stamp = ""
+
+    def time(self, record: logging.LogRecord) -> str:
+        """RFC 3339, UTC, milliseconds."""
+        second = int(record.created)
+        if second != self._second:
+            self._second = second
+            self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._stamp}.{int(record.msecs):03d}Z"
+
+    def trace(self, record: logging.LogRecord) -> str:
+        """The traceback, if there is one."""
+        return self.formatException(record.exc_info) if record.exc_info else ""
+
+
+class TextLines(_Lines):
+    """`TIME LEVEL component module: message key=value request_id=...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and a traceback below it where there is one."""
+        level = _NAMES.get(record.levelno, record.levelname)
+        name = record.name
+        line = f"{self.time(record)} {level:<5} {self.component} {name}: {record.getMessage()}"
+        fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
+        trace = self.trace(record)
+        return f"{line}{fields}\n{trace}" if trace else f"{line}{fields}"
+
+
+class JsonLines(_Lines):
+    """One JSON object a line: time, level, component, target, message, request_id, fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line: dict[str, Any] = dict(_fields(record))
+        line |= {
+            "time": self.time(record),
+            "level": _NAMES.get(record.levelno, record.levelname).lower(),
+            "component": self.component,
+            "target": record.name,
+            "message": record.getMessage(),
+        }
+        if trace := self.trace(record):
+            line["trace"] = trace
+        return _json.encode(line).decode()
+
+
+_json = msgspec.json.Encoder(enc_hook=str)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    current = request_id.get()
+    if current and "request_id" not in fields:
+        return {**fields, "request_id": current}
+    return fields
+
+
+def _plain(value: Any) -> str:
+    text = str(value)
+    quoted = not text or any(sign in text for sign in ' ="\n\r\t')
+    return msgspec.json.encode(text).decode() if quoted else text

@@ -1,0 +1,287 @@
+"""Metrics on our own arrays, rendered at scrape in Prometheus' text format.
+
+`observe` costs about 0.2 us, so that a metric may stand on the path of a token.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+Callback = Callable[[], float | Mapping[tuple[str, ...], float]]
+"""Asked at scrape: one value, or values by label values."""
+
+Merge = Literal["sum", "max"]
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+class Counter:
+    """A number that only grows."""
+
+    __slots__ = ("value",)
+    kind = "counter"
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def inc(self, n: float = 1) -> None:
+        """Add `n`, which is not negative."""
+        self.value += n
+
+
+class Gauge:
+    """A number that goes up and down."""
+
+    __slots__ = ("value",)
+    kind = "gauge"
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+        self.value = value
+
+    def inc(self, n: float = 1) -> None:
+        """Add `n`."""
+        self.value += n
+
+    def dec(self, n: float = 1) -> None:
+        """Take `n` away."""
+        self.value -= n
+
+
+class Histogram:
+    """Counts by upper bound (inclusive), their sum and number."""
+
+    __slots__ = ("bounds", "counts", "sum")
+    kind = "histogram"
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = list(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum: float = 0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_many(self, value: float, times: int) -> None:
+        """Count the same value `times` times (a step's tokens)."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+Metric = Counter | Gauge | Histogram
+M = TypeVar("M", bound=Metric)
+
+
+class Family(Generic[M]):
+    """One metric with labels: `labels("a", "b")` is its child, to be kept on hot paths."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[], M]) -> None:
+        self.names = tuple(names)
+        self._make = make
+        self.children: dict[tuple[str, ...], M] = {}
+
+    def labels(self, *values: str) -> M:
+        """The child of these label values, made at first use."""
+        child = self.children.get(values)
+        if child is None:
+            if len(values) != len(self.names):
+                raise ValueError(f"labels {self.names} wanted, {values} given")
+            child = self.children[values] = self._make()
+        return child
+
+    def remove(self, *values: str) -> None:
+        """Forget a child (an instance that left); a missing one is no error."""
+        self.children.pop(values, None)
+
+
+class _Entry:
+    __slots__ = ("callback", "help", "kind", "labels", "merge", "metric", "name")
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        metric: Any,
+        *,
+        kind: str,
+        labels: tuple[str, ...],
+        callback: Callback | None,
+        merge: Merge,
+    ) -> None:
+        self.name = name
+        self.help = text
+        self.metric = metric
+        self.kind = kind
+        self.labels = labels
+        self.callback = callback
+        self.merge = merge
+
+
+class Registry:
+    """The metrics of one process. Declaring a name again returns the metric that is there."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    @overload
+    def counter(self, name: str, help: str, *, callback: Callback | None = ...) -> Counter: ...
+    @overload
+    def counter(
+        self, name: str, help: str, labels: Sequence[str], *, callback: Callback | None = ...
+    ) -> Family[Counter]: ...
+    def counter(
+        self,
+        name: str,
+        help: str,  # noqa: A002 - Prometheus' word
+        labels: Sequence[str] = (),
+        *,
+        callback: Callback | None = None,
+    ) -> Counter | Family[Counter]:
+        """Declare a counter; `name` ends in `_total`."""
+        found: Counter | Family[Counter] = self._add(
+            name, help, Counter, labels, "counter", callback=callback
+        )
+        return found
+
+    @overload
+    def gauge(
+        self, name: str, help: str, *, callback: Callback | None = ..., merge: Merge = ...
+    ) -> Gauge: ...
+    @overload
+    def gauge(
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        *,
+        callback: Callback | None = ...,
+        merge: Merge = ...,
+    ) -> Family[Gauge]: ...
+    def gauge(
+        self,
+        name: str,
+        help: str,  # noqa: A002
+        labels: Sequence[str] = (),
+        *,
+        callback: Callback | None = None,
+        merge: Merge = "sum",
+    ) -> Gauge | Family[Gauge]:
+        """Declare a gauge. `merge`: how the values of several processes become one; "max" for
+        what every process sees alike (workers known)."""
+        found: Gauge | Family[Gauge] = self._add(
+            name, help, Gauge, labels, "gauge", callback=callback, merge=merge
+        )
+        return found
+
+    @overload
+    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram: ...
+    @overload
+    def histogram(
+        self, name: str, help: str, buckets: Sequence[float], labels: Sequence[str]
+    ) -> Family[Histogram]: ...
+    def histogram(
+        self,
+        name: str,
+        help: str,  # noqa: A002
+        buckets: Sequence[float],
+        labels: Sequence[str] = (),
+    ) -> Histogram | Family[Histogram]:
+        """Declare a histogram with ascending upper bounds, without +Inf."""
+        if list(buckets) != sorted(set(buckets)):
+            raise ValueError(f"{name}: bounds must ascend")
+        found: Histogram | Family[Histogram] = self._add(
+            name, help, lambda: Histogram(buckets), labels, "histogram"
+        )
+        return found
+
+    def _add(
+        self,
+        name: str,
+        text: str,
+        make: Callable[[], Any],
+        labels: Sequence[str],
+        kind: str,
+        *,
+        callback: Callback | None = None,
+        merge: Merge = "sum",
+    ) -> Any:
+        names = tuple(labels)
+        there = self._entries.get(name)
+        if there is not None:
+            if (there.kind, there.labels) != (kind, names):
+                raise ValueError(f"{name} is already a {there.kind} with labels {there.labels}")
+            there.callback = callback or there.callback
+            return there.metric
+        if not _NAME.match(name):
+            raise ValueError(f"{name!r} is no metric name")
+        metric = Family(names, make) if names else make()
+        self._entries[name] = _Entry(
+            name, text, metric, kind=kind, labels=names, callback=callback, merge=merge
+        )
+        return metric
+
+    def render(self) -> str:
+        """Everything in Prometheus' text format 0.0.4."""
+        lines: list[str] = []
+        for entry in self._entries.values():
+            lines.append(f"# HELP {entry.name} {_escape_help(entry.help)}")
+            lines.append(f"# TYPE {entry.name} {entry.kind}")
+            if entry.merge != "sum":
+                lines.append(f"# MERGE {entry.name} {entry.merge}")
+            for values, child in _children(entry):
+                lines += _samples(entry, values, child)
+        return "\n".join(lines) + "\n"
+
+
+def number(value: float) -> str:
+    """A value as Prometheus writes it."""
+    if value == float("inf"):
+        return "+Inf"
+    if value == float("-inf"):
+        return "-Inf"
+    return str(int(value)) if value == int(value) and abs(value) < 1 << 53 else repr(value)
+
+
+def _children(entry: _Entry) -> list[tuple[tuple[str, ...], Metric | float]]:
+    if entry.callback is not None:
+        asked = entry.callback()
+        return list(asked.items()) if isinstance(asked, Mapping) else [((), asked)]
+    if entry.labels:
+        return list(entry.metric.children.items())
+    return [((), entry.metric)]
+
+
+def _samples(entry: _Entry, values: tuple[str, ...], child: Metric | float) -> list[str]:
+    pairs = [f'{name}="{_escape(value)}"' for name, value in zip(entry.labels, values, strict=True)]
+    if not isinstance(child, Histogram):
+        value = child if isinstance(child, int | float) else child.value
+        return [f"{_sample(entry.name, pairs)} {number(value)}"]
+    lines = []
+    total = 0
+    for bound, count in zip([*child.bounds, float("inf")], child.counts, strict=True):
+        total += count
+        where = _sample(f"{entry.name}_bucket", [*pairs, f'le="{number(bound)}"'])
+        lines.append(f"{where} {total}")
+    lines.append(f"{_sample(f'{entry.name}_sum', pairs)} {number(child.sum)}")
+    lines.append(f"{_sample(f'{entry.name}_count', pairs)} {total}")
+    return lines
+
+
+def _sample(name: str, pairs: Sequence[str]) -> str:
+    return f"{name}{{{','.join(pairs)}}}" if pairs else name
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _escape_help(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n")

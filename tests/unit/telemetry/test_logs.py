@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from dynamo.core.errors import ConfigError
+from dynamo.telemetry import logs
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What is written; the logging of the test run comes back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    yield stream
+    logs.set_levels("info")
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_levels_in_the_syntax_of_rust_log() -> None:
+    assert logs.parse_levels("info,dynamo.scheduling=debug, dynamo::runtime=OFF,hyper") == {
+        "": logging.INFO,
+        "dynamo.scheduling": logging.DEBUG,
+        "dynamo.runtime": logs.OFF,
+        "hyper": logs.TRACE,
+    }
+    assert logs.parse_levels("") == {}
+
+
+@pytest.mark.parametrize("spec", ["dynamo=loud", "info,=noisy"])
+def test_an_unknown_level_is_refused_with_the_known_ones(spec: str) -> None:
+    with pytest.raises(ConfigError, match="no log level") as caught:
+        logs.parse_levels(spec)
+
+    assert "debug" in caught.value.hint
+
+
+def test_a_text_line_has_component_fields_and_request_id(lines: io.StringIO) -> None:
+    logs.configure("info", "text", "frontend", lines)
+    token = logs.request_id.set("r-1")
+    logging.getLogger("dynamo.x").info("worker joined", extra={"fields": {"name": "a b", "n": 3}})
+    logs.request_id.reset(token)
+
+    line = lines.getvalue().rstrip()
+
+    assert line.endswith('INFO  frontend dynamo.x: worker joined name="a b" n=3 request_id=r-1')
+    assert line[10] == "T"
+    assert line[23] == "Z"
+
+
+def test_a_json_line_is_one_object(lines: io.StringIO) -> None:
+    logs.configure("info", "json", "worker", lines)
+    try:
+        int("bad\nthing")
+    except ValueError:
+        logging.getLogger("dynamo.y").exception("failed", extra={"fields": {"where": {"a": 1}}})
+
+    line = json.loads(lines.getvalue())
+
+    assert line["component"] == "worker"
+    assert line["level"] == "error"
+    assert line["message"] == "failed"
+    assert line["where"] == {"a": 1}
+    assert "ValueError: invalid literal" in line["trace"]
+
+
+def test_levels_hold_by_module_and_are_replaced_as_a_whole(lines: io.StringIO) -> None:
+    logs.configure("warn,dynamo.a=debug", "text", "c", lines)
+    logging.getLogger("dynamo.a.b").debug("seen one")
+    logging.getLogger("dynamo.z").info("unseen")
+    logs.set_levels("warn,dynamo.z=info")
+    logging.getLogger("dynamo.a.b").debug("unseen")
+    logging.getLogger("dynamo.z").info("seen two")
+
+    assert [line.rsplit(": ")[-1] for line in lines.getvalue().splitlines()] == [
+        "seen one",
+        "seen two",
+    ]
+
+
+def test_a_reader_that_went_away_stops_nothing(lines: io.StringIO) -> None:
+    logs.configure("info", "text", "c", lines)
+    lines.close()
+
+    logging.getLogger("dynamo").error("unheard")

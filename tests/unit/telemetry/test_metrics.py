@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+
+from dynamo.telemetry import Registry, render_merged
+from dynamo.telemetry.process import add_process_metrics
+
+
+def test_counters_gauges_and_their_labels_are_rendered() -> None:
+    registry = Registry()
+    registry.counter("dynamo_a_total", "things done").inc(2)
+    waiting = registry.gauge("dynamo_b", "waiting", ("kind",))
+    waiting.labels('x"\n').set(1.5)
+    waiting.labels("gone").inc()
+    waiting.remove("gone")
+
+    assert registry.render() == (
+        "# HELP dynamo_a_total things done\n"
+        "# TYPE dynamo_a_total counter\n"
+        "dynamo_a_total 2\n"
+        "# HELP dynamo_b waiting\n"
+        "# TYPE dynamo_b gauge\n"
+        'dynamo_b{kind="x\\"\\n"} 1.5\n'
+    )
+
+
+def test_a_histogram_counts_values_up_to_its_bounds() -> None:
+    registry = Registry()
+    histogram = registry.histogram("dynamo_h_seconds", "time", (0.1, 1))
+    for value in (0.1, 0.5, 7):
+        histogram.observe(value)
+    histogram.observe_many(0.05, 2)
+
+    assert registry.render().splitlines()[2:] == [
+        'dynamo_h_seconds_bucket{le="0.1"} 3',
+        'dynamo_h_seconds_bucket{le="1"} 4',
+        'dynamo_h_seconds_bucket{le="+Inf"} 5',
+        "dynamo_h_seconds_sum 7.699999999999999",
+        "dynamo_h_seconds_count 5",
+    ]
+
+
+def test_callbacks_are_asked_at_scrape() -> None:
+    registry = Registry()
+    registry.gauge("dynamo_one", "one value", callback=lambda: 3)
+    registry.gauge("dynamo_many", "by label", ("who",), callback=lambda: {("a",): 1, ("b",): 2})
+
+    text = registry.render()
+
+    assert "dynamo_one 3\n" in text
+    assert 'dynamo_many{who="b"} 2\n' in text
+
+
+def test_declaring_again_gives_the_same_metric_and_another_kind_is_refused() -> None:
+    registry = Registry()
+    first = registry.counter("dynamo_a_total", "a")
+
+    assert registry.counter("dynamo_a_total", "a") is first
+    with pytest.raises(ValueError, match="already a counter"):
+        registry.gauge("dynamo_a_total", "a")
+    with pytest.raises(ValueError, match="no metric name"):
+        registry.gauge("Dynamo-a", "a")
+    with pytest.raises(ValueError, match="ascend"):
+        registry.histogram("dynamo_h", "h", (2, 1))
+
+
+def test_several_processes_metrics_become_one() -> None:
+    texts = []
+    for active in (2, 3):
+        registry = Registry()
+        registry.gauge("dynamo_active", "requests", ("model",)).labels("a b").set(active)
+        registry.gauge("dynamo_known", "workers", merge="max").set(active)
+        registry.histogram("dynamo_t_seconds", "t", (1,)).observe(active / 3)
+        texts.append(registry.render())
+
+    merged = render_merged([*texts, ""]).splitlines()
+
+    assert 'dynamo_active{model="a b"} 5' in merged
+    assert "dynamo_known 3" in merged
+    assert 'dynamo_t_seconds_bucket{le="1"} 2' in merged
+    assert "dynamo_t_seconds_count 2" in merged
+    assert len([line for line in merged if line.startswith("# TYPE")]) == 3
+
+
+def test_the_process_tells_of_itself() -> None:
+    registry = Registry()
+    add_process_metrics(registry)
+
+    values = dict(
+        line.split() for line in registry.render().splitlines() if not line.startswith("#")
+    )
+
+    assert float(values["process_resident_memory_bytes"]) > 1 << 20
+    assert float(values["process_open_fds"]) >= 3
