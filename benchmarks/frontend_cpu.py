@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Frontend CPU beside the real Dynamo 1.6.1, alternating in one run; medians and ratios.
+
+    benchmarks/frontend_cpu.py --model MODEL_DIR --peer-python PEER/bin/python [--rounds 3] [--case NAME ...]
+
+MODEL_DIR: tokenizer, chat template and config of SmolLM2 (no weights needed). Without --peer-python
+only ours is measured. Every process of our deployment that is not a worker counts as frontend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from servers import Server, start_ours, start_peer
+
+HERE = Path(__file__).parent
+FAST, PACED = 1_000_000, 1
+CASES: dict[str, tuple[float, list[str]]] = {
+    "token_saturated_c256": (FAST, ["-c", "256", "--isl", "128", "--osl", "64", "--duration", "8"]),
+    "token_saturated_c32": (FAST, ["-c", "32", "--isl", "128", "--osl", "64", "--duration", "6"]),
+    "request_short_c256": (FAST, ["-c", "256", "--isl", "128", "--osl", "1", "--duration", "8"]),
+    "request_8k_cold": (FAST, ["-c", "1", "--isl", "8192", "--osl", "1", "--duration", "8"]),
+    "token_paced_c32": (PACED, ["-c", "32", "--isl", "128", "--osl", "256", "--duration", "10"]),
+    "token_paced_c256": (PACED, ["-c", "256", "--isl", "128", "--osl", "256", "--duration", "10"]),
+}
+
+
+def measure(server: Server, model_dir: str, flags: list[str], seed: int) -> dict[str, Any]:
+    """One case on one server, in a process of its own."""
+    ids = lambda pids: ",".join(map(str, pids))  # noqa: E731
+    with tempfile.NamedTemporaryFile(suffix=".json") as out:
+        command = [
+            sys.executable,
+            str(HERE / "load.py"),
+            "--url",
+            server.url,
+            "--model",
+            "smol",
+            "--vocabulary",
+            model_dir,
+        ]
+        command += [*flags, "--seed", str(seed), "--warmup", "20", "--out", out.name]
+        command += [
+            "--pid",
+            f"frontend={ids(server.frontend)}",
+            "--pid",
+            f"workers={ids(server.workers)}",
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        result: dict[str, Any] = json.loads(Path(out.name).read_text())
+        return result
+
+
+def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Median CPU of frontend, and of frontend and workers together, in us per unit of the case."""
+    unit = "us_per_token" if name.startswith("token") else "us_per_request"
+    front = [r["processes"]["frontend"][unit] for r in rows]
+    both = [f + r["processes"]["workers"][unit] for f, r in zip(front, rows, strict=True)]
+    return {
+        "frontend_us": statistics.median(front),
+        "all_us": statistics.median(both),
+        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in rows),
+        "events_per_token": min(r["events_per_token"] for r in rows),
+        "errors": sum(sum(r["errors"].values()) for r in rows),
+    }
+
+
+def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One case, `--rounds` times, both servers in turn."""
+    speedup, flags = CASES[name]
+    ours = start_ours(20200, args.model, 4, speedup, args.router)
+    peer = (
+        start_peer(20100, args.model, args.peer_python, 4, speedup, args.router)
+        if args.peer_python
+        else None
+    )
+    rows: dict[str, list[dict[str, Any]]] = {"ours": [], "dynamo": []}
+    try:
+        for seed in range(1, args.rounds + 1):
+            rows["ours"].append(measure(ours, args.model, flags, seed))
+            if peer:
+                rows["dynamo"].append(measure(peer, args.model, flags, seed))
+    finally:
+        ours.stop()
+        if peer:
+            peer.stop()
+    found: dict[str, Any] = {k: summary(name, v) for k, v in rows.items() if v}
+    if peer:
+        found["ratio_frontend"] = round(
+            found["ours"]["frontend_us"] / found["dynamo"]["frontend_us"], 3
+        )
+        found["ratio_all"] = round(found["ours"]["all_us"] / found["dynamo"]["all_us"], 3)
+    return found
+
+
+def main() -> None:
+    """Run the cases, print a line each, keep the whole as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--peer-python", default="")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--router", default="round_robin")
+    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    results = {}
+    for name in args.case or CASES:
+        results[name] = run_case(name, args)
+        print(name, json.dumps(results[name]), flush=True)
+    if args.out:
+        Path(args.out).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Starts what is measured: our own deployment, and the real Dynamo 1.6.1 beside it.
+
+The peer needs an environment of its own:
+    python3 -m venv PEER && PEER/bin/pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+    PEER/bin/pip install msgspec pyyaml aiohttp prometheus-client pyzmq 'kubernetes<33' redis zstandard \\
+        uvloop httptools pydantic tqdm typing-extensions packaging transformers numpy
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+
+class Server:
+    """A running deployment: its URL, and the pids whose CPU counts as frontend and as worker."""
+
+    def __init__(
+        self,
+        url: str,
+        frontend: list[int],
+        workers: list[int],
+        children: list[subprocess.Popen[bytes]],
+    ) -> None:
+        self.url, self.frontend, self.workers, self.children = url, frontend, workers, children
+
+    def stop(self) -> None:
+        """Stop everything and wait."""
+        for child in self.children:
+            child.send_signal(signal.SIGTERM)
+        for child in self.children:
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def answers(
+    url: str, model: str, children: list[subprocess.Popen[bytes]], timeout_s: float = 90
+) -> None:
+    """Wait until one request is answered."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    ask = urllib.request.Request(
+        url + "/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if any(child.poll() is not None for child in children):
+            sys.exit("a server process ended at once")
+        try:
+            with urllib.request.urlopen(ask, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.25)
+    sys.exit(f"{url} does not answer")
+
+
+def start_ours(
+    port: int,
+    model_dir: str,
+    workers: int,
+    speedup: float,
+    router: str,
+    *more: str,
+    engine: str = "mock",
+) -> Server:
+    """`dynamo run` with mock workers; every process that is not a worker counts as frontend."""
+    command = [sys.executable, "-m", "dynamo", "run", f"out={engine}"] + (
+        [model_dir] if model_dir else []
+    )
+    command += [
+        "--workers",
+        str(workers),
+        "--router-mode",
+        router,
+        "--http-port",
+        str(port),
+        "--model-name",
+        "smol",
+        *more,
+    ]
+    if engine == "mock":
+        command += ["--speedup-ratio", str(speedup)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    answers(url, "smol", [child])
+    listed = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "dynamo", "ps", "--json"], capture_output=True, check=True
+        ).stdout
+    )
+    mine = [p for p in listed if p["deployment"] == f"http-{port}"]
+    serving = [p["pid"] for p in mine if p["role"].endswith("worker")]
+    others = [p["pid"] for p in mine if not p["role"].endswith("worker")]
+    return Server(url, others, serving, [child])
+
+
+def start_peer(
+    port: int, model_dir: str, python: str, workers: int, speedup: float, router: str
+) -> Server:
+    """The real Dynamo 1.6.1: frontend and mocker without etcd or NATS."""
+    home = Path(tempfile.mkdtemp(prefix="peer-"))
+    env = os.environ | {
+        "HOME": str(home), "HF_HUB_OFFLINE": "1", "DYN_FILE_KV": str(home / "kv"), "DYN_LOG": "error",
+        "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+        "DYN_EVENT_PLANE_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1",
+    }  # fmt: skip
+    mode = router.replace("_", "-")
+    front = [
+        python,
+        "-m",
+        "dynamo.frontend",
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(port),
+        "--router-mode",
+        mode,
+        "--discovery-backend",
+        "file",
+    ]
+    mock = [
+        python,
+        "-m",
+        "dynamo.mocker",
+        "--model-path",
+        model_dir,
+        "--model-name",
+        "smol",
+        "--num-workers",
+        str(workers),
+        "--discovery-backend",
+        "file",
+        "--speedup-ratio",
+        str(speedup),
+    ]
+    children = [
+        subprocess.Popen(c, env=env, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for c in (front, mock)
+    ]
+    url = f"http://127.0.0.1:{port}"
+    answers(url, "smol", children)
+    return Server(url, [children[0].pid], [children[1].pid], children)
