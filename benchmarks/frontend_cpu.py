@@ -27,6 +27,10 @@ CASES: dict[str, tuple[float, list[str]]] = {
     "token_saturated_c32": (FAST, ["-c", "32", "--isl", "128", "--osl", "64", "--duration", "6"]),
     "request_short_c256": (FAST, ["-c", "256", "--isl", "128", "--osl", "1", "--duration", "8"]),
     "request_8k_cold": (FAST, ["-c", "1", "--isl", "8192", "--osl", "1", "--duration", "8"]),
+    "request_8k_next_turn": (
+        FAST,
+        ["-c", "1", "--isl", "8192", "--turns", "16", "--osl", "1", "--requests", "100"],
+    ),
     "token_paced_c32": (PACED, ["-c", "32", "--isl", "128", "--osl", "256", "--duration", "10"]),
     "token_paced_c256": (PACED, ["-c", "256", "--isl", "128", "--osl", "256", "--duration", "10"]),
 }

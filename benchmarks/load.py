@@ -133,15 +133,31 @@ class Load:
         self.records: list[Stream] = []
         self.ok: list[tuple[float, float, float, int, dict[str, Any]]] = []
         self.errors: dict[str, int] = {}
+        self.talk: list[dict[str, str]] = []
+
+    def messages(self) -> list[dict[str, str]]:
+        """A fresh user message; with `--turns`, the same conversation one turn longer."""
+        args = self.args
+        fresh = {"role": "user", "content": " ".join(self.rng.choices(self.words, k=args.isl))}
+        if not args.turns:
+            return [fresh]
+        if not self.talk:
+            self.talk.append(fresh)
+        else:
+            answer = " ".join(self.rng.choices(self.words, k=args.turns))
+            question = " ".join(self.rng.choices(self.words, k=args.turns))
+            self.talk += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": question},
+            ]
+        return self.talk
 
     def wire(self) -> bytes:
         """One request, ready to send."""
         args = self.args
         body = {
             "model": args.model,
-            "messages": [
-                {"role": "user", "content": " ".join(self.rng.choices(self.words, k=args.isl))}
-            ],
+            "messages": self.messages(),
             "max_tokens": args.osl,
             "ignore_eos": True,
             "stream": True,
@@ -258,6 +274,9 @@ def main() -> None:
     parser.add_argument("-c", type=int, default=1, help="requests in flight (closed loop)")
     parser.add_argument("--rate", type=float, default=0, help="requests a second (Poisson) instead")
     parser.add_argument("--isl", type=int, default=128)
+    parser.add_argument(
+        "--turns", type=int, default=0, help="one growing conversation, so many words a message"
+    )
     parser.add_argument("--osl", type=int, default=64)
     parser.add_argument("--duration", type=float, default=8)
     parser.add_argument("--requests", type=int, default=0)
