@@ -188,6 +188,12 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: Annotated[
         str, setting("logical isolation of tenants or environments", flag="--namespace")
     ] = "dynamo"
+    deployment: Annotated[
+        str,
+        setting(
+            "name of this deployment and its state folder; empty: http-PORT", flag="--deployment"
+        ),
+    ] = ""
     discovery: Annotated[
         str,
         setting(
