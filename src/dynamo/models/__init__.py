@@ -1,1 +1,1 @@
-"""models"""
+"""Model cards, files, download, and the readers of tokenizers, templates and weights."""

@@ -1,0 +1,172 @@
+"""Files known by their content: references, the user's cache, hashes that are remembered."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable, NotFound
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, bytes done, bytes in all (0: unknown). Called from any thread."""
+
+
+class FileRef(msgspec.Struct, frozen=True):
+    """A file by content. `path` is where its publisher has it; another host may not."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+    path: str = ""
+
+
+class _Verified(msgspec.Struct, frozen=True):
+    """A hash that was computed once, valid while size and mtime stay."""
+
+    sha256: str
+    size_bytes: int
+    mtime_ns: int
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Tells nobody."""
+
+
+def cache_dir(*parts: str) -> Path:
+    """A folder of this user's cache (`$XDG_CACHE_HOME/dynamo`, else `~/.cache/dynamo`), made."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    folder = root.joinpath("dynamo", *parts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelUnavailable(
+            f"the cache folder {folder} cannot be made: {error.strerror}",
+            hint="set XDG_CACHE_HOME to a folder that you may write to",
+        ) from error
+    return folder
+
+
+def hash_file(path: Path, progress: Progress = no_progress) -> str:
+    """SHA-256 of a file's content, read in parts."""
+    digest = hashlib.sha256()
+    total = path.stat().st_size
+    with path.open("rb") as source:
+        while part := source.read(1 << 20):
+            digest.update(part)
+            progress(f"checking {path.name}", source.tell(), total)
+    return digest.hexdigest()
+
+
+def remember_hash(path: Path, sha256: str) -> None:
+    """Write down that `path`, as it is now, has this hash."""
+    stat = path.stat()
+    note = _Verified(sha256, stat.st_size, stat.st_mtime_ns)
+    write_atomically(_note_of(path), msgspec.json.encode(note))
+
+
+def remembered_hash(path: Path) -> str | None:
+    """The hash written down for `path`, unless the file has changed since."""
+    try:
+        note = msgspec.json.decode(_note_of(path).read_bytes(), type=_Verified)
+        stat = path.stat()
+    except (OSError, msgspec.DecodeError):
+        return None
+    same = (note.size_bytes, note.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    return note.sha256 if same else None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write so that readers see the old file or the whole new one."""
+    with replacing(path) as part:
+        part.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; takes the place of `path` when the block ends well."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` against every other process (blocks; freed when a holder dies)."""
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def file_ref(path: Path) -> FileRef:
+    """A reference to a file as it is now."""
+    content = path.read_bytes()
+    return FileRef(path.name, hashlib.sha256(content).hexdigest(), len(content), str(path))
+
+
+def find(ref: FileRef) -> Path | None:
+    """Where this host has the content of `ref`: the publisher's path, or the cache."""
+    for candidate in (Path(ref.path), _shelf(ref)):
+        if _holds(candidate, ref):
+            return candidate
+    return None
+
+
+def keep(ref: FileRef, content: bytes) -> Path:
+    """Put fetched content into the cache. Raises ModelUnavailable unless it is what `ref` says."""
+    if hashlib.sha256(content).hexdigest() != ref.sha256:
+        raise ModelUnavailable(
+            f"{ref.name} arrived damaged: its hash is not {ref.sha256[:12]}…", hint="try again"
+        )
+    path = _shelf(ref)
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, content)
+    return path
+
+
+class Shelf:
+    """The files that a worker offers to frontends on other hosts, and no others."""
+
+    def __init__(self, *refs: FileRef) -> None:
+        self._paths = {ref.sha256: Path(ref.path) for ref in refs}
+
+    def read(self, sha256: str, offset: int = 0, size_bytes: int = 1 << 20) -> bytes:
+        """A part of a file; empty at its end. Raises NotFound for a hash that is not offered."""
+        path = self._paths.get(sha256)
+        if path is None:
+            raise NotFound(f"no file with hash {sha256[:12]}… is offered here")
+        try:
+            with path.open("rb") as source:
+                source.seek(offset)
+                return source.read(size_bytes)
+        except OSError as error:
+            raise NotFound(f"{path.name} is gone: {error.strerror}") from error
+
+
+def _note_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.verified")
+
+
+def _shelf(ref: FileRef) -> Path:
+    return cache_dir("files") / ref.sha256 / Path(ref.name).name
+
+
+def _holds(path: Path, ref: FileRef) -> bool:
+    try:
+        if not path.is_file() or path.stat().st_size != ref.size_bytes:
+            return False
+        return hash_file(path) == ref.sha256
+    except OSError:
+        return False

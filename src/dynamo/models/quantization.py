@@ -1,0 +1,135 @@
+"""GGML block formats to float32, vectorised. Source: ggml's `ggml-quants` reference layouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dynamo.core.errors import ModelUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
+_LAYOUT = {
+    F32: (1, 4),
+    F16: (1, 2),
+    BF16: (1, 2),
+    Q4_0: (32, 18),
+    Q4_1: (32, 20),
+    Q5_0: (32, 22),
+    Q5_1: (32, 24),
+    Q8_0: (32, 34),
+}
+_NAMES = {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
+_CHUNK_BLOCKS = 1 << 15
+
+
+def block_layout(kind: int) -> tuple[int, int]:
+    """(values in a block, bytes of a block). Raises ModelUnavailable for an unsupported type."""
+    layout = _LAYOUT.get(kind)
+    if layout is None:
+        raise ModelUnavailable(
+            f"tensors of type {_NAMES.get(kind, kind)} are not supported",
+            hint="use a file in F32, F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1",
+        )
+    return layout
+
+
+def dequantize(kind: int, raw: Bytes) -> Floats:
+    """`raw`: whole blocks of a type that `block_layout` knows -> float32, flat, a copy."""
+    import numpy as np
+
+    per_block, block_bytes = block_layout(kind)
+    if kind == F32:
+        return raw.view("<f4").astype(np.float32)
+    if kind == F16:
+        return raw.view("<f2").astype(np.float32)
+    if kind == BF16:
+        return widen_bf16(raw)
+    blocks = raw.reshape(-1, block_bytes)
+    out = np.empty((len(blocks), per_block), np.float32)
+    for start in range(0, len(blocks), _CHUNK_BLOCKS):  # chunks that stay in the cache
+        part = slice(start, start + _CHUNK_BLOCKS)
+        _FILL[kind](blocks[part], out[part])
+    return out.reshape(-1)
+
+
+def widen_bf16(raw: Bytes) -> Floats:
+    """Packed bfloat16 -> float32: the upper half of the bits."""
+    import numpy as np
+
+    wide = raw.view("<u2").astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _scales(blocks: Bytes, at: int) -> Floats:
+    import numpy as np
+
+    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
+
+
+def _fill_q8_0(blocks: Bytes, out: Floats) -> None:
+    import numpy as np
+
+    np.multiply(blocks[:, 2:].view(np.int8), _scales(blocks, 0), out=out)
+
+
+def _fill_q4_0(blocks: Bytes, out: Floats) -> None:
+    import numpy as np
+
+    _nibbles(blocks[:, 2:], out)
+    np.subtract(out, 8, out=out)
+    np.multiply(out, _scales(blocks, 0), out=out)
+
+
+def _fill_q4_1(blocks: Bytes, out: Floats) -> None:
+    import numpy as np
+
+    _nibbles(blocks[:, 4:], out)
+    np.multiply(out, _scales(blocks, 0), out=out)
+    np.add(out, _scales(blocks, 2), out=out)
+
+
+def _fill_q5_0(blocks: Bytes, out: Floats) -> None:
+    import numpy as np
+
+    _nibbles(blocks[:, 6:], out)
+    out += _fifth_bits(blocks[:, 2:6])
+    np.subtract(out, 16, out=out)
+    np.multiply(out, _scales(blocks, 0), out=out)
+
+
+def _fill_q5_1(blocks: Bytes, out: Floats) -> None:
+    import numpy as np
+
+    _nibbles(blocks[:, 8:], out)
+    out += _fifth_bits(blocks[:, 4:8])
+    np.multiply(out, _scales(blocks, 0), out=out)
+    np.add(out, _scales(blocks, 2), out=out)
+
+
+def _nibbles(packed: Bytes, out: Floats) -> None:
+    """The low halves are a block's first 16 values, the high halves its last 16."""
+    out[:, :16] = packed & 0x0F
+    out[:, 16:] = packed >> 4
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    import numpy as np
+
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+_FILL: dict[int, Callable[[Bytes, Floats], None]] = {
+    Q8_0: _fill_q8_0,
+    Q4_0: _fill_q4_0,
+    Q4_1: _fill_q4_1,
+    Q5_0: _fill_q5_0,
+    Q5_1: _fill_q5_1,
+}
