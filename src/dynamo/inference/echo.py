@@ -1,0 +1,80 @@
+"""An engine that repeats the prompt: for trying what stands before engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dynamo.core.codec import unpack_ids
+from dynamo.core.context import Context
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, WorkerFailed
+from dynamo.core.reply import Engine, Reply
+from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Load, Started
+
+if TYPE_CHECKING:
+    from dynamo.inference.engines import EngineInputs
+
+MAX_NUM_SEQS = 256
+
+
+class EchoEngine(Engine):
+    """Says the prompt's tokens once, one a turn of the loop, then stops."""
+
+    def __init__(self, *, context_tokens: int, vocab_size: int = 0) -> None:
+        self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
+        self._running = 0
+        self._stopped = False
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo(
+            engine="echo",
+            block_tokens=16,
+            num_blocks=0,
+            context_tokens=self._context_tokens,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=self._context_tokens,
+            vocab_size=self._vocab_size,
+        )
+
+    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        del context
+        ids = unpack_ids(request.token_ids)
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if len(ids) >= self._context_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(ids)} tokens; {self._context_tokens} fit"
+            )
+        self._running += 1
+        try:
+            await self._say(ids[: len(ids) - request.resumed], len(ids), request, reply)
+        finally:
+            self._running -= 1
+
+    async def _say(
+        self, prompt: tuple[int, ...], length: int, request: GenerateRequest, reply: Reply
+    ) -> None:
+        reply.begin(Started(prompt_tokens=length))
+        room = min(request.stops.max_tokens, self._context_tokens - length)
+        answer = prompt[request.resumed : request.resumed + room]
+        for token in answer:
+            if self._stopped:
+                raise WorkerFailed("the engine was stopped")
+            if not reply.tokens((token,)):
+                return
+            await asyncio.sleep(0)
+        whole = request.resumed + len(answer) >= len(prompt)
+        reply.finish(Finish("stop" if whole else "length", len(answer)))
+
+    def load(self) -> Load:
+        return Load(running=self._running)
+
+    async def stop(self) -> None:
+        self._stopped = True
+
+
+async def open_engine(inputs: EngineInputs) -> EchoEngine:
+    """From the model's card."""
+    card = inputs.card
+    return EchoEngine(context_tokens=card.context_tokens, vocab_size=card.vocab_size)

@@ -1,0 +1,1 @@
+"""An engine without weights: real scheduling, cache and events, modelled time."""

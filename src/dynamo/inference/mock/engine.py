@@ -1,0 +1,64 @@
+"""The mock engine put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dynamo.core.clock import Clock
+from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.values import EngineInfo
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.mock.runner import MockRunner
+from dynamo.inference.mock.timing import read_timing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dynamo.inference.engines import EngineInputs
+
+NUM_BLOCKS = 16_384
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 8_192
+
+
+def make_mock(
+    settings: EngineSettings,
+    words: Sequence[int],
+    clock: Clock,
+    *,
+    context_tokens: int,
+    vocab_size: int = 0,
+) -> BatchedEngine:
+    """A mock engine that speaks in `words` (ids). Raises `ConfigError` for a wrong timing."""
+    num_blocks = settings.num_blocks or NUM_BLOCKS
+    info = EngineInfo(
+        engine="mock",
+        block_tokens=settings.block_size,
+        num_blocks=num_blocks,
+        context_tokens=min(context_tokens, num_blocks * settings.block_size),
+        max_num_seqs=settings.max_num_seqs or MAX_NUM_SEQS,
+        max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        vocab_size=vocab_size,
+    )
+    runner = MockRunner(
+        info,
+        words,
+        read_timing(settings.timing),
+        clock,
+        speedup_ratio=settings.speedup_ratio,
+    )
+    return BatchedEngine(runner, hits_from="scheduled", prefix_caching=settings.prefix_caching)
+
+
+async def open_engine(inputs: EngineInputs) -> BatchedEngine:
+    """From the settings and the model's tokenizer; weights are not needed."""
+    from dynamo.models.tokenizer import load_tokenizer
+
+    tokenizer = await load_tokenizer(inputs.card.tokenizer)
+    return make_mock(
+        inputs.settings.engine,
+        tokenizer.whole_text_ids,
+        inputs.clock,
+        context_tokens=inputs.card.context_tokens,
+        vocab_size=tokenizer.vocab_size,
+    )

@@ -1,0 +1,93 @@
+"""How long a step of a real engine would take. Times in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+from dynamo.inference.runner import StepPlan
+
+Timing = Callable[[StepPlan, int], float]
+"""(plan, KV capacity in tokens) -> milliseconds."""
+
+
+class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
+    """`prefill` of the new prompt tokens (if any) plus `decode` of the decoding sequences' context
+    as a share of the KV capacity (if any). Coefficients, lowest degree first."""
+
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+    floor_ms: float = 1.0
+
+    def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
+        """The time of one step."""
+        took = 0.0
+        if plan.new_tokens:
+            took = evaluate(self.prefill, plan.new_tokens)
+        if plan.decode_seqs:
+            took += evaluate(self.decode, plan.decode_context / capacity_tokens)
+        return max(took, self.floor_ms)
+
+
+class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
+    """c0 + c1 x new prompt tokens + c2 x sequences in the step + c3 x context of those that
+    decode."""
+
+    c0: float
+    c1: float
+    c2: float = 0.0
+    c3: float = 0.0
+
+    def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
+        """The time of one step."""
+        del capacity_tokens
+        batch = self.c2 * len(plan.chunks) + self.c3 * plan.decode_context
+        return self.c0 + self.c1 * plan.new_tokens + batch
+
+
+DYNAMO = Polynomials(
+    prefill=(16.50142, 1.518344e-2, 4.209989e-7), decode=(5.74, 54.01, -25.74), floor_ms=1.0
+)
+"""The defaults of Dynamo 1.6.1's mocker."""
+
+
+def evaluate(coefficients: Sequence[float], x: float) -> float:
+    """A polynomial, lowest degree first."""
+    value = 0.0
+    for coefficient in reversed(coefficients):
+        value = value * x + coefficient
+    return value
+
+
+def read_timing(text: str) -> Timing:
+    """`dynamo`, `constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP`, or the path of a JSON file that holds
+    {"type": "linear", c0, c1, c2, c3} or {"type": "polynomials", prefill, decode, floor_ms}.
+    Raises `ConfigError`."""
+    if text in {"", "dynamo"}:
+        return DYNAMO.step_ms
+    if text.startswith("constant:"):
+        return read_constant(text.removeprefix("constant:")).step_ms
+    try:
+        return msgspec.json.decode(Path(text).read_bytes(), type=Linear | Polynomials).step_ms
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"timing {text!r}: {error}",
+            hint="say dynamo, constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP, or the path of a JSON file",
+        ) from error
+
+
+def read_constant(text: str) -> Linear:
+    """`MS_PER_PROMPT_TOKEN,MS_PER_STEP`. Raises `ConfigError`."""
+    try:
+        per_token, per_step = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"timing 'constant:{text}': two numbers are wanted",
+            hint="e.g. constant:0.02,5 for 0.02 ms a prompt token and 5 ms a step",
+        ) from None
+    if per_token < 0 or per_step < 0:
+        raise ConfigError(f"timing 'constant:{text}': times are not negative")
+    return Linear(c0=per_step, c1=per_token)
