@@ -1,1 +1,21 @@
-"""A thin HTTP/1.1 server on httptools and uvloop."""
+"""A thin HTTP/1.1 server on httptools and uvloop: one task a request, writes gathered per
+connection, limits on everything that a client sends or fails to read."""
+
+from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
+from dynamo.communication.http.limits import HttpLimits
+from dynamo.communication.http.listener import probe_port
+from dynamo.communication.http.request import Request
+from dynamo.communication.http.response import Response
+from dynamo.communication.http.server import Handler, HttpServer, OnError
+
+__all__ = [
+    "Handler",
+    "HeadersTooLarge",
+    "HttpLimits",
+    "HttpServer",
+    "OnError",
+    "PortInUse",
+    "Request",
+    "Response",
+    "probe_port",
+]

@@ -1,0 +1,49 @@
+"""What a client may do to us."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.core.settings.schema import Server
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """Bytes, counts and seconds; see `settings.server` for the reasons.
+
+    `body_rate`: the slowest upload that is not an attack, bytes a second.
+    `pipelined`: requests read ahead on one connection before reading pauses.
+    """
+
+    max_body_bytes: int = 32 << 20
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    header_timeout_s: float = 15.0
+    idle_timeout_s: float = 75.0
+    stream_backlog_bytes: int = 1 << 20
+    stall_s: float = 60.0
+    congested_s: float = 0.25
+    linger_s: float = 2.0
+    body_rate: int = 1024
+    pipelined: int = 16
+    send_buffer_bytes: int = 64 << 10
+    notsent_lowat_bytes: int = 16 << 10
+    high_water_bytes: int = 4 << 10
+
+    @classmethod
+    def of(cls, server: Server) -> HttpLimits:
+        """The limits that the settings ask for."""
+        return cls(
+            max_body_bytes=server.max_body_bytes,
+            max_header_bytes=server.max_header_bytes,
+            max_headers=server.max_headers,
+            header_timeout_s=server.header_timeout,
+            idle_timeout_s=server.idle_timeout,
+            stream_backlog_bytes=server.stream_backlog_bytes,
+            stall_s=server.stall_s,
+        )
+
+    @property
+    def sweep_s(self) -> float:
+        """How often timeouts are looked for."""
+        shortest = min(self.header_timeout_s, self.idle_timeout_s, self.stall_s, self.linger_s)
+        return min(1.0, max(0.05, shortest / 4))

@@ -1,0 +1,219 @@
+"""From bytes to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+from urllib.parse import unquote
+
+import httptools
+
+from dynamo.communication.http.errors import HeadersTooLarge
+from dynamo.communication.http.limits import HttpLimits
+from dynamo.core.errors import DynamoError, InvalidRequest, TooLarge
+
+Stage = Literal["idle", "headers", "body"]
+
+
+class Request:
+    """One request, complete. Header names are lower-case bytes; `path` is percent-decoded."""
+
+    __slots__ = ("body", "headers", "keep_alive", "method", "path", "peer", "query", "version")
+
+    def __init__(
+        self,
+        method: str,
+        target: bytes,
+        headers: Mapping[bytes, bytes],
+        body: bytes,
+        *,
+        version: str,
+        keep_alive: bool,
+        peer: str = "",
+    ) -> None:
+        self.method = method
+        self.path, self.query = split_target(target)
+        self.headers = headers
+        self.body = body
+        self.version = version
+        self.keep_alive = keep_alive
+        self.peer = peer
+
+    def header(self, name: str) -> str | None:
+        """The header's value; several of one name are joined by commas."""
+        value = self.headers.get(name.lower().encode("latin-1"))
+        return None if value is None else value.decode("latin-1")
+
+
+def split_target(target: bytes) -> tuple[str, str]:
+    """Path and query of a request target, in origin or absolute form."""
+    text = target.decode("latin-1")
+    if not text.startswith("/") and "://" in text:
+        text = "/" + text.split("://", 1)[1].partition("/")[2]
+    path, _, query = text.partition("#")[0].partition("?")
+    return (unquote(path) if "%" in path else path), query
+
+
+class RequestReader:
+    """One connection's parser. `feed` hands every complete request to `on_request`.
+
+    httptools puts no bound on anything: bytes are counted here, before and after the headers
+    are complete.
+    """
+
+    __slots__ = (
+        "_body",
+        "_error",
+        "_fed",
+        "_headers",
+        "_limits",
+        "_on_continue",
+        "_on_request",
+        "_pairs",
+        "_parser",
+        "_target",
+        "_version",
+        "body_bytes",
+        "stage",
+        "started",
+    )
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        on_request: Callable[[Request], None],
+        on_continue: Callable[[], None],
+    ) -> None:
+        self._limits = limits
+        self._on_request = on_request
+        self._on_continue = on_continue
+        self._parser = httptools.HttpRequestParser(self)
+        self._error: DynamoError | None = None
+        self._fed = 0
+        self.started = 0
+        self.stage: Stage = "idle"
+        self.on_message_begin()
+        self.stage, self.started = "idle", 0
+
+    def feed(self, data: bytes) -> bool:
+        """Parse what came. False = the client wants another protocol: no request follows. Raises
+        the error to answer with; nothing may be fed after that."""
+        self._fed += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return False
+        except httptools.HttpParserError as error:
+            raise self._error or InvalidRequest(f"malformed HTTP: {error}") from None
+        if self.stage == "idle":
+            self._fed = 0
+        elif self.stage == "headers" and self._fed > self._limits.max_header_bytes:
+            raise self._headers_too_large()
+        return True
+
+    def on_message_begin(self) -> None:
+        self.stage = "headers"
+        self.started += 1
+        self._target = b""
+        self._pairs: list[tuple[bytes, bytes]] = []
+        self._body: list[bytes] = []
+        self._headers: dict[bytes, bytes] = {}
+        self.body_bytes = 0
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.stage == "headers":  # later ones are trailers: counted, never believed
+            self._pairs.append((name, value))
+        else:
+            self._count_body(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        self._version = self._parser.get_http_version()
+        try:
+            self._headers = self._checked_headers()
+        except DynamoError as error:
+            self._error = error
+            raise
+        self.stage = "body"
+        if b"expect" in self._headers and self._version == "1.1":
+            self._on_continue()
+
+    def on_body(self, part: bytes) -> None:
+        self._count_body(len(part))
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        body = self._body
+        request = Request(
+            self._parser.get_method().decode("latin-1"),
+            self._target,
+            self._headers,
+            body[0] if len(body) == 1 else b"".join(body),
+            version=self._version,
+            keep_alive=self._parser.should_keep_alive() and not self._parser.should_upgrade(),
+        )
+        self.stage = "idle"
+        self._on_request(request)
+
+    def _checked_headers(self) -> dict[bytes, bytes]:
+        pairs = self._pairs
+        if len(pairs) > self._limits.max_headers:
+            raise self._headers_too_large()
+        if self._fed > self._limits.max_header_bytes:
+            size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in pairs)
+            if size > self._limits.max_header_bytes:
+                raise self._headers_too_large()
+        headers: dict[bytes, bytes] = {}
+        for raw, value in pairs:
+            name = raw.lower()
+            if name in headers:
+                _refuse_twice(name)
+                headers[name] += b", " + value
+            else:
+                headers[name] = value
+        check_framing(headers, self._version, self._limits.max_body_bytes)
+        return headers
+
+    def _count_body(self, size: int) -> None:
+        self.body_bytes += size
+        if self.body_bytes > self._limits.max_body_bytes:
+            self._error = _body_too_large(self._limits.max_body_bytes)
+            raise self._error
+
+    def _headers_too_large(self) -> DynamoError:
+        limits = self._limits
+        return HeadersTooLarge(
+            f"the headers exceed {limits.max_header_bytes} bytes or {limits.max_headers} lines"
+        )
+
+
+def check_framing(headers: Mapping[bytes, bytes], version: str, max_body_bytes: int) -> None:
+    """Refuse what two parsers could read differently (request smuggling), and what is too large
+    to begin with. Raises `InvalidRequest` or `TooLarge`."""
+    if version not in ("1.1", "1.0"):
+        raise InvalidRequest(f"HTTP/{version} is not spoken here", hint="use HTTP/1.1")
+    if version == "1.1" and b"host" not in headers:
+        raise InvalidRequest("an HTTP/1.1 request needs a Host header")
+    coding = headers.get(b"transfer-encoding")
+    length = headers.get(b"content-length")
+    if coding is not None:
+        if version == "1.0" or coding.strip().lower() != b"chunked":
+            raise InvalidRequest("only `Transfer-Encoding: chunked` is understood, in HTTP/1.1")
+        if length is not None:
+            raise InvalidRequest("both Content-Length and Transfer-Encoding")
+    if length is not None and int(length) > max_body_bytes:
+        raise _body_too_large(max_body_bytes)
+    expect = headers.get(b"expect")
+    if expect is not None and expect.lower() != b"100-continue":
+        raise InvalidRequest("only `Expect: 100-continue` is understood")
+
+
+def _refuse_twice(name: bytes) -> None:
+    if name in (b"host", b"content-length", b"transfer-encoding", b"authorization"):
+        raise InvalidRequest(f"header {name.decode('latin-1')} came twice")
+
+
+def _body_too_large(limit: int) -> DynamoError:
+    return TooLarge(f"the body exceeds {limit} bytes", hint="server.max_body_bytes is the limit")
