@@ -1,0 +1,100 @@
+"""The secondary runtime: a thread with an event loop of its own for leases, heartbeats and
+discovery I/O, so that a busy primary loop never loses its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from dynamo.runtime.cancellation import CancellationToken
+
+T = TypeVar("T")
+
+
+class Background(ABC):
+    """Where work runs that must not wait for the primary loop."""
+
+    @abstractmethod
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` there and wait for it; cancelling the wait cancels the work."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Cancel what is left, end the loop."""
+
+
+class InlineBackground(Background):
+    """No thread: the primary loop itself (memory: planes, the simulator)."""
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return await work
+
+    async def close(self) -> None:
+        return
+
+
+class ThreadBackground(Background):
+    """A daemon thread with a stdlib event loop."""
+
+    def __init__(self, name: str = "dynamo-background") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The secondary event loop; use it from other threads by its threadsafe calls alone."""
+        return self._loop
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` there; the future may be cancelled."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self.start(work))
+
+    async def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        await self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+
+class Runtime:
+    """The two halves of one process: `primary` runs requests, `secondary` timers, heartbeats and
+    discovery I/O; `cancellation_token` is cancelled when the process is to stop."""
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002 - the seeds' word
+        primary: asyncio.AbstractEventLoop,
+        secondary: Background,
+        cancellation_token: CancellationToken,
+    ) -> None:
+        self.id = id
+        self.primary = primary
+        self.secondary = secondary
+        self.cancellation_token = cancellation_token
+
+
+async def _cancel_others() -> None:
+    mine = asyncio.current_task()
+    others = [task for task in asyncio.all_tasks() if task is not mine]
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)

@@ -1,0 +1,24 @@
+"""How long to wait before the next restart."""
+
+from __future__ import annotations
+
+FIRST_S = 0.2
+CAP_S = 10.0
+SERVED_S = 10.0
+
+
+class Backoff:
+    """The first restart comes after 0.2 s; each further one waits twice as long, up to 10 s;
+    10 s of serving start it over."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_S
+        self.deaths_unserved = 0
+
+    def died(self, served_s: float) -> float:
+        """The process died after serving for `served_s` (0: it never did). Seconds to wait."""
+        if served_s >= SERVED_S:
+            self._next_s = FIRST_S
+        self.deaths_unserved = 0 if served_s > 0 else self.deaths_unserved + 1
+        wait_s, self._next_s = self._next_s, min(self._next_s * 2, CAP_S)
+        return wait_s

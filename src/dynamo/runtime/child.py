@@ -1,0 +1,191 @@
+"""One supervised process: started, listened to, restarted, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo.core.clock import Clock
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import run_all
+from dynamo.runtime.backoff import Backoff
+from dynamo.runtime.link import Report, Start
+
+log = logging.getLogger(__name__)
+
+LOUD_AFTER = 5
+LINE_BYTES = 64 << 10
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to keep alive. Lower `stop_order` stops first; `command`: what to run instead of
+    `dynamo _child ROLE` (it gets the same standard input)."""
+
+    role: str
+    name: str
+    settings: Settings
+    stop_order: int = 0
+    command: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line."""
+        return self.command or (sys.executable, "-m", "dynamo", "_child", self.role)
+
+
+class Child:
+    """Keeps one process alive until it is stopped. `report` is what it told last."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        clock: Clock,
+        *,
+        line: Callable[[str, bytes], None],
+        changed: Callable[[Child], None],
+    ) -> None:
+        self.spec = spec
+        self.report = Report()
+        self.pid = 0
+        self.ever_ready = False
+        self._clock = clock
+        self._line = line
+        self._changed = changed
+        self._backoff = Backoff()
+        self._stopping = asyncio.Event()
+        self._ready_at: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        """It serves."""
+        return self.pid != 0 and self.report.state == "ready"
+
+    async def run(self) -> None:
+        """Start it, and start it again whenever it dies. Returns when it was stopped or told that
+        it can never start."""
+        while not self._stopping.is_set():
+            code = await self._life()
+            served_s = 0.0 if self._ready_at is None else self._clock.now() - self._ready_at
+            self.ever_ready |= self._ready_at is not None
+            if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
+                return
+            self.report = Report()
+            self._changed(self)
+            await self._pause(code, self._backoff.died(served_s))
+
+    def hold(self) -> None:
+        """Start it no more."""
+        self._stopping.set()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it, and SIGKILL to its whole group."""
+        if self.pid == 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+    async def _pause(self, code: int, wait_s: float) -> None:
+        fields = {"name": self.spec.name, "exit": describe_exit(code), "restart_s": wait_s}
+        deaths = self._backoff.deaths_unserved
+        if deaths and deaths % LOUD_AFTER == 0:
+            log.error(
+                "a process dies before it serves, again and again",
+                extra={"fields": fields | {"deaths": deaths}},
+            )
+        else:
+            log.warning("process died", extra={"fields": fields})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._stopping.wait()
+
+    async def _life(self) -> int:
+        """From start to death. Returns the exit code as `Popen` gives it."""
+        self._ready_at = None
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # From the main thread: PR_SET_PDEATHSIG counts the death of the thread that forked.
+            process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
+                self.spec.argv,
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            theirs.close()
+            self.pid = process.pid
+            try:
+                return await self._attend(process, ours)
+            finally:
+                self.send(signal.SIGKILL)
+                process.wait()
+                self.pid = 0
+
+    async def _attend(self, process: subprocess.Popen[bytes], ours: socket.socket) -> int:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        start = Start(self.spec.settings, self.spec.name, os.getpid())
+        writer.write(msgspec.json.encode(start) + b"\n")
+        try:
+            await run_all(self._logs(process), self._reports(reader), self._death(process))
+        finally:
+            writer.close()
+        return process.wait()
+
+    async def _death(self, process: subprocess.Popen[bytes]) -> None:
+        await _exit_of(process.pid)
+        self.send(signal.SIGKILL)  # what it left behind in its group
+
+    async def _reports(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                self.report = msgspec.json.decode(line, type=Report)
+                if self.report.state == "ready" and self._ready_at is None:
+                    self._ready_at = self._clock.now()
+                self._changed(self)
+
+    async def _logs(self, process: subprocess.Popen[bytes]) -> None:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+        )
+        with contextlib.closing(transport):
+            rest = b""
+            while data := await reader.read(LINE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._line(self.spec.name, line)
+                if len(rest) > LINE_BYTES:
+                    self._line(self.spec.name, rest)
+                    rest = b""
+            if rest:
+                self._line(self.spec.name, rest)
+
+
+def describe_exit(code: int) -> str:
+    """`exit 1`, or the signal's name."""
+    return f"exit {code}" if code >= 0 else signal.Signals(-code).name
+
+
+async def _exit_of(pid: int) -> None:
+    """Return when our child `pid` has died; it is not reaped."""
+    loop = asyncio.get_running_loop()
+    died = asyncio.Event()
+    fd = os.pidfd_open(pid)
+    loop.add_reader(fd, died.set)
+    try:
+        await died.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -1,0 +1,142 @@
+"""A client of one endpoint: who serves it, which one to take, the call itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Container, Mapping
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from dynamo.communication.requests import Requests, Sink, Window
+from dynamo.core.context import Context
+from dynamo.core.errors import InstanceGone, NoWorkers
+from dynamo.runtime.instances import Instance, InstanceView
+from dynamo.runtime.picks import Picks, Slot
+from dynamo.runtime.streams import Stream, encode_item
+
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """Instances as discovery announces them, minus those withheld; picks; calls."""
+
+    def __init__(
+        self, path: str, view: InstanceView, requests: Requests, rng: Random | None = None
+    ) -> None:
+        self.path = path
+        self._view = view
+        self._requests = requests
+        self._slots: dict[str, Slot] = {}
+        self._picks = Picks(rng or Random())
+        view.on_change(self._refresh)
+        self._refresh()
+
+    @property
+    def instances(self) -> Mapping[str, Instance]:
+        """Live instances by id."""
+        return MappingProxyType(self._view.live)
+
+    def in_flight(self, instance_id: str) -> int:
+        """Calls of this client that the instance works on now."""
+        slot = self._slots.get(instance_id)
+        return 0 if slot is None else slot.in_flight
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` when `instances` changed. Returns the way to stop that."""
+        return self._view.on_change(callback)
+
+    async def wait_for_instances(self, count: int = 1, timeout_s: float | None = None) -> None:
+        """Return when at least `count` are there. Raises `NoWorkers` after `timeout_s`."""
+        changed = asyncio.Event()
+        stop = self.on_change(changed.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._view.live) < count:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            raise NoWorkers(
+                f"{len(self._view.live)} of {count} instances of {self.path} after {timeout_s} s"
+            ) from None
+        finally:
+            stop()
+
+    def pick(self, mode: str, allowed: Container[str] | None = None) -> Instance:
+        """One live instance by `mode` (of the ids in `allowed`). Raises `NoWorkers`."""
+        return self._picks.pick(mode, allowed).instance
+
+    async def call(
+        self,
+        instance: Instance,
+        payload: bytes,
+        context: Context,
+        sink: Sink,
+        *,
+        window: Window | None = None,
+    ) -> None:
+        """Call that instance; see `Requests.call` for what is promised and raised."""
+        slot = self._slots.get(instance.id) or Slot(instance)
+        self._picks.took(slot)
+        try:
+            await self._requests.call(
+                instance.address, self.path, payload, context, sink, window=window
+            )
+        except InstanceGone:
+            self._view.withhold(instance.address)
+            raise
+        finally:
+            self._picks.gave(slot)
+
+    def generate(
+        self, request: Any, *, mode: str = "round_robin", context: Context | None = None
+    ) -> Stream:
+        """Call one instance picked by `mode`; `request` and the items are msgpack values."""
+        return self._stream(lambda: self.pick(mode), request, context)
+
+    def round_robin(self, request: Any, context: Context | None = None) -> Stream:
+        """`generate` by turns."""
+        return self.generate(request, mode="round_robin", context=context)
+
+    def random(self, request: Any, context: Context | None = None) -> Stream:
+        """`generate` at random."""
+        return self.generate(request, mode="random", context=context)
+
+    def direct(self, request: Any, instance_id: str, context: Context | None = None) -> Stream:
+        """Call that instance. Raises `InstanceGone` (on iteration) where it is not there."""
+        return self._stream(lambda: self._instance(instance_id), request, context)
+
+    async def close(self) -> None:
+        """Stop watching. Calls under way go on."""
+        await self._view.close()
+
+    def _instance(self, instance_id: str) -> Instance:
+        found = self._view.live.get(instance_id)
+        if found is None:
+            raise InstanceGone(f"no instance {instance_id} serves {self.path}")
+        return found
+
+    def _stream(
+        self, choose: Callable[[], Instance], request: Any, context: Context | None
+    ) -> Stream:
+        about = context or Context(request_id=secrets.token_hex(8))
+
+        async def start(sink: Sink, window: Window) -> None:
+            await self.call(choose(), encode_item(request), about, sink, window=window)
+
+        return Stream(start)
+
+    def _refresh(self) -> None:
+        live = self._view.live
+        for name in self._slots.keys() - live.keys():
+            if self._slots[name].in_flight == 0:
+                del self._slots[name]
+        for name, instance in live.items():
+            slot = self._slots.get(name)
+            if slot is None:
+                self._slots[name] = Slot(instance)
+            elif slot.instance is not instance:
+                slot.announce(instance)
+        self._picks.replace([self._slots[name] for name in live])

@@ -1,0 +1,169 @@
+"""Namespace, component, endpoint: how a callable thing is named, served and reached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dynamo.communication.requests import Handler
+from dynamo.core.errors import ConfigError
+from dynamo.runtime.client import Client
+from dynamo.runtime.instances import (
+    Instance,
+    InstanceView,
+    encode_instance,
+    instance_key,
+    workers_prefix,
+)
+from dynamo.runtime.lifecycle import Lifecycle, State
+from dynamo.runtime.streams import Serves, item_handler
+
+if TYPE_CHECKING:
+    from dynamo.runtime.distributed import DistributedRuntime
+
+LEAVE_GRACE_S = 0.25
+"""Callers hear of a withdrawal a little later; until then their calls are still answered."""
+
+_PART = re.compile(r"[^./\s]+\Z")
+_ENDPOINT = re.compile(r"\S+\Z")
+
+
+class Reference(NamedTuple):
+    """A parsed `namespace.component.endpoint`; the endpoint may hold slashes and dots."""
+
+    namespace: str
+    component: str
+    endpoint: str
+
+
+def parse_reference(text: str) -> Reference:
+    """`dynamo.Processor.chat/completions` in its parts. Raises `ConfigError`."""
+    namespace, _, rest = text.partition(".")
+    component, _, endpoint = rest.partition(".")
+    if not (_PART.match(namespace) and _PART.match(component) and _ENDPOINT.match(endpoint)):
+        raise ConfigError(
+            f"{text!r} is no endpoint reference",
+            hint="write namespace.component.endpoint, e.g. dynamo.Processor.chat/completions",
+        )
+    return Reference(namespace, component, endpoint)
+
+
+def _checked(kind: str, name: str) -> str:
+    if not (_ENDPOINT if kind == "endpoint" else _PART).match(name):
+        raise ConfigError(
+            f"{name!r} is no name of a {kind}", hint="no dots, slashes or blanks, at least a letter"
+        )
+    return name
+
+
+class Namespace:
+    """Logical isolation of tenants or environments."""
+
+    def __init__(self, runtime: DistributedRuntime, name: str) -> None:
+        self.runtime = runtime
+        self.name = _checked("namespace", name)
+
+    def component(self, name: str) -> Component:
+        """A component of this namespace."""
+        return Component(self, name)
+
+
+class Component:
+    """An independently deployable unit with endpoints."""
+
+    def __init__(self, namespace: Namespace, name: str) -> None:
+        self.namespace = namespace
+        self.name = _checked("component", name)
+
+    def endpoint(self, name: str) -> Endpoint:
+        """An endpoint of this component."""
+        return Endpoint(self, name)
+
+
+class Endpoint:
+    """A callable, discoverable name."""
+
+    def __init__(self, component: Component, name: str) -> None:
+        self.component = component
+        self.name = _checked("endpoint", name)
+        self.runtime = component.namespace.runtime
+
+    @property
+    def path(self) -> str:
+        """`namespace.component.endpoint`."""
+        return f"{self.component.namespace.name}.{self.component.name}.{self.name}"
+
+    async def serve(
+        self, handler: Handler, *, capabilities: Mapping[str, Any] | None = None
+    ) -> Served:
+        """Answer calls, then announce this instance. It ends with `withdraw` or the runtime."""
+        served = Served(self, dict(capabilities or {}))
+        await served.start(handler)
+        self.runtime.adopt(served)
+        return served
+
+    async def serve_items(
+        self, serves: Serves, *, capabilities: Mapping[str, Any] | None = None
+    ) -> Served:
+        """Like `serve`, with an async generator or coroutine function over msgpack values."""
+        return await self.serve(item_handler(serves), capabilities=capabilities)
+
+    async def client(self) -> Client:
+        """A client that knows the present instances. It ends with `close` or the runtime."""
+        runtime = self.runtime
+        prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
+        view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock)
+        await view.start()
+        client = Client(self.path, view, runtime.requests, runtime.rng)
+        runtime.adopt_client(client)
+        return client
+
+
+class Served:
+    """This process serving one endpoint."""
+
+    def __init__(self, endpoint: Endpoint, capabilities: dict[str, Any]) -> None:
+        self.endpoint = endpoint
+        self.capabilities = capabilities
+        self.lifecycle = Lifecycle(endpoint.path)
+        self.instance: Instance | None = None
+
+    async def start(self, handler: Handler) -> None:
+        """Created -> Registered -> Running; Healthy follows the process's health."""
+        runtime = self.endpoint.runtime
+        component = self.endpoint.component
+        await runtime.requests.serve(self.endpoint.path, handler)
+        self.instance = Instance(
+            id=runtime.instance_id,
+            address=runtime.requests.address,
+            namespace=component.namespace.name,
+            component=component.name,
+            endpoint=self.endpoint.name,
+            capabilities=self.capabilities,
+            lease_id=runtime.instance_id,
+        )
+        await runtime.discovery.put(instance_key(self.instance), encode_instance(self.instance))
+        self.lifecycle.to(State.REGISTERED)
+        self.lifecycle.to(State.RUNNING)
+        runtime.health.on_change(self._follow_health)
+        self._follow_health()
+
+    async def withdraw(self, drain_s: float | None = 0.0) -> None:
+        """Leave discovery, let callers hear of it, refuse new calls, wait up to `drain_s` for those
+        in flight (None: without end), cancel the rest."""
+        if self.lifecycle.stopping or self.instance is None:
+            return
+        self.lifecycle.to(State.STOPPING)
+        runtime = self.endpoint.runtime
+        await runtime.discovery.delete(instance_key(self.instance))
+        if drain_s is None or drain_s > 0:
+            await runtime.clock.sleep(LEAVE_GRACE_S)
+        await runtime.requests.withdraw(self.endpoint.path, drain_s)
+        self.lifecycle.to(State.DEREGISTERED)
+        runtime.release(self)
+
+    def _follow_health(self) -> None:
+        if not self.lifecycle.stopping:
+            well = self.endpoint.runtime.health.well
+            self.lifecycle.to(State.HEALTHY if well else State.RUNNING)

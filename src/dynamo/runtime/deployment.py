@@ -1,0 +1,146 @@
+"""Deployments of this user on this host: state folders, and who lives in them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.runtime.pids import is_alive
+
+log = logging.getLogger(__name__)
+
+ProcessState = Literal["starting", "ready", "draining"]
+PROCESSES = "processes"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One live process, as `dynamo ps` shows it. `address`: what it serves (request plane or HTTP
+    URL); `start_ticks` makes a reused pid another process."""
+
+    deployment: str
+    role: str
+    name: str
+    pid: int
+    address: str = ""
+    status_url: str = ""
+    state: ProcessState = "starting"
+    instance: str = ""
+    start_ticks: int = 0
+
+
+def process_key(record: ProcessRecord) -> str:
+    """Where a process record stands in discovery."""
+    return f"/_processes/{record.role}/{record.instance}"
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """One deployment on this host and its state folder (mode 0700)."""
+
+    id: str
+    folder: Path
+
+    @property
+    def discovery_url(self) -> str:
+        """The `file:` discovery plane of its processes."""
+        return f"file:{self.folder / 'discovery'}"
+
+    def prepare(self) -> None:
+        """Make the folder. Raises `ConfigError` where it is somebody else's. Blocks."""
+        _private(self.folder.parent)
+        _private(self.folder)
+        _private(self.folder / PROCESSES)
+
+    def write(self, record: ProcessRecord) -> None:
+        """Write or replace a process's record, at once or not at all. Blocks."""
+        path = self._path(record.instance)
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(record))
+        fresh.replace(path)
+
+    def remove(self, record: ProcessRecord) -> None:
+        """Forget a process. Blocks."""
+        self._path(record.instance).unlink(missing_ok=True)
+
+    def processes(self) -> Sequence[ProcessRecord]:
+        """Live processes, supervisor first, then by role and name; records of dead ones are
+        removed. Blocks."""
+        found = [
+            record for path in self.folder.glob(f"{PROCESSES}/*.json") if (record := _at(path))
+        ]
+        return sorted(found, key=lambda one: (one.role != "supervisor", one.role, one.name))
+
+    def _path(self, instance: str) -> Path:
+        return self.folder / PROCESSES / f"{instance}.json"
+
+
+def deployment_of(settings: Settings, environ: Mapping[str, str] = os.environ) -> Deployment:
+    """The deployment that a process with these settings belongs to. Raises `ConfigError`."""
+    name = settings.runtime.deployment or f"http-{settings.server.http_port}"
+    if not _NAME.match(name):
+        raise ConfigError(
+            f"{name!r} is no name for a deployment",
+            hint="letters, digits, dots and dashes",
+            param="runtime.deployment",
+        )
+    return Deployment(name, next(state_roots(environ)) / name)
+
+
+def state_roots(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """Where deployments of this user may lie; the first is where new ones go."""
+    if base := environ.get("XDG_RUNTIME_DIR"):
+        yield Path(base) / "dynamo"
+    yield Path("/tmp") / f"dynamo-{os.getuid()}"  # noqa: S108 - made 0700, owner checked
+
+
+def live_deployments(environ: Mapping[str, str] = os.environ) -> Sequence[Deployment]:
+    """Every deployment of this user that has a live process. Blocks."""
+    return [one for one in _deployments(environ) if one.processes()]
+
+
+def live_processes(environ: Mapping[str, str] = os.environ) -> Sequence[ProcessRecord]:
+    """Every live process of every deployment of this user. Blocks."""
+    return [record for one in _deployments(environ) for record in one.processes()]
+
+
+def _deployments(environ: Mapping[str, str]) -> Iterator[Deployment]:
+    for root in state_roots(environ):
+        with contextlib.suppress(OSError):
+            for folder in sorted(root.iterdir()):
+                if folder.is_dir() and folder.stat().st_uid == os.getuid():
+                    yield Deployment(folder.name, folder)
+
+
+def _at(path: Path) -> ProcessRecord | None:
+    """The live process of one record file; a dead one's file is removed."""
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=ProcessRecord)
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("bad process record", extra={"fields": {"path": path, "error": str(error)}})
+        return None
+    if is_alive(record.pid, record.start_ticks):
+        return record
+    path.unlink(missing_ok=True)
+    return None
+
+
+def _private(folder: Path) -> None:
+    """`folder` exists, is ours and nobody else can look into it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat(follow_symlinks=False)
+    if about.st_uid != os.getuid():
+        raise ConfigError(
+            f"the state folder {folder} belongs to another user",
+            hint="set XDG_RUNTIME_DIR to a folder of your own",
+        )
+    if about.st_mode & 0o077:
+        folder.chmod(0o700)

@@ -1,0 +1,186 @@
+"""The runtime of one process: planes opened, components named, everything closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.communication.events import Events, open_events
+from dynamo.communication.requests import Requests, open_requests
+from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import Tasks, run_all
+from dynamo.runtime.background import Background, InlineBackground, Runtime, ThreadBackground
+from dynamo.runtime.cancellation import CancellationToken
+from dynamo.runtime.client import Client
+from dynamo.runtime.component import Endpoint, Namespace, Served, parse_reference
+from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.health import Health
+from dynamo.runtime.leases import BackgroundDiscovery, KeptDiscovery
+from dynamo.runtime.lifecycle import Lifecycle, State
+from dynamo.runtime.registry import ComponentRegistry
+from dynamo.telemetry import Registry
+
+log = logging.getLogger(__name__)
+
+Leave = Callable[[float], Coroutine[Any, Any, None]]
+
+
+class DistributedRuntime:
+    """What a process has in hand. Make it by `create`; leave it by `shutdown` or `async with`.
+
+    `public_address`: where users reach this process (an HTTP URL), set by who listens there.
+    """
+
+    discovery: Discovery
+    requests: Requests
+    events: Events
+    runtime: Runtime
+
+    def __init__(self, settings: Settings, role: str, name: str, clock: Clock) -> None:
+        self.settings = settings
+        self.role = role
+        self.instance_id = secrets.token_hex(8)
+        self.name = name or f"{role}-{self.instance_id[:6]}"
+        self.clock = clock
+        self.rng = Random()
+        self.tasks = Tasks()
+        self.metrics = Registry()
+        self.health = Health()
+        self.lifecycle = Lifecycle(self.name)
+        self.stopping = CancellationToken()
+        self.public_address = ""
+        self._served: list[Served] = []
+        self._clients: list[Client] = []
+        self._leaving: list[Leave] = []
+        self._closed = False
+
+    @classmethod
+    async def create(
+        cls,
+        settings: Settings | None = None,
+        *,
+        role: str = "process",
+        name: str = "",
+        clock: Clock | None = None,
+    ) -> Self:
+        """Open the planes that `settings` name. Raises `ConfigError`."""
+        runtime = cls(settings or Settings(), role, name, clock or SystemClock())
+        await runtime._open()
+        return runtime
+
+    def namespace(self, name: str | None = None) -> Namespace:
+        """A namespace; without a name, the one of the settings."""
+        return Namespace(self, name or self.settings.runtime.namespace)
+
+    def endpoint(self, reference: str) -> Endpoint:
+        """The endpoint of a reference such as `dynamo.Processor.chat/completions`."""
+        namespace, component, endpoint = parse_reference(reference)
+        return self.namespace(namespace).component(component).endpoint(endpoint)
+
+    @property
+    def registry(self) -> ComponentRegistry:
+        """Which components there are, as discovery sees it."""
+        return ComponentRegistry(self.discovery)
+
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """What this process serves now."""
+        return tuple(self._served)
+
+    async def shutdown(self, drain_s: float | None = None) -> None:
+        """Withdraw what is served, wait up to `drain_s` (None: the settings') for calls in flight,
+        close everything. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        drain = self.settings.runtime.drain_s if drain_s is None else drain_s
+        self.stopping.cancel()
+        self.lifecycle.to(State.STOPPING)
+        try:
+            await run_all(
+                *(served.withdraw(drain) for served in self.served),
+                *(leave(drain) for leave in self._leaving),
+            )
+        finally:
+            await self._close()
+            self.lifecycle.to(State.DEREGISTERED)
+
+    def adopt(self, served: Served) -> None:
+        """From now on `served` ends with this runtime. Raises `ConfigError` for a second one."""
+        if any(one.endpoint.path == served.endpoint.path for one in self._served):
+            raise ConfigError(f"{served.endpoint.path} is already served by this process")
+        self._served.append(served)
+
+    def release(self, served: Served) -> None:
+        """`served` has ended."""
+        if served in self._served:
+            self._served.remove(served)
+
+    def adopt_client(self, client: Client) -> None:
+        """From now on `client` ends with this runtime."""
+        self._clients.append(client)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    def at_shutdown(self, leave: Leave) -> None:
+        """Run `leave(drain_s)` beside the draining of what is served, before the planes close."""
+        self._leaving.append(leave)
+
+    async def _open(self) -> None:
+        about = self.settings.runtime
+        url = about.discovery or await self._own_discovery()
+        background: Background
+        if url.startswith("memory:"):
+            background = InlineBackground()
+            self.discovery = KeptDiscovery(await open_discovery(url))
+        else:
+            background = ThreadBackground()
+            kept = await background.run(_open_kept(url))
+            self.discovery = BackgroundDiscovery(kept, background)
+        self.runtime = Runtime(
+            self.instance_id, asyncio.get_running_loop(), background, self.stopping
+        )
+        self.requests = await open_requests(about.requests)
+        self.events = await open_events(about.events, self.discovery)
+        self.lifecycle.to(State.REGISTERED)
+        self.lifecycle.to(State.RUNNING)
+        self.health.on_change(self._follow_health)
+
+    async def _own_discovery(self) -> str:
+        deployment = deployment_of(self.settings)
+        await self.clock.offload(deployment.prepare)
+        return deployment.discovery_url
+
+    async def _close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.tasks.close()
+        await self.events.close()
+        await self.requests.close()
+        await self.discovery.close()
+        await self.runtime.secondary.close()
+
+    def _follow_health(self) -> None:
+        if not self.lifecycle.stopping:
+            self.lifecycle.to(State.HEALTHY if self.health.well else State.RUNNING)
+
+
+async def _open_kept(url: str) -> KeptDiscovery:
+    return KeptDiscovery(await open_discovery(url))

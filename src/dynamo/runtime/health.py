@@ -1,0 +1,44 @@
+"""Why a process is not well: reasons by name, none = well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+
+class Health:
+    """Reasons, set and taken back by whoever knows them."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def unwell(self, name: str, reason: str) -> None:
+        """`name` is not well, and why."""
+        changed = self._reasons.get(name) != reason
+        self._reasons[name] = reason
+        if changed:
+            self._tell()
+
+    def well_again(self, name: str) -> None:
+        """`name` has nothing to say any more."""
+        if self._reasons.pop(name, None) is not None:
+            self._tell()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when a reason comes, changes or goes."""
+        self._listeners.append(listener)
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """Every present reason by name."""
+        return MappingProxyType(self._reasons)
+
+    @property
+    def well(self) -> bool:
+        """Nothing is wrong."""
+        return not self._reasons
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

@@ -1,0 +1,98 @@
+"""The line between the supervisor and a child: the child's standard input is one end of a socket
+pair. Down it comes one JSON line, `Start`; up go `Report` lines; its end means that the other side
+is dead, however it died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.runtime.deployment import ProcessState
+
+if TYPE_CHECKING:
+    import asyncio
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What a child is told first."""
+
+    settings: Settings
+    name: str
+    supervisor: int
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a child tells. `fatal`: it cannot start, and trying again would not help; `code` is the
+    exit code that the command should end with."""
+
+    state: ProcessState = "starting"
+    address: str = ""
+    status_url: str = ""
+    fatal: str = ""
+    hint: str = ""
+    code: int = 1
+
+
+class ParentLink:
+    """The child's end."""
+
+    def __init__(self, fd: int, start: Start) -> None:
+        self._fd = fd
+        self.start = start
+
+    @classmethod
+    def from_stdin(cls) -> ParentLink:
+        """Take over standard input and read the first line. Raises `ConfigError`. Blocks."""
+        fd = os.dup(0)  # not inherited, unlike 0 itself
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        line = b""
+        while not line.endswith(b"\n") and (more := os.read(fd, 1 << 16)):
+            line += more
+        try:
+            return cls(fd, msgspec.json.decode(line, type=Start))
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"no start line on standard input: {error}",
+                hint="this command is for the supervisor; use `dynamo run`",
+            ) from None
+
+    def die_with_parent(self) -> None:
+        """Be killed when the supervisor dies; exits at once if that has happened already."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self.start.supervisor:
+            os._exit(1)
+
+    def watch(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+        """Call `gone` when the supervisor's end closes."""
+        os.set_blocking(self._fd, False)
+        loop.add_reader(self._fd, self._readable, loop, gone)
+
+    def tell(self, report: Report) -> None:
+        """Send one report; a supervisor that is gone hears nothing."""
+        with contextlib.suppress(OSError):
+            os.write(self._fd, msgspec.json.encode(report) + b"\n")
+
+    def _readable(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+        try:
+            ended = not os.read(self._fd, 1 << 12)
+        except BlockingIOError:
+            return
+        except OSError:
+            ended = True
+        if ended:
+            loop.remove_reader(self._fd)
+            gone()

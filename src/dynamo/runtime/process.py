@@ -1,0 +1,170 @@
+"""One process of a deployment from birth to death: loop, logs, signals, parent, status, record."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from dynamo.communication.http import PortInUse
+from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import Tasks, first_of
+from dynamo.runtime.deployment import (
+    Deployment,
+    ProcessRecord,
+    ProcessState,
+    deployment_of,
+    process_key,
+)
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.link import ParentLink, Report
+from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.sockets import name_owner
+from dynamo.runtime.status import StatusServer
+from dynamo.telemetry.logs import configure
+
+log = logging.getLogger(__name__)
+
+Main = Callable[[DistributedRuntime], Awaitable[None]]
+STARTING = "start"
+GC_THRESHOLDS = (50_000, 20, 50)
+"""A young collection costs the loop a pause; what lives long is frozen when ready."""
+
+
+def run_process(
+    main: Main, settings: Settings, role: str, name: str = "", *, parent: ParentLink | None = None
+) -> int:
+    """Run one process and return its exit code: 0, 1 failure, 2 usage.
+
+    `main(runtime)` sets the process up and returns; then it serves until SIGTERM or SIGINT drains
+    it, a second signal or the parent's death ends it at once. It is `ready` when `main` has
+    returned and the process was well for the first time.
+    """
+    import uvloop
+
+    configure(settings.logging.level, settings.logging.format, name or role)
+    if parent is not None:
+        parent.die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(main, settings, role, name, parent))
+
+
+async def _run(
+    main: Main, settings: Settings, role: str, name: str, parent: ParentLink | None
+) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    _listen(loop, stop, parent)
+    try:
+        async with await DistributedRuntime.create(settings, role=role, name=name) as runtime:
+            process = Process(runtime, parent)
+            await process.live(main, stop)
+    except DynamoError as error:
+        return _failed(error, parent)
+    except Exception:  # the last line of defence: told, and restarted by the supervisor
+        log.exception("process failed")
+        return 1
+    return 0
+
+
+def _listen(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, parent: ParentLink | None
+) -> None:
+    def stop_or_exit() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_or_exit)
+    if parent is not None:
+        parent.watch(loop, lambda: os._exit(1))
+
+
+def _failed(error: DynamoError, parent: ParentLink | None) -> int:
+    """Tell why the process ends; what trying again cannot mend is fatal."""
+    if isinstance(error, PortInUse):
+        name_owner(error)
+    code = 2 if isinstance(error, ConfigError) else 1
+    hint = f" ({error.hint})" if error.hint else ""
+    log.error("cannot go on: %s%s", error.message, hint)
+    if parent is not None and isinstance(error, ConfigError | ModelUnavailable):
+        parent.tell(Report(fatal=error.message, hint=error.hint, code=code))
+    return code
+
+
+class Process:
+    """What surrounds `main`: status port, record, readiness, the way down."""
+
+    def __init__(self, runtime: DistributedRuntime, parent: ParentLink | None) -> None:
+        self._runtime = runtime
+        self._parent = parent
+        self._status = StatusServer(runtime)
+        self._deployment: Deployment = deployment_of(runtime.settings)
+        self._record = ProcessRecord(
+            deployment=self._deployment.id,
+            role=runtime.role,
+            name=runtime.name,
+            pid=os.getpid(),
+            address=runtime.requests.address,
+            instance=runtime.instance_id,
+            start_ticks=own_start_ticks(),
+        )
+
+    async def live(self, main: Main, stop: asyncio.Event) -> None:
+        """From status port to drained. Raises what `main` raises."""
+        runtime = self._runtime
+        runtime.health.unwell(STARTING, "the process is starting")
+        await self._status.start()
+        try:
+            await runtime.clock.offload(self._deployment.prepare)
+            await self._tell("starting")
+            async with Tasks(on_failure=lambda _: None) as tasks:
+                main_ended = tasks.start(self._set_up(main), "main")
+                await first_of(_raised(main_ended), stop.wait())
+                await first_of(self._ready(), stop.wait())
+                await stop.wait()
+            await self._tell("draining")
+            await runtime.shutdown()
+        finally:
+            await self._status.stop()
+            await runtime.clock.offload(self._deployment.remove, self._record)
+
+    async def _set_up(self, main: Main) -> None:
+        await main(self._runtime)
+        self._runtime.health.well_again(STARTING)
+
+    async def _ready(self) -> None:
+        """Wait until the process is well for the first time, and say so."""
+        health = self._runtime.health
+        changed = asyncio.Event()
+        health.on_change(changed.set)
+        while not health.well:
+            changed.clear()
+            await changed.wait()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        await self._tell("ready")
+
+    async def _tell(self, state: ProcessState) -> None:
+        """The same to the state folder, to discovery and to the supervisor."""
+        runtime = self._runtime
+        address = runtime.public_address or runtime.requests.address
+        self._record = msgspec.structs.replace(
+            self._record, state=state, status_url=self._status.url, address=address
+        )
+        await runtime.clock.offload(self._deployment.write, self._record)
+        await runtime.discovery.put(process_key(self._record), msgspec.json.encode(self._record))
+        if self._parent is not None:
+            self._parent.tell(Report(state=state, address=address, status_url=self._status.url))
+
+
+async def _raised(task: asyncio.Task[None]) -> None:
+    await task

@@ -1,0 +1,82 @@
+"""Who holds a port, and whether it is free."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dynamo.communication.http.errors import PortInUse
+from dynamo.core.errors import ConfigError
+from dynamo.runtime.pids import command
+
+LISTEN = "0A"
+"""TCP_LISTEN in /proc/net/tcp."""
+
+
+class Owner(NamedTuple):
+    """The process that listens on a port."""
+
+    pid: int
+    command: str
+
+
+def port_owner(port: int) -> Owner | None:
+    """Who listens on TCP `port` of this host; None where nobody does or it is not ours to see."""
+    inodes = set(_listening(port))
+    if not inodes:
+        return None
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and inodes & set(_sockets(entry)):
+            pid = int(entry.name)
+            return Owner(pid, command(pid))
+    return None
+
+
+def name_owner(error: PortInUse) -> PortInUse:
+    """The same error, which says who listens there, where that can be seen."""
+    if owner := port_owner(error.port):
+        error.message += f": process {owner.pid} ({owner.command}) listens there"
+        error.args = (error.message,)
+    return error
+
+
+def claim_port(host: str, port: int) -> int:
+    """Check that nobody, sharing or not, has `host:port`, and answer the port; a free one for 0.
+    Raises `PortInUse`, which names the owner, or `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise name_owner(PortInUse(host, port)) from None
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}",
+                hint="ports below 1024 need privileges" if error.errno == errno.EACCES else "",
+                param="server.http_port",
+            ) from None
+        bound: int = probe.getsockname()[1]
+        return bound
+
+
+def _listening(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                    yield f"socket:[{fields[9]}]"
+
+
+def _sockets(process: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for descriptor in os.scandir(process / "fd"):
+            with contextlib.suppress(OSError):
+                target = Path(descriptor.path).readlink()
+                yield str(target)

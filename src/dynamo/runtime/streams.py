@@ -1,0 +1,141 @@
+"""The people's edge of a call: `async for` with a credit window, or `await` for a single answer;
+and the serving end of the same."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from contextlib import aclosing
+from typing import Any, Self
+
+import msgspec
+
+from dynamo.communication.requests import Handler, Outgoing, Sink, Window
+from dynamo.core.errors import ProtocolError
+from dynamo.core.tasks import Tasks
+
+WINDOW_BYTES = 256 << 10
+
+encode_item = msgspec.msgpack.Encoder().encode
+decode_item = msgspec.msgpack.Decoder().decode
+
+Start = Callable[[Sink, Window], Coroutine[Any, Any, None]]
+Serves = Callable[[Any], AsyncGenerator[Any, None] | Awaitable[Any]]
+
+
+class Inbox:
+    """What has arrived and was not taken yet."""
+
+    __slots__ = ("error", "items", "open", "waiter")
+
+    def __init__(self) -> None:
+        self.items: deque[bytes] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.open = True
+        self.error: BaseException | None = None
+
+    def sink(self, payload: bytes) -> bool:
+        """The plane's end."""
+        self.items.append(payload)
+        self._wake()
+        return self.open
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """The call is over."""
+        self.open = False
+        self.error = None if task.cancelled() else task.exception()
+        self._wake()
+
+    async def arrival(self) -> None:
+        """Wait for the next payload or the end."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class Stream(AsyncIterator[Any]):
+    """One call's answer. `async with stream: async for item in stream` streams; `await stream` is
+    the unary form: the only item, None where there is none.
+
+    The call starts with the first item asked for. Leaving the `async with`, `aclose`, or dropping
+    the object cancels it. At most `window_bytes` are under way.
+    """
+
+    def __init__(self, start: Start, window_bytes: int = WINDOW_BYTES) -> None:
+        self._start = start
+        self._window = Window(window_bytes)
+        self._inbox = Inbox()
+        self._tasks = Tasks(on_failure=lambda _: None)
+        self._call: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        inbox = self._inbox
+        if self._call is None:
+            self._call = self._tasks.start(self._start(inbox.sink, self._window), "stream")
+            self._call.add_done_callback(inbox.ended)
+        while not inbox.items:
+            if not inbox.open:
+                if inbox.error is not None:
+                    raise inbox.error
+                raise StopAsyncIteration
+            await inbox.arrival()
+        payload = inbox.items.popleft()
+        self._window.release(len(payload))
+        return decode_item(payload)
+
+    async def aclose(self) -> None:
+        """Cancel what is left of the call."""
+        self._inbox.open = False
+        await self._tasks.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._only().__await__()
+
+    def __del__(self) -> None:
+        if self._call is not None and not self._call.done():
+            loop = self._call.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._call.cancel)
+
+    async def _only(self) -> Any:
+        async with aclosing(self):
+            only = None
+            async for item in self:
+                if only is not None:
+                    raise ProtocolError(
+                        "this endpoint streams", hint="use `async for` instead of `await`"
+                    )
+                only = item
+            return only
+
+
+def item_handler(serves: Serves) -> Handler:
+    """A request-plane handler of `serves(request)`: an async generator function streams its items,
+    a coroutine function answers one; requests and items are msgpack values."""
+
+    async def handle(payload: bytes, out: Outgoing) -> None:
+        answer = serves(decode_item(payload))
+        if inspect.isasyncgen(answer):
+            async with aclosing(answer) as items:
+                async for item in items:
+                    await out.credit()
+                    if not out.send(encode_item(item)):
+                        return
+        elif inspect.isawaitable(answer):
+            out.send(encode_item(await answer))
+
+    return handle

@@ -1,0 +1,168 @@
+"""The supervisor: keeps the processes of one deployment alive, and leaves none behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TextIO
+
+import msgspec
+
+from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.tasks import Tasks, first_of
+from dynamo.runtime.child import Child, ProcessSpec
+from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
+from dynamo.runtime.link import Report
+from dynamo.runtime.pids import own_start_ticks
+
+log = logging.getLogger(__name__)
+
+KILL_AFTER_S = 5.0
+"""A child that has not gone so long after its drain time is killed."""
+
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+
+
+class LogLines:
+    """Prefixes every line of a child with its name; coloured on a terminal."""
+
+    def __init__(self, names: Sequence[str], out: TextIO) -> None:
+        self._out = out
+        width = max(map(len, names), default=0)
+        tty = out.isatty()
+        self._prefixes = {
+            name: f"\x1b[{COLOURS[at % len(COLOURS)]}m{name:<{width}} |\x1b[0m "
+            if tty
+            else f"{name:<{width}} | "
+            for at, name in enumerate(names)
+        }
+
+    def __call__(self, name: str, line: bytes) -> None:
+        """Write one line."""
+        self._out.write(f"{self._prefixes[name]}{line.decode(errors='replace')}\n")
+        self._out.flush()
+
+
+class Supervisor:
+    """Starts `specs`, restarts what dies, stops all on SIGTERM or SIGINT: in order of `stop_order`,
+    each with time to drain; a second signal kills. `ready` is set when every process serves;
+    `failure` is the report of a process that can never start, which ends the deployment."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        deployment: Deployment,
+        *,
+        drain_s: float,
+        address: str = "",
+        clock: Clock | None = None,
+        out: TextIO | None = None,
+    ) -> None:
+        self.ready = asyncio.Event()
+        self.failure: Report | None = None
+        self._deployment = deployment
+        self._drain_s = drain_s
+        self._address = address
+        self._clock = clock or SystemClock()
+        self._stop = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._record: ProcessRecord | None = None
+        line = LogLines([spec.name for spec in specs], out or sys.stderr)
+        self.children = [
+            Child(spec, self._clock, line=line, changed=self._changed) for spec in specs
+        ]
+
+    async def run(self) -> int:
+        """Until stopped. Returns the exit code: 0, or that of `failure`."""
+        await self._clock.offload(self._deployment.prepare)
+        self._signals(asyncio.get_running_loop())
+        try:
+            async with Tasks() as tasks:
+                runs = {child: tasks.start(child.run(), child.spec.name) for child in self.children}
+                await self._tell("starting")
+                await self._serve()
+                await self._tell("draining")
+                for child in self.children:
+                    child.hold()
+                await first_of(self._stop_all(runs), self._at_once.wait())
+                for child in self.children:
+                    child.send(signal.SIGKILL)
+                await tasks.join()
+        finally:
+            if self._record is not None:
+                await self._clock.offload(self._deployment.remove, self._record)
+        return 0 if self.failure is None else self.failure.code
+
+    def stop(self) -> None:
+        """Stop in order; called again, at once."""
+        (self._at_once if self._stop.is_set() else self._stop).set()
+
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+
+    async def _serve(self) -> None:
+        await first_of(self._stop.wait(), self.ready.wait())
+        if not self._stop.is_set():
+            await self._tell("ready")
+            await self._stop.wait()
+
+    async def _stop_all(self, runs: dict[Child, asyncio.Task[None]]) -> None:
+        order = sorted(self.children, key=lambda child: child.spec.stop_order)
+        for _, group in groupby(order, key=lambda child: child.spec.stop_order):
+            leaving = list(group)
+            for child in leaving:
+                child.send(signal.SIGTERM)
+            patience_s = self._drain_s + KILL_AFTER_S
+            _, left = await asyncio.wait([runs[child] for child in leaving], timeout=patience_s)
+            for child in leaving:
+                if runs[child] in left:
+                    log.error("killed after its drain time", extra={"fields": _about(child)})
+                    child.send(signal.SIGKILL)
+
+    def _changed(self, child: Child) -> None:
+        if child.report.fatal and not child.ever_ready and self.failure is None:
+            self.failure = child.report
+            self._stop.set()
+        if all(one.ready for one in self.children):
+            self.ready.set()
+
+    async def _tell(self, state: ProcessState) -> None:
+        if self._record is None:
+            self._record = ProcessRecord(
+                deployment=self._deployment.id,
+                role="supervisor",
+                name="supervisor",
+                pid=os.getpid(),
+                address=self._address,
+                instance=secrets.token_hex(8),
+                start_ticks=own_start_ticks(),
+            )
+        self._record = msgspec.structs.replace(self._record, state=state)
+        await self._clock.offload(self._deployment.write, self._record)
+
+
+def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
+    """Run it on an event loop of its own, and call `on_ready` once when all serve."""
+
+    async def announced() -> int:
+        async with Tasks() as tasks:
+            tasks.start(_announce(supervisor, on_ready), "announce")
+            return await supervisor.run()
+
+    return asyncio.run(announced())
+
+
+async def _announce(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
+    await supervisor.ready.wait()
+    on_ready()
+
+
+def _about(child: Child) -> dict[str, object]:
+    return {"name": child.spec.name, "pid": child.pid}
