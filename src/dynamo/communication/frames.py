@@ -1,0 +1,145 @@
+"""Frames: the bytes of our own wire. Pure functions: bytes in, frames out.
+
+A frame is `body length u32 | kind u8 | flags u8 (0) | count u16`, little-endian, then the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from struct import Struct, pack
+from typing import Final
+
+from dynamo.core.errors import ProtocolError
+
+HEADER: Final = Struct("<IBBH")
+NUMBER: Final = Struct("<I")
+_pair: Final = Struct("<II")
+
+HELLO: Final = 1
+
+MAX_PAYLOAD_BYTES: Final = 64 << 20
+MAX_FRAME_BYTES: Final = MAX_PAYLOAD_BYTES + (2 << 20)
+MAX_HELLO_BYTES: Final = 16 << 10
+BATCH_ITEMS: Final = 8192
+BATCH_BYTES: Final = 1 << 20
+
+END: Final = 1 << 31
+"""An item's flag: the stream is over; a payload is an encoded error."""
+_SIZE: Final = END - 1
+
+Frame = tuple[int, int, bytes]
+"""Kind, count, body."""
+Item = tuple[int, int, bytes]
+"""Stream, flags (0 or END), payload."""
+
+
+class Splitter:
+    """Cuts a byte stream into frames, however it is chopped. Holds at most one partial frame."""
+
+    __slots__ = ("_held", "_wanted", "limit_bytes")
+
+    def __init__(self, limit_bytes: int = MAX_HELLO_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._held = bytearray()
+        self._wanted = 0
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that `data` completes. Raises `ProtocolError` for one over the limit."""
+        held = self._held
+        if held:
+            held += data
+            if len(held) < self._wanted:
+                return []
+            data = bytes(held)
+            held.clear()
+        frames: list[Frame] = []
+        offset, size, header = 0, len(data), HEADER.size
+        self._wanted = header
+        while size - offset >= header:
+            length, kind, _, count = HEADER.unpack_from(data, offset)
+            if length > self.limit_bytes:
+                raise ProtocolError(f"a frame of {length} bytes, limit {self.limit_bytes}")
+            end = offset + header + length
+            if end > size:
+                self._wanted = end - offset
+                break
+            frames.append((kind, count, data[offset + header : end]))
+            offset = end
+        if offset < size:
+            held += data[offset:] if offset else data
+        return frames
+
+
+def pack_frame(kind: int, body: bytes = b"", count: int = 0) -> bytes:
+    """One frame."""
+    return HEADER.pack(len(body), kind, 0, count) + body
+
+
+def pack_items(
+    kind: int,
+    streams: Sequence[int],
+    payloads: Sequence[bytes],
+    ends: Sequence[int] = (),
+) -> bytes:
+    """One frame of many streams: (stream u32, flag and length u32) an item, then the payloads.
+
+    `ends`: indices of the items that end their stream. At most 65,535 items.
+    """
+    count = len(payloads)
+    heads = [0] * (2 * count)
+    heads[::2] = streams
+    sizes = list(map(len, payloads))
+    length = 8 * count + sum(sizes)
+    heads[1::2] = sizes
+    for index in ends:
+        heads[2 * index + 1] |= END
+    head = pack(f"<{2 * count}I", *heads)
+    return b"".join((HEADER.pack(length, kind, 0, count), head, *payloads))
+
+
+def unpack_items(body: bytes, count: int) -> Iterator[Item]:
+    """The items of a frame. Raises `ProtocolError` where lengths and body disagree."""
+    offset, total = 8 * count, len(body)
+    if offset > total:
+        raise ProtocolError("a frame shorter than its table")
+    for stream, word in _pair.iter_unpack(memoryview(body)[:offset]):
+        start = offset
+        offset += word & _SIZE
+        if offset > total:
+            raise ProtocolError("an item longer than its frame")
+        yield stream, word & END, body[start:offset]
+    if offset != total:
+        raise ProtocolError("a frame longer than its items")
+
+
+def pack_batches(
+    kind: int,
+    streams: Sequence[int],
+    payloads: Sequence[bytes],
+    ends: Sequence[int] = (),
+) -> list[bytes]:
+    """Like `pack_items`, in as many frames as the limits ask for (nearly always one)."""
+    if len(payloads) <= BATCH_ITEMS and sum(map(len, payloads)) <= BATCH_BYTES:
+        return [pack_items(kind, streams, payloads, ends)]
+    frames: list[bytes] = []
+    marked = set(ends)
+    start = size = 0
+    for index, payload in enumerate(payloads):
+        if index > start and (size + len(payload) > BATCH_BYTES or index - start >= BATCH_ITEMS):
+            frames.append(_slice(kind, streams, payloads, marked, start, index))
+            start, size = index, 0
+        size += len(payload)
+    frames.append(_slice(kind, streams, payloads, marked, start, len(payloads)))
+    return frames
+
+
+def _slice(
+    kind: int,
+    streams: Sequence[int],
+    payloads: Sequence[bytes],
+    marked: set[int],
+    start: int,
+    stop: int,
+) -> bytes:
+    ends = [index - start for index in range(start, stop) if index in marked]
+    return pack_items(kind, streams[start:stop], payloads[start:stop], ends)

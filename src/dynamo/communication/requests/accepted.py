@@ -1,0 +1,112 @@
+"""One connection at the handlers' end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from dynamo.communication.frames import pack_batches, pack_frame
+from dynamo.communication.handshake import HANDSHAKE_S, pack_hello, read_hello
+from dynamo.communication.link import Flusher, Link
+from dynamo.communication.requests.endpoints import Endpoints
+from dynamo.communication.requests.messages import (
+    CANCEL,
+    CREDIT,
+    DATA,
+    GOAWAY,
+    OPEN,
+    PLANE,
+    unpack_cancel,
+    unpack_credit,
+    unpack_open,
+)
+from dynamo.communication.requests.streams import Outbox, Stream
+from dynamo.core.errors import ProtocolError
+
+
+class Accepted:
+    """Starts handlers for what the caller opens, sends what they say, one frame a turn."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        flusher: Flusher,
+        incarnation: str,
+        on_lost: Callable[[Accepted], None],
+    ) -> None:
+        self.link = Link(self, flusher)
+        self.link.before_write = self._frames
+        self.lost = asyncio.Event()
+        self._endpoints = endpoints
+        self._incarnation = incarnation
+        self._on_lost = on_lost
+        self._outbox = Outbox(self.link.arm)
+        self._greeted = False
+        self._last = 0
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(HANDSHAKE_S, self.abort)
+
+    def go_away(self) -> None:
+        """Tell the caller to open no more streams here."""
+        self.link.write(pack_frame(GOAWAY))
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        self.link.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.link.abort()
+
+    def on_connect(self) -> None:
+        """The caller speaks first."""
+
+    def on_frame(self, kind: int, count: int, body: bytes) -> None:
+        del count
+        if not self._greeted:
+            self._greet(kind, body)
+        elif kind == OPEN:
+            self._open(body)
+        elif kind == CANCEL:
+            if (stream := self._outbox.open.get(unpack_cancel(body))) is not None:
+                stream.leave()
+        elif kind == CREDIT:
+            number, size_bytes = unpack_credit(body)
+            if (stream := self._outbox.open.get(number)) is not None:
+                stream.release(size_bytes)
+        else:
+            raise ProtocolError(f"a frame of kind {kind} from a caller")
+
+    def on_lost(self, error: Exception | None) -> None:
+        del error
+        self._patience.cancel()
+        self._outbox.leave_all()
+        self.lost.set()
+        self._on_lost(self)
+
+    def _greet(self, kind: int, body: bytes) -> None:
+        self.link.write(pack_hello(PLANE, self._incarnation))
+        try:
+            read_hello(kind, body, PLANE)
+        except ProtocolError:
+            self.link.flush()  # so that a peer of another version learns which one this is
+            raise
+        self._patience.cancel()
+        self._greeted = True
+        self.link.greeted()
+
+    def _open(self, body: bytes) -> None:
+        number, head, payload = unpack_open(body)
+        if number <= self._last:
+            raise ProtocolError(f"stream {number} opened twice")
+        self._last = number
+        stream = Stream(self._outbox, number, head.context, head.window_bytes)
+        self._endpoints.start(head.endpoint, payload, stream)
+
+    def _frames(self) -> list[bytes]:
+        outbox = self._outbox
+        if not outbox.payloads:
+            return []
+        frames = pack_batches(DATA, outbox.streams, outbox.payloads, outbox.ends)
+        outbox.clear()
+        return frames

@@ -1,0 +1,95 @@
+"""Which handlers this process serves, and the calls that each has in hand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dynamo.communication.requests.plane import Handler
+from dynamo.communication.requests.streams import Stream
+from dynamo.core.errors import DynamoError, InstanceGone, InternalError, NotFound, WorkerFailed
+from dynamo.core.tasks import Tasks, run_all
+
+log = logging.getLogger(__name__)
+
+
+class Endpoints:
+    """The table of served endpoints."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, _Served] = {}
+        self._withdrawn: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def serve(self, name: str, handler: Handler) -> None:
+        """Answer calls for `name`."""
+        if name in self._served:
+            raise ValueError(f"endpoint {name!r} is served already")
+        self._withdrawn.discard(name)
+        self._served[name] = _Served(name, handler)
+
+    def start(self, name: str, payload: bytes, stream: Stream) -> None:
+        """Run the handler of one call as a task; an unknown name ends the stream with an error."""
+        served = self._served.get(name)
+        if served is not None:
+            served.start(payload, stream)
+        elif name in self._withdrawn:
+            stream.end(InstanceGone(f"endpoint {name!r} was withdrawn from this instance"))
+        else:
+            stream.end(NotFound(f"this instance has no endpoint {name!r}"))
+
+    def refuse(self, name: str) -> _Served | None:
+        """Take no more calls for `name`."""
+        served = self._served.pop(name, None)
+        if served is not None:
+            self._withdrawn.add(name)
+        return served
+
+    async def close(self) -> None:
+        """Take no more calls, cancel those in hand."""
+        served = [self.refuse(name) for name in list(self._served)]
+        await run_all(*(one.drain(0.0) for one in served if one is not None))
+
+
+class _Served:
+    def __init__(self, name: str, handler: Handler) -> None:
+        self._name = name
+        self._handler = handler
+        self._tasks = Tasks()
+        self._open: set[Stream] = set()
+
+    def start(self, payload: bytes, stream: Stream) -> None:
+        self._open.add(stream)
+        stream.home = self._open
+        stream.task = self._tasks.start(self._run(payload, stream))
+
+    async def drain(self, drain_s: float | None) -> None:
+        """Wait for the calls in hand up to `drain_s` (None: without end), then cancel them."""
+        if drain_s != 0.0:
+            try:
+                async with asyncio.timeout(drain_s):
+                    await self._tasks.join()
+            except TimeoutError:
+                log.warning(
+                    "calls cancelled after the drain",
+                    extra={"fields": {"endpoint": self._name, "calls": len(self._open)}},
+                )
+        for stream in list(self._open):
+            stream.end(WorkerFailed("the instance stopped before it had answered"))
+        await self._tasks.close()
+
+    async def _run(self, payload: bytes, stream: Stream) -> None:
+        try:
+            await self._handler(payload, stream)
+        except DynamoError as error:
+            stream.end(error)
+        except asyncio.CancelledError:
+            stream.end(WorkerFailed("the instance cancelled this call"))
+            raise
+        except Exception:
+            log.exception("handler failed", extra={"fields": {"endpoint": self._name}})
+            stream.end(InternalError(f"the handler of {self._name!r} failed"))
+        else:
+            stream.end()

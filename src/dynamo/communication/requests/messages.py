@@ -1,0 +1,89 @@
+"""The frames of the request plane.
+
+caller -> handler: HELLO, OPEN, CANCEL, CREDIT | handler -> caller: HELLO, DATA, GOAWAY
+Stream ids grow from 1 on each connection and are never used again, so that what arrives late for a
+cancelled call finds nobody.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+import msgspec
+
+from dynamo.communication.frames import HEADER, MAX_PAYLOAD_BYTES, NUMBER, pack_frame
+from dynamo.core.context import Context
+from dynamo.core.errors import ProtocolError, TooLarge
+
+PLANE: Final = "requests"
+OPEN: Final = 2
+DATA: Final = 3
+CANCEL: Final = 4
+CREDIT: Final = 5
+GOAWAY: Final = 6
+
+MAX_STREAM: Final = (1 << 32) - 1
+MAX_HEAD_BYTES: Final = 1 << 20
+
+_head: Final = Struct("<II")
+
+
+class OpenHead(msgspec.Struct, frozen=True, array_like=True):
+    """What a call says of itself. `window_bytes` 0: no window. Further fields are ignored."""
+
+    endpoint: str
+    context: Context
+    window_bytes: int = 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(OpenHead).decode
+
+
+def pack_open(
+    stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+) -> bytes:
+    """stream u32, head length u32, head, payload. Raises `TooLarge`."""
+    head = _encode(OpenHead(endpoint, context, window_bytes))
+    size = len(payload)
+    if size > MAX_PAYLOAD_BYTES or len(head) > MAX_HEAD_BYTES:
+        raise TooLarge(f"a request of {size + len(head)} bytes, limit {MAX_PAYLOAD_BYTES}")
+    fixed = _head.pack(stream, len(head))
+    return b"".join((HEADER.pack(8 + len(head) + size, OPEN, 0, 0), fixed, head, payload))
+
+
+def unpack_open(body: bytes) -> tuple[int, OpenHead, bytes]:
+    """Stream, head, payload. Raises `ProtocolError` or `msgspec.DecodeError`."""
+    if len(body) < _head.size:
+        raise ProtocolError("an opening without a head")
+    stream, size = _head.unpack_from(body)
+    end = _head.size + size
+    if end > len(body):
+        raise ProtocolError("an opening shorter than its head")
+    return stream, _decode(body[_head.size : end]), body[end:]
+
+
+def pack_cancel(stream: int) -> bytes:
+    """The caller left."""
+    return pack_frame(CANCEL, NUMBER.pack(stream))
+
+
+def unpack_cancel(body: bytes) -> int:
+    """The stream that was left."""
+    if len(body) != NUMBER.size:
+        raise ProtocolError("a cancel of the wrong size")
+    return int(NUMBER.unpack(body)[0])
+
+
+def pack_credit(stream: int, size_bytes: int) -> bytes:
+    """The consumer took `size_bytes` more."""
+    return pack_frame(CREDIT, _head.pack(stream, size_bytes))
+
+
+def unpack_credit(body: bytes) -> tuple[int, int]:
+    """Stream and bytes."""
+    if len(body) != _head.size:
+        raise ProtocolError("a credit of the wrong size")
+    stream, size = _head.unpack(body)
+    return stream, size

@@ -1,0 +1,171 @@
+"""The request plane over TCP: own frames, one connection per (process, address)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
+from dynamo.communication.addresses import Address, new_incarnation, parse_address, parse_listen
+from dynamo.communication.handshake import HANDSHAKE_S
+from dynamo.communication.link import Flusher, Link
+from dynamo.communication.requests.accepted import Accepted
+from dynamo.communication.requests.dialled import Dialled
+from dynamo.communication.requests.endpoints import Endpoints
+from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError
+from dynamo.core.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+class TcpRequests(Requests):
+    """`tcp://HOST:PORT`; port 0 is any."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._listen = Address(host, port, new_incarnation())
+        self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()
+        self._flusher = Flusher()
+        self._endpoints = Endpoints()
+        self._accepted: set[Accepted] = set()
+        self._dialled: dict[str, Dialled] = {}
+        self._dials: dict[str, asyncio.Task[Dialled | DynamoError]] = {}
+        self._tasks = Tasks()
+        self._broken: list[Callable[[str], None]] = []
+        self._closed = False
+
+    @classmethod
+    async def open(cls, url: str) -> Self:
+        """Nothing listens before the first `serve`. Raises `ConfigError`."""
+        return cls(*parse_listen(url))
+
+    @property
+    def address(self) -> str:
+        return str(self._listen)
+
+    async def serve(self, endpoint: str, handler: Handler) -> None:
+        self._endpoints.serve(endpoint, handler)
+        async with self._opening:
+            if self._server is None:
+                await self._start_listening()
+
+    async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
+        served = self._endpoints.refuse(endpoint)
+        if served is None:
+            return
+        if not self._endpoints:
+            for peer in self._accepted:
+                peer.go_away()
+        await served.drain(drain_s)
+
+    async def call(
+        self,
+        address: str,
+        endpoint: str,
+        payload: bytes,
+        context: Context,
+        sink: Sink,
+        *,
+        window: Window | None = None,
+    ) -> None:
+        peer = self._dialled.get(address)
+        if peer is None:
+            peer = await self._connect(address)
+        await peer.calls.call(endpoint, payload, context, sink, window)
+
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        self._broken.append(callback)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        await self._endpoints.close()
+        await self._tasks.close()
+        peers: list[Dialled | Accepted] = [*self._dialled.values(), *self._accepted]
+        for peer in peers:
+            peer.close()
+        for peer in peers:
+            await peer.lost.wait()
+
+    def abort(self) -> None:
+        """Break every connection at once, as a crash would."""
+        if self._server is not None:
+            self._server.close()
+        peers: list[Dialled | Accepted] = [*self._dialled.values(), *self._accepted]
+        for peer in peers:
+            peer.abort()
+
+    async def _start_listening(self) -> None:
+        loop = asyncio.get_running_loop()
+        wanted = self._listen
+        self._server = await loop.create_server(self._accept, wanted.host, wanted.port)
+        port = self._server.sockets[0].getsockname()[1]
+        self._listen = Address(wanted.host, port, wanted.incarnation)
+
+    def _accept(self) -> Link:
+        peer = Accepted(
+            self._endpoints, self._flusher, self._listen.incarnation, self._accepted.discard
+        )
+        self._accepted.add(peer)
+        return peer.link
+
+    async def _connect(self, address: str) -> Dialled:
+        """The connection to `address`; callers at the same time share one dial."""
+        if self._closed:
+            raise InstanceGone("this process closed its request plane")
+        dial = self._dials.get(address)
+        if dial is None:
+            dial = self._dials[address] = self._tasks.start(self._dial(address), f"dial {address}")
+            dial.add_done_callback(lambda _: self._dials.pop(address, None))
+        try:
+            result = await asyncio.shield(dial)
+        except asyncio.CancelledError:
+            if dial.cancelled():  # by `close`, not this caller
+                raise InstanceGone("this process closed its request plane") from None
+            raise
+        if isinstance(result, DynamoError):
+            raise type(result)(result.message, hint=result.hint)
+        return result
+
+    async def _dial(self, address: str) -> Dialled | DynamoError:
+        try:
+            there = parse_address(address)
+        except InstanceGone as error:
+            return error
+        peer = Dialled(
+            there.incarnation,
+            self._flusher,
+            on_retired=partial(self._retired, address),
+            on_lost=partial(self._lost, address),
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await loop.create_connection(lambda: peer.link, there.host, there.port)
+                await peer.greeted
+        except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
+            peer.abort()
+            self._tell_broken(address)
+            return InstanceGone(f"{address} cannot be reached: {error or 'no answer'}")
+        if not peer.lost.is_set():
+            self._dialled[address] = peer
+        return peer
+
+    def _retired(self, address: str, peer: Dialled) -> None:
+        if self._dialled.get(address) is peer:
+            del self._dialled[address]
+
+    def _lost(self, address: str, peer: Dialled) -> None:
+        if self._dialled.get(address) is peer:
+            del self._dialled[address]
+            self._tell_broken(address)
+
+    def _tell_broken(self, address: str) -> None:
+        if not self._closed:
+            for callback in self._broken:
+                callback(address)
