@@ -46,14 +46,20 @@ def decode_request(payload: bytes | memoryview) -> GenerateRequest:
 
 
 class ReplyWriter(Reply):
-    """A Reply at the worker's end: encodes every call onto `send` (False = the caller is gone)."""
+    """A Reply at the worker's end: encodes every call onto `send` (False = the caller is gone).
 
-    __slots__ = ("_send",)
+    `worker`: the instance that answers; an engine does not know its name.
+    """
 
-    def __init__(self, send: Callable[[bytes], bool]) -> None:
+    __slots__ = ("_send", "_worker")
+
+    def __init__(self, send: Callable[[bytes], bool], worker: str = "") -> None:
         self._send = send
+        self._worker = worker
 
     def begin(self, started: Started) -> None:
+        if self._worker:
+            started = msgspec.structs.replace(started, worker=self._worker)
         self._send(b"b" + _encode(started))
 
     def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:

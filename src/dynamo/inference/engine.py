@@ -82,7 +82,7 @@ class BatchedEngine(Engine):
         self._tasks = Tasks(self._died)
         self._wake = asyncio.Event()
         self._listeners: list[EventListener] = []
-        self._failure: WorkerFailed | None = WorkerFailed("the engine has not started")
+        self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
         self.counters = Counters()
 
     async def start(self) -> EngineInfo:
@@ -96,14 +96,14 @@ class BatchedEngine(Engine):
         limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, info.context_tokens)
         self.scheduler = StepScheduler(self._pool, limits, hits_from=self._hits_from)
         self._vocab_size = info.vocab_size
-        self._failure = None
+        self.failure = None
         self._tasks.start(self._run(), "engine steps")
         return info
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         del context
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         job = Job(reply, asyncio.get_running_loop().create_future())
         sequence = self._sequence(request, job)
         self.scheduler.add(sequence)
@@ -116,7 +116,7 @@ class BatchedEngine(Engine):
             self.scheduler.remove(sequence)
 
     def load(self) -> Load:
-        if self._failure is not None:
+        if self.failure is not None:
             return Load()
         scheduler, pool = self.scheduler, self._pool
         return Load(
@@ -243,8 +243,8 @@ class BatchedEngine(Engine):
         self._fail_all(WorkerFailed("the engine has failed"))
 
     def _fail_all(self, failure: WorkerFailed) -> None:
-        started = self._failure is None
-        self._failure = failure
+        started = self.failure is None
+        self.failure = failure
         if started:
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
                 self._end(sequence, failure)

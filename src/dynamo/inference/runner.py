@@ -39,6 +39,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     (a preempted one comes again as if new, with `load`). They are given back before any chunk.
     `new_tokens`: prompt tokens to compute (chunks that decode a single known token do not count).
     `decode_seqs`, `decode_context`: how many chunks decode, and the sum of their context lengths.
+    `continues`: the engine was not idle between the last step and this one.
     """
 
     chunks: Listed[Chunk]
@@ -46,6 +47,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_tokens: int = 0
     decode_seqs: int = 0
     decode_context: int = 0
+    continues: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True):

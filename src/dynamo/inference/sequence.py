@@ -11,7 +11,7 @@ from dynamo.core.hashing import TOKEN_BYTES, extend_hash, root_hash
 
 if TYPE_CHECKING:
     from dynamo.core.values import GenerateRequest
-    from dynamo.inference.blocks import Block
+    from dynamo.inference.block import Block
 
 NO_TOKENS = array("I")
 

@@ -1,0 +1,133 @@
+"""A worker: one engine, reachable. Serves `generate` and `files`, announces the model's card, and
+publishes load and KV events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import msgspec
+
+from dynamo.communication.events import Source
+from dynamo.communication.requests import Outgoing
+from dynamo.core.codec import ReplyWriter, decode_request
+from dynamo.core.errors import ProtocolError
+from dynamo.core.reply import Engine
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import EngineInfo, KvEvent
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.files import FileServer
+from dynamo.inference.load_report import LoadReport, encode_load
+from dynamo.inference.worker_metrics import declare_metrics
+
+if TYPE_CHECKING:
+    from dynamo.models.card import ModelCard
+    from dynamo.runtime.component import Served
+    from dynamo.runtime.distributed import DistributedRuntime
+
+encode_events = msgspec.msgpack.Encoder().encode
+decode_events = msgspec.msgpack.Decoder(list[KvEvent]).decode
+"""Payloads of `kv_events`: a msgpack list of KvEvent, one list a step."""
+
+
+def card_key(namespace: str, model: str, instance: str) -> str:
+    """Where a worker's card stands in discovery; a slash in the model's name is %2F."""
+    return f"/{namespace}/models/{quote(model, safe='')}/{instance}"
+
+
+def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
+    """The card as this engine really serves the model."""
+    return msgspec.structs.replace(
+        card,
+        engine=info,
+        block_tokens=info.block_tokens,
+        context_tokens=min(card.context_tokens, info.context_tokens),
+    )
+
+
+class Worker:
+    """Attach it once; `close` it, or let the process end."""
+
+    def __init__(self, engine: Engine, card: ModelCard, *, component: str = "worker") -> None:
+        self._engine = engine
+        self._card = card
+        self._component = component
+        self._tasks = Tasks()
+        self._served: list[Served] = []
+        self._sources: list[Source] = []
+
+    async def attach(self, runtime: DistributedRuntime) -> ModelCard:
+        """Start the engine, serve, announce; the card as announced. Raises `ModelUnavailable`,
+        `ConfigError`."""
+        self._runtime = runtime
+        info = await self._engine.start()
+        self._card = card = served_card(self._card, info)
+        declare_metrics(runtime.metrics, self._engine)
+        runtime.health.check("engine", self._ailing)
+        component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
+        await self._publish(component.namespace.name)
+        tokenizer = card.tokenizer
+        files = FileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
+        self._served.append(await component.endpoint("files").serve(files.handle))
+        about = {"model": card.names[0], "engine": msgspec.to_builtins(info)}
+        self._served.append(
+            await component.endpoint("generate").serve(self._generate, capabilities=about)
+        )
+        self._served.append(await component.endpoint("clear_kv_blocks").serve(self._clear))
+        await runtime.discovery.put(self._card_key(), msgspec.json.encode(card))
+        return card
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Leave discovery, finish what is in flight within `drain_s`, stop the engine."""
+        await self._runtime.discovery.delete(self._card_key())
+        for served in reversed(self._served):
+            await served.withdraw(drain_s)
+        await self._tasks.close()
+        for source in self._sources:
+            await source.close()
+        await self._engine.stop()
+
+    async def _generate(self, payload: bytes, outgoing: Outgoing) -> None:
+        try:
+            request = decode_request(payload)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a generate request: {error}") from error
+        self._report.touch()
+        reply = ReplyWriter(outgoing.send, self._runtime.instance_id)
+        try:
+            await self._engine.generate(request, outgoing.context, reply)
+        finally:
+            self._report.touch()
+
+    async def _clear(self, payload: bytes, outgoing: Outgoing) -> None:
+        """Forget the prefix cache; answers {"cleared": blocks} in msgpack."""
+        del payload
+        count = self._engine.clear_blocks() if isinstance(self._engine, BatchedEngine) else 0
+        outgoing.send(msgspec.msgpack.encode({"cleared": count}))
+
+    def _ailing(self) -> str:
+        failure = self._engine.failure if isinstance(self._engine, BatchedEngine) else None
+        return failure.message if failure is not None else ""
+
+    async def _publish(self, namespace: str) -> None:
+        """Load and KV events, as `{namespace}.{component}.load_metrics` and `.kv_events`."""
+        events, instance = self._runtime.events, self._runtime.instance_id
+        subject = f"{namespace}.{self._component}"
+        load = await events.source(f"{subject}.load_metrics", instance, self._dump_load)
+        kv = await events.source(f"{subject}.kv_events", instance, self._dump_kv)
+        self._sources += [load, kv]
+        self._engine.on_kv_events(lambda changes: kv.publish(encode_events(changes)))
+        self._report = LoadReport(self._engine, load, self._runtime.clock)
+        self._tasks.start(self._report.run(), "load report")
+
+    def _dump_load(self) -> Sequence[bytes]:
+        return (encode_load(self._engine.load()),)
+
+    def _dump_kv(self) -> Sequence[bytes]:
+        return (encode_events(self._engine.held_blocks()),)
+
+    def _card_key(self) -> str:
+        namespace = self._runtime.settings.runtime.namespace
+        return card_key(namespace, self._card.names[0], self._runtime.instance_id)
