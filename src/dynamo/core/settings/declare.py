@@ -14,7 +14,8 @@ class Setting(msgspec.Struct, frozen=True):
     """What is known of a setting beside its type and default.
 
     `flag`: its command-line flag ("" = none; the dotted key works everywhere). `ge`, `le`: bounds.
-    `aliases`: other spellings of its key in files. `reload`: safe to change while serving.
+    `aliases`: other spellings of its key in files (with a dot: a whole key, else one in its own
+    section). `spellings`: (other spelling, choice) pairs. `reload`: safe to change while serving.
     """
 
     help: str
@@ -23,6 +24,7 @@ class Setting(msgspec.Struct, frozen=True):
     ge: float | None = None
     le: float | None = None
     choices: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
     aliases: tuple[str, ...] = ()
     reload: bool = False
     secret: bool = False

@@ -9,6 +9,7 @@ import msgspec
 from dynamo.core.settings.declare import setting
 
 ROUTER_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
+ENGINES = ("native", "mock", "echo")
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,6 +99,7 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "how a worker is chosen (- and _ are equal; `basic` = round_robin)",
             flag="--router-mode",
             choices=ROUTER_MODES,
+            spellings=(("basic", "round_robin"), ("weighted", "weighted_round_robin")),
             aliases=("type", "load_balance_strategy"),
         ),
     ] = "round_robin"
@@ -128,7 +130,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The workers' engine."""
 
-    kind: Annotated[str, setting("native, mock or echo")] = "native"
+    kind: Annotated[str, setting("what computes", choices=ENGINES)] = "native"
     workers: Annotated[int, setting("worker processes", flag="--workers", ge=0)] = 1
     num_blocks: Annotated[
         int,

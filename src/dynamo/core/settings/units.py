@@ -1,0 +1,45 @@
+"""Sizes and durations with units, and numbers in the documented unit without."""
+
+from __future__ import annotations
+
+import re
+
+SIZES = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+    "t": 10**12, "tb": 10**12,
+    "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30,
+    "ti": 2**40, "tib": 2**40,
+}  # fmt: skip
+SECONDS = {
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0,
+    "d": 86400.0,
+}  # fmt: skip
+
+_PART = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8GB" (decimal), "16Gi" or "16GiB" (binary), "4096". Raises `ValueError`."""
+    match = _PART.fullmatch(text.strip())
+    factor = SIZES.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError("wanted a size such as 4096, 512KB, 8GB or 16Gi")
+    size = float(match[1]) * factor if "." in match[1] or "e" in match[1].lower() else None
+    return int(match[1]) * factor if size is None else round(size)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "15s", "2m", "1h30m", "300ms"; a bare number is seconds. Raises `ValueError`."""
+    parts = list(_PART.finditer(text))
+    whole = "".join(part[0] for part in parts) == text.rstrip()
+    if not parts or not whole:
+        raise ValueError(_WANTED)
+    if len(parts) == 1 and not parts[0][2]:
+        return float(parts[0][1])
+    if any(part[2].lower() not in SECONDS for part in parts):
+        raise ValueError(_WANTED)
+    return sum(float(part[1]) * SECONDS[part[2].lower()] for part in parts)
+
+
+_WANTED = "wanted a duration such as 15, 15s, 2m or 300ms"

@@ -1,0 +1,127 @@
+"""From what a person wrote to a setting's value: type, unit, bounds, choices."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Sequence
+from typing import Any, Union, get_args, get_origin
+
+from dynamo.core.settings.declare import Declared
+from dynamo.core.settings.units import parse_seconds, parse_size
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+
+
+def value_of(declared: Declared, raw: Any) -> Any:
+    """`raw` (text, or what YAML made of it) as the setting's type, within its bounds.
+
+    Raises `ValueError` with what was wanted.
+    """
+    kind, optional = _kind(declared.type)
+    if raw is None:
+        if optional:
+            return None
+        raise ValueError("a value is missing")
+    value = _read(declared, kind, raw)
+    _check(declared, value)
+    return value
+
+
+def spelled_alike(mode: str) -> str:
+    """A choice as it is compared: case, `-` and `_` are equal."""
+    return mode.strip().lower().replace("-", "_")
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) in {Union, types.UnionType}:
+        arms = [arm for arm in get_args(hint) if arm is not type(None)]
+        return arms[0], True
+    return get_origin(hint) or hint, False
+
+
+def _read(declared: Declared, kind: Any, raw: Any) -> Any:
+    if kind is tuple:
+        return _texts(raw)
+    if kind is bool:
+        return _flag(raw)
+    if kind is str:
+        return _choice(declared, raw)
+    return _number(declared, kind, raw)
+
+
+def _texts(raw: Any) -> tuple[str, ...]:
+    if isinstance(raw, str):
+        raw = [part.strip() for part in raw.split(",") if part.strip()]
+    if not isinstance(raw, Sequence) or not all(isinstance(one, str | int) for one in raw):
+        raise ValueError("wanted a list of texts")
+    return tuple(str(one) for one in raw)
+
+
+def _flag(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    word = str(raw).strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError("wanted true or false")
+    return word in _TRUE
+
+
+def _choice(declared: Declared, raw: Any) -> str:
+    text = str(raw)
+    choices = declared.about.choices
+    if not choices:
+        if isinstance(raw, str | int | float) and not isinstance(raw, bool):
+            return text
+        raise ValueError("wanted a text (quote it)")
+    alike = {spelled_alike(choice): choice for choice in choices}
+    alike |= {spelled_alike(also): choice for also, choice in declared.about.spellings}
+    if spelled_alike(text) not in alike:
+        raise ValueError(f"one of: {', '.join(choices)}")
+    return alike[spelled_alike(text)]
+
+
+def _number(declared: Declared, kind: Any, raw: Any) -> float | int:
+    if isinstance(raw, str):
+        number = _parsed(declared, raw)
+    elif isinstance(raw, int | float) and not isinstance(raw, bool):
+        number = raw
+    else:
+        raise ValueError("wanted a number")  # noqa: TRY004 - one kind for all that is wrong
+    if not math.isfinite(number):
+        raise ValueError("wanted a finite number")
+    if kind is int and int(number) != number:
+        raise ValueError("wanted a whole number")
+    value: float | int = kind(number)
+    return value
+
+
+def _parsed(declared: Declared, text: str) -> float | int:
+    unit = declared.about.unit
+    if unit == "bytes":
+        return parse_size(text)
+    if unit == "seconds":
+        return parse_seconds(text)
+    if unit == "milliseconds":
+        bare = text.strip().replace(".", "", 1).isdigit()
+        return float(text) if bare else parse_seconds(text) * 1000
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"wanted a number{f' of {unit}' if unit else ''}") from None
+
+
+def _check(declared: Declared, value: Any) -> None:
+    about = declared.about
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    unit = f" {about.unit}" if about.unit else ""
+    if about.ge is not None and value < about.ge:
+        raise ValueError(f"at least {about.ge:g}{unit}")
+    if about.le is not None and value > about.le:
+        raise ValueError(f"at most {about.le:g}{unit}")
