@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-FIRST_S = 0.2
+FIRST_S = 0.1
 CAP_S = 10.0
 SERVED_S = 10.0
 
 
 class Backoff:
-    """The first restart comes after 0.2 s; each further one waits twice as long, up to 10 s;
+    """The first restart comes after 0.1 s; each further one waits twice as long, up to 10 s;
     10 s of serving start it over."""
 
     def __init__(self) -> None:

@@ -1,0 +1,86 @@
+"""A whole deployment from its settings: which processes, and what each of them runs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.link import ParentLink
+from dynamo.runtime.sockets import claim_port
+from dynamo.runtime.supervisor import Supervisor, run_supervisor
+
+ROLES = {
+    "frontend": "dynamo.services.frontend:Frontend",
+    "worker": "dynamo.services.worker:Worker",
+}
+
+
+class Service(Protocol):
+    """What a process of some role runs."""
+
+    async def attach(self, runtime: DistributedRuntime) -> None:
+        """Set everything up; it serves until the runtime shuts down."""
+
+
+def open_service(role: str) -> Service:
+    """The service of a role. Raises `ConfigError`."""
+    target = ROLES.get(role)
+    if target is None:
+        near = difflib.get_close_matches(role, ROLES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(ROLES)}"
+        raise ConfigError(f"no role is called {role!r}", hint=hint)
+    module, _, name = target.partition(":")
+    service: Service = getattr(import_module(module), name)()
+    return service
+
+
+def run_child(role: str, settings: Settings | None = None, name: str = "") -> int:
+    """Run one process of a deployment; returns its exit code. Without settings it takes them, and
+    its name, from the supervisor on standard input, and dies with it."""
+    from dynamo.runtime.process import run_process
+
+    service = open_service(role)
+    if settings is not None:
+        return run_process(service.attach, settings, role, name)
+    parent = ParentLink.from_stdin()
+    start = parent.start
+    return run_process(service.attach, start.settings, role, start.name, parent=parent)
+
+
+def deployment_specs(settings: Settings) -> list[ProcessSpec]:
+    """Frontends, which stop first, then workers."""
+    frontends, workers = settings.server.http_workers, settings.engine.workers
+    return [
+        ProcessSpec(role=role, name=name, settings=settings, stop_order=order)
+        for order, (role, count) in enumerate((("frontend", frontends), ("worker", workers)))
+        for name in _names(role, count)
+    ]
+
+
+def serve(settings: Settings, on_ready: Callable[[str], None]) -> int:
+    """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
+    serves. Raises `PortInUse`, which names the owner, and `ConfigError`."""
+    server = settings.server
+    port = claim_port(server.http_host, server.http_port)
+    settings = replace(settings, server=replace(server, http_port=port))
+    deployment = deployment_of(settings)
+    settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
+    host = f"[{server.http_host}]" if ":" in server.http_host else server.http_host
+    url = f"http://{host}:{port}"
+    supervisor = Supervisor(
+        deployment_specs(settings), deployment, drain_s=settings.runtime.drain_s, address=url
+    )
+    return run_supervisor(supervisor, lambda: on_ready(url))
+
+
+def _names(role: str, count: int) -> list[str]:
+    return [role] if count == 1 else [f"{role}-{at + 1}" for at in range(count)]

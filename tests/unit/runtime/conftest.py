@@ -1,0 +1,79 @@
+"""Runtimes on memory planes, and tiny scripts as supervised children."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.core.settings import Settings
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.supervisor import Supervisor
+
+Open = Callable[[], Awaitable[DistributedRuntime]]
+_places = itertools.count()
+
+
+def memory_settings(place: str) -> Settings:
+    settings = Settings()
+    planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
+    return replace(settings, runtime=replace(planes, drain_s=5.0))
+
+
+@pytest.fixture
+async def open_runtime() -> AsyncIterator[Open]:
+    """`await open_runtime()`: a runtime like another process's, on one memory network."""
+    settings = memory_settings(f"memory:{next(_places)}")
+    opened: list[DistributedRuntime] = []
+
+    async def begin() -> DistributedRuntime:
+        opened.append(await DistributedRuntime.create(settings))
+        return opened[-1]
+
+    yield begin
+    for runtime in reversed(opened):
+        await runtime.shutdown(0)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return Deployment("test", tmp_path / "test")
+
+
+CHILD = """
+import json, os, signal, sys, time
+start = json.loads(os.read(0, 1 << 20))
+tell = lambda **report: os.write(0, json.dumps(report).encode() + b"\\n")
+"""
+
+
+@pytest.fixture
+def spec() -> Callable[..., ProcessSpec]:
+    """`spec(script, name=...)`: a child that runs `script` after reading its start line."""
+
+    def make(script: str, name: str = "child", stop_order: int = 0) -> ProcessSpec:
+        return ProcessSpec(
+            role="worker",
+            name=name,
+            settings=Settings(),
+            stop_order=stop_order,
+            command=(sys.executable, "-S", "-c", CHILD + script),
+        )
+
+    return make
+
+
+@pytest.fixture
+def supervise(deployment: Deployment) -> Callable[..., Supervisor]:
+    """`supervise(*specs)`: a supervisor of the test's own deployment."""
+
+    def make(*specs: ProcessSpec, drain_s: float = 5.0, **about: object) -> Supervisor:
+        return Supervisor(specs, deployment, drain_s=drain_s, **about)  # type: ignore[arg-type]
+
+    return make

@@ -1,0 +1,136 @@
+"""State folders, process records, ports and pids."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.communication.http import PortInUse
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.runtime.deployment import (
+    Deployment,
+    ProcessRecord,
+    deployment_of,
+    live_deployments,
+    live_processes,
+    state_roots,
+)
+from dynamo.runtime.pids import command, is_alive, own_start_ticks, start_ticks
+from dynamo.runtime.sockets import claim_port, port_owner
+
+
+def record_of(deployment: Deployment, **about: object) -> ProcessRecord:
+    values = {
+        "deployment": deployment.id,
+        "role": "worker",
+        "name": "worker-1",
+        "pid": os.getpid(),
+        "instance": "i1",
+        "start_ticks": own_start_ticks(),
+    }
+    return ProcessRecord(**(values | about))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    one = deployment_of(Settings(), {"XDG_RUNTIME_DIR": str(tmp_path)})
+    one.prepare()
+    return one
+
+
+def test_the_folder_is_private_and_named_after_the_port(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    assert deployment.folder == tmp_path / "dynamo" / "http-8000"
+    assert deployment.folder.stat().st_mode & 0o777 == 0o700
+    assert deployment.discovery_url == f"file:{deployment.folder}/discovery"
+
+
+def test_a_named_deployment_and_a_bad_name() -> None:
+    settings = Settings()
+    named = replace(settings, runtime=replace(settings.runtime, deployment="blue"))
+    assert deployment_of(named, {}).folder == Path(f"/tmp/dynamo-{os.getuid()}/blue")
+    bad = replace(settings, runtime=replace(settings.runtime, deployment="../etc"))
+    with pytest.raises(ConfigError):
+        deployment_of(bad, {})
+
+
+def test_both_roots_are_looked_into(tmp_path: Path) -> None:
+    roots = list(state_roots({"XDG_RUNTIME_DIR": str(tmp_path)}))
+    assert roots == [tmp_path / "dynamo", Path(f"/tmp/dynamo-{os.getuid()}")]
+
+
+def test_a_folder_open_to_others_is_closed(deployment: Deployment) -> None:
+    deployment.folder.chmod(0o755)
+    deployment.prepare()
+    assert deployment.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_live_processes_are_listed_supervisor_first(deployment: Deployment, tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    deployment.write(record_of(deployment))
+    deployment.write(record_of(deployment, instance="i2", role="supervisor", name="supervisor"))
+    deployment.write(record_of(deployment, state="ready"))
+    mine = [one for one in live_processes(environ) if one.deployment == deployment.id]
+    assert [(one.role, one.state) for one in mine] == [
+        ("supervisor", "starting"),
+        ("worker", "ready"),
+    ]
+    assert deployment in live_deployments(environ)
+    for one in mine:
+        deployment.remove(one)
+    assert deployment not in live_deployments(environ)
+
+
+def test_the_dead_never_appear(deployment: Deployment) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    deployment.write(record_of(deployment, pid=ended.pid, instance="dead"))
+    deployment.write(record_of(deployment, start_ticks=1, instance="reused pid"))
+    (deployment.folder / "processes" / "junk.json").write_bytes(b"{")
+    assert deployment.processes() == []
+    assert [path.name for path in (deployment.folder / "processes").iterdir()] == ["junk.json"]
+
+
+def test_a_pid_is_known_by_its_start() -> None:
+    assert is_alive(os.getpid(), own_start_ticks())
+    assert not is_alive(os.getpid(), own_start_ticks() - 1)
+    assert start_ticks(2**22 + 1) == 0
+    assert command(2**22 + 1) == ""
+
+
+def test_a_zombie_is_dead() -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert start_ticks(child.pid) == 0
+    child.wait()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_in_use_names_its_owner(shared: bool) -> None:
+    with socket.socket() as listener:
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        owner = port_owner(port)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        with pytest.raises(PortInUse) as caught:
+            claim_port("127.0.0.1", port)
+        assert f"process {os.getpid()} (" in caught.value.message
+    assert claim_port("127.0.0.1", port) == port
+    assert port_owner(port) is None
+
+
+def test_port_0_is_any_and_bad_addresses_are_told() -> None:
+    assert claim_port("127.0.0.1", 0) > 0
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.7"):
+        claim_port("203.0.113.7", 1234)

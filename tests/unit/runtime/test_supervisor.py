@@ -1,0 +1,234 @@
+"""The supervisor with tiny real children: readiness, logs, restarts, the way down."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynamo.core.tasks import Tasks
+from dynamo.runtime.child import ProcessSpec, describe_exit
+from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.supervisor import LogLines, Supervisor
+
+Spec = Callable[..., ProcessSpec]
+Supervise = Callable[..., Supervisor]
+
+SERVE = 'tell(state="ready"); signal.pause()'
+LEAVE = """
+signal.signal(signal.SIGTERM, lambda *_: (print("leaving", start["name"], flush=True), os._exit(0)))
+"""
+
+
+async def finish(supervisor: Supervisor, running: asyncio.Task[int]) -> int:
+    supervisor.stop()
+    return await running
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_ready_when_all_serve_and_stopped_in_order(spec: Spec, supervise: Supervise) -> None:
+    out = io.StringIO()
+    supervisor = supervise(
+        spec(LEAVE + SERVE, "worker", 1), spec(LEAVE + SERVE, "frontend", 0), out=out
+    )
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        pids = [child.pid for child in supervisor.children]
+        assert await finish(supervisor, running) == 0
+    assert out.getvalue().splitlines() == [
+        "frontend | leaving frontend",
+        "worker   | leaving worker",
+    ]
+    assert not any(map(alive, pids))
+
+
+async def test_its_record_says_how_it_stands(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    supervisor = supervise(spec(SERVE), address="http://127.0.0.1:1")
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        await until(lambda: [one.state for one in deployment.processes()] == ["ready"])
+        (record,) = deployment.processes()
+        assert (record.role, record.pid) == ("supervisor", os.getpid())
+        await finish(supervisor, running)
+    assert deployment.processes() == []
+
+
+async def test_a_killed_child_comes_back_with_its_group_gone(
+    spec: Spec, supervise: Supervise
+) -> None:
+    script = """
+import subprocess
+print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+"""
+    out = io.StringIO()
+    supervisor = supervise(spec(script + SERVE), out=out)
+    (child,) = supervisor.children
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        first = child.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: child.pid not in {0, first} and child.ready)
+        await finish(supervisor, running)
+    left_behind = [int(line.rsplit(" ", 1)[1]) for line in out.getvalue().splitlines()]
+    assert len(left_behind) == 2
+    await until(lambda: not any(map(alive, left_behind)))
+
+
+async def test_what_can_never_start_ends_the_deployment(spec: Spec, supervise: Supervise) -> None:
+    supervisor = supervise(
+        spec('tell(fatal="no such model", hint="look", code=2); sys.exit(2)', "worker"),
+        spec(SERVE, "frontend"),
+    )
+    assert await supervisor.run() == 2
+    assert supervisor.failure is not None
+    assert (supervisor.failure.fatal, supervisor.failure.hint) == ("no such model", "look")
+    assert not supervisor.ready.is_set()
+
+
+async def test_deaths_before_serving_are_told_loudly(
+    spec: Spec,
+    supervise: Supervise,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.backoff.FIRST_S", 0.001)
+    supervisor = supervise(spec("sys.exit(7)"))
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await until(lambda: any(record.levelname == "ERROR" for record in caplog.records))
+        await finish(supervisor, running)
+    loud = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert loud[0].fields["deaths"] == 5  # type: ignore[attr-defined]
+    assert loud[0].fields["exit"] == "exit 7"  # type: ignore[attr-defined]
+
+
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+ON = "\nwhile True: signal.pause()"
+
+
+async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
+    supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=1000)
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        pid = supervisor.children[0].pid
+        supervisor.stop()
+        supervisor.stop()
+        assert await running == 0
+    assert not alive(pid)
+
+
+async def test_who_does_not_leave_is_killed(
+    spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.supervisor.KILL_AFTER_S", 0.0)
+    supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=0.05)
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        pid = supervisor.children[0].pid
+        await finish(supervisor, running)
+    assert not alive(pid)
+
+
+async def test_long_and_broken_lines_are_logged(spec: Spec, supervise: Supervise) -> None:
+    out = io.StringIO()
+    script = 'print("x" * 200000, flush=True); os.write(1, b"caf\\xc3"); sys.exit(0)'
+    supervisor = supervise(spec(script), out=out)
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await until(lambda: "caf" in out.getvalue())
+        await finish(supervisor, running)
+    assert out.getvalue().count("x") >= 200000
+
+
+def test_colours_on_a_terminal_only() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    plain, coloured = io.StringIO(), Terminal()
+    LogLines(["a", "long"], plain)("a", b"text")
+    LogLines(["a", "long"], coloured)("a", b"text")
+    assert plain.getvalue() == "a    | text\n"
+    assert "\x1b[36m" in coloured.getvalue()
+
+
+def test_exits_in_words() -> None:
+    assert describe_exit(2) == "exit 2"
+    assert describe_exit(-9) == "SIGKILL"
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from dynamo.core.settings import Settings
+from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.supervisor import Supervisor, run_supervisor
+
+CHILD = '''
+import os, sys
+from dynamo.runtime.link import ParentLink, Report
+link = ParentLink.from_stdin()
+if sys.argv[1] == "prctl":
+    link.die_with_parent()
+    import signal; link.tell(Report(state="ready")); signal.pause()
+else:
+    import asyncio
+    async def main():
+        link.watch(asyncio.get_running_loop(), lambda: os._exit(1))
+        link.tell(Report(state="ready"))
+        await asyncio.Event().wait()
+    asyncio.run(main())
+'''
+specs = [ProcessSpec(role="worker", name=way, settings=Settings(),
+                     command=(sys.executable, "-c", CHILD, way)) for way in ("prctl", "eof")]
+
+async def main():
+    supervisor = Supervisor(specs, Deployment("t", Path(sys.argv[1])), drain_s=5)
+    asyncio.get_running_loop().create_task(announce(supervisor))
+    return await supervisor.run()
+
+async def announce(supervisor):
+    await supervisor.ready.wait()
+    print(*[child.pid for child in supervisor.children], flush=True)
+
+sys.exit(asyncio.run(main()))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_child_outlives_the_supervisor(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-c", SUPERVISOR, str(tmp_path / "t")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pids = [int(pid) for pid in supervisor.stdout.readline().split()]
+        assert len(pids) == 2
+        supervisor.send_signal(number)
+        assert supervisor.wait() == (-9 if number == signal.SIGKILL else 0)
+    while any(map(alive, pids)):
+        os.sched_yield()
