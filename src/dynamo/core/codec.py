@@ -18,6 +18,7 @@ from dynamo.core.reply import Extra, Reply
 from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
 
 _one_token = Struct("<cI")
+_read_one = Struct("<xI").unpack
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
@@ -74,26 +75,38 @@ class ReplyWriter(Reply):
 
 
 class ReplyReader:
-    """The caller's end: `item` takes one payload and calls the Reply. False = enough."""
+    """The caller's end: `item` takes one payload and calls the Reply. False = enough.
 
-    __slots__ = ("_reply", "_tokens")
+    `complete`: the answer came to its end (a finish, or enough); a stream that ends before is a
+    failure.
+    """
+
+    __slots__ = ("_reply", "_tokens", "complete")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._tokens = reply.tokens
+        self.complete = False
 
     def item(self, payload: bytes) -> bool:
         """Feed one payload. Raises ValueError on an unknown kind."""
         if payload[0] == 0x74:
-            return self._tokens(unpack_from(f"<{len(payload) >> 2}I", payload, 1))
+            single = len(payload) == 5
+            ids = _read_one(payload) if single else unpack_ids(memoryview(payload)[1:])
+            return self._tokens(ids) or self._enough()
         kind, body = payload[:1], payload[1:]
         if kind == b"b":
             self._reply.begin(_decode_started(body))
         elif kind == b"f":
             self._reply.finish(_decode_finish(body))
+            self.complete = True
         elif kind == b"x":
             packed, extra = _decode_extra(body)
-            return self._tokens(unpack_ids(packed), extra)
+            return self._tokens(unpack_ids(packed), extra) or self._enough()
         else:
             raise ValueError(f"unknown reply item {kind!r}")
         return True
+
+    def _enough(self) -> bool:
+        self.complete = True
+        return False

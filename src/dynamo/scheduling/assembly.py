@@ -1,0 +1,36 @@
+"""The pipeline of token operators as a list, so that the order of things is data."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+
+from dynamo.core.context import Context
+from dynamo.core.reply import Operator, Reply, Send
+from dynamo.core.values import GenerateRequest
+from dynamo.runtime.client import Client
+from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.router import BasicPolicy, Router
+from dynamo.telemetry import Registry
+
+
+def assemble(operators: Sequence[Operator], last: Send) -> Send:
+    """A request passes the operators in order and then `last`."""
+    send = last
+    for operator in reversed(operators):
+        send = _through(operator, send)
+    return send
+
+
+def standard_pipeline(client: Client, mode: str, metrics: Registry | None = None) -> Send:
+    """What a frontend sends by: the router in `mode`, ending in dispatch to one of `client`'s
+    instances. Raises ConfigError for an unknown mode."""
+    operators: list[Operator] = []
+    router = Router(BasicPolicy(client, mode), Dispatch(client).send, metrics)
+    return assemble(operators, router.send)
+
+
+def _through(operator: Operator, onward: Send) -> Send:
+    def send(request: GenerateRequest, context: Context, reply: Reply) -> Awaitable[None]:
+        return operator.send(request, context, reply, onward)
+
+    return send

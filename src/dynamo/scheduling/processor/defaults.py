@@ -1,0 +1,87 @@
+"""What a request leaves open: request > configuration > the model's generation_config > the
+seeds' defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
+from dynamo.core.settings.schema import SamplingDefaults
+from dynamo.core.text import SamplingOverrides, TextOptions
+from dynamo.core.values import Sampling
+
+SEED_TEMPERATURE = 0.7
+SEED_TOP_P = 0.9
+SEED_TOP_K = 50
+SEED_MAX_TOKENS = 1024
+SEED_BITS = 63
+
+_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NOTHING = SamplingOverrides()
+
+
+class Defaults:
+    """The defaults of one model, worked out once."""
+
+    def __init__(
+        self,
+        configured: SamplingDefaults,
+        generation: Mapping[str, Any],
+        context_tokens: int,
+        rng: Random,
+    ) -> None:
+        said = {name: generation[name] for name in _FROM_MODEL if generation.get(name) is not None}
+        mine = {
+            "temperature": configured.temperature,
+            "top_p": configured.top_p,
+            "top_k": configured.top_k,
+        }
+        said |= {name: value for name, value in mine.items() if value is not None}
+        seeds = {"temperature": SEED_TEMPERATURE, "top_p": SEED_TOP_P, "top_k": SEED_TOP_K}
+        self._values: dict[str, Any] = seeds | said
+        self._max_tokens = (
+            configured.max_tokens or generation.get("max_new_tokens") or SEED_MAX_TOKENS
+        )
+        self._context_tokens = context_tokens
+        self._random_bits = rng.getrandbits
+
+    def sampling(self, asked: SamplingOverrides) -> Sampling:
+        """Every value of `asked` that is not None, over the defaults; a random seed if none."""
+        values = self._values
+        if asked != _NOTHING:
+            names = asked.__struct_fields__
+            given = {name: getattr(asked, name) for name in names}
+            values = values | {name: value for name, value in given.items() if value is not None}
+        if "seed" not in values:
+            return Sampling(seed=self._random_bits(SEED_BITS), **values)
+        return Sampling(**values)
+
+    def answer_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
+        """How long the answer may become. Raises ContextLengthExceeded where the prompt, or the
+        prompt and an explicit `max_tokens`, do not fit; InvalidRequest for min_tokens over it."""
+        context, wanted = self._context_tokens, options.max_tokens
+        left = context - prompt_tokens
+        if left < (1 if wanted is None else min(wanted, 1)):
+            raise ContextLengthExceeded(
+                f"this model's context is {context} tokens, and the prompt alone has "
+                f"{prompt_tokens}",
+                hint="shorten the prompt, leaving room for the answer",
+                param="prompt",
+            )
+        if wanted is not None and wanted > left:
+            raise ContextLengthExceeded(
+                f"this model's context is {context} tokens; {prompt_tokens} of the prompt and "
+                f"max_tokens {wanted} are {prompt_tokens + wanted}",
+                hint=f"ask for at most {left}, or leave max_tokens out",
+                param="max_tokens",
+            )
+        tokens = min(self._max_tokens, left) if wanted is None else wanted
+        if options.min_tokens > tokens:
+            raise InvalidRequest(
+                f"min_tokens {options.min_tokens} is more than the {tokens} that the answer may "
+                "have",
+                param="min_tokens",
+            )
+        return tokens

@@ -1,0 +1,151 @@
+"""The one converter: ChatRequest and TextReply above it, GenerateRequest and Reply below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from dynamo.core.clock import Clock
+from dynamo.core.codec import unpack_ids
+from dynamo.core.context import Context
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import Send
+from dynamo.core.settings.schema import SamplingDefaults
+from dynamo.core.tasks import run_all
+from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
+from dynamo.core.values import Finish, GenerateRequest, Started, Stops
+from dynamo.models.tokenizer import Tokenizer
+from dynamo.scheduling.processor.defaults import Defaults
+from dynamo.scheduling.processor.detokeniser import Detokeniser
+from dynamo.scheduling.processor.prompts import Prompts
+from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from dynamo.models.card import ModelCard
+    from dynamo.models.template import ChatTemplate
+
+
+class Processor:
+    """Serves one model by `send`. Made in milliseconds (it reads the whole vocabulary): off the
+    loop where one runs. `rng` gives the seeds of requests without one."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        send: Send,
+        sampling: SamplingDefaults,
+        clock: Clock,
+        rng: Random | None = None,
+    ) -> None:
+        self.card = card
+        self._model = card.names[0]
+        self._tokenizer = tokenizer
+        self._send = send
+        self._prompts = Prompts(tokenizer, template, clock)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._always_stop = sampling.stop_tokens
+        self._eos = tuple(card.eos_token_ids)
+        self._defaults = Defaults(
+            sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
+        )
+
+    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
+        """Continue a conversation. Returns when every choice is complete or the reader had enough.
+
+        Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
+        """
+        prompt = await self._prompts.of_chat(request)
+        await self._answer(prompt, request.options, context, reply)
+
+    async def complete(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> None:
+        """Continue a text or token ids; `echo` repeats it in front. As `chat` otherwise."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            ids = await self._prompts.of_text(prompt)
+            echo = prompt if request.echo else ""
+        else:
+            ids = prompt
+            echo = self.detokenize(unpack_ids(ids)) if request.echo else ""
+        await self._answer(ids, request.options, context, reply, echo)
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
+    ) -> list[int]:
+        """The ids of a text (`add_special`: in the tokenizer's frame) or of a conversation."""
+        if not isinstance(prompt, str):
+            messages = tuple(dict(message) for message in prompt)
+            ids = await self._prompts.of_chat(ChatRequest(self._model, messages))
+        elif add_special:
+            ids = await self._prompts.of_text(prompt)
+        else:
+            ids = await self._prompts.encode(prompt)
+        return list(unpack_ids(ids))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return self._tokenizer.decode(ids)
+
+    async def _answer(
+        self,
+        prompt: bytes,
+        options: TextOptions,
+        context: Context,
+        reply: TextReply,
+        echo: str = "",
+    ) -> None:
+        prompt_tokens = len(prompt) // TOKEN_BYTES
+        max_tokens = self._defaults.answer_tokens(options, prompt_tokens)
+        request = self._request(prompt, options, context, max_tokens)
+        stops = self._stops(options)
+        reply.prompt(prompt_tokens)
+        choices = [
+            Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
+            for choice in range(options.n)
+        ]
+        if max_tokens == 0:
+            for choice in choices:
+                choice.begin(Started())
+                choice.finish(Finish("length"))
+        elif len(choices) == 1:
+            await self._send(request, context, choices[0])
+        else:
+            await self._fan_out(request, context, choices)
+
+    def _request(
+        self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int
+    ) -> GenerateRequest:
+        stop_ids = options.stop_token_ids
+        if not options.ignore_eos:
+            stop_ids = self._eos + stop_ids
+        return GenerateRequest(
+            request_id=context.request_id,
+            model=self._model,
+            token_ids=prompt,
+            sampling=self._defaults.sampling(options.sampling),
+            stops=Stops(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
+            top_logprobs=options.top_logprobs,
+            salt=options.salt,
+            priority=options.priority,
+        )
+
+    def _stops(self, options: TextOptions) -> StopStrings | None:
+        strings = (*options.stop, *self._always_stop)
+        return StopStrings(strings, include=options.include_stop) if strings else None
+
+    async def _fan_out(
+        self, request: GenerateRequest, context: Context, choices: Sequence[Detokeniser]
+    ) -> None:
+        """Every choice as a request of its own; the first failure cancels the others."""
+
+        async def one(number: int, choice: Detokeniser) -> None:
+            await self._send(replace(request, choice=number), context, choice)
+
+        await run_all(*(one(number, choice) for number, choice in enumerate(choices)))

@@ -1,0 +1,64 @@
+"""Prompts in tokens: template, then encoding; on the loop only what is sure to be short."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dynamo.core.clock import Clock
+from dynamo.core.text import ChatRequest
+from dynamo.models.segments import SegmentCache
+from dynamo.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dynamo.models.template import ChatTemplate
+
+INLINE_CHARS = 2_000
+"""Uncached text that is encoded on the loop: at most 1 ms by the slowest encoder."""
+SCAN_CHARS = 400_000
+"""Text that is looked up in the segment cache on the loop."""
+RENDER_CHARS = 400_000
+RENDER_MESSAGES = 100
+
+
+class Prompts:
+    """Turns conversations and texts into packed ids, by way of a cache of segments."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, clock: Clock) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._clock = clock
+        self._cache = SegmentCache(tokenizer)
+        framed = tokenizer.encode("a", add_special=True)
+        self._before, _, self._after = framed.partition(tokenizer.encode("a"))
+
+    async def of_chat(self, request: ChatRequest) -> bytes:
+        """The conversation by the model's template. Raises InvalidRequest where the template
+        refuses it."""
+        messages = request.messages
+        chars = sum(len(message.get("content") or "") for message in messages)
+        if chars > RENDER_CHARS or len(messages) > RENDER_MESSAGES:
+            text = await self._clock.offload(self._render, request)
+        else:
+            text = self._render(request)
+        return await self.encode(text)
+
+    async def of_text(self, text: str) -> bytes:
+        """A bare prompt, in the tokenizer's own frame (BOS)."""
+        return self._before + await self.encode(text) + self._after
+
+    async def encode(self, text: str) -> bytes:
+        """The text alone; special tokens written in it count as such."""
+        encode = self._cache.encode
+        if len(text) <= INLINE_CHARS:
+            return encode(text)
+        if len(text) <= SCAN_CHARS and self._cache.missing_chars(text) <= INLINE_CHARS:
+            return encode(text)
+        return await self._clock.offload(encode, text)
+
+    def _render(self, request: ChatRequest) -> str:
+        return self._template.render(
+            request.messages,
+            request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            **request.template_args,
+        )

@@ -1,0 +1,93 @@
+"""Token ids to text: a table where it is exact, the tokenizer's own incremental decoder where it
+is not."""
+
+from __future__ import annotations
+
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from typing import Protocol
+
+from dynamo.models.tokenizer import Tokenizer
+
+
+class TextDecoder(Protocol):
+    """Ids in, text out, for one answer. A character is never split: its bytes wait."""
+
+    @property
+    def waiting(self) -> bool:
+        """The next token cannot be read by itself, because something is held back."""
+
+    def step(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" if it completes none."""
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that stayed incomplete."""
+
+
+class Vocabulary:
+    """What every answer of one model reads. Reads the whole tokenizer once: milliseconds.
+
+    `texts[id]`: the token's text where the id alone is whole, non-empty text and not special, else
+    None. `shown[id]`: the same with special tokens as text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._raw: Sequence[bytes | None] = tokenizer.token_bytes
+        self._exact = any(raw is not None for raw in self._raw)
+        self.special_ids = tokenizer.special_ids
+        self.shown = [text or None for text in tokenizer.whole_text]
+        self.texts = [
+            None if token_id in self.special_ids else text
+            for token_id, text in enumerate(self.shown)
+        ]
+
+    def decoder(self, *, skip_special: bool) -> TextDecoder:
+        """A decoder for one answer; special tokens that are skipped need not be given to it."""
+        if self._exact:
+            return TableDecoder(self._raw)
+        return LibraryDecoder(self._tokenizer, skip_special=skip_special)
+
+    def raw(self, token_id: int) -> bytes:
+        """One token's bytes, as well as they are known."""
+        if token_id >= len(self._raw):
+            return b""
+        found = self._raw[token_id]
+        if found is None and not self._exact:
+            return self._tokenizer.decode([token_id]).encode()
+        return found or b""
+
+
+class TableDecoder:
+    """Bytes from the table through Python's UTF-8 decoder, whose U+FFFD are those of the
+    reference decoder (Rust's from_utf8_lossy)."""
+
+    __slots__ = ("_decoder", "_raw")
+
+    def __init__(self, raw: Sequence[bytes | None]) -> None:
+        self._raw = raw
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def step(self, token_id: int) -> str:
+        raw = self._raw[token_id] if token_id < len(self._raw) else None
+        return self._decoder.decode(raw) if raw else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class LibraryDecoder:
+    """The tokenizer's own; every token needs those before it."""
+
+    __slots__ = ("_stream", "flush", "step")
+
+    waiting = True
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        stream = tokenizer.stream(skip_special=skip_special)
+        self.step = stream.step
+        self.flush = stream.flush
