@@ -12,6 +12,7 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.instances import (
     Instance,
     InstanceView,
+    Where,
     encode_instance,
     instance_key,
     workers_prefix,
@@ -97,10 +98,15 @@ class Endpoint:
     async def serve(
         self, handler: Handler, *, capabilities: Mapping[str, Any] | None = None
     ) -> Served:
-        """Answer calls, then announce this instance. It ends with `withdraw` or the runtime."""
+        """Answer calls, then announce this instance. It ends with `withdraw` or the runtime.
+        Raises `ConfigError` where this process serves it already."""
         served = Served(self, dict(capabilities or {}))
-        await served.start(handler)
         self.runtime.adopt(served)
+        try:
+            await served.start(handler)
+        except BaseException:
+            self.runtime.release(served)
+            raise
         return served
 
     async def serve_items(
@@ -109,11 +115,12 @@ class Endpoint:
         """Like `serve`, with an async generator or coroutine function over msgpack values."""
         return await self.serve(item_handler(serves), capabilities=capabilities)
 
-    async def client(self) -> Client:
-        """A client that knows the present instances. It ends with `close` or the runtime."""
+    async def client(self, where: Where | None = None) -> Client:
+        """A client that knows the present instances (those that `where` answers True for). It ends
+        with `close` or the runtime."""
         runtime = self.runtime
         prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
-        view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock)
+        view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
         await view.start()
         client = Client(self.path, view, runtime.requests, runtime.rng)
         runtime.adopt_client(client)

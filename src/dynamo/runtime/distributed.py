@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
 from typing import Any, Self
@@ -60,6 +61,7 @@ class DistributedRuntime:
         self._served: list[Served] = []
         self._clients: list[Client] = []
         self._leaving: list[Leave] = []
+        self._opened = AsyncExitStack()
         self._closed = False
 
     @classmethod
@@ -110,7 +112,9 @@ class DistributedRuntime:
                 *(leave(drain) for leave in self._leaving),
             )
         finally:
-            await self._close()
+            for client in self._clients:
+                await client.close()
+            await self._opened.aclose()
             self.lifecycle.to(State.DEREGISTERED)
 
     def adopt(self, served: Served) -> None:
@@ -145,37 +149,38 @@ class DistributedRuntime:
 
     async def _open(self) -> None:
         about = self.settings.runtime
-        url = about.discovery or await self._own_discovery()
-        background: Background
-        if url.startswith("memory:"):
-            background = InlineBackground()
-            self.discovery = KeptDiscovery(await open_discovery(url))
-        else:
-            background = ThreadBackground()
-            kept = await background.run(_open_kept(url))
-            self.discovery = BackgroundDiscovery(kept, background)
-        self.runtime = Runtime(
-            self.instance_id, asyncio.get_running_loop(), background, self.stopping
-        )
-        self.requests = await open_requests(about.requests)
-        self.events = await open_events(about.events, self.discovery)
+        async with AsyncExitStack() as opened:
+            background = await self._open_discovery(opened)
+            self.runtime = Runtime(
+                self.instance_id, asyncio.get_running_loop(), background, self.stopping
+            )
+            self.requests = await open_requests(about.requests)
+            opened.push_async_callback(self.requests.close)
+            self.events = await open_events(about.events, self.discovery)
+            opened.push_async_callback(self.events.close)
+            opened.push_async_callback(self.tasks.close)
+            self._opened = opened.pop_all()
         self.lifecycle.to(State.REGISTERED)
         self.lifecycle.to(State.RUNNING)
         self.health.on_change(self._follow_health)
+
+    async def _open_discovery(self, opened: AsyncExitStack) -> Background:
+        """The plane, and where it runs: a memory plane has no I/O and stays on this loop."""
+        url = self.settings.runtime.discovery or await self._own_discovery()
+        if url.startswith("memory:"):
+            self.discovery = await _open_kept(url)
+            opened.push_async_callback(self.discovery.close)
+            return InlineBackground()
+        background = ThreadBackground()
+        opened.push_async_callback(background.close)
+        self.discovery = BackgroundDiscovery(await background.run(_open_kept(url)), background)
+        opened.push_async_callback(self.discovery.close)
+        return background
 
     async def _own_discovery(self) -> str:
         deployment = deployment_of(self.settings)
         await self.clock.offload(deployment.prepare)
         return deployment.discovery_url
-
-    async def _close(self) -> None:
-        for client in self._clients:
-            await client.close()
-        await self.tasks.close()
-        await self.events.close()
-        await self.requests.close()
-        await self.discovery.close()
-        await self.runtime.secondary.close()
 
     def _follow_health(self) -> None:
         if not self.lifecycle.stopping:

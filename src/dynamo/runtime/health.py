@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 
 class Health:
-    """Reasons, set and taken back by whoever knows them."""
+    """Reasons, set and taken back by whoever knows them, and checks asked when somebody looks."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
+        self._checks: dict[str, Callable[[], str]] = {}
         self._listeners: list[Callable[[], None]] = []
 
     def unwell(self, name: str, reason: str) -> None:
@@ -25,19 +25,25 @@ class Health:
         if self._reasons.pop(name, None) is not None:
             self._tell()
 
+    def check(self, name: str, ask: Callable[[], str]) -> None:
+        """Ask `ask()` at every look; it answers a reason, or "" when well. For what may break
+        later: nobody is told when its answer changes."""
+        self._checks[name] = ask
+
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when a reason comes, changes or goes."""
+        """Call `listener` when a reason that was set comes, changes or goes."""
         self._listeners.append(listener)
 
     @property
     def reasons(self) -> Mapping[str, str]:
         """Every present reason by name."""
-        return MappingProxyType(self._reasons)
+        asked = {name: reason for name, ask in self._checks.items() if (reason := ask())}
+        return self._reasons | asked
 
     @property
     def well(self) -> bool:
         """Nothing is wrong."""
-        return not self._reasons
+        return not self.reasons
 
     def _tell(self) -> None:
         for listener in self._listeners:

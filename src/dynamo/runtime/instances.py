@@ -50,6 +50,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     nixl_metadata: Any = None
 
 
+Where = Callable[[Instance], bool]
+
 _decode = msgspec.json.Decoder(InstanceRecord, strict=False).decode
 
 
@@ -101,12 +103,21 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
 
 class InstanceView:
     """The instances under one discovery prefix, now. One whose connection broke is withheld until
-    discovery announces it again or it answers a probe: a dead worker looks idle."""
+    discovery announces it again or it answers a probe: a dead worker looks idle. `where` leaves
+    out whom it answers False for."""
 
-    def __init__(self, discovery: Discovery, requests: Requests, prefix: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        discovery: Discovery,
+        requests: Requests,
+        prefix: str,
+        clock: Clock,
+        where: Where | None = None,
+    ) -> None:
         self._discovery = discovery
         self._requests = requests
         self._prefix = prefix
+        self._where = where
         self._clock = clock
         self._tasks = Tasks()
         self._known: dict[str, Instance] = {}
@@ -164,7 +175,7 @@ class InstanceView:
         for change in batch:
             name = change.key.rsplit("/", 1)[-1]
             found = None if change.value is None else decode_instance(change.key, change.value)
-            if found is None:
+            if found is None or not (self._where is None or self._where(found)):
                 known.pop(name, None)
             else:
                 known[name] = found

@@ -50,6 +50,14 @@ def test_health_says_why() -> None:
     ]
 
 
+def test_checks_are_asked_at_every_look() -> None:
+    health = Health()
+    answers = iter(["", "broken"])
+    health.check("engine", lambda: next(answers))
+    assert health.well
+    assert health.reasons == {"engine": "broken"}
+
+
 async def test_a_token_cancels_its_children_once() -> None:
     token = CancellationToken()
     child = token.child()

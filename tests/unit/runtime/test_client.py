@@ -1,0 +1,319 @@
+"""Serving and calling over memory planes: components, clients, streams, withholding, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from dynamo.communication.discovery import Change
+from dynamo.communication.requests import Outgoing
+from dynamo.core.context import Context
+from dynamo.core.errors import (
+    ConfigError,
+    InstanceGone,
+    InvalidRequest,
+    NoWorkers,
+    ProtocolError,
+    WorkerFailed,
+)
+from dynamo.core.tasks import Tasks
+from dynamo.runtime import Client, DistributedRuntime, State
+from dynamo.runtime.component import parse_reference
+
+Open = Callable[[], Awaitable[DistributedRuntime]]
+REFERENCE = "dynamo.Processor.chat/completions"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def count_to(request: Any) -> AsyncGenerator[Any, None]:
+    for at in range(request):
+        yield at
+
+
+async def client_of(runtime: DistributedRuntime, instances: int = 1) -> Client:
+    client = await runtime.endpoint(REFERENCE).client()
+    await client.wait_for_instances(instances)
+    return client
+
+
+async def collected(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
+async def test_the_seeds_way_of_naming(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    endpoint = runtime.namespace("myapp").component("worker").endpoint("generate")
+    assert endpoint.path == "myapp.worker.generate"
+    assert runtime.endpoint(REFERENCE).path == REFERENCE
+    assert runtime.namespace().name == "dynamo"
+    assert runtime.runtime.id == runtime.instance_id
+
+
+@pytest.mark.parametrize("text", ["", "a", "a.b", "a.b.", ".b.c", "a..c", "a b.c.d"])
+def test_references_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_reference(text)
+
+
+def test_an_endpoint_may_hold_slashes_and_dots() -> None:
+    assert parse_reference("a.b.chat/v1.0") == ("a", "b", "chat/v1.0")
+
+
+async def test_a_stream_between_two_runtimes(open_runtime: Open) -> None:
+    server, caller = await open_runtime(), await open_runtime()
+    await server.endpoint(REFERENCE).serve_items(count_to, capabilities={"weight": 2})
+    client = await client_of(caller)
+    (instance,) = client.instances.values()
+    assert instance.id == server.instance_id
+    assert instance.endpoint == "chat/completions"
+    assert instance.capabilities == {"weight": 2}
+    async with client.round_robin(3) as stream:
+        assert await collected(stream) == [0, 1, 2]
+    assert await collected(client.random(2)) == [0, 1]
+    assert await collected(client.direct(1, instance.id)) == [0]
+    assert client.in_flight(instance.id) == 0
+
+
+async def test_unary(open_runtime: Open) -> None:
+    async def double(request: int) -> int:
+        return request * 2
+
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(double)
+    assert await (await client_of(runtime)).generate(21) == 42
+
+
+async def test_awaiting_a_stream_is_an_error(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(count_to)
+    client = await client_of(runtime)
+    with pytest.raises(ProtocolError):
+        await client.generate(3)
+    assert await client.generate(0) is None
+
+
+async def test_errors_are_the_calls_exceptions(open_runtime: Open) -> None:
+    async def refuse(request: Any) -> AsyncGenerator[Any, None]:
+        yield "first"
+        raise InvalidRequest("no", hint="do not")
+
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(refuse)
+    client = await client_of(runtime)
+    async with client.generate({}) as stream:
+        assert await anext(stream) == "first"
+        with pytest.raises(InvalidRequest) as caught:
+            await anext(stream)
+    assert caught.value.hint == "do not"
+
+
+async def test_leaving_a_stream_cancels_the_handler(open_runtime: Open) -> None:
+    ended = asyncio.Event()
+
+    async def endless(request: Any) -> AsyncGenerator[Any, None]:
+        try:
+            while True:
+                yield b"x" * 1000
+        finally:
+            ended.set()
+
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(endless)
+    client = await client_of(runtime)
+    async with aclosing(client.generate({})) as stream:
+        await anext(stream)
+    await ended.wait()
+    ended.clear()
+    dropped = client.generate({})
+    await anext(dropped)
+    del dropped
+    await ended.wait()
+    (instance,) = client.instances
+    await until(lambda: client.in_flight(instance) == 0)
+
+
+async def test_a_slow_consumer_holds_the_producer(open_runtime: Open) -> None:
+    produced = 0
+
+    async def endless(request: Any) -> AsyncGenerator[Any, None]:
+        nonlocal produced
+        while True:
+            produced += 1
+            yield b"x" * 10_000
+
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(endless)
+    client = await client_of(runtime)
+    async with client.generate({}) as stream:
+        await anext(stream)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        held = produced
+        assert held < 40
+        for _ in range(30):
+            await anext(stream)
+        await until(lambda: produced > held)
+
+
+async def test_nobody_serves(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    client = await runtime.endpoint(REFERENCE).client()
+    with pytest.raises(NoWorkers):
+        await client.generate({})
+    with pytest.raises(InstanceGone):
+        await client.direct({}, "nobody")
+    with pytest.raises(NoWorkers, match="0 of 2"):
+        await client.wait_for_instances(2, timeout_s=0.001)
+
+
+async def test_an_endpoint_is_served_once(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(count_to)
+    with pytest.raises(ConfigError):
+        await runtime.endpoint(REFERENCE).serve_items(count_to)
+
+
+async def test_instances_come_and_go(open_runtime: Open) -> None:
+    caller, first, second = [await open_runtime() for _ in range(3)]
+    changes: list[int] = []
+    client = await caller.endpoint(REFERENCE).client()
+    stop = client.on_change(lambda: changes.append(len(client.instances)))
+    for one in (first, second):
+        await one.endpoint(REFERENCE).serve_items(count_to)
+    await client.wait_for_instances(2)
+    await first.shutdown(0)
+    await until(lambda: len(client.instances) == 1)
+    stop()
+    await second.shutdown(0)
+    await until(lambda: not client.instances)
+    assert changes[-2:] == [2, 1]
+
+
+async def test_only_those_asked_for(open_runtime: Open) -> None:
+    caller, *servers = [await open_runtime() for _ in range(3)]
+    for server, model in zip(servers, ("a", "b"), strict=True):
+        await server.endpoint(REFERENCE).serve_items(count_to, capabilities={"model": model})
+    client = await caller.endpoint(REFERENCE).client(lambda one: one.capabilities["model"] == "b")
+    await client.wait_for_instances()
+    assert list(client.instances) == [servers[1].instance_id]
+
+
+async def test_a_broken_instance_is_withheld_until_announced_again(open_runtime: Open) -> None:
+    caller, server, other = [await open_runtime() for _ in range(3)]
+    served = await server.endpoint(REFERENCE).serve_items(count_to)
+    await other.endpoint(REFERENCE).serve_items(count_to)
+    client = await client_of(caller, 2)
+    server.requests.abort()  # type: ignore[attr-defined]
+    with pytest.raises(InstanceGone):
+        await client.direct(1, server.instance_id)
+    assert list(client.instances) == [other.instance_id]
+    assert {client.pick("round_robin").id for _ in range(4)} == {other.instance_id}
+    assert served.instance is not None
+    from dynamo.runtime.instances import encode_instance, instance_key
+
+    await server.discovery.put(instance_key(served.instance), encode_instance(served.instance))
+    await client.wait_for_instances(2)
+
+
+async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> None:
+    async def hang(payload: bytes, out: Outgoing) -> None:
+        await asyncio.Event().wait()
+
+    caller, server = await open_runtime(), await open_runtime()
+    await server.endpoint(REFERENCE).serve(hang)
+    client = await client_of(caller)
+    instance = client.pick("random")
+    async with Tasks(on_failure=lambda _: None) as tasks:
+        call = client.call(instance, b"", Context("r"), lambda _: True)
+        task = tasks.start(call)
+        await until(lambda: client.in_flight(instance.id) == 1)
+        await asyncio.sleep(0)
+        server.requests.abort()  # type: ignore[attr-defined]
+        with pytest.raises(WorkerFailed):
+            await task
+    assert not client.instances
+    assert client.in_flight(instance.id) == 0
+
+
+async def test_a_probe_that_is_answered_brings_it_back(
+    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.runtime.instances.PROBE_S", 0.001)
+    caller, server = await open_runtime(), await open_runtime()
+    await server.endpoint(REFERENCE).serve_items(count_to)
+    client = await client_of(caller)
+    client._view.withhold(server.requests.address)
+    assert not client.instances
+    await client.wait_for_instances()
+    assert await collected(client.direct(2, server.instance_id)) == [0, 1]
+
+
+async def test_calls_in_flight_end_before_the_drain_does(open_runtime: Open) -> None:
+    go = asyncio.Event()
+
+    async def slow(request: Any) -> AsyncGenerator[Any, None]:
+        yield 1
+        await go.wait()
+        yield 2
+
+    caller, server = await open_runtime(), await open_runtime()
+    served = await server.endpoint(REFERENCE).serve_items(slow)
+    client = await client_of(caller)
+    async with Tasks() as tasks, client.generate({}) as stream:
+        assert await anext(stream) == 1
+        leaving = tasks.start(server.shutdown(60))
+        await until(lambda: not client.instances)
+        assert served.lifecycle.state is State.STOPPING
+        go.set()
+        assert await collected(stream) == [2]
+        await leaving
+    assert served.lifecycle.state is State.DEREGISTERED
+    assert server.stopping.cancelled
+
+
+async def test_states_follow_health(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    runtime.health.unwell("model", "loading")
+    served = await runtime.endpoint(REFERENCE).serve_items(count_to)
+    assert served.lifecycle.state is State.RUNNING
+    runtime.health.well_again("model")
+    assert served.lifecycle.state is runtime.lifecycle.state is State.HEALTHY
+    runtime.health.unwell("engine", "stuck")
+    assert served.lifecycle.state is State.RUNNING
+
+
+async def test_what_is_registered_is_put_again_after_a_lost_lease(open_runtime: Open) -> None:
+    caller, server = await open_runtime(), await open_runtime()
+    await server.endpoint(REFERENCE).serve_items(count_to)
+    client = await client_of(caller)
+    server.discovery._inner.lose_lease()  # type: ignore[attr-defined]
+    await until(lambda: not client.instances)
+    await client.wait_for_instances()
+
+
+async def test_bad_records_are_skipped(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    key = "/dynamo/workers/Processor/chat%2Fcompletions/bad"
+    await runtime.discovery.put(key, b'{"component": 1}')
+    await runtime.endpoint(REFERENCE).serve_items(count_to)
+    client = await client_of(runtime)
+    assert list(client.instances) == [runtime.instance_id]
+    client._view._apply([Change(key, None)], replace=False)
+    registry = await runtime.registry.components("dynamo")
+    assert [one.endpoint for one in registry["Processor"]] == ["chat/completions"]
+    assert await runtime.registry.components("elsewhere") == {}
+
+
+async def test_namespaces_are_apart(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    await runtime.endpoint("production.worker.generate").serve_items(count_to)
+    client = await runtime.endpoint("development.worker.generate").client()
+    assert not client.instances
