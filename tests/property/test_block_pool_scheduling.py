@@ -1,0 +1,201 @@
+"""The step scheduler and the block pool under random arrivals, cancellations and clearing.
+
+A runner that really stores blocks (as token ids) proves that what a plan tells to load is there.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent
+from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
+from dynamo.inference.blocks import BlockPool
+from dynamo.inference.runner import StepPlan
+from dynamo.inference.sequence import Sequence, TokenContent
+
+BLOCK_TOKENS = 4
+
+
+def answer(tokens: array[int]) -> int:
+    """The next token of a context: everything before it matters."""
+    return (sum(token * (place + 1) for place, token in enumerate(tokens)) * 31 + 7) % 5
+
+
+class StoringRunner:
+    """Blocks hold token ids; areas hold what was loaded or computed."""
+
+    def __init__(self, stores: bool) -> None:
+        self.stores = stores
+        self.blocks: dict[int, array[int]] = {}
+        self.areas: dict[Sequence, array[int]] = {}
+
+    def step(self, plan: StepPlan) -> list[int]:
+        for gone in plan.released:
+            self.areas.pop(gone, None)
+        sampled = []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if sequence not in self.areas:
+                self.areas[sequence] = self._load(chunk.load, sequence, chunk.start)
+            area = self.areas[sequence]
+            assert chunk.count > 0
+            assert len(area) == chunk.start, "the chunk continues where the last one ended"
+            area.extend(sequence.tokens[chunk.start : chunk.start + chunk.count])
+            assert chunk.samples == (len(area) == len(sequence.tokens))
+            if chunk.samples:
+                sampled.append(answer(area))
+        for chunk in plan.chunks:
+            area = self.areas[chunk.sequence]
+            for index, block in chunk.save:
+                saved = area[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+                assert len(saved) == BLOCK_TOKENS
+                self.blocks[block] = saved
+        return sampled
+
+    def _load(self, load: tuple[int, ...], sequence: Sequence, start: int) -> array[int]:
+        assert len(load) * BLOCK_TOKENS == start
+        if not self.stores:
+            return sequence.tokens[:start]
+        area = array("I")
+        for block in load:
+            area.extend(self.blocks[block])
+        assert area == sequence.tokens[:start], "what was hit is not what was stored"
+        return area
+
+
+class View:
+    """What a listener knows from events alone."""
+
+    def __init__(self) -> None:
+        self.parents: dict[int, int] = {}
+
+    def apply(self, events: list[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlocksCleared):
+                self.parents.clear()
+            elif isinstance(event, BlocksStored):
+                parent = event.parent
+                for block_hash in event.hashes:
+                    assert block_hash not in self.parents, "stored twice"
+                    self.parents[block_hash] = parent
+                    parent = block_hash
+            else:
+                for block_hash in event.hashes:
+                    del self.parents[block_hash]
+
+    def check_chains(self) -> None:
+        for parent in self.parents.values():
+            assert parent == 0 or parent in self.parents, "a block without its parent"
+
+
+class World:
+    def __init__(self, blocks: int, budget: int, seqs: int, hits_from: HitsFrom) -> None:
+        self.pool = BlockPool(blocks, BLOCK_TOKENS)
+        self.limits = BatchLimits(seqs, budget, 40)
+        self.scheduler = StepScheduler(self.pool, self.limits, hits_from=hits_from)
+        self.runner = StoringRunner(stores=hits_from == "computed")
+        self.view = View()
+        self.live: list[Sequence] = []
+
+    def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
+        content = TokenContent(array("I", prompt).tobytes(), BLOCK_TOKENS)
+        sequence = Sequence(content, len(prompt), max_tokens, priority=priority)
+        if len(prompt) < self.scheduler.context_tokens:
+            self.scheduler.add(sequence)
+            self.live.append(sequence)
+
+    def cancel(self, which: int) -> None:
+        if self.live:
+            self.scheduler.remove(self.live.pop(which % len(self.live)))
+
+    def step(self, cancel_within: int | None = None) -> bool:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert not self.live, "requests wait and nothing is done"
+            return False
+        assert sum(chunk.count for chunk in plan.chunks) <= self.limits.max_num_batched_tokens
+        assert plan.new_tokens + plan.decode_seqs == sum(chunk.count for chunk in plan.chunks)
+        assert len(self.scheduler.running) <= self.limits.max_num_seqs
+        tokens = self.runner.step(plan)
+        if cancel_within is not None:
+            self.cancel(cancel_within)
+        self.scheduler.complete(plan, tokens)
+        for sequence in [one for one in self.live if one.length >= one.max_length]:
+            self.scheduler.remove(sequence)
+            self.live.remove(sequence)
+            check_answer(sequence)
+        return True
+
+    def check(self) -> None:
+        self.pool.check()
+        self.view.apply(self.pool.take_events())
+        dump = View()
+        dump.apply(self.pool.held_blocks())
+        assert dump.parents == self.view.parents
+        self.view.check_chains()
+        used = [block for one in self.scheduler.running for block in one.blocks]
+        assert len(set(used)) == self.pool.active
+        assert all(block.refs == used.count(block) for block in used)
+
+
+def check_answer(sequence: Sequence) -> None:
+    expected = sequence.tokens[: sequence.prompt_tokens]
+    while len(expected) < sequence.max_length:
+        expected.append(answer(expected))
+    assert sequence.tokens == expected
+
+
+prompts = st.builds(
+    lambda stem, length, tail: [stem] * length + tail,
+    st.integers(0, 2),
+    st.integers(1, 28),
+    st.lists(st.integers(0, 1), max_size=3),
+)
+events = st.one_of(
+    st.just(("step", 0)),
+    st.just(("step", 0)),
+    st.tuples(st.sampled_from(["step_cancelling", "cancel", "clear"]), st.integers(0, 9)),
+)
+bursts = st.lists(
+    st.tuples(
+        st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(0, 1)), min_size=1, max_size=3),
+        st.lists(events, max_size=5),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    bursts,
+    st.integers(4, 20),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.sampled_from(["computed", "scheduled"]),
+)
+def test_nothing_is_lost_and_all_complete(
+    todo: list[tuple], blocks: int, budget: int, seqs: int, hits_from: HitsFrom
+) -> None:
+    world = World(blocks, budget, seqs, hits_from)
+    for arrivals, then in todo:
+        for arrival in arrivals:
+            world.add(*arrival)
+        for kind, which in then:
+            if kind == "cancel":
+                world.cancel(which)
+            elif kind == "clear":
+                world.pool.clear()
+            else:
+                world.step(which if kind == "step_cancelling" else None)
+            world.check()
+    steps = 0
+    while world.step():
+        world.check()
+        steps += 1
+        assert steps < 20_000, "no end in sight"
+    assert world.pool.active == 0
+    assert world.pool.available == blocks

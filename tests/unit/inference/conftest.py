@@ -1,0 +1,114 @@
+"""A clock that jumps, a reply that remembers, requests, and fast mock engines."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dynamo.core.clock import Clock
+from dynamo.core.reply import Reply
+from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.mock.engine import make_mock
+
+
+class JumpingClock(Clock):
+    """Nobody waits: sleeping moves the time."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+        self.sleeps = 0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    async def sleep_until(self, when: float) -> None:
+        self.sleeps += 1
+        await asyncio.sleep(0)
+        self.time = max(self.time, when)
+
+    async def offload(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return work(*args, **kwargs)
+
+
+class Heard(Reply):
+    """What came, in order. `enough`: answer False at so many tokens."""
+
+    def __init__(self, enough: int = 1 << 30) -> None:
+        self.started: Started | None = None
+        self.ids: list[int] = []
+        self.extras: list[Any] = []
+        self.end: Finish | None = None
+        self.first = asyncio.Event()
+        self._enough = enough
+
+    def begin(self, started: Started) -> None:
+        assert self.started is None
+        self.started = started
+
+    def tokens(self, ids: Any, extra: Any = None) -> bool:
+        assert self.started is not None
+        assert self.end is None
+        self.ids += ids
+        self.extras += extra or [None] * len(ids)
+        self.first.set()
+        return len(self.ids) < self._enough
+
+    def finish(self, end: Finish) -> None:
+        assert self.started is not None
+        assert self.end is None
+        self.end = end
+
+
+@pytest.fixture
+def heard() -> type[Heard]:
+    return Heard
+
+
+@pytest.fixture
+def clock() -> JumpingClock:
+    return JumpingClock()
+
+
+@pytest.fixture
+def make_request() -> Callable[..., GenerateRequest]:
+    def make(
+        ids: list[int] | range,
+        *,
+        resumed: int = 0,
+        top_logprobs: int | None = None,
+        priority: int = 0,
+        salt: str = "",
+        **stops: Any,
+    ) -> GenerateRequest:
+        return GenerateRequest(
+            "r",
+            "m",
+            array("I", ids).tobytes(),
+            Sampling(),
+            Stops(**stops),
+            resumed=resumed,
+            top_logprobs=top_logprobs,
+            priority=priority,
+            salt=salt,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_engine(clock: JumpingClock) -> Callable[..., BatchedEngine]:
+    def make(context_tokens: int = 4096, vocab_size: int = 1000, **settings: Any) -> BatchedEngine:
+        about = EngineSettings(kind="mock", **settings)
+        words = range(100, 900)
+        return make_mock(about, words, clock, context_tokens=context_tokens, vocab_size=vocab_size)
+
+    return make

@@ -1,0 +1,66 @@
+"""The mock's modelled time and its pacing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError
+from dynamo.inference.mock.timing import DYNAMO, read_timing
+from dynamo.inference.runner import StepPlan
+
+
+def test_dynamo_s_polynomials():
+    prefill = StepPlan((), new_tokens=1000)
+    assert DYNAMO.step_ms(prefill, 10_000) == pytest.approx(0.4209989 + 15.18344 + 16.50142)
+    decode = StepPlan((), decode_seqs=2, decode_context=5_000)
+    assert DYNAMO.step_ms(decode, 10_000) == pytest.approx(-25.74 / 4 + 54.01 / 2 + 5.74)
+    both = StepPlan((), new_tokens=1000, decode_seqs=2, decode_context=5_000)
+    apart = DYNAMO.step_ms(prefill, 10_000) + DYNAMO.step_ms(decode, 10_000)
+    assert DYNAMO.step_ms(both, 10_000) == pytest.approx(apart)
+    assert DYNAMO.step_ms(StepPlan(()), 10_000) == 1.0
+
+
+def test_constant_and_file(tmp_path):
+    plan = StepPlan((None, None, None), new_tokens=100, decode_seqs=2, decode_context=50)
+    assert read_timing("constant:0.5,3")(plan, 1) == 53
+    file = tmp_path / "linear.json"
+    file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c2": 2, "c3": 0.5}))
+    assert read_timing(str(file))(plan, 1) == pytest.approx(1 + 10 + 6 + 25)
+    file.write_text(json.dumps({"type": "polynomials", "prefill": [1, 2], "decode": [4]}))
+    assert read_timing(str(file))(plan, 100) == 205
+
+
+@pytest.mark.parametrize("text", ["constant:1", "constant:a,b", "constant:-1,2", "/no/such/file"])
+def test_wrong_timings_are_refused(text):
+    with pytest.raises(ConfigError):
+        read_timing(text)
+
+
+def test_a_wrong_file_says_what_is_wrong(tmp_path):
+    file = tmp_path / "timing.json"
+    file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c4": 2}))
+    with pytest.raises(ConfigError, match="c4"):
+        read_timing(str(file))
+
+
+async def test_steps_take_their_modelled_time(make_engine, make_request, heard, clock):
+    engine = make_engine(timing="constant:1,10")
+    await engine.start()
+    await engine.generate(make_request(range(50), max_tokens=5), Context("r"), heard())
+    assert clock.time == pytest.approx(100 + 0.050 + 5 * 0.010)
+    clock.time += 7  # idle
+    await engine.generate(make_request([900], max_tokens=1), Context("r"), heard())
+    assert clock.time == pytest.approx(107 + 0.100 + 0.011)
+    await engine.stop()
+
+
+async def test_short_steps_arm_no_timer_but_add_up(make_engine, make_request, heard, clock):
+    engine = make_engine(timing="constant:0,10", speedup_ratio=50)
+    await engine.start()
+    await engine.generate(make_request(range(50), max_tokens=100), Context("r"), heard())
+    assert clock.sleeps == 20
+    assert clock.time == pytest.approx(100 + 100 * 0.0002)
+    await engine.stop()
