@@ -111,8 +111,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def file_ref(path: Path) -> FileRef:
-    """A reference to a file as it is now."""
-    content = path.read_bytes()
+    """A reference to a file as it is now. Raises ModelUnavailable when it cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
     return FileRef(path.name, hashlib.sha256(content).hexdigest(), len(content), str(path))
 
 

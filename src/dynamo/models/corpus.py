@@ -1,0 +1,108 @@
+"""Texts on which encoders must agree: real ones, code, every script, white space, fuzz.
+
+Deterministic, and made from what every installation holds: the interpreter's own documentation and
+sources, Unicode's table, and the tokenizer's own tokens.
+"""
+
+# ruff: noqa: RUF001 (odd characters are the point)
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+
+def _listed(*lines: str) -> list[str]:
+    return " ".join(lines).split(" ")
+
+
+_SPACES = " \n\t\r\u00a0\u3000\u200b\u2028\x0b\x0c\x85\u1680"
+_WORDS = _listed(
+    "the of and I'm you're can't WE'LL it's O'Neill naïve Straße Привет мир γειά σου",
+    "नमस्ते दुनिया สวัสดี 你好，世界。 こんにちは、世界。 안녕하세요 세계 שלום مرحبا بالعالم",
+    "e\u0301 \u1112\u1161\u11ab 👩\u200d👩\u200d👧 🇫🇷 ﬁ ﷺ x² 3.14159 1,000,000 0x1F ٣٤٥ Ⅷ ½ I'd",
+    'foo_bar(baz) => {a[0]} != None; // http://x.y/?q=1&r=%20 <b>&amp;</b> --flag="v"',
+)
+_RUNS = [*_listed("a A é 中 ! - = . ' 1 👍 \u0301"), " ", "\n", "\t"]
+
+
+def proof_texts(
+    token_bytes: Sequence[bytes | None], specials: Sequence[str], seed: int = 0
+) -> Iterator[str]:
+    """A few thousand texts, some 1.5 million characters in all."""
+    chance = Random(seed)
+    yield ""
+    yield from _documents()
+    yield from _scripts(chance)
+    yield from _runs()
+    for _ in range(400):
+        yield _mixed(chance, 40)
+        yield _vocabulary_text(chance, token_bytes)
+    for _ in range(300):
+        yield "".join(chance.choices(_SPACES + "a!1é", k=30))
+        yield "".join(chance.choices(_WORDS, k=12)) + chance.choice(_SPACES)
+        yield _with_specials(chance, specials)
+
+
+def _documents() -> Iterator[str]:
+    """The interpreter's manual and sources."""
+    with suppress(ImportError):  # some distributions split it off
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics)[::3]:
+            yield topics[name][:6000]
+    sources = sorted(Path(os.__file__).parent.glob("[a-f]*.py"))
+    for path in sources[::4]:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield text[:12000]
+        yield text[:3000].replace("\n", "\r\n")
+
+
+def _scripts(chance: Random) -> Iterator[str]:
+    """Every assigned character of the first plane and a part of the others, between letters."""
+    assigned = [
+        chr(number)
+        for number in [*range(0xD800), *range(0xE000, 0x10000), *range(0x10000, 0x32000, 5)]
+        if unicodedata.category(chr(number)) not in {"Cn", "Co"}
+    ]
+    hard = [char for char in assigned if not "\u3400" <= char <= "\ud7a3"]
+    plain = [char for char in assigned if "\u3400" <= char <= "\ud7a3"][::9]
+    for chars in (hard, plain):
+        chance.shuffle(chars)
+        for start in range(0, len(chars), 60):
+            between = chance.choices(("", "", " ", "a", "\n", "'s ", "  "), k=60)
+            part = chars[start : start + 60]
+            yield "".join(char + extra for char, extra in zip(part, between, strict=False))
+
+
+def _runs() -> Iterator[str]:
+    for char in _RUNS:
+        for length in (2, 3, 7, 33, 400, 3000):
+            yield char * length
+            yield f"x{char * length}y {char * length} z"
+
+
+def _mixed(chance: Random, count: int) -> str:
+    words = chance.choices(_WORDS, k=count)
+    gaps = chance.choices((" ", " ", " ", "  ", "\n", "\n\n", ", ", "", ".\n", "\t"), k=count)
+    return "".join(word + gap for word, gap in zip(words, gaps, strict=True))
+
+
+def _vocabulary_text(chance: Random, token_bytes: Sequence[bytes | None]) -> str:
+    if not token_bytes:
+        return ""
+    picked = chance.choices(token_bytes, k=60)
+    return b"".join(raw for raw in picked if raw is not None).decode(errors="replace")
+
+
+def _with_specials(chance: Random, specials: Sequence[str]) -> str:
+    parts = [_mixed(chance, 5) for _ in range(4)]
+    for special in chance.choices(specials, k=4) if specials else ():
+        cut = chance.randrange(len(special) + 1)
+        parts.append(chance.choice((special, special, special[:cut], special[cut:])))
+        parts.append(chance.choice((" ", "", "\n", "a")))
+    chance.shuffle(parts)
+    return "".join(parts)

@@ -1,0 +1,50 @@
+"""Models by name from the Hugging Face hub, through its own client and cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dynamo.core.errors import ModelUnavailable
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_TEXT_FILES = ["*.json", "*.jinja"]
+_IGNORED = ["original/*", "onnx/*", "*/*.json"]
+
+
+def is_hub_name(spec: str) -> bool:
+    """Whether `spec` could be `model` or `organisation/model`."""
+    return _NAME.fullmatch(spec) is not None and not spec.startswith(".")
+
+
+def fetch(name: str, with_weights: bool) -> Path:
+    """The folder of a hub model, fetched or from the hub's cache; resumes, shows its own bars.
+
+    Raises ModelUnavailable with what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    patterns = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED))
+    except GatedRepoError as error:
+        raise ModelUnavailable(
+            f"{name} is gated", hint="accept its licence on the hub and set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelUnavailable(
+            f"there is no file, folder or hub model {name!r}",
+            hint="check the spelling; a private model needs HF_TOKEN",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelUnavailable(
+            f"{name!r} is no file or folder here, and the hub cannot be reached",
+            hint="check the network, or give the path of a model folder or GGUF file",
+        ) from error
+    except Exception as error:
+        raise ModelUnavailable(f"{name} cannot be fetched from the hub: {error}") from error

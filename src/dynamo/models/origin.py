@@ -1,0 +1,116 @@
+"""What a model's own files say of it: context, end tokens, template, sampling defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.gguf import GgufFile
+from dynamo.models.tokenizer_file import read_tokenizer_file
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULT_CONTEXT = 4096
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """Read once when the model is resolved."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token: str = ""
+    eos_token: str = ""
+    chat_template: str | None = None
+    generation: dict[str, Any] = {}
+
+
+def facts_of_gguf(file: GgufFile) -> ModelFacts:
+    """From a GGUF file's metadata."""
+    kind = file.get("general.architecture", "")
+    words: list[str] = file.get("tokenizer.ggml.tokens") or []
+
+    def word(key: str) -> str:
+        number = file.get(f"tokenizer.ggml.{key}", -1)
+        return words[number] if 0 <= number < len(words) else ""
+
+    ends = (file.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+    return ModelFacts(
+        context_tokens=file.get(f"{kind}.context_length", _DEFAULT_CONTEXT),
+        vocab_size=file.get(f"{kind}.vocab_size", len(words)),
+        eos_token_ids=_ids(ends),
+        bos_token=word("bos_token_id"),
+        eos_token=word("eos_token_id"),
+        chat_template=file.get("tokenizer.chat_template"),
+    )
+
+
+def facts_of_folder(folder: Path) -> ModelFacts:
+    """From config.json, generation_config.json, tokenizer_config.json and chat_template.jinja;
+    each may be missing."""
+    config = _json(folder / "config.json")
+    config |= config.get("text_config") or {}
+    generation = _json(folder / "generation_config.json")
+    tokens = _json(folder / "tokenizer_config.json")
+    added = read_tokenizer_file(folder / "tokenizer.json")
+    eos = _content(tokens.get("eos_token"))
+    named = [token.id for token in added.added_tokens if token.content == eos]
+    ends = _flat(generation.get("eos_token_id")) or _flat(config.get("eos_token_id"))
+    highest = max((token.id for token in added.added_tokens), default=-1)
+    if isinstance(added.model.vocab, dict):
+        highest = max(highest, *added.model.vocab.values())
+    return ModelFacts(
+        context_tokens=_context(config, tokens),
+        vocab_size=max(config.get("vocab_size") or 0, highest + 1),
+        eos_token_ids=_ids([*ends, *named]),
+        bos_token=_content(tokens.get("bos_token")),
+        eos_token=eos,
+        chat_template=_template(folder, tokens),
+        generation={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
+    )
+
+
+def _context(config: dict[str, Any], tokens: dict[str, Any]) -> int:
+    for found in (config.get("max_position_embeddings"), tokens.get("model_max_length")):
+        if isinstance(found, int) and 0 < found < 1 << 30:
+            return found
+    return _DEFAULT_CONTEXT
+
+
+def _template(folder: Path, tokens: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = tokens.get("chat_template")
+    if isinstance(found, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in found}
+        found = named.get("default") or next(iter(named.values()), None)
+    return found if isinstance(found, str) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+
+
+def _content(token: Any) -> str:
+    """A token in tokenizer_config.json is its text, or an object with it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _flat(ids: Any) -> list[int]:
+    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
+
+
+def _ids(found: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(one for one in found if one is not None and one >= 0))

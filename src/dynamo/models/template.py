@@ -1,0 +1,130 @@
+"""Chat templates: messages to prompt text, as `transformers` renders them.
+
+A template is the model's, so it runs in jinja2's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from dynamo.core.errors import DynamoError, InvalidRequest, ModelUnavailable
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+FALLBACK_LABELS = {
+    "system": "System",
+    "developer": "System",
+    "user": "User",
+    "assistant": "Assistant",
+    "tool": "Tool",
+}
+
+
+class ChatTemplate:
+    """A template, compiled once. Without a source: `System: …\\nUser: …\\nAssistant: `."""
+
+    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template = _compiled(source) if source else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        **args: Any,
+    ) -> str:
+        """The prompt. `args` are further variables for the template.
+
+        Raises InvalidRequest with the template's own message when it refuses the messages.
+        """
+        if self._template is None:
+            return _plain(messages, add_generation_prompt)
+        try:
+            return self._template.render(
+                {
+                    **self._tokens,
+                    **args,
+                    "messages": messages,
+                    "tools": tools or None,
+                    "documents": args.get("documents"),
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except DynamoError:
+            raise
+        except Exception as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+def _plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    lines = [
+        f"{FALLBACK_LABELS.get(message.get('role', ''), 'User')}: {message.get('content') or ''}"
+        for message in messages
+    ]
+    if add_generation_prompt:
+        lines.append("Assistant: ")
+    return "\n".join(lines)
+
+
+def _compiled(source: str) -> Template:
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise ModelUnavailable(
+            f"the model's chat template is broken: {error}",
+            hint="correct chat_template in its tokenizer_config.json, or its chat_template.jinja",
+        ) from error
+
+
+def _generation_tag() -> type[Any]:
+    """`{% generation %}…{% endgeneration %}`, which marks training text, is its content."""
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+    class GenerationTag(Extension):
+        tags = {"generation"}  # noqa: RUF012 (jinja2's own attribute)
+
+        def parse(self, parser: Parser) -> Node | list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return GenerationTag
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> None:
+    raise InvalidRequest(str(message), param="messages")
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)

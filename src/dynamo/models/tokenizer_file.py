@@ -1,0 +1,112 @@
+"""What a tokenizer.json says of itself: added tokens, token bytes, and whether it may be cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is found in the text before anything else."""
+
+    id: int
+    content: str
+    special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Found exactly where its content stands, whatever stands around it."""
+        return not (self.single_word or self.lstrip or self.rstrip or self.normalized)
+
+
+class _Model(msgspec.Struct, frozen=True):
+    type: str = "BPE"
+    vocab: dict[str, int] | msgspec.Raw = msgspec.Raw(b"{}")
+    dropout: float | None = None
+    byte_fallback: bool = False
+
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    """The parts of a tokenizer.json that matter beside encoding itself."""
+
+    model: _Model
+    added_tokens: tuple[AddedToken, ...] = ()
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+
+
+def read_tokenizer_file(path: Path) -> TokenizerFile:
+    """Raises ModelUnavailable when the file is not a tokenizer.json."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TokenizerFile)
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ModelUnavailable(f"{path} is not a tokenizer.json: {error}") from error
+
+
+def vocabulary(file: TokenizerFile) -> list[str | None]:
+    """Token strings by id; None where no token has the id."""
+    vocab = file.model.vocab if isinstance(file.model.vocab, dict) else {}
+    by_id = {number: text for text, number in vocab.items()}
+    by_id.update({token.id: token.content for token in file.added_tokens})
+    return [by_id.get(number) for number in range(max(by_id, default=-1) + 1)]
+
+
+def byte_table(file: TokenizerFile) -> list[bytes | None]:
+    """The bytes of each token, exact for a ByteLevel decoder: the text of ids is the
+    concatenation, decoded as UTF-8 with replacement. None for every id under other decoders."""
+    words = vocabulary(file)
+    if (file.decoder or {}).get("type") != "ByteLevel":
+        return [None] * len(words)
+    byte_of = {char: number for number, char in enumerate(byte_alphabet())}
+    return [None if word is None else _raw(word, byte_of) for word in words]
+
+
+def byte_alphabet() -> str:
+    """The character that stands for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return "".join(chr(number if number in kept else next(others)) for number in range(256))
+
+
+def can_be_cut(file: TokenizerFile) -> bool:
+    """Whether text may be cut at added tokens and at `segments.SAFE_CUT`.
+
+    So it is for byte-level BPE whose pre-tokenizer is made of splits, digits and ByteLevel without
+    a prefix space: none of their pre-tokens spans from a letter into white space or looks back.
+    The proof (`encoders.prove`) tests this for each tokenizer.
+    """
+    return (
+        file.model.type == "BPE"
+        and not file.model.dropout
+        and not file.model.byte_fallback
+        and (file.normalizer is None or file.normalizer.get("type") == "NFC")
+        and all(token.plain for token in file.added_tokens)
+        and _is_byte_level(file.pre_tokenizer)
+    )
+
+
+def _is_byte_level(pre: dict[str, Any] | None) -> bool:
+    if pre is None:
+        return False
+    steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
+    levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    others = {step.get("type") for step in steps} - {"ByteLevel", "Split", "Digits"}
+    return len(levels) == 1 and not levels[0].get("add_prefix_space", True) and not others
+
+
+def _raw(word: str, byte_of: dict[str, int]) -> bytes:
+    try:
+        return bytes([byte_of[char] for char in word])
+    except KeyError:  # an added token outside the alphabet stands for its own text
+        return word.encode("utf-8", "replace")
