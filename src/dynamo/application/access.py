@@ -1,0 +1,73 @@
+"""Who may call, and from where."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from dynamo.communication.http import Request
+from dynamo.core.errors import Unauthorized
+
+Headers = tuple[tuple[str, str], ...]
+
+PREFLIGHT: Headers = (
+    ("access-control-allow-methods", "GET, POST, OPTIONS"),
+    ("access-control-max-age", "86400"),
+)
+EXPOSED = "x-request-id, x-dynamo-worker, retry-after"
+
+
+class Keys:
+    """Bearer keys; none configured lets everybody in. Compared by digest, so that the time taken
+    tells nothing of a key."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = {_digest(key) for key in keys}
+
+    def check(self, request: Request) -> None:
+        """Raises `Unauthorized`."""
+        if not self._digests:
+            return
+        given = request.header("authorization") or ""
+        scheme, _, key = given.partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthorized(
+                "no API key was given", hint="send the header Authorization: Bearer KEY"
+            )
+        if _digest(key.strip()) not in self._digests:
+            raise Unauthorized("the API key is not known")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Cors:
+    """Which web pages may read answers."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._any = "*" in origins
+        self._origins = frozenset(origins)
+
+    def headers(self, request: Request) -> Headers:
+        """What goes with an answer; nothing for callers that are no web page."""
+        if b"origin" not in request.headers:
+            return ()
+        origin = request.header("origin") or ""
+        if self._any:
+            return (
+                ("access-control-allow-origin", "*"),
+                ("access-control-expose-headers", EXPOSED),
+            )
+        if origin not in self._origins:
+            return (("vary", "origin"),)
+        return (
+            ("access-control-allow-origin", origin),
+            ("access-control-expose-headers", EXPOSED),
+            ("vary", "origin"),
+        )
+
+    def preflight(self, request: Request) -> Headers:
+        """What a browser wants to know before it asks."""
+        wanted = request.header("access-control-request-headers") or "authorization, content-type"
+        return (*PREFLIGHT, ("access-control-allow-headers", wanted))

@@ -1,0 +1,55 @@
+"""How many requests are worked on at once; the rest waits, or is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from dynamo.core.errors import Overloaded
+
+
+class Admission:
+    """`limit` requests run, `waiting_limit` wait in order; the next is refused at once."""
+
+    def __init__(self, limit: int, waiting_limit: int) -> None:
+        self.limit = limit
+        self.waiting_limit = waiting_limit
+        self.running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no place yet."""
+        return len(self._waiting)
+
+    async def enter(self) -> None:
+        """Take a place, waiting if need be. Raises `Overloaded`."""
+        if self.running < self.limit and not self._waiting:
+            self.running += 1
+            return
+        if len(self._waiting) >= self.waiting_limit:
+            raise Overloaded(
+                f"{self.running} requests run and {len(self._waiting)} wait already",
+                hint="server.max_concurrent_requests and server.max_waiting_requests are the "
+                "limits",
+                retry_after_s=1,
+            )
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave()
+            else:
+                self._waiting.remove(place)
+            raise
+
+    def leave(self) -> None:
+        """Give the place to whoever waits longest."""
+        self.running -= 1
+        while self._waiting and self.running < self.limit:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.running += 1
+                place.set_result(None)

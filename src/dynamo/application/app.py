@@ -1,0 +1,151 @@
+"""The application: every request comes in here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from dynamo.application.access import Cors, Keys
+from dynamo.application.errors import on_error
+from dynamo.application.exchange import Exchange
+from dynamo.application.gateway import Gateway
+from dynamo.application.generation import Generation
+from dynamo.application.ids import RequestIds, sanitised
+from dynamo.application.metrics import FrontendMetrics
+from dynamo.application.models import Models
+from dynamo.application.routes import Route, Routes, WrongMethod
+from dynamo.application.status import Status
+from dynamo.application.tokens import Tokens
+from dynamo.communication.http import Request, Response
+from dynamo.core.clock import Clock
+from dynamo.core.errors import DynamoError, InternalError
+from dynamo.core.settings.schema import Server
+from dynamo.telemetry.metrics import Registry
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+
+
+class Application:
+    """`handle` and `on_error` go to an `HttpServer`.
+
+    `reasons`: why the process is not well, by name; `facts`: more for /health (workers, planes);
+    `metrics_text`: /metrics of all processes that share the port (default: this one's).
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        gateway: Gateway,
+        clock: Clock,
+        registry: Registry,
+        *,
+        reasons: Callable[[], Mapping[str, str]] = dict,
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        metrics_text: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
+        async def own_metrics() -> str:
+            return registry.render()
+
+        self.on_error = on_error
+        self.metrics = FrontendMetrics(registry)
+        self.generation = Generation(server, gateway, clock, self.metrics)
+        admission = self.generation.admission
+        registry.gauge(
+            "dynamo_frontend_inflight_requests",
+            "Generation requests being answered",
+            callback=lambda: admission.running,
+        )
+        registry.gauge(
+            "dynamo_frontend_queued_requests",
+            "Generation requests waiting for a place",
+            callback=lambda: admission.waiting,
+        )
+        self._status = Status(
+            gateway,
+            clock,
+            active=lambda: admission.running,
+            reasons=reasons,
+            facts=facts,
+            metrics_text=metrics_text or own_metrics,
+        )
+        self._clock = clock
+        self._log_requests = server.log_requests
+        self._keys = Keys(server.api_keys)
+        self._cors = Cors(server.cors_origins)
+        self._ids = RequestIds()
+        self._routes = self._table(gateway, server)
+
+    def _table(self, gateway: Gateway, server: Server) -> Routes:
+        models, tokens = Models(gateway), Tokens(gateway, server.unknown_roles)
+        status, keyed = self._status, self._keyed
+        return Routes(
+            {
+                "/v1/chat/completions": {"POST": keyed(self.generation.chat)},
+                "/v1/completions": {"POST": keyed(self.generation.complete)},
+                "/v1/models": {"GET": keyed(models.every)},
+                "/v1/models/": {"GET": keyed(models.one)},
+                "/tokenize": {"POST": keyed(tokens.tokenize)},
+                "/detokenize": {"POST": keyed(tokens.detokenize)},
+                "/health": {"GET": status.health},
+                "/live": {"GET": status.live},
+                "/metrics": {"GET": status.metrics},
+                "/version": {"GET": status.version},
+            }
+        )
+
+    def _keyed(self, route: Route) -> Route:
+        async def checked(exchange: Exchange) -> None:
+            self._keys.check(exchange.request)
+            await route(exchange)
+
+        return checked
+
+    async def handle(self, request: Request, response: Response) -> None:
+        """One request."""
+        given = sanitised(request.header("x-request-id"))
+        own = self._ids.unique(given) if given else self._ids.new()
+        exchange = Exchange(request, response, own, given or own, self._cors.headers(request))
+        started = self._clock.now()
+        status = CLIENT_LEFT
+        try:
+            await self._route(exchange)
+            status = exchange.status
+        finally:
+            self._ended(exchange, status, self._clock.now() - started)
+
+    async def _route(self, exchange: Exchange) -> None:
+        request = exchange.request
+        try:
+            if request.method == "OPTIONS":
+                headers = (*exchange.headers, *self._cors.preflight(request))
+                exchange.response.send(204, headers, b"")
+                return
+            await self._routes.find(request.method, request.path)(exchange)
+        except WrongMethod as error:
+            exchange.fail(error, (("allow", error.allowed),))
+        except DynamoError as error:
+            exchange.fail(error)
+        except Exception:
+            log.exception("request failed", extra={"fields": {"request_id": exchange.shown_id}})
+            exchange.fail(InternalError("internal error", hint="the server's log says more"))
+
+    def _ended(self, exchange: Exchange, status: int, seconds: float) -> None:
+        path = exchange.request.path
+        if exchange.model:
+            self.metrics.requests.labels(exchange.model, path, str(status)).inc()
+        if self._log_requests:
+            fields = {
+                "request_id": exchange.shown_id,
+                "method": exchange.request.method,
+                "path": path,
+                "status": status,
+                "seconds": round(seconds, 6),
+            }
+            if exchange.model:
+                fields |= {"model": exchange.model, "stream": exchange.streams}
+            if exchange.failure:
+                fields["code"] = exchange.failure.code
+            log.info("request", extra={"fields": fields})

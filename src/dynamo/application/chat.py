@@ -1,0 +1,210 @@
+"""/v1/chat/completions: the body, and the JSON of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.logprobs import ChatLogprobs, chat_logprobs
+from dynamo.application.messages import normalised
+from dynamo.application.options import (
+    HARMLESS,
+    GenerationBody,
+    Unsupporteds,
+    text_options,
+)
+from dynamo.application.usage import Tally
+from dynamo.core.errors import InvalidRequest, Unsupported
+from dynamo.core.text import ChatRequest, TextFinish, TokenText
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """OpenAI's chat request."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    audio: Any = None
+    modalities: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    echo: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+    chat_template: Any = None
+    documents: Any = None
+
+
+decoder = msgspec.json.Decoder(ChatBody)
+_unsupported = Unsupporteds(
+    HARMLESS
+    | {
+        "audio": (),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("none",),
+        "web_search_options": (),
+        "verbosity": ("medium",),
+        "echo": (False,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+    }
+)
+
+
+def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
+    """The request for the processor. Raises `InvalidRequest`."""
+    _unsupported.check(body)
+    messages = normalised(body.messages, unknown_roles)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
+    wanted = body.max_completion_tokens
+    options = text_options(
+        body,
+        wanted if wanted is not None else body.max_tokens,
+        (body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return ChatRequest(
+        model=model,
+        messages=messages,
+        options=options,
+        tools=_tools(body) if body.tools or body.tool_choice else (),
+        template_args=_template_args(body),
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+
+
+def _template_args(body: ChatBody) -> dict[str, Any]:
+    args = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        return {"reasoning_effort": body.reasoning_effort} | args
+    return args
+
+
+def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
+    """Templates may show tools; calls are not parsed out of the answer yet, so an answer that
+    could hold one is refused rather than leaked as text."""
+    choice = body.tool_choice
+    if choice is not None and not body.tools and choice not in ("none", "auto"):
+        raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
+    if body.tools and choice != "none":
+        raise Unsupported(
+            "tools: tool calls are not supported yet",
+            hint='leave tools out, or set tool_choice to "none"',
+            param="tools" if choice is None else "tool_choice",
+        )
+    return tuple(body.tools or ())
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class ChatFormat:
+    """The JSON of one request's answer, whole or in chunks. Prepared once; a token costs the
+    joining of three pieces."""
+
+    def __init__(self, request_id: str, model: str, created: int, *, usage: bool) -> None:
+        self._id = f"chatcmpl-{request_id}"
+        self._created = created
+        self._model = model
+        self._base = (
+            b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
+            % (msgspec.json.encode(self._id), created, msgspec.json.encode(model))
+        )
+        self._tail = b',"usage":null}\n\n' if usage else b"}\n\n"
+        self.suffix = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def prefix(self, choice: int) -> bytes:
+        """What stands before the JSON string of a delta."""
+        return self._base + b'{"index":%d,"delta":{"content":' % choice
+
+    def opening(self, choice: int) -> bytes:
+        """The event before the first text."""
+        return self._base + (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
+            b'"finish_reason":null}]%b' % (choice, self._tail)
+        )
+
+    def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
+        """One delta with its tokens' logprobs."""
+        del offset
+        return b"".join(
+            (
+                self.prefix(choice),
+                msgspec.json.encode(text),
+                b'},"logprobs":',
+                msgspec.json.encode(chat_logprobs(logprobs)),
+                b',"finish_reason":null}]',
+                self._tail,
+            )
+        )
+
+    def finish(self, choice: int, end: TextFinish) -> bytes:
+        """The last event of a choice."""
+        return self._base + (
+            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
+            % (
+                choice,
+                msgspec.json.encode(end.reason),
+                msgspec.json.encode(end.stop),
+                self._tail,
+            )
+        )
+
+    def usage(self, tally: Tally) -> bytes:
+        """The event that carries nothing but usage."""
+        return self._base + b'],"usage":%b}\n\n' % msgspec.json.encode(tally.usage())
+
+    def whole(
+        self,
+        texts: Sequence[str],
+        logprobs: Sequence[Sequence[TokenText] | None],
+        ends: Sequence[TextFinish],
+        tally: Tally,
+    ) -> bytes:
+        """The unary answer."""
+        choices = [
+            Choice(
+                index,
+                Message("assistant", text),
+                None if tokens is None else chat_logprobs(tokens),
+                end.reason,
+                end.stop,
+            )
+            for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
+        ]
+        return msgspec.json.encode(
+            {
+                "id": self._id,
+                "object": "chat.completion",
+                "created": self._created,
+                "model": self._model,
+                "choices": choices,
+                "usage": tally.usage(),
+            }
+        )

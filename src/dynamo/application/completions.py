@@ -1,0 +1,167 @@
+"""/v1/completions: the body, and the JSON of its answers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.logprobs import CompletionLogprobs, completion_logprobs
+from dynamo.application.options import HARMLESS, GenerationBody, Unsupporteds, text_options
+from dynamo.application.usage import Tally
+from dynamo.core.errors import InvalidRequest
+from dynamo.core.text import CompletionRequest, TextFinish, TextOptions, TokenText
+
+MAX_CHOICES = 2048
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """OpenAI's completion request."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+decoder = msgspec.json.Decoder(CompletionBody)
+_unsupported = Unsupporteds(HARMLESS | {"suffix": ("",), "prompt_embeds": ()})
+
+
+def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequest]:
+    """One request for the processor per prompt. Raises `InvalidRequest`."""
+    _unsupported.check(body)
+    options: TextOptions = text_options(body, body.max_tokens, body.logprobs)
+    prompts = _prompts(body.prompt)
+    if len(prompts) * options.n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"prompt: {len(prompts)} prompts times n {options.n} is over {MAX_CHOICES}",
+            param="prompt",
+        )
+    echo = bool(body.echo)
+    return [CompletionRequest(model, prompt, options, echo) for prompt in prompts]
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | bytes]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt: at least one is needed", param="prompt")
+    first = type(prompt[0])
+    if any(type(one) is not first for one in prompt):
+        raise InvalidRequest(
+            "prompt: expected str, a list of str, token ids, or lists of token ids", param="prompt"
+        )
+    if first is int:
+        return [packed(prompt)]
+    if first is str:
+        return list(prompt)
+    if [] in prompt:
+        raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
+    return [packed(ids) for ids in prompt]
+
+
+def packed(ids: list[int]) -> bytes:
+    """Token ids as little-endian u32. Raises `InvalidRequest` for what is none."""
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        raise InvalidRequest("token ids are whole numbers from 0", param="prompt") from None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class CompletionFormat:
+    """The JSON of one request's answer, whole or in chunks."""
+
+    def __init__(self, request_id: str, model: str, created: int, *, usage: bool) -> None:
+        self._id = f"cmpl-{request_id}"
+        self._created = created
+        self._model = model
+        self._base = (
+            b'data: {"id":%b,"object":"text_completion","created":%d,"model":%b,"choices":['
+            % (msgspec.json.encode(self._id), created, msgspec.json.encode(model))
+        )
+        self._tail = b',"usage":null}\n\n' if usage else b"}\n\n"
+        self.suffix = b',"logprobs":null,"finish_reason":null}]' + self._tail
+
+    def prefix(self, choice: int) -> bytes:
+        """What stands before the JSON string of a delta."""
+        return self._base + b'{"index":%d,"text":' % choice
+
+    def opening(self, choice: int) -> bytes:
+        """Completions have no opening event."""
+        del choice
+        return b""
+
+    def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
+        """One delta with its tokens' logprobs."""
+        return b"".join(
+            (
+                self.prefix(choice),
+                msgspec.json.encode(text),
+                b',"logprobs":',
+                msgspec.json.encode(completion_logprobs(logprobs, offset)),
+                b',"finish_reason":null}]',
+                self._tail,
+            )
+        )
+
+    def finish(self, choice: int, end: TextFinish) -> bytes:
+        """The last event of a choice."""
+        return self._base + (
+            b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
+            % (
+                choice,
+                msgspec.json.encode(end.reason),
+                msgspec.json.encode(end.stop),
+                self._tail,
+            )
+        )
+
+    def usage(self, tally: Tally) -> bytes:
+        """The event that carries nothing but usage."""
+        return self._base + b'],"usage":%b}\n\n' % msgspec.json.encode(tally.usage())
+
+    def whole(
+        self,
+        texts: Sequence[str],
+        logprobs: Sequence[Sequence[TokenText] | None],
+        ends: Sequence[TextFinish],
+        tally: Tally,
+    ) -> bytes:
+        """The unary answer."""
+        choices = [
+            Choice(
+                index,
+                text,
+                None if tokens is None else completion_logprobs(tokens, 0),
+                end.reason,
+                end.stop,
+            )
+            for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
+        ]
+        return msgspec.json.encode(
+            {
+                "id": self._id,
+                "object": "text_completion",
+                "created": self._created,
+                "model": self._model,
+                "choices": choices,
+                "usage": tally.usage(),
+            }
+        )

@@ -1,0 +1,73 @@
+"""One timer for all requests: their limit is the same, so they fall due in the order they came."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dynamo.core.clock import Clock
+from dynamo.core.errors import DeadlineExceeded
+
+
+class Deadline:
+    """One request's limit. `expired`: its task was cancelled for it, not by the client."""
+
+    __slots__ = ("expired", "task", "when")
+
+    def __init__(self, task: asyncio.Task[object], when: float) -> None:
+        self.task = task
+        self.when = when
+        self.expired = False
+
+
+class Deadlines:
+    """Cancels the task of a request that takes longer than `limit_s`."""
+
+    def __init__(self, clock: Clock, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._clock = clock
+        self._running: dict[int, Deadline] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> Deadline:
+        """Watch the current task from now on."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a deadline needs a task")
+        deadline = Deadline(task, self._clock.now() + self.limit_s)
+        self._running[id(deadline)] = deadline
+        if self._timer is None:
+            self._arm(self.limit_s)
+        return deadline
+
+    def stop(self, deadline: Deadline) -> None:
+        """The task is done with it."""
+        self._running.pop(id(deadline), None)
+
+    def translate(self, deadline: Deadline) -> None:
+        """In an `except CancelledError`: raise `DeadlineExceeded` if that is why."""
+        if deadline.expired:
+            deadline.task.uncancel()
+            raise DeadlineExceeded(
+                f"the request took longer than {self.limit_s:g} s",
+                hint="server.request_timeout is the limit",
+            ) from None
+
+    def close(self) -> None:
+        """Forget the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._clock.now()
+        for key, deadline in list(self._running.items()):
+            if deadline.when > now:
+                self._arm(deadline.when - now)
+                return
+            del self._running[key]
+            deadline.expired = True
+            deadline.task.cancel()

@@ -1,0 +1,92 @@
+"""Errors become HTTP here, and only here."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from dynamo.core.errors import DynamoError
+
+Headers = tuple[tuple[str, str], ...]
+
+STATUS = {
+    "invalid_request": 400,
+    "context_length_exceeded": 400,
+    "unsupported": 400,
+    "invalid_api_key": 401,
+    "forbidden": 403,
+    "model_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "request_timeout": 408,
+    "request_too_large": 413,
+    "rate_limit_exceeded": 429,
+    "headers_too_large": 431,
+    "slow_reader": 499,
+    "internal_error": 500,
+    "poisoned_request": 500,
+    "model_not_ready": 503,
+    "model_unavailable": 503,
+    "no_workers": 503,
+    "overloaded": 503,
+    "worker_failed": 503,
+    "instance_gone": 503,
+    "deadline_exceeded": 504,
+}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+    504: "timeout_error",
+}
+DEFAULT_RETRY_AFTER_S = 1.0
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's shape, plus `hint` and `request_id`."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None
+    hint: str | None
+    request_id: str | None
+
+
+def status_of(error: DynamoError) -> int:
+    """The HTTP status of an error; a code that is not listed takes its base class's."""
+    for cls in type(error).__mro__:
+        status = STATUS.get(getattr(cls, "code", ""))
+        if status is not None:
+            return status
+    return 500
+
+
+def error_body(error: DynamoError, request_id: str) -> bytes:
+    """`{"error": {...}}`."""
+    kind = TYPES.get(status_of(error), "invalid_request_error")
+    body = ErrorBody(
+        error.message, kind, error.code, error.param, error.hint or None, request_id or None
+    )
+    return msgspec.json.encode({"error": body})
+
+
+def error_headers(error: DynamoError) -> Headers:
+    """What belongs to the status: when to come back, how to authenticate."""
+    status = status_of(error)
+    if status in (429, 503):
+        wait = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
+        return (("retry-after", str(max(1, math.ceil(wait)))),)
+    if status == 401:
+        return (("www-authenticate", "Bearer"),)
+    return ()
+
+
+def on_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
+    """The HTTP server's hook for what never reached a route."""
+    return status_of(error), error_body(error, request_id)

@@ -1,0 +1,58 @@
+"""One request and its response, with what every route needs to know about them."""
+
+from __future__ import annotations
+
+from dynamo.application.errors import error_body, error_headers, status_of
+from dynamo.application.sse import HEADERS as STREAM_HEADERS
+from dynamo.application.sse import error_event
+from dynamo.communication.http import Request, Response
+from dynamo.core.errors import DynamoError
+
+JSON = ("content-type", "application/json")
+TEXT = ("content-type", "text/plain; charset=utf-8")
+Headers = tuple[tuple[str, str], ...]
+
+
+class Exchange:
+    """`headers` go with every answer; `shown_id` is the id that the client sees."""
+
+    __slots__ = ("failure", "headers", "id", "model", "request", "response", "shown_id", "streams")
+
+    def __init__(
+        self, request: Request, response: Response, request_id: str, shown_id: str, headers: Headers
+    ) -> None:
+        self.request = request
+        self.response = response
+        self.id = request_id
+        self.shown_id = shown_id
+        self.headers = (("x-request-id", shown_id), *headers)
+        self.model = ""
+        self.streams = False
+        self.failure: DynamoError | None = None
+
+    def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
+        """The whole answer."""
+        self.response.send(status, (JSON, *self.headers, *extra), body)
+
+    def send_text(self, status: int, text: str) -> None:
+        """The whole answer, as plain text."""
+        self.response.send(status, (TEXT, *self.headers), text.encode())
+
+    def start_stream(self, worker: str) -> None:
+        """The head of a stream of events."""
+        extra = (("x-dynamo-worker", worker),) if worker else ()
+        self.response.start(200, (*STREAM_HEADERS, *self.headers, *extra))
+
+    def fail(self, error: DynamoError, extra: Headers = ()) -> None:
+        """End with `error`: by status while nothing was sent, by an event after that."""
+        self.failure = error
+        body = error_body(error, self.shown_id)
+        if not self.response.started:
+            self.send_json(status_of(error), body, (*error_headers(error), *extra))
+        elif not self.response.ended:
+            self.response.end(error_event(body))
+
+    @property
+    def status(self) -> int:
+        """The status that tells how it ended, also in the middle of a stream."""
+        return status_of(self.failure) if self.failure else self.response.status

@@ -1,0 +1,125 @@
+"""Which models are served, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from dynamo.core.context import Context
+from dynamo.core.errors import ModelNotFound, NotReady
+from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
+
+DEFAULT = "default"
+RETRY_AFTER_S = 2.0
+NAMES_SHOWN = 20
+
+
+class TextProcessor(Protocol):
+    """What answers in text: `scheduling.processor`, or a fake of it."""
+
+    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
+        """Answer a conversation."""
+
+    async def complete(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> None:
+        """Continue a prompt."""
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
+    ) -> list[int]:
+        """Token ids of a text, or of messages as the model's template renders them."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A model that can be asked for: under `names`, the first of which is its id."""
+
+    names: tuple[str, ...]
+    processor: Any
+    created: int
+    context_tokens: int
+    owned_by: str = "dynamo"
+
+
+class Gateway:
+    """Models by name. `default` is always answered, by the first model."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Served] = {}
+        self._preparing: dict[str, str] = {}
+        self._reason = "no model has been announced yet"
+
+    def prepare(self, name: str, reason: str) -> None:
+        """`name` will be served; `reason` says what it waits for."""
+        self._preparing[name] = reason
+
+    def waiting(self, reason: str) -> None:
+        """Why there is no model at all."""
+        self._reason = reason
+
+    def add(self, served: Served) -> None:
+        """Serve a model; a name that is there is replaced."""
+        for name in served.names:
+            self._preparing.pop(name, None)
+            self._models[name] = served
+
+    def remove(self, name: str) -> None:
+        """Serve it no longer, under any of its names."""
+        self._preparing.pop(name, None)
+        served = self._models.get(name)
+        if served is not None:
+            self._models = {
+                key: value for key, value in self._models.items() if value is not served
+            }
+
+    @property
+    def models(self) -> dict[str, Served]:
+        """Every served name, in order of arrival."""
+        return self._models
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is served; "" when something is."""
+        if self._models:
+            return ""
+        if self._preparing:
+            return "; ".join(f"{name}: {reason}" for name, reason in self._preparing.items())
+        return self._reason
+
+    def require_ready(self) -> None:
+        """Raises `NotReady` while there is no model."""
+        if not self._models:
+            raise NotReady(
+                f"no model is ready: {self.reason}",
+                hint="try again in a moment; /health says more",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def find(self, name: str) -> tuple[str, Served]:
+        """The name to show, and the model. Raises `ModelNotFound` or `NotReady`."""
+        served = self._models.get(name)
+        if served is not None:
+            return name, served
+        if name in self._preparing:
+            raise NotReady(
+                f"model {name!r} is not ready: {self._preparing[name]}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.require_ready()
+        if name == DEFAULT:
+            served = next(iter(self._models.values()))
+            return served.names[0], served
+        raise ModelNotFound(
+            f"there is no model {name[:200]!r}; there is {_listed(self._models)}", param="model"
+        )
+
+
+def _listed(names: Mapping[str, Served]) -> str:
+    shown = [repr(name) for name in list(names)[:NAMES_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,158 @@
+"""A generation request from its body to its last byte: admission, deadline, counting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from dynamo.application.admission import Admission
+from dynamo.application.body import decode_body
+from dynamo.application.chat import ChatFormat, chat_request
+from dynamo.application.chat import decoder as chat_decoder
+from dynamo.application.completions import CompletionFormat, completion_requests
+from dynamo.application.completions import decoder as completion_decoder
+from dynamo.application.deadlines import Deadlines
+from dynamo.application.exchange import Exchange
+from dynamo.application.gateway import Gateway, Served
+from dynamo.application.metrics import FrontendMetrics, ModelMetrics
+from dynamo.application.options import include_usage
+from dynamo.application.replies import AnswerReply, Format, OffsetReply, Pace, StreamReply
+from dynamo.application.sse import Escapes
+from dynamo.application.usage import Tally
+from dynamo.core.clock import Clock
+from dynamo.core.context import Context
+from dynamo.core.settings.schema import Server
+from dynamo.core.tasks import run_all
+from dynamo.core.text import CompletionRequest, TextReply
+
+Work = Callable[[Context, TextReply], Awaitable[None]]
+
+
+class Generation:
+    """/v1/chat/completions and /v1/completions."""
+
+    def __init__(
+        self, server: Server, gateway: Gateway, clock: Clock, metrics: FrontendMetrics
+    ) -> None:
+        self._unknown_roles = server.unknown_roles
+        self._gateway = gateway
+        self._clock = clock
+        self._metrics = metrics
+        self._escapes = Escapes()
+        self.admission = Admission(server.max_concurrent_requests, server.max_waiting_requests)
+        self.deadlines = Deadlines(clock, server.request_timeout)
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        self._gateway.require_ready()
+        body = decode_body(chat_decoder, exchange.request)
+        model, served = self._gateway.find(body.model)
+        request = chat_request(body, model, self._unknown_roles)
+        usage = include_usage(body)
+        form = ChatFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
+        exchange.streams = bool(body.stream)
+        await self._answer(
+            exchange,
+            served,
+            form,
+            lambda context, reply: served.processor.chat(request, context, reply),
+            (request.options.n, 1, usage),
+        )
+
+    async def complete(self, exchange: Exchange) -> None:
+        """POST /v1/completions."""
+        self._gateway.require_ready()
+        body = decode_body(completion_decoder, exchange.request)
+        model, served = self._gateway.find(body.model)
+        requests = completion_requests(body, model)
+        usage = include_usage(body)
+        form = CompletionFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
+        exchange.streams = bool(body.stream)
+        await self._answer(
+            exchange,
+            served,
+            form,
+            lambda context, reply: _complete_all(served, requests, context, reply),
+            (requests[0].options.n, len(requests), usage),
+        )
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        served: Served,
+        form: Format,
+        work: Work,
+        shape: tuple[int, int, bool],
+    ) -> None:
+        """`shape`: choices a prompt, prompts, and whether the stream ends with usage."""
+        per_prompt, prompts, usage = shape
+        exchange.model = served.names[0]
+        choices = per_prompt * prompts
+        metrics = self._metrics.model(exchange.model)
+        tally = Tally(per_prompt)
+        started = self._clock.now()
+        pace = Pace(metrics, self._clock.now, started, choices)
+        reply: StreamReply | AnswerReply
+        if exchange.streams:
+            reply = StreamReply(
+                exchange, form, tally, pace, self._escapes, choices=choices, usage=usage
+            )
+        else:
+            reply = AnswerReply(exchange, form, tally, pace, choices=choices)
+        try:
+            await self._limited(exchange, lambda context: work(context, reply))
+            reply.close()
+        finally:
+            _count(metrics, tally, pace, self._clock.now() - started)
+
+    async def _limited(
+        self, exchange: Exchange, work: Callable[[Context], Awaitable[None]]
+    ) -> None:
+        deadline = self.deadlines.start()
+        try:
+            await self.admission.enter()
+            try:
+                left = deadline.when - self._clock.now()
+                trace = exchange.request.header("traceparent") or ""
+                await work(Context(exchange.id, timeout_s=left, trace=trace))
+            finally:
+                self.admission.leave()
+        except asyncio.CancelledError:
+            self.deadlines.translate(deadline)
+            raise
+        finally:
+            self.deadlines.stop(deadline)
+
+
+def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> None:
+    metrics.duration.observe(seconds)
+    if not tally.prompt_tokens:
+        return
+    generated = tally.completion_tokens or pace.events
+    metrics.input_tokens.inc(tally.prompt_tokens)
+    metrics.cached_tokens.inc(tally.cached_tokens)
+    metrics.output_tokens.inc(generated)
+    metrics.input_length.observe(tally.prompt_tokens)
+    metrics.output_length.observe(generated)
+
+
+async def _complete_all(
+    served: Served, requests: list[CompletionRequest], context: Context, reply: TextReply
+) -> None:
+    processor = served.processor
+    if len(requests) == 1:
+        await processor.complete(requests[0], context, reply)
+        return
+    per_prompt = requests[0].options.n
+    await run_all(
+        *(
+            processor.complete(
+                request,
+                replace(context, request_id=f"{context.request_id}.{index}"),
+                OffsetReply(reply, index * per_prompt),
+            )
+            for index, request in enumerate(requests)
+        )
+    )

@@ -1,0 +1,116 @@
+"""Messages as clients send them -> messages as chat templates read them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import InvalidRequest, Unsupported
+
+log = logging.getLogger(__name__)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def normalised(messages: list[dict[str, Any]], unknown_roles: str) -> tuple[dict[str, Any], ...]:
+    """Every message with `content` as one string. `unknown_roles`: "reject" or "warn" (drop).
+
+    Raises `InvalidRequest` naming the message and field.
+    """
+    if not messages:
+        raise InvalidRequest("messages: at least one is needed", param="messages")
+    kept = []
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role in ROLES:
+            content = message.get("content")
+            if type(content) is str and "tool_calls" not in message:
+                kept.append(message)
+            else:
+                kept.append(_flattened(message, content, index))
+        else:
+            _unknown(role, index, unknown_roles)
+    if not kept:
+        raise InvalidRequest("messages: none with a known role", param="messages")
+    return tuple(kept)
+
+
+def _unknown(role: Any, index: int, unknown_roles: str) -> None:
+    field = f"messages[{index}].role"
+    if role is None:
+        raise InvalidRequest(f"{field}: required, and missing", param=field)
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{field}: expected str", param=field)
+    known = ", ".join(ROLES)
+    if unknown_roles != "warn":
+        raise InvalidRequest(
+            f"{field}: unknown role {role[:64]!r}", hint=f"known: {known}", param=field
+        )
+    log.warning("message dropped: unknown role", extra={"fields": {"role": role[:64]}})
+
+
+def _flattened(message: dict[str, Any], content: Any, index: int) -> dict[str, Any]:
+    field = f"messages[{index}].content"
+    calls = message.get("tool_calls")
+    if calls:
+        message = message | {"tool_calls": _calls(calls, f"messages[{index}].tool_calls")}
+    if isinstance(content, str):
+        return message
+    if content is None:
+        if not calls and message.get("refusal") is None:
+            raise InvalidRequest(f"{field}: required, and missing", param=field)
+        return message | {"content": message.get("refusal") or ""}
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
+    texts = [_part(part, f"{field}[{number}]") for number, part in enumerate(content)]
+    return message | {"content": "\n".join(texts)}
+
+
+def _part(part: Any, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{field}: expected an object", param=field)
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{field}.type: expected str", param=f"{field}.type")
+    key = _TEXT_PARTS.get(kind)
+    if key is None:
+        raise Unsupported(
+            f"{field}: parts of type {kind[:64]!r} are not supported yet",
+            hint="send parts of type text",
+            param=f"{field}.type",
+        )
+    text = part.get(key)
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.{key}: expected str", param=f"{field}.{key}")
+    return text
+
+
+def _calls(calls: Any, field: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: templates write them out again."""
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{field}: expected a list", param=field)
+    read = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(
+                f"{field}[{number}].function: expected an object with a name",
+                param=f"{field}[{number}].function",
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            function = function | {"arguments": _arguments(arguments)}
+        read.append(call | {"function": function})
+    return read
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return text

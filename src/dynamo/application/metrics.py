@@ -1,0 +1,95 @@
+"""What the frontend counts."""
+
+from __future__ import annotations
+
+from dynamo.telemetry.metrics import Counter, Histogram, Registry
+
+TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ITL_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+DURATION_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class ModelMetrics:
+    """One model's children of the labelled metrics."""
+
+    __slots__ = (
+        "cached_tokens",
+        "duration",
+        "first_token",
+        "input_length",
+        "input_tokens",
+        "inter_token",
+        "output_length",
+        "output_tokens",
+    )
+
+    def __init__(self, families: FrontendMetrics, model: str) -> None:
+        self.first_token: Histogram = families.first_token.labels(model)
+        self.inter_token: Histogram = families.inter_token.labels(model)
+        self.duration: Histogram = families.duration.labels(model)
+        self.input_length: Histogram = families.input_length.labels(model)
+        self.output_length: Histogram = families.output_length.labels(model)
+        self.input_tokens: Counter = families.input_tokens.labels(model)
+        self.output_tokens: Counter = families.output_tokens.labels(model)
+        self.cached_tokens: Counter = families.cached_tokens.labels(model)
+
+
+class FrontendMetrics:
+    """Declared once a process. Models are labels only while they are served: a client cannot
+    make new ones."""
+
+    def __init__(self, registry: Registry) -> None:
+        by_model = ("model",)
+        self.requests = registry.counter(
+            "dynamo_frontend_requests_total",
+            "Requests answered, by route and HTTP status (499: the client left)",
+            ("model", "endpoint", "status"),
+        )
+        self.in_flight = registry.gauge(
+            "dynamo_frontend_inflight_requests", "Generation requests being answered"
+        )
+        self.waiting = registry.gauge(
+            "dynamo_frontend_queued_requests", "Generation requests waiting for a place"
+        )
+        self.first_token = registry.histogram(
+            "dynamo_frontend_time_to_first_token_seconds",
+            "Request read to first text",
+            TTFT_S,
+            by_model,
+        )
+        self.inter_token = registry.histogram(
+            "dynamo_frontend_inter_token_latency_seconds",
+            "Between texts of one choice",
+            ITL_S,
+            by_model,
+        )
+        self.duration = registry.histogram(
+            "dynamo_frontend_request_duration_seconds",
+            "Request read to answer complete",
+            DURATION_S,
+            by_model,
+        )
+        self.input_length = registry.histogram(
+            "dynamo_frontend_input_sequence_tokens", "Prompt lengths", TOKENS, by_model
+        )
+        self.output_length = registry.histogram(
+            "dynamo_frontend_output_sequence_tokens", "Answer lengths", TOKENS, by_model
+        )
+        self.input_tokens = registry.counter(
+            "dynamo_frontend_input_tokens_total", "Prompt tokens", by_model
+        )
+        self.output_tokens = registry.counter(
+            "dynamo_frontend_output_tokens_total", "Generated tokens", by_model
+        )
+        self.cached_tokens = registry.counter(
+            "dynamo_frontend_cached_tokens_total", "Prompt tokens found in a KV cache", by_model
+        )
+        self._models: dict[str, ModelMetrics] = {}
+
+    def model(self, name: str) -> ModelMetrics:
+        """The children of a served model."""
+        found = self._models.get(name)
+        if found is None:
+            found = self._models[name] = ModelMetrics(self, name)
+        return found

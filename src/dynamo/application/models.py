@@ -1,0 +1,42 @@
+"""/v1/models."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.gateway import Gateway, Served
+
+
+class ModelBody(msgspec.Struct, frozen=True):
+    """OpenAI's model, plus vLLM's `root` and `max_model_len`."""
+
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+    object: str = "model"
+
+
+class Models:
+    """Every served name is a model of its own; `root` tells an alias from its model."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def every(self, exchange: Exchange) -> None:
+        """GET /v1/models."""
+        self._gateway.require_ready()
+        data = [_body(name, served) for name, served in self._gateway.models.items()]
+        exchange.send_json(200, msgspec.json.encode({"object": "list", "data": data}))
+
+    async def one(self, exchange: Exchange) -> None:
+        """GET /v1/models/{id}; ids may hold slashes."""
+        name = exchange.request.path.removeprefix("/v1/models/")
+        name, served = self._gateway.find(name)
+        exchange.send_json(200, msgspec.json.encode(_body(name, served)))
+
+
+def _body(name: str, served: Served) -> ModelBody:
+    return ModelBody(name, served.created, served.owned_by, served.names[0], served.context_tokens)

@@ -1,0 +1,178 @@
+"""The fields that chat and completion requests share: OpenAI's, and vLLM's beside them."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.core.errors import InvalidRequest, Unsupported
+from dynamo.core.text import SamplingOverrides, TextOptions
+
+MAX_STOPS = 64
+
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """Fields of both kinds of request; None = not given."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    seed: Int64 | None = None
+    logit_bias: (
+        dict[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)], Annotated[float, Meta(ge=-100, le=100)]]
+        | None
+    ) = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
+    user: str | None = None
+
+    # known, and not supported: any value that changes the answer is refused
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+
+
+class Unsupporteds:
+    """Known fields that are not supported, each with the values that change nothing."""
+
+    def __init__(self, harmless: dict[str, tuple[Any, ...]]) -> None:
+        self._harmless = harmless
+        self._look = attrgetter(*harmless)
+        self._nothing = (None,) * len(harmless)
+
+    def check(self, body: msgspec.Struct) -> None:
+        """Raises `Unsupported`, naming the field."""
+        values = self._look(body)
+        if values == self._nothing:
+            return
+        for (name, harmless), value in zip(self._harmless.items(), values, strict=True):
+            if value is not None and not any(
+                value == one and type(value) is type(one) for one in harmless
+            ):
+                raise Unsupported(
+                    f"{name} is not supported yet", hint=f"leave {name} out", param=name
+                )
+
+
+def text_options(
+    body: GenerationBody, max_tokens: int | None, top_logprobs: int | None
+) -> TextOptions:
+    """What the processor needs to know. Raises `InvalidRequest`."""
+    if body.stream_options is not None:
+        _check_stream(body)
+    return TextOptions(
+        n=body.n or 1,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=_stops(body.stop) if body.stop else _no_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop=bool(body.include_stop_str_in_output),
+        top_logprobs=top_logprobs,
+        sampling=_sampling(body),
+        salt=body.cache_salt or "",
+        priority=body.priority or 0,
+    )
+
+
+def include_usage(body: GenerationBody) -> bool:
+    """Does the stream end with a usage chunk?"""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _sampling(body: GenerationBody) -> SamplingOverrides:
+    top_k = body.top_k
+    return SamplingOverrides(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=0 if top_k == -1 else top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        seed=body.seed,
+        logit_bias=body.logit_bias,
+    )
+
+
+def _no_stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop == "":
+        raise InvalidRequest("stop: an empty string would stop at once", param="stop")
+    return ()
+
+
+def _stops(stop: str | list[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", param="stop")
+    if "" in stops:
+        raise InvalidRequest("stop: an empty string would stop at once", param="stop")
+    return stops
+
+
+def _check_stream(body: GenerationBody) -> None:
+    if not body.stream:
+        raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise Unsupported(
+            "stream_options.continuous_usage_stats is not supported yet",
+            param="stream_options.continuous_usage_stats",
+        )

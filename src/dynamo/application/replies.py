@@ -1,0 +1,258 @@
+"""Where the processor's text goes: a stream of events, or one JSON answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.metrics import ModelMetrics
+from dynamo.application.sse import DONE, Escapes
+from dynamo.application.usage import Tally
+from dynamo.core.errors import InternalError, SlowReader
+from dynamo.core.text import TextFinish, TextReply, TokenText
+from dynamo.core.values import Started
+
+Logprobs = Sequence[TokenText]
+
+
+class Format(Protocol):
+    """The JSON of chat or completion answers; see chat.py and completions.py."""
+
+    suffix: bytes
+
+    def prefix(self, choice: int) -> bytes: ...
+    def opening(self, choice: int) -> bytes: ...
+    def event(self, choice: int, text: str, logprobs: Logprobs, offset: int) -> bytes: ...
+    def finish(self, choice: int, end: TextFinish) -> bytes: ...
+    def usage(self, tally: Tally) -> bytes: ...
+    def whole(
+        self,
+        texts: Sequence[str],
+        logprobs: Sequence[Logprobs | None],
+        ends: Sequence[TextFinish],
+        tally: Tally,
+    ) -> bytes: ...
+
+
+class Pace:
+    """Times of one request's texts, into the histograms."""
+
+    __slots__ = ("_gap", "_last", "_metrics", "_now", "_started", "events")
+
+    def __init__(
+        self, metrics: ModelMetrics, now: Callable[[], float], started: float, choices: int
+    ) -> None:
+        self._metrics = metrics
+        self._gap = metrics.inter_token.observe
+        self._now = now
+        self._started = started
+        self._last = [0.0] * choices
+        self.events = 0
+
+    def mark(self, choice: int) -> None:
+        """Text of `choice` came now."""
+        now = self._now()
+        last = self._last[choice]
+        if last:
+            self._gap(now - last)
+        elif not self.events:
+            self._metrics.first_token.observe(now - self._started)
+        self._last[choice] = now
+        self.events += 1
+
+
+class Held:
+    """Text of one choice that a congested connection could not take."""
+
+    __slots__ = ("logprobs", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.logprobs: list[TokenText] = []
+
+
+class StreamReply(TextReply):
+    """Every text is an event of its own; only while the client does not read, texts are merged.
+
+    The head leaves with the first text, so that whatever fails before has its own status.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        form: Format,
+        tally: Tally,
+        pace: Pace,
+        escapes: Escapes,
+        *,
+        choices: int,
+        usage: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._response = exchange.response
+        self._write = exchange.response.write
+        self._form = form
+        self._tally = tally
+        self._mark = pace.mark
+        self._escapes = escapes
+        self._usage = usage
+        self._left = choices
+        self._suffix = form.suffix
+        self._prefixes: list[bytes | None] = [None] * choices
+        self._offsets: dict[int, int] = {}
+        self._held: dict[int, Held] = {}
+        self._held_bytes = 0
+
+    def prompt(self, prompt_tokens: int) -> None:
+        self._tally.prompt_tokens += prompt_tokens
+
+    def begin(self, choice: int, started: Started) -> None:
+        self._tally.begin(choice, started)
+
+    def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
+        self._mark(choice)
+        prefix = self._prefixes[choice]
+        if prefix is None:
+            prefix = self._open(choice)
+        if self._response.congested:
+            return self._hold(choice, delta, logprobs)
+        if logprobs is None:
+            return self._write(prefix + self._escapes[delta] + self._suffix)
+        return self._write(self._event(choice, delta, logprobs))
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        if self._prefixes[choice] is None:
+            self._open(choice)
+        held = self._held.pop(choice, None)
+        if held is not None:
+            self._write_held(choice, held)
+        self._tally.completion_tokens += end.completion_tokens
+        self._write(self._form.finish(choice, end))
+        self._left -= 1
+        if self._left == 0 and not self._response.overrun:
+            usage = self._form.usage(self._tally) if self._usage else b""
+            self._response.end(usage + DONE)
+
+    def close(self) -> None:
+        """The processor returned. Raises what ended the stream early."""
+        if self._response.overrun:
+            raise SlowReader(
+                "the stream's backlog ran over: the client reads too slowly",
+                hint="server.stream_backlog_bytes and server.stall_s are the limits",
+            )
+        if self._left and self._response.open:
+            raise InternalError("the answer ended early")
+
+    def _open(self, choice: int) -> bytes:
+        if not self._response.started:
+            self._exchange.start_stream(self._tally.worker)
+        opening = self._form.opening(choice)
+        if opening:
+            self._write(opening)
+        prefix = self._prefixes[choice] = self._form.prefix(choice)
+        return prefix
+
+    def _event(self, choice: int, text: str, logprobs: Logprobs) -> bytes:
+        offset = self._offsets.get(choice, 0)
+        self._offsets[choice] = offset + len(text)
+        return self._form.event(choice, text, logprobs, offset)
+
+    def _hold(self, choice: int, delta: str, logprobs: Logprobs | None) -> bool:
+        response = self._response
+        held = self._held.setdefault(choice, Held())
+        held.texts.append(delta)
+        self._held_bytes += len(delta)
+        if logprobs is not None:
+            held.logprobs += logprobs
+            self._held_bytes += 64 * len(logprobs)
+        response.on_relief = self._release
+        if self._held_bytes + response.backlog_bytes > response.backlog_limit:
+            response.overrun, response.open = True, False
+        return response.open
+
+    def _release(self) -> None:
+        for choice, held in self._held.items():
+            self._write_held(choice, held)
+        self._held.clear()
+        self._held_bytes = 0
+
+    def _write_held(self, choice: int, held: Held) -> None:
+        text = "".join(held.texts)
+        if held.logprobs:
+            self._write(self._event(choice, text, held.logprobs))
+        else:
+            self._write(self._form.prefix(choice) + self._escapes[text] + self._suffix)
+
+
+class AnswerReply(TextReply):
+    """Gathers everything; the answer leaves with the last choice's end."""
+
+    def __init__(
+        self, exchange: Exchange, form: Format, tally: Tally, pace: Pace, *, choices: int
+    ) -> None:
+        self._exchange = exchange
+        self._response = exchange.response
+        self._form = form
+        self._tally = tally
+        self._mark = pace.mark
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._logprobs: list[list[TokenText] | None] = [None] * choices
+        self._ends: list[TextFinish | None] = [None] * choices
+        self._left = choices
+
+    def prompt(self, prompt_tokens: int) -> None:
+        self._tally.prompt_tokens += prompt_tokens
+
+    def begin(self, choice: int, started: Started) -> None:
+        self._tally.begin(choice, started)
+
+    def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
+        self._mark(choice)
+        self._texts[choice].append(delta)
+        if logprobs is not None:
+            gathered = self._logprobs[choice]
+            if gathered is None:
+                gathered = self._logprobs[choice] = []
+            gathered += logprobs
+        return self._response.open
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        self._tally.completion_tokens += end.completion_tokens
+        self._ends[choice] = end
+        self._left -= 1
+        if self._left:
+            return
+        texts = ["".join(parts) for parts in self._texts]
+        ends = [one for one in self._ends if one is not None]
+        worker = self._tally.worker
+        self._exchange.send_json(
+            200,
+            self._form.whole(texts, self._logprobs, ends, self._tally),
+            (("x-dynamo-worker", worker),) if worker else (),
+        )
+
+    def close(self) -> None:
+        """The processor returned. Raises if the answer is not complete."""
+        if self._left and self._response.open:
+            raise InternalError("the answer ended early")
+
+
+class OffsetReply(TextReply):
+    """One prompt of several: its choices are counted on from `first`."""
+
+    def __init__(self, reply: TextReply, first: int) -> None:
+        self._reply = reply
+        self._first = first
+
+    def prompt(self, prompt_tokens: int) -> None:
+        self._reply.prompt(prompt_tokens)
+
+    def begin(self, choice: int, started: Started) -> None:
+        self._reply.begin(self._first + choice, started)
+
+    def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
+        return self._reply.text(self._first + choice, delta, logprobs)
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        self._reply.finish(self._first + choice, end)

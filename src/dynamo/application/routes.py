@@ -1,0 +1,50 @@
+"""Which path is answered by whom."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Awaitable, Callable, Mapping
+
+from dynamo.application.exchange import Exchange
+from dynamo.core.errors import MethodNotAllowed, NotFound
+
+Route = Callable[[Exchange], Awaitable[None]]
+LONGEST_GUESS = 100
+
+
+class WrongMethod(MethodNotAllowed):
+    """`allowed`: the methods that the route has."""
+
+    def __init__(self, method: str, path: str, allowed: str) -> None:
+        super().__init__(f"{path} does not take {method}", hint=f"use {allowed}")
+        self.allowed = allowed
+
+
+class Routes:
+    """Exact paths, and prefixes that end in a slash."""
+
+    def __init__(self, table: Mapping[str, Mapping[str, Route]]) -> None:
+        self._exact = {path: methods for path, methods in table.items() if path[-1] != "/"}
+        self._prefixes = {path: methods for path, methods in table.items() if path[-1] == "/"}
+
+    def find(self, method: str, path: str) -> Route:
+        """The route. Raises `NotFound`, naming the nearest path, or `WrongMethod`."""
+        methods = self._exact.get(path) or self._by_prefix(path)
+        if methods is None:
+            raise self._not_found(method, path)
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            raise WrongMethod(method, path[:LONGEST_GUESS], ", ".join(methods))
+        return route
+
+    def _by_prefix(self, path: str) -> Mapping[str, Route] | None:
+        for prefix, methods in self._prefixes.items():
+            if path.startswith(prefix) and len(path) > len(prefix):
+                return methods
+        return None
+
+    def _not_found(self, method: str, path: str) -> NotFound:
+        known = list(self._exact)
+        near = difflib.get_close_matches(path[:LONGEST_GUESS], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+        return NotFound(f"there is no {method} {path[:LONGEST_GUESS]}", hint=hint)

@@ -1,0 +1,34 @@
+"""Server-sent events: the pieces that every stream is made of."""
+
+from __future__ import annotations
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = (
+    ("content-type", "text/event-stream; charset=utf-8"),
+    ("cache-control", "no-cache"),
+    ("x-accel-buffering", "no"),
+)
+
+
+class Escapes(dict[str, bytes]):
+    """delta -> JSON string, remembered: tokens repeat. `escapes[delta]` is one C look-up."""
+
+    def __init__(self, capacity: int = 1 << 16, longest: int = 64) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._longest = longest
+
+    def __missing__(self, delta: str) -> bytes:
+        escaped = msgspec.json.encode(delta)
+        if len(delta) <= self._longest:
+            if len(self) >= self._capacity:
+                self.clear()
+            self[delta] = escaped
+        return escaped
+
+
+def error_event(error: bytes) -> bytes:
+    """An error in the middle of a stream, and its end."""
+    return b"data: %b\n\n%b" % (error, DONE)
