@@ -15,7 +15,7 @@ from dynamo.communication.requests import Outgoing
 from dynamo.core.codec import ReplyWriter, decode_request
 from dynamo.core.errors import ProtocolError
 from dynamo.core.reply import Engine
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import EngineInfo, KvEvent
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.files import FileServer
@@ -50,21 +50,22 @@ def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
 class Worker:
     """Attach it once; `close` it, or let the process end."""
 
-    def __init__(self, engine: Engine, card: ModelCard, *, component: str = "worker") -> None:
-        self._engine = engine
-        self._card = card
+    def __init__(self, *, component: str = "worker") -> None:
         self._component = component
         self._tasks = Tasks()
         self._served: list[Served] = []
         self._sources: list[Source] = []
 
-    async def attach(self, runtime: DistributedRuntime) -> ModelCard:
+    async def attach(
+        self, runtime: DistributedRuntime, engine: Engine, card: ModelCard
+    ) -> ModelCard:
         """Start the engine, serve, announce; the card as announced. Raises `ModelUnavailable`,
         `ConfigError`."""
         self._runtime = runtime
-        info = await self._engine.start()
-        self._card = card = served_card(self._card, info)
-        declare_metrics(runtime.metrics, self._engine)
+        self._engine = engine
+        info = await engine.start()
+        self._card = card = served_card(card, info)
+        declare_metrics(runtime.metrics, engine)
         runtime.health.check("engine", self._ailing)
         component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
         await self._publish(component.namespace.name)
@@ -82,8 +83,7 @@ class Worker:
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish what is in flight within `drain_s`, stop the engine."""
         await self._runtime.discovery.delete(self._card_key())
-        for served in reversed(self._served):
-            await served.withdraw(drain_s)
+        await run_all(*(served.withdraw(drain_s) for served in self._served))
         await self._tasks.close()
         for source in self._sources:
             await source.close()

@@ -54,11 +54,11 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """From the settings and the model's tokenizer; weights are not needed."""
     from dynamo.models.tokenizer import load_tokenizer
 
-    tokenizer = await load_tokenizer(inputs.card.tokenizer)
+    tokenizer = await load_tokenizer(inputs.card.tokenizer, clock=inputs.clock)
     return make_mock(
         inputs.settings.engine,
         tokenizer.whole_text_ids,
         inputs.clock,
         context_tokens=inputs.card.context_tokens,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=max(inputs.card.vocab_size, tokenizer.vocab_size),
     )

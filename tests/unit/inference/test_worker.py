@@ -1,0 +1,199 @@
+"""A worker over the memory planes: calls, card, load, KV events, files, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import msgspec
+import pytest
+
+from dynamo.communication.requests import Window
+from dynamo.core.codec import ReplyReader, encode_request
+from dynamo.core.context import Context
+from dynamo.core.errors import NotFound, NoWorkers, ProtocolError
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Runtime
+from dynamo.core.values import BlocksStored, KvEvent, Load
+from dynamo.inference.echo import EchoEngine
+from dynamo.inference.files import CHUNK_BYTES
+from dynamo.inference.worker import Worker, card_key
+from dynamo.models.card import ModelCard
+from dynamo.models.files import FileRef
+from dynamo.runtime.distributed import DistributedRuntime
+
+CONTEXT = Context("r")
+
+
+@pytest.fixture
+async def runtime():
+    planes = Runtime(discovery="memory:", requests="memory:", events="memory:", namespace="unit")
+    async with await DistributedRuntime.create(Settings(runtime=planes), role="worker") as one:
+        yield one
+
+
+@pytest.fixture
+def content():
+    return bytes(range(256)) * (CHUNK_BYTES // 100)
+
+
+@pytest.fixture
+def card(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    file = FileRef("tokenizer.json", sha256, len(content), str(path))
+    return ModelCard(names=("org/tiny", "tiny"), context_tokens=9999, vocab_size=9, tokenizer=file)
+
+
+@pytest.fixture
+async def worker(runtime, make_engine, card):
+    worker = Worker()
+    await worker.attach(runtime, make_engine(context_tokens=400, speedup_ratio=1e6), card)
+    return worker
+
+
+async def client_of(runtime, endpoint, component="worker"):
+    client = await runtime.namespace("unit").component(component).endpoint(endpoint).client()
+    await client.wait_for_instances(1, timeout_s=5)
+    return client
+
+
+async def call(client, payload, sink, **about):
+    await client.call(client.pick("round_robin"), payload, CONTEXT, sink, **about)
+
+
+async def test_it_answers_and_names_itself(runtime, worker, make_request, heard):
+    client = await client_of(runtime, "generate")
+    reply = heard()
+    request = encode_request(make_request(range(40), max_tokens=5, top_logprobs=1))
+    await call(client, request, ReplyReader(reply).item)
+    assert reply.started.worker == runtime.instance_id
+    assert len(reply.ids) == len(reply.extras) == 5
+    assert reply.end.reason == "length"
+    await worker.close()
+
+
+async def test_what_is_no_request_is_refused(runtime, worker):
+    client = await client_of(runtime, "generate")
+    with pytest.raises(ProtocolError):
+        await call(client, b"\xc1", lambda _: True)
+    await worker.close()
+
+
+async def test_the_card_says_what_is_really_served(runtime, worker):
+    key = card_key("unit", "org/tiny", runtime.instance_id)
+    assert key == f"/unit/models/org%2Ftiny/{runtime.instance_id}"
+    found = await runtime.discovery.get("/unit/models/")
+    card = msgspec.json.decode(found[key], type=ModelCard)
+    assert card.names == ("org/tiny", "tiny")
+    assert card.context_tokens == 400
+    assert card.engine.engine == "mock"
+    assert card.engine.num_blocks == 16_384
+    await worker.close()
+    assert not await runtime.discovery.get("/unit/models/")
+
+
+async def test_files_come_by_hash_in_the_caller_s_time(runtime, worker, card, content):
+    client = await client_of(runtime, "files")
+    window = Window(CHUNK_BYTES)
+    got = bytearray()
+
+    def take(chunk):
+        got.extend(chunk)
+        window.release(len(chunk))
+        return True
+
+    await call(client, card.tokenizer.sha256.encode(), take, window=window)
+    assert bytes(got) == content
+    with pytest.raises(NotFound):
+        await call(client, b"0" * 64, take)
+    await worker.close()
+
+
+async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request, heard):
+    client = await client_of(runtime, "generate")
+    request = encode_request(make_request(range(40), max_tokens=1))
+    await call(client, request, ReplyReader(heard()).item)
+    stored, loads, told = [], [], asyncio.Event()
+
+    def on_kv(event):
+        assert event.publisher == runtime.instance_id
+        stored.extend(msgspec.msgpack.decode(event.payload, type=list[KvEvent]))
+        told.set()
+
+    def on_load(event):
+        loads.append(msgspec.msgpack.decode(event.payload, type=Load))
+        told.set()
+
+    await runtime.events.subscribe("unit.worker.kv_events", on_kv)
+    await runtime.events.subscribe("unit.worker.load_metrics", on_load)
+    while not (stored and loads):
+        told.clear()
+        await told.wait()
+    assert len(stored) == 1
+    assert isinstance(stored[0], BlocksStored)
+    assert len(stored[0].hashes) == 2
+    assert loads[-1].total_blocks == 16_384
+    other = encode_request(make_request(range(100, 140), max_tokens=1))
+    await call(client, other, ReplyReader(heard()).item)
+    while len(stored) < 2:
+        told.clear()
+        await told.wait()
+    assert stored[1].parent == 0
+    await worker.close()
+
+
+async def test_the_cache_is_cleared_on_demand(runtime, worker, make_request, heard):
+    client = await client_of(runtime, "generate")
+    request = encode_request(make_request(range(40), max_tokens=1))
+    await call(client, request, ReplyReader(heard()).item)
+    answers = []
+    await call(
+        await client_of(runtime, "clear_kv_blocks"), b"", lambda x: answers.append(x) or True
+    )
+    assert msgspec.msgpack.decode(answers[0]) == {"cleared": 2}
+    again = heard()
+    await call(client, request, ReplyReader(again).item)
+    assert again.started.cached_tokens == 0
+    await worker.close()
+
+
+async def test_closing_leaves_discovery_and_finishes_what_runs(
+    runtime, worker, make_request, heard
+):
+    client = await client_of(runtime, "generate")
+    reply = heard()
+    request = encode_request(make_request(range(40), max_tokens=300))
+    running = runtime.tasks.start(call(client, request, ReplyReader(reply).item))
+    await reply.first.wait()
+    await worker.close(drain_s=30)
+    await running
+    assert reply.end.reason == "length"
+    assert len(reply.ids) == 300
+    with pytest.raises(NoWorkers):
+        client.pick("round_robin")
+
+
+async def test_metrics_tell_of_the_engine(runtime, worker, make_request, heard):
+    client = await client_of(runtime, "generate")
+    for _ in range(2):
+        request = encode_request(make_request(range(40), max_tokens=3))
+        await call(client, request, ReplyReader(heard()).item)
+    lines = runtime.metrics.render().splitlines()
+    assert "dynamo_worker_generated_tokens_total 6" in lines
+    assert "dynamo_worker_prompt_tokens_total 80" in lines
+    assert "dynamo_worker_cached_tokens_total 32" in lines
+    assert "dynamo_worker_running_requests 0" in lines
+    assert not runtime.health.reasons
+    await worker.close()
+
+
+async def test_any_engine_can_be_served(runtime, card, make_request, heard):
+    worker = Worker(component="echoes")
+    await worker.attach(runtime, EchoEngine(context_tokens=100), card)
+    client = await client_of(runtime, "generate", "echoes")
+    reply = heard()
+    await call(client, encode_request(make_request([5, 6, 7])), ReplyReader(reply).item)
+    assert reply.ids == [5, 6, 7]
+    await worker.close()
