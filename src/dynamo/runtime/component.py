@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,6 +136,7 @@ class Served:
         self.capabilities = capabilities
         self.lifecycle = Lifecycle(endpoint.path)
         self.instance: Instance | None = None
+        self._gone = asyncio.Event()
 
     async def start(self, handler: Handler) -> None:
         """Created -> Registered -> Running; Healthy follows the process's health."""
@@ -158,8 +160,11 @@ class Served:
 
     async def withdraw(self, drain_s: float | None = 0.0) -> None:
         """Leave discovery, let callers hear of it, refuse new calls, wait up to `drain_s` for those
-        in flight (None: without end), cancel the rest."""
-        if self.lifecycle.stopping or self.instance is None:
+        in flight (None: without end), cancel the rest. A second call waits for the first."""
+        if self.instance is None:
+            return
+        if self.lifecycle.stopping:
+            await self._gone.wait()
             return
         self.lifecycle.to(State.STOPPING)
         runtime = self.endpoint.runtime
@@ -169,6 +174,7 @@ class Served:
         await runtime.requests.withdraw(self.endpoint.path, drain_s)
         self.lifecycle.to(State.DEREGISTERED)
         runtime.release(self)
+        self._gone.set()
 
     def _follow_health(self) -> None:
         if not self.lifecycle.stopping:

@@ -125,6 +125,7 @@ class InstanceView:
         self._probing: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._seen = asyncio.Event()
+        self._closed = False
         self.live: Mapping[str, Instance] = {}
 
     async def start(self) -> None:
@@ -134,7 +135,8 @@ class InstanceView:
         await self._seen.wait()
 
     async def close(self) -> None:
-        """Stop watching and probing."""
+        """Stop watching and probing; what is known stays as it is."""
+        self._closed = True
         await self._tasks.close()
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -145,7 +147,7 @@ class InstanceView:
     def withhold(self, address: str) -> None:
         """Leave out every instance at `address` for now."""
         broken = {one.id for one in self._known.values() if one.address == address}
-        if not broken - self._withheld:
+        if self._closed or not broken - self._withheld:
             return
         log.warning("instance withheld", extra={"fields": {"address": address}})
         self._withheld |= broken

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
+FOR_SUPERVISOR = "this command is for the supervisor; use `dynamo run`"
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -55,6 +56,8 @@ class ParentLink:
     @classmethod
     def from_stdin(cls) -> ParentLink:
         """Take over standard input and read the first line. Raises `ConfigError`. Blocks."""
+        if os.isatty(0):
+            raise ConfigError("nobody types to this command", hint=FOR_SUPERVISOR)
         fd = os.dup(0)  # not inherited, unlike 0 itself
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -67,7 +70,7 @@ class ParentLink:
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"no start line on standard input: {error}",
-                hint="this command is for the supervisor; use `dynamo run`",
+                hint=FOR_SUPERVISOR,
             ) from None
 
     def die_with_parent(self) -> None:

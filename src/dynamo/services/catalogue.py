@@ -1,0 +1,108 @@
+"""Which models there are: follows the cards that workers announce and has each model opened."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import unquote
+
+import msgspec
+
+from dynamo.communication.discovery import Change
+from dynamo.core.errors import DynamoError
+from dynamo.models.card import ModelCard
+from dynamo.runtime.distributed import DistributedRuntime
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+RETRY_CAP_S = 15.0
+
+Open = Callable[[ModelCard], Awaitable[None]]
+"""Opens the model of a card, in place of one of that name that is open. Raises DynamoError."""
+Tell = Callable[[str, str], None]
+"""(model, reason): why it is not open yet."""
+
+_decode = msgspec.json.Decoder(ModelCard).decode
+
+
+def models_prefix(namespace: str) -> str:
+    """Below it stands `{model}/{instance}` for every worker."""
+    return f"/{namespace}/models/"
+
+
+def identity(card: ModelCard) -> ModelCard:
+    """What two workers of the same model have in common."""
+    tokenizer = msgspec.structs.replace(card.tokenizer, path="")
+    return msgspec.structs.replace(card, tokenizer=tokenizer, engine=None, created=0, source="")
+
+
+class Catalogue:
+    """A model is opened with its first card and again when all its workers have come to announce
+    another; it stays open while its workers are away."""
+
+    def __init__(self, runtime: DistributedRuntime, open_model: Open, tell: Tell) -> None:
+        self._runtime = runtime
+        self._open_model = open_model
+        self._tell = tell
+        self._prefix = models_prefix(runtime.settings.runtime.namespace)
+        self._cards: defaultdict[str, dict[str, ModelCard]] = defaultdict(dict)
+        self._open: dict[str, ModelCard] = {}
+        self._opening: set[str] = set()
+
+    async def follow(self) -> None:
+        """For ever; a broken watch is taken up again."""
+        while True:
+            try:
+                await self._watch()
+            except Exception as error:  # noqa: BLE001 - what is open stays open meanwhile
+                log.warning("models watch failed", extra={"fields": {"error": str(error)}})
+            await self._runtime.clock.sleep(RETRY_S)
+
+    async def _watch(self) -> None:
+        async with self._runtime.discovery.watch(self._prefix) as changes:
+            self._cards.clear()
+            async for batch in changes:
+                for name in self._take(batch):
+                    self._attend(name)
+
+    def _take(self, batch: Sequence[Change]) -> set[str]:
+        changed = set()
+        for change in batch:
+            quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
+            name = unquote(quoted)
+            self._cards[name].pop(instance, None)
+            changed.add(name)
+            try:
+                if change.value is not None:
+                    self._cards[name][instance] = _decode(change.value)
+            except msgspec.DecodeError as error:
+                fields = {"key": change.key, "error": str(error)}
+                log.warning("bad model card", extra={"fields": fields})
+        return changed
+
+    def _attend(self, name: str) -> None:
+        cards = [identity(card) for card in self._cards[name].values()]
+        if cards and self._open.get(name) not in cards and name not in self._opening:
+            self._opening.add(name)
+            self._runtime.tasks.start(self._open_until_done(name), f"open {name}")
+
+    async def _open_until_done(self, name: str) -> None:
+        delay_s = RETRY_S
+        try:
+            while cards := self._cards[name]:
+                card = max(cards.values(), key=lambda one: one.created)
+                try:
+                    await self._open_model(card)
+                except DynamoError as error:
+                    self._tell(name, error.message)
+                    fields = {"model": name, "error": error.message}
+                    log.warning("model cannot be opened yet", extra={"fields": fields})
+                    await self._runtime.clock.sleep(delay_s)
+                    delay_s = min(delay_s * 2, RETRY_CAP_S)
+                else:
+                    self._open[name] = identity(card)
+                    return
+        finally:
+            self._opening.discard(name)

@@ -1,0 +1,72 @@
+"""One answer of several frontends that share a port: their metrics, merged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from dynamo.core.tasks import run_all
+from dynamo.runtime.deployment import ProcessRecord, deployment_of
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.telemetry import render_merged
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+MAX_BYTES = 8 << 20
+
+
+class Siblings:
+    """The other frontends of this deployment on this host, found by their records."""
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self._runtime = runtime
+        self._deployment = deployment_of(runtime.settings)
+
+    async def metrics(self) -> str:
+        """This process's metrics and theirs, as if of one process. One that does not answer in time
+        is left out, with a warning."""
+        own = self._runtime.metrics.render()
+        if self._runtime.settings.server.http_workers == 1:
+            return own
+        others = await self._others()
+        texts = await run_all(*(self._text(other.status_url) for other in others))
+        return render_merged([own, *filter(None, texts)])
+
+    async def _others(self) -> Sequence[ProcessRecord]:
+        processes = await self._runtime.clock.offload(self._deployment.processes)
+        mine = self._runtime.instance_id
+        return [
+            one
+            for one in processes
+            if one.role == "frontend" and one.instance != mine and one.status_url
+        ]
+
+    async def _text(self, status_url: str) -> str:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await get_text(status_url, "/metrics")
+        except (OSError, TimeoutError, ValueError) as error:
+            log.warning(
+                "a frontend's metrics are missing",
+                extra={"fields": {"url": status_url, "error": str(error)}},
+            )
+            return ""
+
+
+async def get_text(url: str, path: str) -> str:
+    """The body of one GET to one of our own status ports. Raises OSError, `ValueError`."""
+    where = urlsplit(url)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=MAX_BYTES)
+    try:
+        head = f"GET {path} HTTP/1.1\r\nhost: {where.netloc}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode())
+        answer = await reader.read(-1)
+    finally:
+        writer.close()
+    first, _, body = answer.partition(b"\r\n\r\n")
+    if not first.startswith(b"HTTP/1.1 200 "):
+        raise ValueError(f"{url}{path} answered {first[:40]!r}")
+    return body.decode()
