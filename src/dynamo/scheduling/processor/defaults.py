@@ -60,7 +60,10 @@ class Defaults:
 
     def answer_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
         """How long the answer may become. Raises ContextLengthExceeded where the prompt, or the
-        prompt and an explicit `max_tokens`, do not fit; InvalidRequest for min_tokens over it."""
+        prompt and an explicit `max_tokens`, do not fit; InvalidRequest for an empty prompt and
+        for min_tokens over it."""
+        if prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
         context, wanted = self._context_tokens, options.max_tokens
         left = context - prompt_tokens
         if left < (1 if wanted is None else min(wanted, 1)):

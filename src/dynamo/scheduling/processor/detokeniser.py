@@ -57,7 +57,7 @@ class Detokeniser(Reply):
         self._skipped = vocabulary.special_ids if skip else frozenset[int]()
         self._decoder = vocabulary.decoder(skip_special=skip)
         self._scan = None if stops is None else StopScan(stops)
-        self._risky = None if stops is None else stops.search
+        self._risky = None if stops is None else stops.may_begin
         self._shown_stop = options.include_stop
         self._stop_ids = options.stop_token_ids
         self._min_tokens = options.min_tokens

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
+from dynamo.core.errors import InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Send
 from dynamo.core.settings.schema import SamplingDefaults
 from dynamo.core.tasks import run_all
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
 from dynamo.core.values import Finish, GenerateRequest, Started, Stops
+from dynamo.models.card import ModelCard
+from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
 from dynamo.scheduling.processor.defaults import Defaults
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.prompts import Prompts
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from dynamo.models.card import ModelCard
-    from dynamo.models.template import ChatTemplate
 
 
 class Processor:
@@ -49,6 +48,7 @@ class Processor:
         self._send = send
         self._prompts = Prompts(tokenizer, template, clock)
         self._vocabulary = Vocabulary(tokenizer)
+        self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
         self._always_stop = sampling.stop_tokens
         self._eos = tuple(card.eos_token_ids)
         self._defaults = Defaults(
@@ -73,6 +73,7 @@ class Processor:
             echo = prompt if request.echo else ""
         else:
             ids = prompt
+            self._check_ids(unpack_ids(ids), "prompt")
             echo = self.detokenize(unpack_ids(ids)) if request.echo else ""
         await self._answer(ids, request.options, context, reply, echo)
 
@@ -90,7 +91,8 @@ class Processor:
         return list(unpack_ids(ids))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """The text of `ids`, special tokens included. Raises InvalidRequest for an unknown id."""
+        self._check_ids(ids, "tokens")
         return self._tokenizer.decode(ids)
 
     async def _answer(
@@ -101,6 +103,7 @@ class Processor:
         reply: TextReply,
         echo: str = "",
     ) -> None:
+        self._check_ids(options.sampling.logit_bias or (), "logit_bias")
         prompt_tokens = len(prompt) // TOKEN_BYTES
         max_tokens = self._defaults.answer_tokens(options, prompt_tokens)
         request = self._request(prompt, options, context, max_tokens)
@@ -135,6 +138,16 @@ class Processor:
             salt=options.salt,
             priority=options.priority,
         )
+
+    def _check_ids(self, ids: Collection[int], param: str) -> None:
+        if not ids:
+            return
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"token id {token_id} is not in the vocabulary of {self._vocab_size}",
+                    param=param,
+                )
 
     def _stops(self, options: TextOptions) -> StopStrings | None:
         strings = (*options.stop, *self._always_stop)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dynamo.core.clock import Clock
+from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import ChatRequest
 from dynamo.models.segments import SegmentCache
+from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from dynamo.models.template import ChatTemplate
 
 INLINE_CHARS = 2_000
 """Uncached text that is encoded on the loop: at most 1 ms by the slowest encoder."""
@@ -18,13 +15,14 @@ SCAN_CHARS = 400_000
 """Text that is looked up in the segment cache on the loop."""
 RENDER_CHARS = 400_000
 RENDER_MESSAGES = 100
+"""A conversation that is rendered on the loop: at most this long, in at most so many messages."""
+RESERVED_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
 
 class Prompts:
     """Turns conversations and texts into packed ids, by way of a cache of segments."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, clock: Clock) -> None:
-        self._tokenizer = tokenizer
         self._template = template
         self._clock = clock
         self._cache = SegmentCache(tokenizer)
@@ -56,6 +54,12 @@ class Prompts:
         return await self._clock.offload(encode, text)
 
     def _render(self, request: ChatRequest) -> str:
+        if taken := RESERVED_ARGS & request.template_args.keys():
+            raise InvalidRequest(
+                f"{min(taken)!r} is no argument of the chat template's own",
+                hint="it is a field of the request",
+                param="chat_template_kwargs",
+            )
         return self._template.render(
             request.messages,
             request.tools,

@@ -1,0 +1,123 @@
+"""The detokeniser: however ids come, the text is that of the whole decode, and no character is
+split."""
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynamo.core.codec import unpack_ids
+from dynamo.core.text import TextFinish, TextOptions, TextReply, TokenText
+from dynamo.core.values import Finish, Started, TokenLogprobs
+from dynamo.models.tokenizer import Tokenizer
+from dynamo.scheduling.processor.detokeniser import Detokeniser
+from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+odd_text = st.text(st.sampled_from("ab é日本語🎉👩‍👩‍👧\u0301\n"), max_size=30)
+any_ids = st.lists(st.integers(0, 620), max_size=40)
+
+
+class Told(TextReply):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.deltas: list[str] = []
+        self.logprobs: list[TokenText] = []
+        self.end: TextFinish | None = None
+
+    def prompt(self, prompt_tokens: int) -> None: ...
+
+    def begin(self, choice: int, started: Started) -> None: ...
+
+    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+        assert delta
+        self.deltas.append(delta)
+        self.logprobs += logprobs or ()
+        return True
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        self.end = end
+
+
+def chunks_of(ids: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
+    borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    return [list(ids[a:b]) for a, b in itertools.pairwise(borders)]
+
+
+def answer(
+    vocabulary: Vocabulary,
+    chunks: Sequence[Sequence[int]],
+    options: TextOptions,
+    logprobs: bool = False,
+) -> Told:
+    told = Told()
+    stops = StopStrings(options.stop, include=options.include_stop) if options.stop else None
+    sink = Detokeniser(0, vocabulary, options, stops, told)
+    for chunk in chunks:
+        extra = [TokenLogprobs(token, -0.5) for token in chunk] if logprobs else None
+        if not sink.tokens(chunk, extra):
+            return told
+    sink.finish(Finish("length"))
+    return told
+
+
+@shared
+@given(ids=any_ids, cuts=st.lists(st.integers(0, 40), max_size=8), skip=st.booleans())
+def test_any_ids_decode_as_the_whole(
+    tiny_tokenizer: Tokenizer,
+    tiny_vocabulary: Vocabulary,
+    ids: list[int],
+    cuts: list[int],
+    skip: bool,
+) -> None:
+    options = TextOptions(skip_special_tokens=skip)
+    told = answer(tiny_vocabulary, chunks_of(ids, cuts), options)
+    assert "".join(told.deltas) == tiny_tokenizer.decode(ids, skip_special=skip)
+    assert told.end == TextFinish("length", len(ids))
+
+
+@shared
+@given(text=odd_text)
+def test_whole_text_never_shows_a_broken_character(
+    tiny_tokenizer: Tokenizer, tiny_vocabulary: Vocabulary, text: str
+) -> None:
+    ids = unpack_ids(tiny_tokenizer.encode(text))
+    told = answer(tiny_vocabulary, [[token] for token in ids], TextOptions())
+    assert "".join(told.deltas) == text
+    assert not any("\ufffd" in delta for delta in told.deltas)
+
+
+@shared
+@given(ids=any_ids, stop=st.lists(st.text("abet \n", min_size=1, max_size=4), max_size=3))
+def test_stops_over_tokens_as_over_the_whole(
+    tiny_tokenizer: Tokenizer, tiny_vocabulary: Vocabulary, ids: list[int], stop: list[str]
+) -> None:
+    told = answer(tiny_vocabulary, [[token] for token in ids], TextOptions(stop=tuple(stop)))
+    whole = tiny_tokenizer.decode(ids, skip_special=True)
+    ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(s) for s in stop)]
+    assert told.end is not None
+    if ends:
+        longest = max((s for s in stop if whole[: ends[0]].endswith(s)), key=len)
+        assert "".join(told.deltas) == whole[: ends[0] - len(longest)]
+        assert (told.end.reason, told.end.stop) == ("stop", longest)
+    else:
+        assert "".join(told.deltas) == whole
+        assert told.end == TextFinish("length", len(ids))
+
+
+@shared
+@given(ids=any_ids, stop=st.sampled_from([(), ("zz",), ("\n\n", " the")]))
+def test_logprobs_come_once_with_their_text(
+    tiny_vocabulary: Vocabulary, ids: list[int], stop: tuple[str, ...]
+) -> None:
+    told = answer(tiny_vocabulary, [ids], TextOptions(stop=stop), logprobs=True)
+    plain = answer(tiny_vocabulary, [ids], TextOptions(stop=stop))
+    assert "".join(told.deltas) == "".join(plain.deltas)
+    known = [tiny_vocabulary.raw(t) for t in ids if t not in tiny_vocabulary.special_ids]
+    raws = [one.raw for one in told.logprobs]
+    assert raws == known[: len(raws)]
+    if told.end and told.end.reason == "length" and told.deltas:
+        assert [raw for raw in raws if raw] == [raw for raw in known if raw]

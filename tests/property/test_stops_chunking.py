@@ -1,0 +1,98 @@
+"""Stop strings: however the text is cut, the answer is that of the whole text."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.scheduling.processor.stops import StopScan, StopStrings
+
+LETTERS = "abé\n🎉"
+texts = st.text(LETTERS, max_size=40)
+stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """By definition: the match that ends first, the longest of those."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+def may_become(text: str, stops: list[str]) -> int:
+    """By definition: how long the longest suffix is that begins a stop string."""
+    return max(
+        size
+        for size in range(len(text) + 1)
+        if size == 0 or any(len(s) > size and s.startswith(text[-size:]) for s in stops)
+    )
+
+
+@given(pieces=st.lists(texts, max_size=12), stops=stop_lists, include=st.booleans())
+def test_any_chunking_gives_the_answer_of_the_whole(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    scan = StopScan(StopStrings(stops, include=include))
+    told, seen, found = "", "", None
+    for piece in pieces:
+        waiting = scan.held + piece
+        free, found = scan.feed(piece)
+        told += waiting[:free]
+        seen += piece
+        if found is not None:
+            break
+        assert told + scan.held == seen
+        assert len(scan.held) == may_become(seen, stops)
+    assert (told if found is not None else told + scan.held, found) == reference(
+        "".join(pieces), stops, include
+    )
+
+
+@given(text=texts, stops=stop_lists)
+def test_what_may_begin_is_never_missed(text: str, stops: list[str]) -> None:
+    some = any(stop in text for stop in stops) or may_become(text, stops) > 0
+    assert not some or StopStrings(stops).may_begin(text) is not None
+
+
+@given(before=texts, after=texts, tail=st.text(LETTERS, min_size=20, max_size=30))
+def test_long_stop_strings(before: str, after: str, tail: str) -> None:
+    stop = "x" * 20 + tail
+    scan = StopScan(StopStrings([stop]))
+    told = ""
+    for char in before + "x" + stop + after:
+        waiting = scan.held + char
+        free, found = scan.feed(char)
+        told += waiting[:free]
+        if found:
+            break
+    assert told == before + "x"
+
+
+@given(exempt=st.lists(texts, max_size=5), armed=st.lists(texts, max_size=5), stops=stop_lists)
+def test_no_match_ends_in_text_that_is_exempt(
+    exempt: list[str], armed: list[str], stops: list[str]
+) -> None:
+    scan = StopScan(StopStrings(stops))
+    told, found = "", None
+    for piece, arms in [(one, False) for one in exempt] + [(one, True) for one in armed]:
+        waiting = scan.held + piece
+        free, found = scan.feed(piece, armed=arms)
+        told += waiting[:free]
+        assert arms or found is None
+        if found:
+            break
+    start, whole = len("".join(exempt)), "".join(exempt + armed)
+    ends = [
+        end
+        for end in range(start + 1, len(whole) + 1)
+        if any(whole[:end].endswith(stop) for stop in stops)
+    ]
+    if not ends:
+        assert found is None
+        assert told + scan.held == whole
+    else:
+        assert found is not None
+        assert whole[: ends[0]].endswith(found)
+        assert whole.startswith(told)
+        assert len(told) <= ends[0] - len(found)
