@@ -50,22 +50,21 @@ def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
 class Worker:
     """Attach it once; `close` it, or let the process end."""
 
-    def __init__(self, *, component: str = "worker") -> None:
+    def __init__(self, engine: Engine, card: ModelCard, *, component: str = "worker") -> None:
+        self._engine = engine
+        self._card = card
         self._component = component
         self._tasks = Tasks()
         self._served: list[Served] = []
         self._sources: list[Source] = []
 
-    async def attach(
-        self, runtime: DistributedRuntime, engine: Engine, card: ModelCard
-    ) -> ModelCard:
+    async def attach(self, runtime: DistributedRuntime) -> ModelCard:
         """Start the engine, serve, announce; the card as announced. Raises `ModelUnavailable`,
         `ConfigError`."""
         self._runtime = runtime
-        self._engine = engine
-        info = await engine.start()
-        self._card = card = served_card(card, info)
-        declare_metrics(runtime.metrics, engine)
+        info = await self._engine.start()
+        self._card = card = served_card(self._card, info)
+        declare_metrics(runtime.metrics, self._engine)
         runtime.health.check("engine", self._ailing)
         component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
         await self._publish(component.namespace.name)

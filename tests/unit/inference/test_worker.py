@@ -48,8 +48,8 @@ def card(tmp_path, content):
 
 @pytest.fixture
 async def worker(runtime, make_engine, card):
-    worker = Worker()
-    await worker.attach(runtime, make_engine(context_tokens=400, speedup_ratio=1e6), card)
+    worker = Worker(make_engine(context_tokens=400, speedup_ratio=1e6), card)
+    await worker.attach(runtime)
     return worker
 
 
@@ -190,8 +190,8 @@ async def test_metrics_tell_of_the_engine(runtime, worker, make_request, heard):
 
 
 async def test_any_engine_can_be_served(runtime, card, make_request, heard):
-    worker = Worker(component="echoes")
-    await worker.attach(runtime, EchoEngine(context_tokens=100), card)
+    worker = Worker(EchoEngine(context_tokens=100), card, component="echoes")
+    await worker.attach(runtime)
     client = await client_of(runtime, "generate", "echoes")
     reply = heard()
     await call(client, encode_request(make_request([5, 6, 7])), ReplyReader(reply).item)
