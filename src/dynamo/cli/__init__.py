@@ -1,1 +1,5 @@
-"""cli"""
+"""Commands: parse, load settings, call one function."""
+
+from dynamo.cli.entry import main
+
+__all__ = ["main"]

@@ -9,7 +9,6 @@ import msgspec
 from dynamo.core.settings.declare import setting
 
 ROUTER_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
-ENGINES = ("native", "mock", "echo")
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,8 +38,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent_requests: Annotated[
         int,
         setting(
-            "requests in work at one frontend; more wait, then are rejected. The seeds say 100, "
-            "which caps a fleet; a token stream is cheap here",
+            "requests in work at one frontend; more wait, then are rejected",
             flag="--max-concurrent-requests",
             ge=1,
             reload=True,
@@ -130,7 +128,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The workers' engine."""
 
-    kind: Annotated[str, setting("what computes", choices=ENGINES)] = "native"
+    kind: Annotated[str, setting("what computes: native, mock or echo")] = "native"
     workers: Annotated[int, setting("worker processes", flag="--workers", ge=0)] = 1
     num_blocks: Annotated[
         int,
@@ -173,14 +171,18 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Used where neither the request nor the model says; None: the seeds' default."""
+    """Used where the request says nothing; these stand before the model's own defaults."""
 
-    temperature: Annotated[float | None, setting("0 = greedy (else 0.7)", ge=0, le=2)] = None
-    top_p: Annotated[float | None, setting("nucleus (else 0.9)", ge=0, le=1)] = None
-    top_k: Annotated[int | None, setting("0 = no limit (else 50)", ge=0)] = None
-    max_tokens: Annotated[int | None, setting("answer length (else 1024)", unit="tokens", ge=1)] = (
+    temperature: Annotated[
+        float | None, setting("0 = greedy; else the model's, else 0.7", ge=0, le=2)
+    ] = None
+    top_p: Annotated[float | None, setting("nucleus; else the model's, else 0.9", ge=0, le=1)] = (
         None
     )
+    top_k: Annotated[int | None, setting("0 = no limit; else the model's, else 50", ge=0)] = None
+    max_tokens: Annotated[
+        int | None, setting("answer length; else 1024 or what is left", unit="tokens", ge=1)
+    ] = None
     stop_tokens: Annotated[tuple[str, ...], setting("strings that end every answer")] = ()
 
 

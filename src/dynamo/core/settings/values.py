@@ -29,6 +29,13 @@ def value_of(declared: Declared, raw: Any) -> Any:
     return value
 
 
+def type_name(declared: Declared) -> str:
+    """ "int", "float", "bool", "text" or "list"."""
+    kind, _ = _kind(declared.type)
+    names = {int: "int", float: "float", bool: "bool", tuple: "list"}
+    return names.get(kind, "text")
+
+
 def spelled_alike(mode: str) -> str:
     """A choice as it is compared: case, `-` and `_` are equal."""
     return mode.strip().lower().replace("-", "_")

@@ -1,0 +1,57 @@
+# `make run` serves a model; `make test` checks and tests everything. Needs python3.11 and make.
+
+PYTHON ?= python3.11
+PORT   ?= 8000
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: help setup run test check format bench oracle docs clean
+
+help:            ## this list
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+# Two stamps: what serves a model, and what checks and tests need besides.
+$(VENV)/.installed: pyproject.toml src/dynamo/__init__.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check]'
+	@touch $@
+
+setup: $(VENV)/.installed-test  ## make .venv with everything for checks and tests
+
+run: $(VENV)/.installed  ## serve the default model; PORT=8000, ARGS="MODEL --workers 2"
+	@exec $(BIN)/dynamo run --http-port $(PORT) $(ARGS)
+
+test: check  ## checks, then the whole test suite
+	$(BIN)/python -m pytest
+
+check: setup  ## format, lint, types, layers, sizes, reference pages
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/check_shape.py
+	$(BIN)/python scripts/reference.py --check
+
+format: setup  ## format and mend what can be mended
+	$(BIN)/ruff format --quiet .
+	$(BIN)/ruff check --quiet --fix .
+
+docs: setup  ## write docs/reference anew from the code
+	$(BIN)/python scripts/reference.py
+
+bench: setup  ## frontend CPU with mock workers (benchmarks/)
+	$(BIN)/python benchmarks/frontend_cpu.py $(ARGS)
+
+oracle:  ## make the native engine's reference answers anew (torch and transformers, large)
+	test -x $(VENV)-oracle/bin/python || $(PYTHON) -m venv $(VENV)-oracle
+	$(VENV)-oracle/bin/python -m pip install --quiet --editable '.[oracle]'
+	$(VENV)-oracle/bin/python scripts/oracle.py $(ARGS)
+
+clean:  ## remove caches and .venv
+	rm -rf $(VENV) $(VENV)-oracle build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""The rules of size and naming: prints every breach of them and exits with 1 if there is one.
+
+    scripts/check_shape.py [ROOT]
+
+A file has at most 400 lines, a function at most 50; nothing is called utils, common, helpers or
+manager; tasks are started in one module; src imports only libraries that pyproject.toml names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+FILE_LINES = 400
+FUNCTION_LINES = 50
+NO_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
+FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
+TASKS = Path("src/dynamo/core/tasks.py")
+TASK_STARTERS = {"create_task", "ensure_future", "gather"}
+IMPORTED_AS = {"pyyaml": "yaml"}
+OWN = {"dynamo", "dynamo_client"}
+
+
+def main(root: Path) -> int:
+    """Print what is wrong under `root`."""
+    allowed = libraries(root / "pyproject.toml")
+    wrong = [line for path in python_files(root) for line in breaches(root, path, allowed)]
+    for line in wrong:
+        print(line)
+    return 1 if wrong else 0
+
+
+def python_files(root: Path) -> list[Path]:
+    """Every source file below the known folders."""
+    return sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+
+
+def libraries(project: Path) -> set[str]:
+    """Import names of what the project declares, extras too."""
+    about = tomllib.loads(project.read_text())["project"]
+    declared = [*about["dependencies"]]
+    for extra, names in about.get("optional-dependencies", {}).items():
+        if extra not in {"test", "check", "oracle"}:
+            declared += names
+    bare = {re.split(r"[<>=\[;! ]", name, maxsplit=1)[0].lower() for name in declared}
+    return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in bare}
+
+
+def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:
+    """What is wrong with one file, a line each."""
+    where = path.relative_to(root)
+    text = path.read_text()
+    lines = text.count("\n")
+    if lines > FILE_LINES:
+        yield f"{where}: {lines} lines, at most {FILE_LINES}"
+    for part in (*where.parts[:-1], where.stem):
+        if part in NO_NAMES:
+            yield f"{where}: nothing is called {part!r}; name it after what it does"
+    tree = ast.parse(text, str(where))
+    yield from long_functions(where, tree)
+    if where.parts[0] == "src":
+        yield from loose_tasks(where, tree)
+        yield from foreign_imports(where, tree, allowed)
+
+
+def long_functions(where: Path, tree: ast.AST) -> Iterator[str]:
+    """Functions over the limit."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield f"{where}:{node.lineno}: {node.name} has {lines} lines, at most 50"
+
+
+def loose_tasks(where: Path, tree: ast.AST) -> Iterator[str]:
+    """Tasks that nobody owns."""
+    if where == TASKS:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in TASK_STARTERS:
+            yield f"{where}:{node.lineno}: {node.attr} belongs to core/tasks.py"
+
+
+def foreign_imports(where: Path, tree: ast.AST, allowed: set[str]) -> Iterator[str]:
+    """Imports of libraries that the project does not declare."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in allowed | OWN and top not in sys.stdlib_module_names:
+                yield f"{where}:{node.lineno}: {top} is no declared dependency"
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1]))

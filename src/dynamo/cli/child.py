@@ -1,0 +1,23 @@
+"""`dynamo _child ROLE`: one process of a deployment, started by the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo.cli.parsing import Parser
+
+
+def parser() -> Parser:
+    """One word: the role."""
+    made = Parser("dynamo _child", "One process of a deployment; settings come on standard input.")
+    made.add_argument("role", help="frontend or worker")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run until the supervisor ends it."""
+    found = parser().parse(arguments)
+
+    from dynamo.services.launch import run_child
+
+    return run_child(found.role)

@@ -1,0 +1,41 @@
+"""The table of commands: each is loaded only when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import msgspec
+
+from dynamo.cli.parsing import Parser
+
+Run = Callable[[Sequence[str]], int]
+
+
+class Command(msgspec.Struct, frozen=True):
+    """One command: `module` has `parser()` and `run(arguments) -> exit code`."""
+
+    module: str
+    help: str
+    hidden: bool = False
+
+
+COMMANDS = {
+    "run": Command("dynamo.cli.run", "serve a model: frontend and workers, one command"),
+    "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
+    "stop": Command("dynamo.cli.stop", "stop a deployment"),
+    "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
+    "_child": Command("dynamo.cli.child", "one process of a deployment", hidden=True),
+}
+
+
+def command_run(name: str) -> Run:
+    """The function of a command in `COMMANDS`."""
+    run: Run = import_module(COMMANDS[name].module).run
+    return run
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of a command, for its help and the reference."""
+    parser: Parser = import_module(COMMANDS[name].module).parser()
+    return parser

@@ -1,0 +1,115 @@
+"""The settings' flags, built from their declarations."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo.cli.parsing import Parser
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Declared, Given, Loaded, load
+from dynamo.core.settings.names import declared_settings, sections
+from dynamo.core.settings.values import type_name
+
+CONFIG_PATH = "DYNAMO_CONFIG_PATH"
+
+
+def add_settings(parser: Parser) -> None:
+    """A flag for every setting that has one, in a group a section; `--section.key` for all."""
+    for section, about in sections().items():
+        inside = [one for one in declared_settings().values() if one.key.startswith(f"{section}.")]
+        flagged = [one for one in inside if one.about.flag]
+        if flagged:
+            group = parser.add_argument_group(section, about)
+            for declared in flagged:
+                _add(group, declared, declared.about.flag, describe(declared))
+        for declared in inside:
+            _add(parser, declared, f"--{declared.key}", argparse.SUPPRESS)
+    parser.add_argument(
+        "-f", "--config", metavar="FILE", help=f"configuration file, YAML (else ${CONFIG_PATH})"
+    )
+
+
+def load_settings(
+    found: argparse.Namespace,
+    environ: Mapping[str, str] = os.environ,
+    extra: Mapping[str, Given] | None = None,
+) -> Loaded:
+    """The settings of parsed flags, the environment and the file that either names.
+
+    `extra`: what words of the command line say. Raises `ConfigError`.
+    """
+    flags = {key: value for key, value in vars(found).items() if isinstance(value, Given)}
+    path = found.config or environ.get(CONFIG_PATH, "")
+    return load(flags | dict(extra or {}), environ, _read(path) if path else None)
+
+
+def describe(declared: Declared) -> str:
+    """Help and default of one setting."""
+    default = declared.default
+    shown = ",".join(default) if isinstance(default, tuple) else str(default)
+    known = default not in ("", (), None, False)
+    unit = f" {declared.about.unit}" if declared.about.unit else ""
+    text = f"{declared.about.help} (default: {shown}{unit})" if known else declared.about.help
+    return text.replace("%", "%%")
+
+
+class _Give(argparse.Action):
+    """Keeps the text and the flag that gave it; a list collects."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        del parser
+        before = getattr(namespace, self.dest, None)
+        raw: Any = values
+        if self.nargs == 0:
+            raw = not str(option_string).startswith("--no-")
+        elif self.metavar == LIST:
+            raw = [*(before.raw if isinstance(before, Given) else ()), values]
+        setattr(namespace, self.dest, Given(raw, f"flag {option_string}"))
+
+
+LIST = "NAME"
+
+
+def _add(where: argparse._ActionsContainer, declared: Declared, flag: str, text: str) -> None:
+    kind = type_name(declared)
+    names = [flag]
+    options: dict[str, Any] = {"metavar": _metavar(declared, kind)}
+    if kind == "bool":
+        names.append(f"--no-{flag[2:]}")
+        options = {"nargs": 0}
+    where.add_argument(
+        *names,
+        dest=declared.key,
+        action=_Give,
+        default=argparse.SUPPRESS,
+        help=text,
+        **options,
+    )
+
+
+def _metavar(declared: Declared, kind: str) -> str:
+    if declared.about.choices:
+        return "{" + ",".join(declared.about.choices) + "}"
+    if kind == "list":
+        return LIST
+    return declared.about.unit.upper() or {"int": "N", "float": "X"}.get(kind, "TEXT")
+
+
+def _read(path: str) -> tuple[str, str]:
+    try:
+        return Path(path).read_text(encoding="utf-8"), path
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(
+            f"configuration file {path}: {reason}", hint=f"named by --config or ${CONFIG_PATH}"
+        ) from None

@@ -1,0 +1,47 @@
+"""A parser whose complaints are ours: an error that names the nearest flag, and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dynamo.core.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags and words in any order."""
+
+    def __init__(self, prog: str, description: str, examples: str = "", usage: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} {usage}" if usage else None,
+            description=description,
+            epilog=f"examples:\n{examples}" if examples else None,
+            formatter_class=_Format,
+            allow_abbrev=False,
+        )
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Raises `ConfigError` for what is not understood; exits after `--help`."""
+        found, left = self.parse_known_intermixed_args(list(arguments))
+        if left:
+            raise ConfigError(f"unknown argument {left[0]!r}", hint=self._nearest(left[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """argparse's own complaint, as ours."""
+        raise ConfigError(message, hint=f"see `{self.prog} --help`")
+
+    def _nearest(self, wrong: str) -> str:
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(wrong.partition("=")[0], flags, n=1)
+        return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Room for the flags of this program."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)

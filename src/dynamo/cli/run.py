@@ -1,0 +1,131 @@
+"""`dynamo run`: fetch the model, start frontend and workers, serve until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.parsing import Parser
+from dynamo.core.errors import ConfigError, Unsupported
+from dynamo.core.settings import Given, Settings
+
+INPUTS = ("http", "text")
+INPUTS_NOT_YET = ("batch", "endpoint", "none")
+
+EXAMPLES = """\
+  dynamo run                                     the default model on http://127.0.0.1:8000
+  dynamo run ./model.gguf --http-port 8080       a GGUF file
+  dynamo run out=mock ./model --workers 4 --router-mode least_loaded
+  echo "What is the capital of France?" | dynamo run in=text"""
+
+
+def parser() -> Parser:
+    """Words in=, out= and MODEL, and a flag for every setting that has one."""
+    made = Parser(
+        "dynamo run",
+        "Serve a model: frontend and workers, each a process, all under this one.\n\n"
+        "Every setting can be given: --SECTION.KEY VALUE, $DYNAMO_SECTION__KEY, or in a file.\n"
+        "The list is in docs/reference/settings.md; those with a flag of their own are below.",
+        EXAMPLES,
+        usage="[in=http|text] [out=native|mock|echo] [MODEL] [FLAGS]",
+    )
+    made.add_argument(
+        "words",
+        nargs="*",
+        metavar="in= out= MODEL",
+        help="where requests come from (in=http), what computes (out=native), and a "
+        "model folder, GGUF file or hub name (SmolLM2-135M-Instruct)",
+    )
+    add_settings(made)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until stopped."""
+    found = parser().parse(arguments)
+    source, extra = read_words(found.words)
+    settings = checked(found, extra)
+
+    from dynamo.telemetry.logs import configure
+
+    configure(settings.logging.level, settings.logging.format, "supervisor")
+    return START[source](settings)
+
+
+def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
+    """Where requests come from, and the settings that words stand for. Raises `ConfigError`."""
+    source = "http"
+    extra: dict[str, Given] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and name == "in":
+            source = _input(value)
+        elif equals and name == "out":
+            extra["engine.kind"] = Given(value, word)
+        elif "model.path" in extra:
+            first = extra["model.path"].raw
+            raise ConfigError(
+                f"two models: {first!r} and {word!r}", hint="one deployment serves one model"
+            )
+        else:
+            extra["model.path"] = Given(word, f"argument {word}")
+    return source, extra
+
+
+def checked(found: argparse.Namespace, extra: Mapping[str, Given]) -> Settings:
+    """The settings, complete and possible. Raises `ConfigError` and `Unsupported`."""
+    from dynamo.inference.engines import check_kind
+    from dynamo.telemetry.logs import parse_levels
+
+    settings = load_settings(found, extra=extra).settings
+    check_kind(settings.engine.kind)
+    parse_levels(settings.logging.level)
+    return settings
+
+
+def serve_http(settings: Settings) -> int:
+    """The whole deployment, on an HTTP port."""
+    from dynamo.cli.fetch import fetch
+    from dynamo.runtime.sockets import claim_port
+    from dynamo.services.launch import serve
+
+    claim_port(settings.server.http_host, settings.server.http_port)
+    names = fetch(settings)
+    return serve(settings, partial(announce, names))
+
+
+def serve_text(settings: Settings) -> int:
+    """A conversation on standard input and output."""
+    from dynamo.cli.converse import converse
+
+    return converse(settings)
+
+
+START: Mapping[str, Callable[[Settings], int]] = {"http": serve_http, "text": serve_text}
+
+
+def announce(names: Sequence[str], url: str) -> None:
+    """Tell that all serve, and how to try it."""
+    print(f"\n{', '.join(names)} is served at {url}/v1\n", file=sys.stderr)
+    print(f"try:  {curl(url)}\nend:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
+
+
+def curl(url: str) -> str:
+    """A request that works as it stands."""
+    body = (
+        '{"model": "default", "messages": '
+        '[{"role": "user", "content": "What is the capital of France?"}]}'
+    )
+    return f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+
+
+def _input(value: str) -> str:
+    kind = value.partition(":")[0]
+    if kind in INPUTS_NOT_YET:
+        raise Unsupported(f"in={value} is not supported yet", hint="today: in=http, in=text")
+    if value not in INPUTS:
+        raise ConfigError(f"unknown input in={value}", hint="known: in=http, in=text")
+    return value
