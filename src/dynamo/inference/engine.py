@@ -82,6 +82,7 @@ class BatchedEngine(Engine):
         self._tasks = Tasks(self._died)
         self._wake = asyncio.Event()
         self._listeners: list[EventListener] = []
+        self._mourners: list[Callable[[], None]] = []
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
         self.counters = Counters()
 
@@ -139,6 +140,10 @@ class BatchedEngine(Engine):
 
     def held_blocks(self) -> Listed[KvEvent]:
         return self._pool.held_blocks()
+
+    def on_failure(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when the engine's loop has failed: nothing is answered any more."""
+        self._mourners.append(listener)
 
     def clear_blocks(self) -> int:
         """Forget the prefix cache; how many blocks were held."""
@@ -241,6 +246,8 @@ class BatchedEngine(Engine):
     def _died(self, error: BaseException) -> None:
         log.error("the engine's loop failed", exc_info=error)
         self._fail_all(WorkerFailed("the engine has failed"))
+        for listener in self._mourners:
+            listener()
 
     def _fail_all(self, failure: WorkerFailed) -> None:
         started = self.failure is None

@@ -66,6 +66,8 @@ class Worker:
         self._card = card = served_card(self._card, info)
         declare_metrics(runtime.metrics, self._engine)
         runtime.health.check("engine", self._ailing)
+        if isinstance(self._engine, BatchedEngine):
+            self._engine.on_failure(self._leave)
         component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
         await self._publish(component.namespace.name)
         tokenizer = card.tokenizer
@@ -105,6 +107,10 @@ class Worker:
         del payload
         count = self._engine.clear_blocks() if isinstance(self._engine, BatchedEngine) else 0
         outgoing.send(msgspec.msgpack.encode({"cleared": count}))
+
+    def _leave(self) -> None:
+        """The engine is dead: let others have its requests."""
+        self._tasks.start(self.close(), "leave")
 
     def _ailing(self) -> str:
         failure = self._engine.failure if isinstance(self._engine, BatchedEngine) else None
