@@ -58,9 +58,22 @@ class Peer(Protocol):
 
 
 class Link(asyncio.Protocol):
-    """Feeds a `Peer`, gathers its writes. A peer that breaks the protocol is cut off."""
+    """Feeds a `Peer`, gathers its writes. A peer that breaks the protocol is cut off.
 
-    __slots__ = ("_armed", "_flusher", "_frames", "_peer", "_splitter", "before_write", "transport")
+    `congested`: more than the transport's high mark waits; `on_relief` is called when it is over.
+    """
+
+    __slots__ = (
+        "_armed",
+        "_flusher",
+        "_frames",
+        "_peer",
+        "_splitter",
+        "before_write",
+        "congested",
+        "on_relief",
+        "transport",
+    )
 
     def __init__(self, peer: Peer, flusher: Flusher) -> None:
         self._peer = peer
@@ -69,6 +82,8 @@ class Link(asyncio.Protocol):
         self._frames: list[bytes] = []
         self._armed = False
         self.before_write: Callable[[], list[bytes]] | None = None
+        self.on_relief: Callable[[], None] | None = None
+        self.congested = False
         self.transport: asyncio.Transport | None = None
 
     def greeted(self) -> None:
@@ -133,6 +148,14 @@ class Link(asyncio.Protocol):
             fields = self._about() | {"error": str(error)}
             log.warning("connection closed: protocol broken", extra={"fields": fields})
             self.abort()
+
+    def pause_writing(self) -> None:
+        self.congested = True
+
+    def resume_writing(self) -> None:
+        self.congested = False
+        if self.on_relief is not None:
+            self.on_relief()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._frames.clear()

@@ -1,0 +1,99 @@
+"""A source: numbers what it publishes, keeps the last of it, answers who missed something."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from dynamo.communication.events.plane import Dump, Source
+from dynamo.communication.frames import MAX_PAYLOAD_BYTES
+from dynamo.core.errors import TooLarge
+
+RING_EVENTS: Final = 16_384
+RING_BYTES: Final = 8 << 20
+
+_last_epoch = 0
+
+
+def new_epoch() -> int:
+    """Microseconds since 1970, and larger than any before it in this process."""
+    global _last_epoch
+    _last_epoch = max(_last_epoch + 1, time.time_ns() // 1000)
+    return _last_epoch
+
+
+class CatchUp(msgspec.Struct, frozen=True):
+    """What brings a follower to `last`: events from `first` on, or the whole state (`dump`)."""
+
+    last: int
+    first: int
+    payloads: Sequence[bytes]
+    dump: bool = False
+
+
+class Outlet(Source):
+    """`arm(flush)` has `flush` called in the next turn of the loop; `send(first, payloads)` takes
+    what was published since. Sequences start at 1."""
+
+    def __init__(
+        self,
+        dump: Dump | None,
+        arm: Callable[[Callable[[], None]], None],
+        send: Callable[[int, Sequence[bytes]], None],
+        on_close: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._dump = dump
+        self._arm = arm
+        self._send = send
+        self._on_close = on_close
+        self._pending: list[bytes] = []
+        self._ring: deque[bytes] = deque()
+        self._ring_bytes = 0
+        self.last = 0
+
+    def publish(self, payload: bytes) -> None:
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise TooLarge(f"an event of {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
+        pending = self._pending
+        if not pending:
+            self._arm(self.flush)
+        pending.append(payload)
+
+    async def close(self) -> None:
+        self.flush()
+        await self._on_close()
+
+    def flush(self) -> None:
+        """Number and send what waits."""
+        batch = self._pending
+        if not batch:
+            return
+        self._pending = []
+        first = self.last + 1
+        self.last += len(batch)
+        self._keep(batch)
+        self._send(first, batch)
+
+    def catch_up(self, after: int) -> CatchUp:
+        """What a follower needs that has everything up to `after` (-1: nothing)."""
+        self.flush()
+        oldest = self.last - len(self._ring) + 1
+        if after >= self.last:
+            return CatchUp(self.last, self.last + 1, ())
+        if (after < 0 or after + 1 < oldest) and self._dump is not None:
+            return CatchUp(self.last, self.last, tuple(self._dump()), dump=True)
+        if after < 0 and oldest > 1:
+            return CatchUp(self.last, self.last + 1, ())
+        first = max(after + 1, oldest, 1)
+        return CatchUp(self.last, first, [*self._ring][first - oldest :])
+
+    def _keep(self, batch: Sequence[bytes]) -> None:
+        ring = self._ring
+        ring.extend(batch)
+        self._ring_bytes += sum(map(len, batch))
+        while len(ring) > RING_EVENTS or self._ring_bytes > RING_BYTES:
+            self._ring_bytes -= len(ring.popleft())

@@ -1,0 +1,121 @@
+"""Events over TCP: every publishing process is its own server; the directory says where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Self
+
+from dynamo.communication.addresses import Address, new_incarnation, parse_listen
+from dynamo.communication.directory import Directory
+from dynamo.communication.events.messages import EVENTS, pack_events
+from dynamo.communication.events.outlet import Outlet, new_epoch
+from dynamo.communication.events.plane import Dump, Events, Listener, Source
+from dynamo.communication.events.publisher import Follower
+from dynamo.communication.events.records import SourceKey, SourceRecord, encode_record
+from dynamo.communication.events.subscription import Subscription
+from dynamo.communication.link import Flusher, Link
+from dynamo.core.tasks import Tasks
+
+
+class TcpEvents(Events):
+    """`tcp://HOST:PORT`; port 0 is any. Listens from the first source on.
+
+    `lossy(first sequence)` True: a batch is dropped on its way in (for tests of repair; set it
+    before subscribing).
+    """
+
+    def __init__(self, host: str, port: int, directory: Directory) -> None:
+        self._listen = Address(host, port, new_incarnation())
+        self._directory = directory
+        self._flusher = Flusher()
+        self._tasks = Tasks()
+        self._opening = asyncio.Lock()
+        self._server: asyncio.Server | None = None
+        self._outlets: dict[int, Outlet] = {}
+        self._last_number = 0
+        self._followers: set[Follower] = set()
+        self._subscriptions: set[Subscription] = set()
+        self._lost = 0
+        self.lossy: Callable[[int], bool] | None = None
+
+    @classmethod
+    async def open(cls, url: str, directory: Directory) -> Self:
+        """Nothing listens before the first source. Raises `ConfigError`."""
+        return cls(*parse_listen(url), directory)
+
+    async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
+        async with self._opening:
+            if self._server is None:
+                await self._start_listening()
+        self._last_number = number = self._last_number + 1
+        key = str(SourceKey(subject, publisher, new_epoch()))
+        outlet = Outlet(
+            dump, self._flusher.arm, partial(self._spread, number), partial(self._part, number, key)
+        )
+        self._outlets[number] = outlet
+        await self._directory.put(key, encode_record(SourceRecord(str(self._listen), number)))
+        return outlet
+
+    async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:
+        subscription = Subscription(
+            prefix, listener, self._directory, self._flusher, self._tasks, self.lossy
+        )
+        self._subscriptions.add(subscription)
+        await subscription.start()
+        return partial(self._unsubscribe, subscription)
+
+    def lost(self) -> int:
+        return self._lost + sum(one.lost() for one in self._subscriptions)
+
+    async def close(self) -> None:
+        for subscription in list(self._subscriptions):
+            self._unsubscribe(subscription)
+        for outlet in list(self._outlets.values()):
+            await outlet.close()
+        await self._tasks.close()
+        if self._server is not None:
+            self._server.close()
+        for follower in list(self._followers):
+            follower.link.close()
+            await follower.lost.wait()
+
+    def abort(self) -> None:
+        """Break every connection at once, as a crash would."""
+        if self._server is not None:
+            self._server.close()
+        for follower in list(self._followers):
+            follower.link.abort()
+
+    async def _start_listening(self) -> None:
+        loop = asyncio.get_running_loop()
+        wanted = self._listen
+        self._server = await loop.create_server(self._accept, wanted.host, wanted.port)
+        port = self._server.sockets[0].getsockname()[1]
+        self._listen = Address(wanted.host, port, wanted.incarnation)
+
+    def _accept(self) -> Link:
+        follower = Follower(
+            self._outlets, self._flusher, self._listen.incarnation, self._followers.discard
+        )
+        self._followers.add(follower)
+        return follower.link
+
+    def _spread(self, number: int, first: int, payloads: Sequence[bytes]) -> None:
+        if self._followers:
+            frames = pack_events(EVENTS, number, first, payloads)
+            for follower in self._followers:
+                follower.send(number, frames)
+
+    async def _part(self, number: int, key: str) -> None:
+        if self._outlets.pop(number, None) is not None:
+            for follower in self._followers:
+                follower.part(number)
+            await self._directory.delete(key)
+
+    def _unsubscribe(self, subscription: Subscription) -> None:
+        if subscription in self._subscriptions:
+            self._subscriptions.discard(subscription)
+            subscription.stop()
+            self._lost += subscription.lost()
