@@ -1,0 +1,25 @@
+"""Our own engine: Llama-shaped models in NumPy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dynamo.inference.engine import BatchedEngine
+    from dynamo.inference.engines import EngineInputs
+
+
+async def open_engine(inputs: EngineInputs) -> BatchedEngine:
+    """From the model's weights, which are read when it starts."""
+    from dynamo.inference.engine import BatchedEngine
+    from dynamo.inference.native.runner import NativeRunner
+
+    settings = inputs.settings.engine
+    runner = NativeRunner(
+        inputs.files.open_weights, settings, context_tokens=inputs.card.context_tokens
+    )
+    return BatchedEngine(
+        runner,
+        eos_token_ids=inputs.card.eos_token_ids,
+        prefix_caching=settings.prefix_caching,
+    )

@@ -1,0 +1,179 @@
+"""The next token from a row of logits.
+
+Chance is a function of (seed, choice, output position) alone, one number a token, so that a request
+can be continued on another worker. Filters, in vLLM's order: logit bias, penalties, temperature,
+min-p, top-k, top-p; each leaves a prefix of the tokens sorted by probability, so only as many
+tokens are sorted as are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Listed
+from struct import Struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from dynamo.core.values import Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from dynamo.inference.sequence import Sequence
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Ids = np.ndarray[Any, np.dtype[np.intp]]
+
+MOST_TOP_LOGPROBS = 20
+FIRST_CANDIDATES = 128
+PIECE = 64
+_key = Struct("<qqq")
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing else."""
+    key = _key.pack((seed + (1 << 63)) % (1 << 64) - (1 << 63), choice, position)
+    return (xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
+
+
+def sample(
+    logits: Floats, sequences: Listed[Sequence]
+) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    """One token for each row of `logits` [sequences, vocabulary], and the logprobs of the
+    unmodified distribution where they are asked for. Rows may be changed."""
+    asked = [_top_logprobs(sequence) for sequence in sequences]
+    before = {row: log_softmax(logits[row]) for row, top in enumerate(asked) if top is not None}
+    tokens = [sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
+    if not before:
+        return tokens, None
+    return tokens, [
+        None if top is None else describe(before[row], tokens[row], top)
+        for row, top in enumerate(asked)
+    ]
+
+
+def sample_row(row: Floats, sequence: Sequence) -> int:
+    """One token. `row` may be changed."""
+    request = sequence.request
+    if request is None:
+        return int(row.argmax())
+    sampling = request.sampling
+    change(row, sampling, sequence)
+    if banned := sequence.banned_ids:
+        row[[token for token in banned if token < len(row)]] = -np.inf
+    if sampling.temperature <= 0 or sampling.top_k == 1:
+        return int(row.argmax())
+    chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
+    return draw(row, sampling, chance)
+
+
+def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
+    """Apply bias and penalties in place. Presence and frequency count generated tokens;
+    repetition looks at the prompt, too."""
+    for token, bias in sampling.logit_bias.items():
+        if 0 <= token < len(row):
+            row[token] += bias
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(np.asarray(sequence.tokens))
+        logits = row[seen]
+        penalty = np.float32(sampling.repetition_penalty)
+        row[seen] = np.where(logits > 0, logits / penalty, logits * penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        resumed = sequence.request.resumed if sequence.request is not None else 0
+        first = sequence.prompt_tokens - resumed
+        ids, counts = np.unique(np.asarray(sequence.tokens[first:]), return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        row[ids] -= penalties.astype(np.float32)
+
+
+def draw(row: Floats, sampling: Sampling, chance: float) -> int:
+    """The token at `chance` of the filtered distribution, most probable first (then lowest id)."""
+    best = row.max()
+    limit = sampling.top_k if 0 < sampling.top_k < len(row) else len(row)
+    whole = 0.0
+    if limit == len(row) and sampling.min_p <= 0.0:
+        weights = (row - best) / np.float32(sampling.temperature)
+        whole = float(np.exp(weights, out=weights).sum(dtype=np.float64))
+    count = min(limit, FIRST_CANDIDATES)
+    while True:
+        ids = best_ids(row, count)
+        logits = row[ids].astype(np.float64)
+        weights = np.exp((logits - float(best)) / sampling.temperature)
+        found = _inside(weights, limit, sampling, whole, chance)
+        if found is not None:
+            return int(ids[found])
+        count = min(limit, count * 8)
+
+
+def _inside(
+    weights: np.ndarray[Any, np.dtype[np.float64]],
+    limit: int,
+    sampling: Sampling,
+    whole: float,
+    chance: float,
+) -> int | None:
+    """Where `chance` falls among the sorted `weights`; None: more of them are needed. `whole`: the
+    sum over all, where neither top-k nor min-p cuts (else 0)."""
+    complete = len(weights) >= limit
+    if sampling.min_p > 0.0:
+        kept = int(np.count_nonzero(weights >= sampling.min_p))
+        complete = complete or kept < len(weights)
+        weights = weights[: max(1, kept)]
+    sums = np.cumsum(weights)
+    if complete:
+        total = float(sums[-1])
+    elif whole:
+        total = max(whole, float(sums[-1]))
+    else:
+        return None
+    if sampling.top_p < 1.0:
+        cut = int(np.searchsorted(sums, sampling.top_p * total))
+        if cut >= len(sums):
+            if not complete:
+                return None
+            cut = len(sums) - 1
+        total = float(sums[cut])
+    found = int(np.searchsorted(sums, chance * total, side="right"))
+    if found >= len(sums):
+        return len(sums) - 1 if complete else None
+    return found
+
+
+def best_ids(row: Floats, count: int) -> Ids:
+    """The `count` highest of a row, best first, ties by id.
+
+    The lowest of the `count` highest maxima of pieces bounds what can be among them, so that only
+    a few are sorted.
+    """
+    pieces = len(row) // PIECE
+    if count * 4 >= pieces:
+        return _sorted(row, np.arange(len(row)), count)
+    maxima = row[: pieces * PIECE].reshape(pieces, PIECE).max(axis=1)
+    bound = np.partition(maxima, pieces - count)[pieces - count]
+    return _sorted(row, np.flatnonzero(row >= bound), count)
+
+
+def _sorted(row: Floats, ids: Ids, count: int) -> Ids:
+    order = np.argsort(-row[ids], kind="stable")[:count]
+    return ids[order]
+
+
+def log_softmax(row: Floats) -> Floats:
+    """Natural-log probabilities."""
+    shifted: Floats = row - row.max()
+    total = np.exp(shifted).sum(dtype=np.float64)
+    shifted -= np.float32(math.log(total))
+    return shifted
+
+
+def describe(logprobs: Floats, token: int, top: int) -> TokenLogprobs:
+    """The chosen token's logprob and the `top` best."""
+    best: Iterable[int] = best_ids(logprobs, min(top, MOST_TOP_LOGPROBS)).tolist() if top else ()
+    return TokenLogprobs(
+        token, float(logprobs[token]), tuple((one, float(logprobs[one])) for one in best)
+    )
+
+
+def _top_logprobs(sequence: Sequence) -> int | None:
+    return None if sequence.request is None else sequence.request.top_logprobs

@@ -1,0 +1,130 @@
+"""KV memory: a contiguous area for every running sequence, and paged blocks for what is kept.
+
+    areas   [slot][layer][key, value][kv head][position][head_dim]
+    blocks  [block][layer][key, value][kv head][token][head_dim]
+
+Areas reserve address space for the whole context; memory is used page by page as positions are
+written, and given back when idle slots hold more than they should. A block is one contiguous piece
+of memory, copied in and out whole: attention over gathered pages costs 2 to 8 times.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+FLOAT_BYTES = 4
+
+
+class KvShape(msgspec.Struct, frozen=True):
+    """What one position holds."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position over all layers, float32."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * FLOAT_BYTES
+
+
+class Slots:
+    """Areas for `max_num_seqs` sequences of up to `context_tokens`, and `num_blocks` blocks."""
+
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        max_num_seqs: int,
+        context_tokens: int,
+        num_blocks: int,
+        block_tokens: int,
+    ) -> None:
+        import numpy as np
+
+        self.block_tokens = block_tokens
+        layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        self._area_bytes = _whole_pages(shape.token_bytes * context_tokens)
+        self._memory = _reserve(self._area_bytes * max_num_seqs)
+        floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
+        floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
+        self.areas: Floats = floats.reshape(max_num_seqs, layers, 2, heads, context_tokens, dim)
+        self.blocks: Floats = np.empty(
+            (num_blocks, layers, 2, heads, block_tokens, dim), np.float32
+        )
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._used = [0] * max_num_seqs
+        self._idle_tokens = 0
+        self._idle_limit = num_blocks * block_tokens // 4
+
+    def take(self) -> int:
+        """A free slot: the lowest, so that slots in use are neighbours."""
+        slot = self._free.pop()
+        self._idle_tokens -= self._used[slot]
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """The sequence in `slot` is gone."""
+        self._free.append(slot)
+        self._free.sort(reverse=True)
+        self._idle_tokens += self._used[slot]
+        if self._idle_tokens > self._idle_limit:
+            self._trim()
+
+    def reach(self, slot: int, length: int) -> None:
+        """`slot` is about to be written up to `length` positions."""
+        if length > self._used[slot]:
+            self._used[slot] = length
+
+    def load(self, slot: int, blocks: Iterable[int]) -> None:
+        """Copy `blocks` into the first positions of a slot's area, in order."""
+        area, size = self.areas[slot], self.block_tokens
+        start = 0
+        for block in blocks:
+            area[:, :, :, start : start + size] = self.blocks[block]
+            start += size
+        self.reach(slot, start)
+
+    def save(self, slot: int, saves: Iterable[tuple[int, int]]) -> None:
+        """Copy (block index in the sequence, block id) out of a slot's area."""
+        area, size = self.areas[slot], self.block_tokens
+        for index, block in saves:
+            self.blocks[block] = area[:, :, :, index * size : (index + 1) * size]
+
+    def _trim(self) -> None:
+        """Give the memory of idle areas back; they read as zeros."""
+        for slot in self._free:
+            if self._used[slot]:
+                self._memory.madvise(mmap.MADV_DONTNEED, slot * self._area_bytes, self._area_bytes)
+                self._used[slot] = 0
+        self._idle_tokens = 0
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _reserve(size: int) -> mmap.mmap:
+    """Address space that takes memory only where it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        memory = mmap.mmap(-1, size, flags=flags)
+    except OSError as error:
+        raise ConfigError(
+            f"{size >> 20} MiB of address space for running sequences are refused",
+            hint="lower --max-num-seqs or --max-model-len",
+        ) from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
