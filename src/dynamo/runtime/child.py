@@ -39,7 +39,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def argv(self) -> tuple[str, ...]:
         """The command line."""
-        return self.command or (sys.executable, "-m", "dynamo", "_child", self.role)
+        return self.command or (sys.executable, "-P", "-m", "dynamo", "_child", self.role)
 
 
 class Child:
@@ -73,14 +73,14 @@ class Child:
         """Start it, and start it again whenever it dies. Returns when it was stopped or told that
         it can never start."""
         while not self._stopping.is_set():
-            code = await self._life()
+            how = await self._life()
             served_s = 0.0 if self._ready_at is None else self._clock.now() - self._ready_at
             self.ever_ready |= self._ready_at is not None
             if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
                 return
             self.report = Report()
             self._changed(self)
-            await self._pause(code, self._backoff.died(served_s))
+            await self._pause(how, self._backoff.died(served_s))
 
     def hold(self) -> None:
         """Start it no more."""
@@ -96,8 +96,8 @@ class Child:
             else:
                 os.kill(self.pid, number)
 
-    async def _pause(self, code: int, wait_s: float) -> None:
-        fields = {"name": self.spec.name, "exit": describe_exit(code), "restart_s": wait_s}
+    async def _pause(self, how: str, wait_s: float) -> None:
+        fields = {"name": self.spec.name, "exit": how, "restart_s": wait_s}
         deaths = self._backoff.deaths_unserved
         if deaths and deaths % LOUD_AFTER == 0:
             log.error(
@@ -110,9 +110,15 @@ class Child:
             async with asyncio.timeout(wait_s):
                 await self._stopping.wait()
 
-    async def _life(self) -> int:
-        """From start to death. Returns the exit code as `Popen` gives it."""
+    async def _life(self) -> str:
+        """From start to death; says how it ended."""
         self._ready_at = None
+        try:
+            return describe_exit(await self._started())
+        except OSError as error:
+            return f"not started: {error}"
+
+    async def _started(self) -> int:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # From the main thread: PR_SET_PDEATHSIG counts the death of the thread that forked.
@@ -149,7 +155,11 @@ class Child:
     async def _reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self.report = msgspec.json.decode(line, type=Report)
+                try:
+                    self.report = msgspec.json.decode(line, type=Report)
+                except msgspec.DecodeError:
+                    log.warning("unreadable report", extra={"fields": {"name": self.spec.name}})
+                    continue
                 if self.report.state == "ready" and self._ready_at is None:
                     self._ready_at = self._clock.now()
                 self._changed(self)

@@ -15,7 +15,7 @@ from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, run_all
 from dynamo.runtime.background import Background, InlineBackground, Runtime, ThreadBackground
@@ -37,7 +37,8 @@ Leave = Callable[[float], Coroutine[Any, Any, None]]
 class DistributedRuntime:
     """What a process has in hand. Make it by `create`; leave it by `shutdown` or `async with`.
 
-    `public_address`: where users reach this process (an HTTP URL), set by who listens there.
+    `stopping` is cancelled when the process is to stop. `public_address`: where users reach this
+    process (an HTTP URL), set by who listens there.
     """
 
     discovery: Discovery
@@ -45,7 +46,14 @@ class DistributedRuntime:
     events: Events
     runtime: Runtime
 
-    def __init__(self, settings: Settings, role: str, name: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        role: str,
+        name: str,
+        clock: Clock,
+        stopping: CancellationToken,
+    ) -> None:
         self.settings = settings
         self.role = role
         self.instance_id = secrets.token_hex(8)
@@ -56,7 +64,8 @@ class DistributedRuntime:
         self.metrics = Registry()
         self.health = Health()
         self.lifecycle = Lifecycle(self.name)
-        self.stopping = CancellationToken()
+        self.stopping = stopping
+        self.failure: DynamoError | None = None
         self.public_address = ""
         self._served: list[Served] = []
         self._clients: list[Client] = []
@@ -72,9 +81,16 @@ class DistributedRuntime:
         role: str = "process",
         name: str = "",
         clock: Clock | None = None,
+        stopping: CancellationToken | None = None,
     ) -> Self:
         """Open the planes that `settings` name. Raises `ConfigError`."""
-        runtime = cls(settings or Settings(), role, name, clock or SystemClock())
+        runtime = cls(
+            settings or Settings(),
+            role,
+            name,
+            clock or SystemClock(),
+            stopping or CancellationToken(),
+        )
         await runtime._open()
         return runtime
 
@@ -116,6 +132,13 @@ class DistributedRuntime:
                 await client.close()
             await self._opened.aclose()
             self.lifecycle.to(State.DEREGISTERED)
+
+    def fail(self, error: DynamoError) -> None:
+        """This process cannot do its work any more: it stops, with `error`, and may be started
+        anew."""
+        if self.failure is None:
+            self.failure = error
+        self.stopping.cancel()
 
     def adopt(self, served: Served) -> None:
         """From now on `served` ends with this runtime. Raises `ConfigError` for a second one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -14,7 +15,8 @@ import msgspec
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks, first_of
+from dynamo.core.tasks import first_of
+from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.deployment import (
     Deployment,
     ProcessRecord,
@@ -59,12 +61,12 @@ async def _run(
     main: Main, settings: Settings, role: str, name: str, parent: ParentLink | None
 ) -> int:
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    _listen(loop, stop, parent)
+    stopping = CancellationToken()
+    _listen(loop, stopping, parent)
     try:
-        async with await DistributedRuntime.create(settings, role=role, name=name) as runtime:
-            process = Process(runtime, parent)
-            await process.live(main, stop)
+        created = DistributedRuntime.create(settings, role=role, name=name, stopping=stopping)
+        async with await created as runtime:
+            await Process(runtime, parent).live(main)
     except DynamoError as error:
         return _failed(error, parent)
     except Exception:  # the last line of defence: told, and restarted by the supervisor
@@ -74,12 +76,14 @@ async def _run(
 
 
 def _listen(
-    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, parent: ParentLink | None
+    loop: asyncio.AbstractEventLoop, stopping: CancellationToken, parent: ParentLink | None
 ) -> None:
+    signals = itertools.count()
+
     def stop_or_exit() -> None:
-        if stop.is_set():
+        if next(signals):
             os._exit(1)
-        stop.set()
+        stopping.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_or_exit)
@@ -89,11 +93,12 @@ def _listen(
 
 def _failed(error: DynamoError, parent: ParentLink | None) -> int:
     """Tell why the process ends; what trying again cannot mend is fatal."""
+    usage = isinstance(error, ConfigError)
     if isinstance(error, PortInUse):
         name_owner(error)
-    code = 2 if isinstance(error, ConfigError) else 1
-    hint = f" ({error.hint})" if error.hint else ""
-    log.error("cannot go on: %s%s", error.message, hint)
+        usage = False
+    code = 2 if usage else 1
+    log.error("cannot go on", extra={"fields": {"error": error.message, "hint": error.hint}})
     if parent is not None and isinstance(error, ConfigError | ModelUnavailable):
         parent.tell(Report(fatal=error.message, hint=error.hint, code=code))
     return code
@@ -117,21 +122,22 @@ class Process:
             start_ticks=own_start_ticks(),
         )
 
-    async def live(self, main: Main, stop: asyncio.Event) -> None:
-        """From status port to drained. Raises what `main` raises."""
+    async def live(self, main: Main) -> None:
+        """From status port to drained. Raises what `main` raises, and the runtime's failure."""
         runtime = self._runtime
         runtime.health.unwell(STARTING, "the process is starting")
         await self._status.start()
         try:
             await runtime.clock.offload(self._deployment.prepare)
             await self._tell("starting")
-            async with Tasks(on_failure=lambda _: None) as tasks:
-                main_ended = tasks.start(self._set_up(main), "main")
-                await first_of(_raised(main_ended), stop.wait())
-                await first_of(self._ready(), stop.wait())
-                await stop.wait()
+            stopped = runtime.stopping.wait
+            await first_of(self._set_up(main), stopped())
+            await first_of(self._ready(), stopped())
+            await stopped()
             await self._tell("draining")
             await runtime.shutdown()
+            if runtime.failure is not None:
+                raise runtime.failure
         finally:
             await self._status.stop()
             await runtime.clock.offload(self._deployment.remove, self._record)
@@ -164,7 +170,3 @@ class Process:
         await runtime.discovery.put(process_key(self._record), msgspec.json.encode(self._record))
         if self._parent is not None:
             self._parent.tell(Report(state=state, address=address, status_url=self._status.url))
-
-
-async def _raised(task: asyncio.Task[None]) -> None:
-    await task

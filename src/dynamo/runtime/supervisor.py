@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -44,9 +45,10 @@ class LogLines:
         }
 
     def __call__(self, name: str, line: bytes) -> None:
-        """Write one line."""
-        self._out.write(f"{self._prefixes[name]}{line.decode(errors='replace')}\n")
-        self._out.flush()
+        """Write one line; a reader that went away hears nothing."""
+        with contextlib.suppress(OSError):
+            self._out.write(f"{self._prefixes[name]}{line.decode(errors='replace')}\n")
+            self._out.flush()
 
 
 class Supervisor:

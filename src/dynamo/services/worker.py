@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from dynamo.core.errors import WorkerFailed
 from dynamo.core.settings import Settings
 from dynamo.inference import worker as inference_worker
 from dynamo.inference.engines import EngineInputs, check_kind, open_engine
@@ -15,7 +16,9 @@ from dynamo.runtime.distributed import DistributedRuntime
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 2.0
+LOOK_EVERY_S = 1.0
 MODEL = "model"
+ENGINE = "engine"
 
 
 class Worker:
@@ -37,10 +40,18 @@ class Worker:
         announced = await worker.attach(runtime)
         runtime.at_shutdown(worker.close)
         runtime.health.well_again(MODEL)
+        runtime.tasks.start(_watch_engine(runtime), "engine watch")
         log.info(
             "worker serves",
             extra={"fields": {"model": announced.name, "engine": kind, "id": runtime.instance_id}},
         )
+
+
+async def _watch_engine(runtime: DistributedRuntime) -> None:
+    """A worker whose engine has died is of no use: it leaves, and the supervisor starts another."""
+    while not (reason := runtime.health.reasons.get(ENGINE)):
+        await runtime.clock.sleep(LOOK_EVERY_S)
+    runtime.fail(WorkerFailed(f"the engine died: {reason}"))
 
 
 def card_of(files: ModelFiles, settings: Settings) -> ModelCard:

@@ -1,0 +1,135 @@
+"""The secondary runtime, and discovery that runs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo.communication.discovery import Change
+from dynamo.communication.discovery.memory import MemoryDiscovery
+from dynamo.runtime.background import InlineBackground, ThreadBackground
+from dynamo.runtime.leases import BackgroundDiscovery, KeptDiscovery
+
+
+@pytest.fixture
+async def background() -> AsyncIterator[ThreadBackground]:
+    one = ThreadBackground()
+    yield one
+    await one.close()
+    await one.close()
+
+
+async def open_memory(name: str) -> MemoryDiscovery:
+    return await MemoryDiscovery.open(f"memory:{name}")
+
+
+async def opened(background: ThreadBackground, name: str) -> BackgroundDiscovery:
+    inner = await background.run(open_memory(name))
+
+    async def keep() -> KeptDiscovery:
+        return KeptDiscovery(inner)
+
+    return BackgroundDiscovery(await background.run(keep()), background)
+
+
+async def test_work_runs_on_a_thread_of_its_own(background: ThreadBackground) -> None:
+    async def where() -> int:
+        return threading.get_ident()
+
+    assert await background.run(where()) != threading.get_ident()
+    assert await InlineBackground().run(where()) == threading.get_ident()
+
+
+async def test_a_busy_primary_does_not_hold_the_secondary(background: ThreadBackground) -> None:
+    beats = 0
+
+    async def heart() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0.001)
+
+    beating = background.start(heart())
+    before = beats
+    end = time.monotonic() + 5
+    while beats < before + 5 and time.monotonic() < end:
+        sum(range(1000))  # the loop of this test does not turn meanwhile
+    assert beats >= before + 5
+    beating.cancel()
+
+
+async def test_cancelling_the_wait_cancels_the_work(background: ThreadBackground) -> None:
+    cancelled = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await background.run(work())
+    await asyncio.to_thread(cancelled.wait, 10)
+    assert cancelled.is_set()
+
+
+async def test_errors_come_back(background: ThreadBackground) -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await background.run(fail())
+
+
+async def test_discovery_in_the_background(background: ThreadBackground) -> None:
+    discovery = await opened(background, "background")
+    await discovery.put("/a/1", b"one")
+    async with discovery.watch("/a/") as changes:
+        assert await anext(changes) == [Change("/a/1", b"one")]
+        await discovery.put("/a/2", b"two")
+        assert await anext(changes) == [Change("/a/2", b"two")]
+        await discovery.delete("/a/1")
+        assert await anext(changes) == [Change("/a/1", None)]
+    assert await discovery.get("/a/") == {"/a/2": b"two"}
+    await discovery.close()
+
+
+async def test_a_lost_lease_is_told_here_and_mended_there(background: ThreadBackground) -> None:
+    discovery = await opened(background, "lost")
+    lost = asyncio.Event()
+    threads: list[int] = []
+    discovery.on_lease_lost(lambda: (threads.append(threading.get_ident()), lost.set()))
+    await discovery.put("/a/1", b"one")
+    inner = discovery._inner._inner  # type: ignore[attr-defined]
+
+    async def lose() -> None:
+        inner.lose_lease()
+
+    await background.run(lose())
+    await lost.wait()
+    assert threads == [threading.get_ident()]
+    async with discovery.watch("/a/") as changes:
+        seen = list(await anext(changes))
+        while Change("/a/1", b"one") not in seen:
+            seen += await anext(changes)
+    await discovery.close()
+
+
+async def test_a_watch_that_fails_there_fails_here(background: ThreadBackground) -> None:
+    discovery = await opened(background, "failing")
+
+    class Broken(MemoryDiscovery):
+        def watch(self, prefix: str):  # type: ignore[no-untyped-def]
+            raise ConnectionError("away")
+
+    discovery._inner._inner = Broken("failing")  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionError):
+        async with discovery.watch("/") as changes:
+            await anext(changes)
+    await discovery.close()

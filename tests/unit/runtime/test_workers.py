@@ -1,0 +1,57 @@
+"""Worker discovery as the seed documents spell it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dynamo.communication.discovery.memory import MemoryDiscovery
+from dynamo.runtime import WorkerDiscovery, WorkerInfo
+
+SEED = {
+    "component": "VllmWorker",
+    "endpoint": "generate",
+    "namespace": "dynamo",
+    "lease_id": "7587",
+    "transport": {"nats_tcp": "nats://10.0.0.1:4222/inst"},
+    "capabilities": {"model": "tiny"},
+    "nixl_metadata": None,
+}
+
+
+def test_from_the_seeds_record() -> None:
+    worker = WorkerInfo.from_dict(SEED)
+    assert worker.component_type == "VllmWorker"
+    assert worker.nats_endpoint == "nats://10.0.0.1:4222/inst"
+    assert worker.to_dict() == SEED
+
+
+def test_from_its_own_fields() -> None:
+    worker = WorkerInfo.from_dict({"component_type": "w", "endpoint": "e", "nats_endpoint": "x"})
+    assert (worker.component_type, worker.nats_endpoint) == ("w", "x")
+
+
+@pytest.mark.parametrize("bad", [{}, {"component": "w"}, {"endpoint": "e"}])
+def test_what_is_no_worker(bad: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="worker record"):
+        WorkerInfo.from_dict(bad)
+
+
+async def test_register_and_discover(caplog: pytest.LogCaptureFixture) -> None:
+    plane = await MemoryDiscovery.open("memory:workers")
+    discovery = WorkerDiscovery(plane)
+    first = WorkerInfo("VllmWorker", "generate", nats_endpoint="tcp://h:1/i")
+    key = await discovery.register_worker(first)
+    assert key.startswith("/dynamo/workers/VllmWorker/generate/")
+    await discovery.register_worker(first)
+    await discovery.register_worker(WorkerInfo("PrefillWorker", "generate", lease_id="1"))
+    await plane.put("/dynamo/workers/VllmWorker/generate/bad", b"[]")
+    await plane.put("/dynamo/workers/VllmWorker/generate/worse", b'{"component": "w"}')
+    with caplog.at_level(logging.WARNING):
+        found = await discovery.discover_workers("VllmWorker")
+    assert [one.nats_endpoint for one in found] == ["tcp://h:1/i"] * 2
+    assert len({one.lease_id for one in found}) == 2
+    assert len([record for record in caplog.records if "bad worker" in record.message]) == 2
+    assert len(await discovery.discover_workers()) == 3
+    await plane.close()
