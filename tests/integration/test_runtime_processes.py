@@ -1,0 +1,154 @@
+"""The runtime between real processes on loopback: file: discovery, tcp: planes, life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.core.errors import WorkerFailed
+from dynamo.core.settings import Settings
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.deployment import Deployment, deployment_of
+
+SERVER = """
+import asyncio, sys
+from msgspec.structs import replace
+from dynamo.core.settings import Settings
+from dynamo.runtime.process import run_process
+
+async def count(request):
+    for at in range(request["to"]):
+        yield at
+        await asyncio.sleep(request.get("every_s", 0))
+
+async def main(runtime):
+    await runtime.endpoint("dynamo.Counter.count").serve_items(count)
+
+settings = Settings()
+about = replace(settings.runtime, deployment="test", drain_s=10.0)
+sys.exit(run_process(main, replace(settings, runtime=about), "worker", "counter"))
+"""
+
+Start = Callable[[], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    settings = Settings()
+    return replace(settings, runtime=replace(settings.runtime, deployment="test"))
+
+
+@pytest.fixture
+def deployment(settings: Settings) -> Deployment:
+    return deployment_of(settings)
+
+
+@pytest.fixture
+def start(settings: Settings) -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", SERVER]))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+async def client(settings: Settings) -> AsyncIterator[Client]:
+    async with await DistributedRuntime.create(settings) as runtime:
+        yield await runtime.endpoint("dynamo.Counter.count").client()
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    while not (found := condition()):
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def test_calls_spread_over_two_processes(start: Start, client: Client) -> None:
+    start(), start()
+    await client.wait_for_instances(2)
+    for _ in range(4):
+        async with client.round_robin({"to": 3}) as stream:
+            assert [item async for item in stream] == [0, 1, 2]
+
+
+async def test_a_killed_process_is_withheld_and_then_forgotten(
+    start: Start, client: Client
+) -> None:
+    process = start()
+    await client.wait_for_instances()
+    (instance,) = client.instances
+    async with client.generate({"to": 1000, "every_s": 0.01}) as stream:
+        assert await anext(stream) == 0
+        process.kill()
+        with pytest.raises(WorkerFailed):
+            async for _ in stream:
+                pass
+    assert not client.instances
+    await until(lambda: instance not in client._view._known)
+    start()
+    await client.wait_for_instances()
+    assert instance not in client.instances
+
+
+async def test_sigterm_lets_calls_end(start: Start, client: Client, deployment: Deployment) -> None:
+    process = start()
+    await client.wait_for_instances()
+    async with client.generate({"to": 60, "every_s": 0.01}) as stream:
+        assert await anext(stream) == 0
+        process.terminate()
+        await until(lambda: [one.state for one in deployment.processes()] == ["draining"])
+        assert [item async for item in stream] == list(range(1, 60))
+    assert await asyncio.to_thread(process.wait) == 0
+    assert not client.instances
+    assert deployment.processes() == []
+
+
+async def test_a_second_signal_ends_it_at_once(
+    start: Start, client: Client, deployment: Deployment
+) -> None:
+    process = start()
+    await client.wait_for_instances()
+    async with client.generate({"to": 10_000, "every_s": 0.01}) as stream:
+        await anext(stream)
+        process.terminate()
+        await until(lambda: [one.state for one in deployment.processes()] == ["draining"])
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait) == 1
+
+
+async def test_the_record_and_the_status_port(start: Start, deployment: Deployment) -> None:
+    process = start()
+    await until(lambda: [one.state for one in deployment.processes()] == ["ready"])
+    (record,) = deployment.processes()
+    assert (record.role, record.name, record.pid) == ("worker", "counter", process.pid)
+    assert record.address.startswith("tcp://127.0.0.1:")
+
+    def read(path: str) -> str:
+        with urllib.request.urlopen(record.status_url + path, timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    health = json.loads(await asyncio.to_thread(read, "/health"))
+    assert health["status"] == "healthy"
+    assert health["endpoints"] == {"dynamo.Counter.count": "healthy"}
+    assert json.loads(await asyncio.to_thread(read, "/live")) == {"status": "live"}
+    assert "process_cpu_seconds_total" in await asyncio.to_thread(read, "/metrics")
+    folder = deployment.folder.stat()
+    assert folder.st_mode & 0o777 == 0o700
