@@ -41,6 +41,7 @@ class Defaults:
         said |= {name: value for name, value in mine.items() if value is not None}
         seeds = {"temperature": SEED_TEMPERATURE, "top_p": SEED_TOP_P, "top_k": SEED_TOP_K}
         self._values: dict[str, Any] = seeds | said
+        self._values["top_k"] = max(0, self._values["top_k"])
         self._max_tokens = (
             configured.max_tokens or generation.get("max_new_tokens") or SEED_MAX_TOKENS
         )

@@ -49,7 +49,7 @@ class Processor:
         self._prompts = Prompts(tokenizer, template, clock)
         self._vocabulary = Vocabulary(tokenizer)
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
-        self._always_stop = sampling.stop_tokens
+        self._always_stop = tuple(filter(None, sampling.stop_tokens))
         self._eos = tuple(card.eos_token_ids)
         self._defaults = Defaults(
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dynamo.core.clock import Clock
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import ChatRequest
+from dynamo.models.encoders import FastEncoder
 from dynamo.models.segments import SegmentCache
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
 
 INLINE_CHARS = 2_000
-"""Uncached text that is encoded on the loop: at most 1 ms by the slowest encoder."""
-SCAN_CHARS = 400_000
+FAST_INLINE_CHARS = 6_000
+"""Uncached text that is encoded on the loop, by the slow and the fast encoder: at most 1 ms."""
+SCAN_CHARS = 200_000
 """Text that is looked up in the segment cache on the loop."""
 RENDER_CHARS = 400_000
 RENDER_MESSAGES = 100
@@ -26,6 +28,8 @@ class Prompts:
         self._template = template
         self._clock = clock
         self._cache = SegmentCache(tokenizer)
+        fast = tokenizer.encoder == FastEncoder.name
+        self._inline_chars = FAST_INLINE_CHARS if fast else INLINE_CHARS
         framed = tokenizer.encode("a", add_special=True)
         self._before, _, self._after = framed.partition(tokenizer.encode("a"))
 
@@ -46,10 +50,10 @@ class Prompts:
 
     async def encode(self, text: str) -> bytes:
         """The text alone; special tokens written in it count as such."""
-        encode = self._cache.encode
-        if len(text) <= INLINE_CHARS:
+        encode, inline = self._cache.encode, self._inline_chars
+        if len(text) <= inline:
             return encode(text)
-        if len(text) <= SCAN_CHARS and self._cache.missing_chars(text) <= INLINE_CHARS:
+        if len(text) <= SCAN_CHARS and self._cache.missing_chars(text) <= inline:
             return encode(text)
         return await self._clock.offload(encode, text)
 

@@ -1,0 +1,196 @@
+"""A processor over a tiny byte-level tokenizer, scripted answers below it, and a reader above."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.codec import unpack_ids
+from dynamo.core.context import Context
+from dynamo.core.reply import Reply
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import SamplingDefaults
+from dynamo.core.text import TextFinish, TextReply, TokenText
+from dynamo.core.values import Finish, GenerateRequest, Started
+from dynamo.models.card import ModelCard
+from dynamo.models.files import file_ref
+from dynamo.models.template import ChatTemplate
+from dynamo.models.tokenizer import Tokenizer, read_tokenizer
+from dynamo.runtime import DistributedRuntime
+from dynamo.scheduling.processor import Processor
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EOS = 2
+
+
+class Told(TextReply):
+    """Keeps what it is told, in order; has enough after `limit` deltas."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.calls: list[tuple[Any, ...]] = []
+        self.logprobs: list[TokenText] = []
+
+    def prompt(self, prompt_tokens: int) -> None:
+        self.calls.append(("prompt", prompt_tokens))
+
+    def begin(self, choice: int, started: Started) -> None:
+        self.calls.append(("begin", choice))
+
+    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+        assert delta
+        self.calls.append(("text", choice, delta))
+        self.logprobs += logprobs or ()
+        return self.limit is None or len(self.deltas()) < self.limit
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        self.calls.append(("finish", choice, end))
+
+    def deltas(self, choice: int | None = None) -> list[str]:
+        return [c[2] for c in self.calls if c[0] == "text" and choice in (None, c[1])]
+
+    def whole(self, choice: int | None = None) -> str:
+        return "".join(self.deltas(choice))
+
+    def ends(self) -> dict[int, TextFinish]:
+        return {c[1]: c[2] for c in self.calls if c[0] == "finish"}
+
+
+class Scripted:
+    """What stands where the wire stands: answers every request with the same ids."""
+
+    def __init__(self, ids: Sequence[int], end: Finish | None = None) -> None:
+        self.ids = ids
+        self.end = end or Finish("stop", stop_token=EOS)
+        self.requests: list[GenerateRequest] = []
+        self.failing: dict[int, Exception] = {}
+        self.cancelled: list[int] = []
+        self.hold: asyncio.Event | None = None
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        self.requests.append(request)
+        reply.begin(Started(worker="w1"))
+        if request.choice in self.failing:
+            raise self.failing[request.choice]
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.choice)
+            raise
+        for token in self.ids[: request.stops.max_tokens]:
+            if not reply.tokens((token,)):
+                return
+            await asyncio.sleep(0)
+        reply.finish(self.end)
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        return [unpack_ids(request.token_ids) for request in self.requests]
+
+
+class CountingClock(SystemClock):
+    """Counts what is sent off the loop; runs it at once."""
+
+    def __init__(self) -> None:
+        self.offloaded: list[str] = []
+
+    async def offload(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        self.offloaded.append(work.__name__)
+        return work(*args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return read_tokenizer(tiny_model / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
+@pytest.fixture
+def ids_of(tokenizer: Tokenizer) -> Callable[[str], tuple[int, ...]]:
+    return lambda text: unpack_ids(tokenizer.encode(text))
+
+
+@pytest.fixture
+def clock() -> CountingClock:
+    return CountingClock()
+
+
+@pytest.fixture
+def told() -> type[Told]:
+    return Told
+
+
+@pytest.fixture
+def scripted() -> type[Scripted]:
+    return Scripted
+
+
+@pytest.fixture
+def processor(
+    tokenizer: Tokenizer, tiny_model: Path, clock: CountingClock
+) -> Callable[..., Processor]:
+    """`processor(send, context_tokens=..., generation=..., sampling=...)`."""
+
+    def make(
+        send: Any,
+        *,
+        context_tokens: int = 4096,
+        generation: dict[str, Any] | None = None,
+        sampling: SamplingDefaults | None = None,
+        template: str | None = TEMPLATE,
+    ) -> Processor:
+        card = ModelCard(
+            names=("tiny", "alias"),
+            context_tokens=context_tokens,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=file_ref(tiny_model / "tokenizer.json"),
+            eos_token_ids=(EOS,),
+            generation=generation or {},
+        )
+        chat = ChatTemplate(template)
+        configured = sampling or SamplingDefaults()
+        return Processor(card, tokenizer, chat, send, configured, clock, Random(7))
+
+    return make
+
+
+Open = Callable[[], Awaitable[DistributedRuntime]]
+_places = itertools.count()
+
+
+@pytest.fixture
+async def open_runtime() -> AsyncIterator[Open]:
+    """`await open_runtime()`: a runtime like another process's, on one memory network."""
+    settings = Settings()
+    planes = replace(
+        settings.runtime,
+        discovery=f"memory:scheduling{next(_places)}",
+        requests="memory:",
+        events="memory:",
+    )
+    settings = replace(settings, runtime=planes)
+    opened: list[DistributedRuntime] = []
+
+    async def begin() -> DistributedRuntime:
+        opened.append(await DistributedRuntime.create(settings))
+        return opened[-1]
+
+    yield begin
+    for runtime in reversed(opened):
+        await runtime.shutdown(0)

@@ -1,0 +1,212 @@
+"""Router, dispatch and assembly over real clients on memory planes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import pytest
+
+from dynamo.communication.requests import Outgoing
+from dynamo.core.codec import ReplyWriter, decode_request
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError, InstanceGone, NoWorkers, WorkerFailed
+from dynamo.core.reply import Extra, Operator, Reply, Send
+from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.assembly import assemble, standard_pipeline
+from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.router import BasicPolicy, Decision, Policy, Router
+from dynamo.telemetry import Registry
+
+Open = Callable[[], Awaitable[DistributedRuntime]]
+ENDPOINT = "dynamo.worker.generate"
+CONTEXT = Context(request_id="r1")
+REQUEST = GenerateRequest("r1", "tiny", b"\0\0\0\0", Sampling(), Stops())
+MODES = ["round_robin", "basic", "random", "least-loaded", "power_of_two", "weighted"]
+
+
+class Read(Reply):
+    """Keeps tokens; has enough after `limit` of them."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.ids: list[int] = []
+        self.workers: list[str] = []
+        self.ended = False
+
+    def begin(self, started: Started) -> None:
+        self.workers.append(started.worker)
+
+    def tokens(self, ids: Any, extra: Extra | None = None) -> bool:
+        self.ids += ids
+        return self.limit is None or len(self.ids) < self.limit
+
+    def finish(self, end: Finish) -> None:
+        self.ended = True
+
+
+async def serve(runtime: DistributedRuntime, handler: Any = None) -> Any:
+    async def generate(payload: bytes, out: Outgoing) -> None:
+        decode_request(payload)
+        reply = ReplyWriter(out.send, runtime.instance_id)
+        reply.begin(Started())
+        for token in (1, 2, 3):
+            reply.tokens((token,))
+        reply.finish(Finish("length", 3))
+
+    return await runtime.endpoint(ENDPOINT).serve(handler or generate)
+
+
+async def client_of(runtime: DistributedRuntime, instances: int) -> Client:
+    client = await runtime.endpoint(ENDPOINT).client()
+    if instances:
+        await client.wait_for_instances(instances)
+    return client
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_every_mode_reaches_every_worker(open_runtime: Open, mode: str) -> None:
+    for _ in range(3):
+        await serve(await open_runtime())
+    send = standard_pipeline(await client_of(await open_runtime(), 3), mode)
+    seen: Counter[str] = Counter()
+    for _ in range(60):
+        read = Read()
+        await send(REQUEST, CONTEXT, read)
+        assert read.ids == [1, 2, 3]
+        assert read.ended
+        seen.update(read.workers)
+    assert len(seen) == 3
+
+
+async def test_an_unknown_mode_is_named(open_runtime: Open) -> None:
+    client = await client_of(await open_runtime(), 0)
+    with pytest.raises(ConfigError, match="fastest"):
+        BasicPolicy(client, "fastest")
+
+
+async def test_without_workers(open_runtime: Open) -> None:
+    send = standard_pipeline(await client_of(await open_runtime(), 0), "random")
+    with pytest.raises(NoWorkers):
+        await send(REQUEST, CONTEXT, Read())
+
+
+async def test_a_decision_says_why(open_runtime: Open) -> None:
+    for _ in range(2):
+        await serve(await open_runtime())
+    policy = BasicPolicy(await client_of(await open_runtime(), 2), "basic")
+    first = await policy.choose(REQUEST, CONTEXT, frozenset())
+    assert (first.mode, first.candidates) == ("round_robin", 2)
+    other = await policy.choose(REQUEST, CONTEXT, {first.instance.id})
+    assert other.candidates == 1
+    assert other.instance.id != first.instance.id
+    with pytest.raises(NoWorkers):
+        await policy.choose(REQUEST, CONTEXT, {first.instance.id, other.instance.id})
+
+
+async def test_a_worker_that_is_gone_is_passed_over(open_runtime: Open) -> None:
+    async def gone(payload: bytes, out: Outgoing) -> None:
+        raise InstanceGone("withdrawn")
+
+    await serve(await open_runtime(), gone)
+    await serve(good := await open_runtime())
+    metrics = Registry()
+    send = standard_pipeline(await client_of(await open_runtime(), 2), "round_robin", metrics)
+    for _ in range(4):
+        read = Read()
+        await send(REQUEST, CONTEXT, read)
+        assert read.workers == [good.instance_id]
+    assert "dynamo_router_retries_total 1" in metrics.render()
+
+
+async def test_a_stream_without_an_end_is_a_failure(open_runtime: Open) -> None:
+    async def breaks_off(payload: bytes, out: Outgoing) -> None:
+        ReplyWriter(out.send).tokens((1,))
+
+    await serve(await open_runtime(), breaks_off)
+    send = standard_pipeline(await client_of(await open_runtime(), 1), "random")
+    with pytest.raises(WorkerFailed, match="before its answer"):
+        await send(REQUEST, CONTEXT, Read())
+
+
+async def test_enough_is_an_end(open_runtime: Open) -> None:
+    await serve(await open_runtime())
+    send = standard_pipeline(await client_of(await open_runtime(), 1), "random")
+    read = Read(limit=2)
+    await send(REQUEST, CONTEXT, read)
+    assert read.ids == [1, 2]
+    assert not read.ended
+
+
+async def test_an_instance_without_the_endpoint_is_gone(open_runtime: Open) -> None:
+    await serve(runtime := await open_runtime())
+    client = await client_of(await open_runtime(), 1)
+    (instance,) = client.instances.values()
+    strange = await (await open_runtime()).endpoint("dynamo.worker.other").client()
+    del runtime
+    with pytest.raises(InstanceGone):
+        await Dispatch(strange).send(instance, REQUEST, CONTEXT, Read())
+
+
+class InTurn(Policy):
+    """Scripted instances, in turn."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = list(names)
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        name = self._names.pop(0)
+        assert name not in tried
+        return Decision(Instance(name, "", "", "", ""), "scripted", 1)
+
+
+async def test_three_tries_and_no_more() -> None:
+    attempts: list[tuple[str, int]] = []
+
+    async def gone(instance: Instance, request: Any, context: Context, reply: Reply) -> None:
+        attempts.append((instance.id, context.attempt))
+        raise InstanceGone(instance.id)
+
+    with pytest.raises(InstanceGone, match="c"):
+        await Router(InTurn("a", "b", "c", "d"), gone).send(REQUEST, CONTEXT, Read())
+    assert attempts == [("a", 0), ("b", 1), ("c", 2)]
+
+
+async def test_a_worker_that_failed_is_not_asked_again() -> None:
+    async def failed(instance: Instance, request: Any, context: Context, reply: Reply) -> None:
+        raise WorkerFailed(instance.id)
+
+    with pytest.raises(WorkerFailed, match="a"):
+        await Router(InTurn("a", "b"), failed).send(REQUEST, CONTEXT, Read())
+
+
+class Note(Operator):
+    """Writes down that the request came by."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self._name = name
+        self._notes = notes
+
+    async def send(
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+    ) -> None:
+        self._notes.append(self._name)
+        await onward(request, context, reply)
+        self._notes.append(f"/{self._name}")
+
+
+async def test_operators_stand_in_the_order_of_the_list() -> None:
+    notes: list[str] = []
+
+    async def last(request: GenerateRequest, context: Context, reply: Reply) -> None:
+        notes.append("last")
+
+    await assemble([Note("a", notes), Note("b", notes)], last)(REQUEST, CONTEXT, Read())
+    assert notes == ["a", "b", "last", "/b", "/a"]
+    assert assemble([], last) is last
