@@ -39,12 +39,13 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 def parse_levels(spec: str) -> dict[str, int]:
     """Levels by module ("" = all others) of RUST_LOG's syntax: `info,dynamo.scheduling=debug`.
 
-    `::` separates modules too; a module alone means all its levels. Raises `ConfigError`.
+    `::` separates modules too; a module of two words or more, or `dynamo`, alone means all its
+    levels (one word alone is more likely a misspelt level). Raises `ConfigError`.
     """
     levels: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         module, equals, level = part.rpartition("=")
-        if not equals and level.lower() not in LEVELS:
+        if not equals and (level == "dynamo" or "." in level or "::" in level):
             module, level = level, "trace"
         if level.lower() not in LEVELS:
             raise ConfigError(

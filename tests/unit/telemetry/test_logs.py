@@ -25,16 +25,16 @@ def lines() -> Iterator[io.StringIO]:
 
 
 def test_levels_in_the_syntax_of_rust_log() -> None:
-    assert logs.parse_levels("info,dynamo.scheduling=debug, dynamo::runtime=OFF,hyper") == {
+    assert logs.parse_levels("info,dynamo.scheduling=debug, dynamo::runtime=OFF,hyper.http") == {
         "": logging.INFO,
         "dynamo.scheduling": logging.DEBUG,
         "dynamo.runtime": logs.OFF,
-        "hyper": logs.TRACE,
+        "hyper.http": logs.TRACE,
     }
     assert logs.parse_levels("") == {}
 
 
-@pytest.mark.parametrize("spec", ["dynamo=loud", "info,=noisy"])
+@pytest.mark.parametrize("spec", ["dynamo=loud", "info,=noisy", "inof"])
 def test_an_unknown_level_is_refused_with_the_known_ones(spec: str) -> None:
     with pytest.raises(ConfigError, match="no log level") as caught:
         logs.parse_levels(spec)

@@ -1,0 +1,1 @@
+"""Care of a deployment: what is wrong with this machine."""

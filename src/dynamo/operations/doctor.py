@@ -1,0 +1,185 @@
+"""Checks of this machine: each a function that says what it found and what would mend it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dynamo.core.errors import DynamoError
+from dynamo.core.settings import Settings
+
+Verdict = Literal["ok", "warn", "fail"]
+
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_BYTES = 2 << 30
+MIN_DISK_BYTES = 1 << 30
+MIN_FILES = 4096
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found; `hint`: what would mend it."""
+
+    check: str
+    verdict: Verdict
+    found: str
+    hint: str = ""
+
+
+Check = Callable[[Settings], Finding]
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Every check, in order. A check that fails by itself is a finding too."""
+    for check in CHECKS:
+        try:
+            yield check(settings)
+        except (OSError, DynamoError) as error:
+            yield Finding(check.__name__, "fail", str(error), getattr(error, "hint", ""))
+
+
+def python(settings: Settings) -> Finding:
+    """The interpreter."""
+    del settings
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux":
+        return Finding("python", "ok", found)
+    return Finding("python", "fail", f"{found} on {platform.system()}", "Python 3.11+ on Linux")
+
+
+def dependencies(settings: Settings) -> Finding:
+    """What pyproject.toml declares, without the extras, is installed."""
+    del settings
+    wanted = [name for name in metadata.requires("dynamo-python") or () if "extra ==" not in name]
+    names = [name.split(">")[0].split("=")[0].strip() for name in wanted]
+    missing = [name for name in names if not _installed(name)]
+    if missing:
+        return Finding("dependencies", "fail", f"missing: {', '.join(missing)}", "pip install .")
+    return Finding("dependencies", "ok", f"all {len(names)} installed")
+
+
+def cores(settings: Settings) -> Finding:
+    """Cores, for the native engine."""
+    usable = len(os.sched_getaffinity(0))
+    processes = settings.engine.workers + settings.server.http_workers
+    if usable < 2:
+        return Finding("cores", "warn", f"{usable}", "frontend and worker will share one core")
+    return Finding("cores", "ok", f"{usable} usable, {processes} processes wanted")
+
+
+def memory(settings: Settings) -> Finding:
+    """Memory that is free for weights and KV blocks."""
+    del settings
+    free = _available_bytes()
+    verdict: Verdict = "ok" if free >= MIN_MEMORY_BYTES else "warn"
+    hint = "" if verdict == "ok" else "the default model wants about 1 GB; use --num-blocks"
+    return Finding("memory", verdict, f"{free / 1e9:.1f} GB available", hint)
+
+
+def open_files(settings: Settings) -> Finding:
+    """The limit of connections."""
+    wanted = max(MIN_FILES, settings.server.max_concurrent_requests + 256)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= wanted:
+        return Finding("open files", "ok", f"limit {soft}")
+    return Finding("open files", "warn", f"limit {soft}, hard {hard}", f"ulimit -n {wanted}")
+
+
+def state_folder(settings: Settings) -> Finding:
+    """Where deployments keep their state."""
+    from dynamo.runtime.deployment import deployment_of
+
+    deployment = deployment_of(settings)
+    parent = _existing(deployment.folder)
+    if not os.access(parent, os.W_OK):
+        hint = "set XDG_RUNTIME_DIR to a folder of your own"
+        return Finding("state folder", "fail", f"{parent} is not writable", hint)
+    return Finding("state folder", "ok", str(deployment.folder.parent))
+
+
+def cache_folder(settings: Settings) -> Finding:
+    """Where models and proofs are kept, and its room."""
+    del settings
+    from dynamo.models.files import cache_dir
+
+    folder = cache_dir()
+    free = shutil.disk_usage(folder).free
+    if free < MIN_DISK_BYTES:
+        return Finding("cache folder", "warn", f"{folder}: {free / 1e9:.1f} GB free", "make room")
+    return Finding("cache folder", "ok", f"{folder}, {free / 1e9:.0f} GB free")
+
+
+def default_model(settings: Settings) -> Finding:
+    """Whether the default model is here already."""
+    from dynamo.models.download import DEFAULT_MODEL, cached
+
+    path = Path(settings.model.path).expanduser() if settings.model.path else cached()
+    name = settings.model.path or DEFAULT_MODEL.name
+    if path is not None and path.exists():
+        return Finding("model", "ok", f"{name} is here")
+    hint = "fetched on first use; offline, give a GGUF file or a model folder"
+    return Finding("model", "warn", f"{name} is not here yet", hint)
+
+
+def port(settings: Settings) -> Finding:
+    """Whether the HTTP port is free."""
+    from dynamo.runtime.sockets import claim_port
+
+    server = settings.server
+    claim_port(server.http_host, server.http_port)
+    return Finding("port", "ok", f"{server.http_host}:{server.http_port} is free")
+
+
+def loopback(settings: Settings) -> Finding:
+    """Whether processes can reach each other."""
+    del settings
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=2),
+    ):
+        pass
+    return Finding("loopback", "ok", "127.0.0.1 answers")
+
+
+CHECKS: Sequence[Check] = (
+    python,
+    dependencies,
+    cores,
+    memory,
+    open_files,
+    loopback,
+    state_folder,
+    cache_folder,
+    default_model,
+    port,
+)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo import __version__
+from dynamo.cli import commands, main
+from dynamo.cli.commands import COMMANDS, command_parser
+from dynamo.core.errors import ModelUnavailable
+
+HEAVY = (
+    "asyncio", "numpy", "tokenizers", "fastokens", "jinja2", "uvloop", "huggingface_hub", "yaml",
+    "httptools", "ssl", "email",
+)  # fmt: skip
+
+
+def test_the_overview_lists_every_command_but_hidden_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+
+    out = capsys.readouterr().out
+    assert all((f"  {name} " in out) is not about.hidden for name, about in COMMANDS.items())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"dynamo {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["rn"], "unknown command 'rn'", "`dynamo run`"),
+        (["ps", "--jsn"], "unknown argument '--jsn'", "--json"),
+        (["run", "--http-prot", "1"], "unknown argument '--http-prot'", "--http-port"),
+        (["run", "--http-port"], "expected one argument", "dynamo run --help"),
+        (["run", "--workers", "many"], "engine.workers = 'many' (flag --workers)", ""),
+        (["run", "out=vllm"], "not supported yet", "native, mock, echo"),
+        (["run", "out=mook"], "unknown engine 'mook'", "mock"),
+        (["run", "in=batch:x.jsonl"], "in=batch:x.jsonl is not supported yet", "in=http, in=text"),
+        (["run", "in=htp"], "unknown input", "in=http"),
+        (["run", "a", "b"], "two models: 'a' and 'b'", "one model"),
+        (["run", "--config", "/nowhere.yaml"], "/nowhere.yaml: No such file", "--config"),
+        (["run", "--log-level", "loud"], "no log level", "debug"),
+        (["stop", "--timeout", "x"], "invalid float", "dynamo stop --help"),
+    ],
+)
+def test_mistakes_of_usage_end_with_2_and_a_hint(
+    words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert error in err.splitlines()[0]
+    assert hint in err.partition("hint:")[2]
+
+
+def test_a_failure_ends_with_1_and_an_interrupt_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(_: object) -> int:
+        raise ModelUnavailable("no such model", hint="try another")
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dynamo.cli.entry.command_run", lambda name: failing)
+    assert main(["run"]) == 1
+    assert capsys.readouterr().err == "error: no such model\nhint: try another\n"
+
+    monkeypatch.setattr("dynamo.cli.entry.command_run", lambda name: interrupted)
+    assert main(["run"]) == 130
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_a_function(name: str) -> None:
+    assert command_parser(name).format_help().startswith(f"usage: dynamo {name}")
+    assert callable(commands.command_run(name))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["run", "--help"], ["ps", "--help"]])
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
+    program = (
+        "import sys; from dynamo.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert ended.stderr.strip() == "[]"
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m dynamo run --help | head -n 1 >/dev/null"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+    assert ended.stderr == ""

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli import run
+from dynamo.cli.fetch import Bar, bar_line
+from dynamo.cli.flags import load_settings
+from dynamo.core.settings import Settings
+
+
+def settings_of(line: str, environ: dict[str, str] | None = None) -> Settings:
+    found = run.parser().parse(line.split())
+    _, extra = run.read_words(found.words)
+    return load_settings(found, environ or {}, extra).settings
+
+
+def test_words_and_flags_stand_in_any_order() -> None:
+    settings = settings_of(
+        "out=mock --workers 4 --speedup-ratio 1000000 --router-mode power-of-two "
+        "--http-host 127.0.0.1 --http-port 20200 --model-name smol MODEL_DIR --model-name s2"
+    )
+
+    assert settings.engine.kind == "mock"
+    assert settings.engine.workers == 4
+    assert settings.engine.speedup_ratio == 1e6
+    assert settings.router.mode == "power_of_two"
+    assert settings.server.http_port == 20200
+    assert settings.model.names == ("smol", "s2")
+    assert settings.model.path == "MODEL_DIR"
+
+
+def test_plain_run_serves_the_default_model_by_http() -> None:
+    assert run.read_words([]) == ("http", {})
+    assert settings_of("") == Settings()
+
+
+def test_every_setting_has_a_dotted_flag() -> None:
+    settings = settings_of(
+        "--server.stream_backlog_bytes 2Mi --no-log-requests --runtime.drain_s 1m"
+    )
+
+    assert settings.server.stream_backlog_bytes == 2 << 20
+    assert settings.server.log_requests is False
+    assert settings.runtime.drain_s == 60
+
+
+def test_a_flag_without_value_takes_no_word() -> None:
+    settings = settings_of("--log-requests MODEL_DIR")
+
+    assert settings.server.log_requests is True
+    assert settings.model.path == "MODEL_DIR"
+
+
+def test_a_word_beats_the_environment() -> None:
+    environ = {"DYNAMO_ENGINE__KIND": "echo", "DYNAMO_MODEL__PATH": "elsewhere"}
+
+    assert settings_of("", environ).engine.kind == "echo"
+    assert settings_of("out=mock here", environ).engine.kind == "mock"
+    assert settings_of("out=mock here", environ).model.path == "here"
+
+
+def test_the_file_is_named_by_flag_or_environment(tmp_path: Path) -> None:
+    one = tmp_path / "one.yaml"
+    one.write_text("server: {http_port: 1}")
+    two = tmp_path / "two.yaml"
+    two.write_text("server: {http_port: 2}")
+    environ = {"DYNAMO_CONFIG_PATH": str(two)}
+
+    assert settings_of(f"-f {one}").server.http_port == 1
+    assert settings_of("", environ).server.http_port == 2
+    assert settings_of(f"--config {one}", environ).server.http_port == 1
+
+
+def test_the_announcement_is_a_request_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    run.announce(["smol", "s2"], "http://127.0.0.1:8000")
+
+    err = capsys.readouterr().err
+    assert "smol, s2 is served at http://127.0.0.1:8000/v1" in err
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_is_redrawn_on_a_terminal_and_removed() -> None:
+    out = Terminal()
+    with Bar(out) as bar:
+        bar("fetching", 50_000_000, 100_000_000)
+        bar("fetching", 50_000_001, 100_000_000)
+        bar("fetching", 100_000_000, 100_000_000)
+
+    assert out.getvalue().count("\r") == 3
+    assert " 50%  50 of 100 MB" in out.getvalue()
+    assert out.getvalue().endswith("\r\x1b[K")
+
+
+def test_the_bar_is_few_lines_elsewhere() -> None:
+    out = io.StringIO()
+    with Bar(out) as bar:
+        bar("proving", 0, 0)
+        bar("fetching", 0, 2_000_000)
+        bar("fetching", 1, 2_000_000)
+
+    assert out.getvalue().splitlines() == [bar_line("fetching", 0, 2_000_000)]

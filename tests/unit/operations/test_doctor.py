@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli import main
+from dynamo.core.settings import Settings
+from dynamo.operations import doctor
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_every_check_finds_something() -> None:
+    findings = list(doctor.examine(Settings()))
+
+    assert len(findings) == len(doctor.CHECKS)
+    assert {one.check: one.verdict for one in findings}["python"] == "ok"
+    assert all(one.hint for one in findings if one.verdict == "warn")
+
+
+def test_a_port_in_use_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        assert main(["doctor", "--json", "--http-port", str(taken)]) == 1
+
+    findings = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
+    assert findings["port"]["verdict"] == "fail"
+    assert str(taken) in findings["port"]["found"]
+
+
+def test_what_to_do_stands_below_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--http-port", "0"])
+
+    lines = capsys.readouterr().out.splitlines()
+    model = next(at for at, line in enumerate(lines) if line.startswith("warn  model"))
+    assert "-> fetched on first use" in lines[model + 1]
