@@ -52,6 +52,7 @@ class Child:
         *,
         line: Callable[[str, bytes], None],
         changed: Callable[[Child], None],
+        died: Callable[[Child], None],
     ) -> None:
         self.spec = spec
         self.report = Report()
@@ -60,6 +61,7 @@ class Child:
         self._clock = clock
         self._line = line
         self._changed = changed
+        self._died = died
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
         self._ready_at: float | None = None
@@ -79,7 +81,7 @@ class Child:
             if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
                 return
             self.report = Report()
-            self._changed(self)
+            self._died(self)
             await self._pause(how, self._backoff.died(served_s))
 
     def hold(self) -> None:

@@ -28,7 +28,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.link import ParentLink, Report
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.sockets import name_owner
-from dynamo.runtime.status import StatusServer
+from dynamo.runtime.status import status_of
 from dynamo.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Process:
     def __init__(self, runtime: DistributedRuntime, parent: ParentLink | None) -> None:
         self._runtime = runtime
         self._parent = parent
-        self._status = StatusServer(runtime)
+        self._status = status_of(runtime)
         self._deployment: Deployment = deployment_of(runtime.settings)
         self._record = ProcessRecord(
             deployment=self._deployment.id,

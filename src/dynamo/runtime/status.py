@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 import dynamo
 from dynamo.communication.http import HttpLimits, HttpServer, Request, Response
+from dynamo.core.clock import Clock
+from dynamo.core.settings import Settings
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.telemetry import Registry
 from dynamo.telemetry.process import add_process_metrics
 
 JSON = (("content-type", "application/json"),)
@@ -17,21 +21,31 @@ RETRY_S = 1
 
 
 class StatusServer:
-    """Serves what the runtime knows of its process."""
+    """`reasons`: why the process is not well, by name; `about`: what else /health tells."""
 
-    def __init__(self, runtime: DistributedRuntime) -> None:
-        self._runtime = runtime
-        self._started = runtime.clock.now()
-        limits = HttpLimits.of(runtime.settings.server)
-        self._http = HttpServer(self._answer, limits, runtime.clock)
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        metrics: Registry,
+        *,
+        reasons: Callable[[], Mapping[str, str]],
+        about: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._host = settings.runtime.status_host
+        self._clock = clock
+        self._metrics = metrics
+        self._reasons = reasons
+        self._about = about
+        self._started = clock.now()
+        self._http = HttpServer(self._answer, HttpLimits.of(settings.server), clock)
         self.url = ""
-        add_process_metrics(runtime.metrics)
+        add_process_metrics(metrics)
 
     async def start(self) -> None:
         """Listen on any free port of `runtime.status_host`; `url` says where."""
-        host = self._runtime.settings.runtime.status_host
-        port = await self._http.start(host, 0)
-        self.url = f"http://{_bracketed(host)}:{port}"
+        port = await self._http.start(self._host, 0)
+        self.url = f"http://{_bracketed(self._host)}:{port}"
 
     async def stop(self) -> None:
         """Close the port."""
@@ -39,22 +53,13 @@ class StatusServer:
 
     def health(self) -> dict[str, Any]:
         """What /health says."""
-        runtime = self._runtime
-        reasons = dict(runtime.health.reasons)
-        if runtime.lifecycle.stopping:
-            reasons["stopping"] = "the process is draining"
+        reasons = dict(self._reasons())
         return {
             "status": "unhealthy" if reasons else "healthy",
             "reasons": reasons,
-            "state": str(runtime.lifecycle.state),
             "version": dynamo.__version__,
-            "uptime": uptime(runtime.clock.now() - self._started),
-            "role": runtime.role,
-            "name": runtime.name,
-            "instance": runtime.instance_id,
-            "endpoints": {
-                served.endpoint.path: str(served.lifecycle.state) for served in runtime.served
-            },
+            "uptime": uptime(self._clock.now() - self._started),
+            **self._about(),
         }
 
     async def _answer(self, request: Request, response: Response) -> None:
@@ -68,9 +73,32 @@ class StatusServer:
             again = (("retry-after", str(RETRY_S)),) if status == 503 else ()
             response.send(status, (*JSON, *again), msgspec.json.encode(body))
         elif request.path == "/metrics":
-            response.send(200, PROMETHEUS, self._runtime.metrics.render().encode())
+            response.send(200, PROMETHEUS, self._metrics.render().encode())
         else:
             response.send(404, JSON, b'{"error": "/health, /live and /metrics are here"}')
+
+
+def status_of(runtime: DistributedRuntime) -> StatusServer:
+    """The status port of a process with a runtime."""
+
+    def reasons() -> Mapping[str, str]:
+        stopping = {"stopping": "the process is draining"} if runtime.stopping.cancelled else {}
+        return {**runtime.health.reasons, **stopping}
+
+    def about() -> Mapping[str, Any]:
+        return {
+            "state": str(runtime.lifecycle.state),
+            "role": runtime.role,
+            "name": runtime.name,
+            "instance": runtime.instance_id,
+            "endpoints": {
+                served.endpoint.path: str(served.lifecycle.state) for served in runtime.served
+            },
+        }
+
+    return StatusServer(
+        runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, about=about
+    )
 
 
 def uptime(seconds: float) -> str:

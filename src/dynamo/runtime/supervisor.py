@@ -9,24 +9,28 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TextIO
 
 import msgspec
 
 from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, first_of
 from dynamo.runtime.child import Child, ProcessSpec
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
 from dynamo.runtime.link import Report
 from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.status import StatusServer
+from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
 KILL_AFTER_S = 5.0
 """A child that has not gone so long after its drain time is killed."""
 
+SUPERVISOR = "supervisor"
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -60,30 +64,39 @@ class Supervisor:
         self,
         specs: Sequence[ProcessSpec],
         deployment: Deployment,
+        settings: Settings,
         *,
-        drain_s: float,
         address: str = "",
         clock: Clock | None = None,
         out: TextIO | None = None,
     ) -> None:
+        metrics = Registry()
         self.ready = asyncio.Event()
         self.failure: Report | None = None
         self._deployment = deployment
-        self._drain_s = drain_s
+        self._drain_s = settings.runtime.drain_s
         self._address = address
         self._clock = clock or SystemClock()
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._record: ProcessRecord | None = None
+        self._restarts = metrics.counter(
+            "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
+        )
+        self._status = StatusServer(
+            settings, self._clock, metrics, reasons=self._reasons, about=self._about
+        )
         line = LogLines([spec.name for spec in specs], out or sys.stderr)
         self.children = [
-            Child(spec, self._clock, line=line, changed=self._changed) for spec in specs
+            Child(spec, self._clock, line=line, changed=self._changed, died=self._died)
+            for spec in specs
         ]
 
     async def run(self) -> int:
         """Until stopped. Returns the exit code: 0, or that of `failure`."""
         await self._clock.offload(self._deployment.prepare)
         self._signals(asyncio.get_running_loop())
+        await self._status.start()
         try:
             async with Tasks() as tasks:
                 runs = {child: tasks.start(child.run(), child.spec.name) for child in self.children}
@@ -97,6 +110,7 @@ class Supervisor:
                     child.send(signal.SIGKILL)
                 await tasks.join()
         finally:
+            await self._status.stop()
             if self._record is not None:
                 await self._clock.offload(self._deployment.remove, self._record)
         return 0 if self.failure is None else self.failure.code
@@ -125,8 +139,30 @@ class Supervisor:
             _, left = await asyncio.wait([runs[child] for child in leaving], timeout=patience_s)
             for child in leaving:
                 if runs[child] in left:
-                    log.error("killed after its drain time", extra={"fields": _about(child)})
+                    log.error(
+                        "killed after its drain time",
+                        extra={"fields": {"name": child.spec.name, "pid": child.pid}},
+                    )
                     child.send(signal.SIGKILL)
+
+    def _reasons(self) -> Mapping[str, str]:
+        stopping = {"stopping": "the deployment is draining"} if self._stop.is_set() else {}
+        waiting = {
+            child.spec.name: child.report.state if child.pid else "not running"
+            for child in self.children
+            if not child.ready
+        }
+        return waiting | stopping
+
+    def _about(self) -> Mapping[str, object]:
+        return {
+            "role": SUPERVISOR,
+            "deployment": self._deployment.id,
+            "processes": {child.spec.name: child.pid for child in self.children},
+        }
+
+    def _died(self, child: Child) -> None:
+        self._restarts.labels(child.spec.name).inc()
 
     def _changed(self, child: Child) -> None:
         if child.report.fatal and not child.ever_ready and self.failure is None:
@@ -139,10 +175,11 @@ class Supervisor:
         if self._record is None:
             self._record = ProcessRecord(
                 deployment=self._deployment.id,
-                role="supervisor",
-                name="supervisor",
+                role=SUPERVISOR,
+                name=SUPERVISOR,
                 pid=os.getpid(),
                 address=self._address,
+                status_url=self._status.url,
                 instance=secrets.token_hex(8),
                 start_ticks=own_start_ticks(),
             )
@@ -164,7 +201,3 @@ def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
 async def _announce(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
     await supervisor.ready.wait()
     on_ready()
-
-
-def _about(child: Child) -> dict[str, object]:
-    return {"name": child.spec.name, "pid": child.pid}

@@ -76,9 +76,7 @@ def serve(settings: Settings, on_ready: Callable[[str], None]) -> int:
     settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
     host = f"[{server.http_host}]" if ":" in server.http_host else server.http_host
     url = f"http://{host}:{port}"
-    supervisor = Supervisor(
-        deployment_specs(settings), deployment, drain_s=settings.runtime.drain_s, address=url
-    )
+    supervisor = Supervisor(deployment_specs(settings), deployment, settings, address=url)
     return run_supervisor(supervisor, lambda: on_ready(url))
 
 

@@ -74,6 +74,8 @@ def supervise(deployment: Deployment) -> Callable[..., Supervisor]:
     """`supervise(*specs)`: a supervisor of the test's own deployment."""
 
     def make(*specs: ProcessSpec, drain_s: float = 5.0, **about: object) -> Supervisor:
-        return Supervisor(specs, deployment, drain_s=drain_s, **about)  # type: ignore[arg-type]
+        settings = Settings()
+        settings = replace(settings, runtime=replace(settings.runtime, drain_s=drain_s))
+        return Supervisor(specs, deployment, settings, **about)  # type: ignore[arg-type]
 
     return make

@@ -209,7 +209,7 @@ specs = [ProcessSpec(role="worker", name=way, settings=Settings(),
                      command=(sys.executable, "-c", CHILD, way)) for way in ("prctl", "eof")]
 
 async def main():
-    supervisor = Supervisor(specs, Deployment("t", Path(sys.argv[1])), drain_s=5)
+    supervisor = Supervisor(specs, Deployment("t", Path(sys.argv[1])), Settings())
     asyncio.get_running_loop().create_task(announce(supervisor))
     return await supervisor.run()
 
