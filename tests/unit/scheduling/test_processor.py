@@ -163,12 +163,12 @@ async def test_long_prompts_leave_the_loop(
     made = processor(engine.send, context_tokens=100_000)
     await made.complete(complete("word " * 100), CONTEXT, told())
     assert clock.offloaded == []
-    long = "word " * 4000
-    await made.complete(complete(long), CONTEXT, told())
+    words = ["word"] * 4000
+    await made.complete(complete(" ".join(words)), CONTEXT, told())
     assert clock.offloaded == ["encode"]
-    assert engine.prompts()[1] == ids_of(long)
+    assert engine.prompts()[1] == ids_of(" ".join(words))
     clock.offloaded.clear()
-    await made.complete(complete(long), CONTEXT, told())
+    await made.complete(complete(" ".join([*words, "more"])), CONTEXT, told())
     assert clock.offloaded == []
 
 

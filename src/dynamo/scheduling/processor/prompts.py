@@ -13,8 +13,6 @@ from dynamo.models.tokenizer import Tokenizer
 INLINE_CHARS = 2_000
 FAST_INLINE_CHARS = 6_000
 """Uncached text that is encoded on the loop, by the slow and the fast encoder: at most 1 ms."""
-SCAN_CHARS = 200_000
-"""Text that is looked up in the segment cache on the loop."""
 RENDER_CHARS = 400_000
 RENDER_MESSAGES = 100
 """A conversation that is rendered on the loop: at most this long, in at most so many messages."""
@@ -51,9 +49,7 @@ class Prompts:
     async def encode(self, text: str) -> bytes:
         """The text alone; special tokens written in it count as such."""
         encode, inline = self._cache.encode, self._inline_chars
-        if len(text) <= inline:
-            return encode(text)
-        if len(text) <= SCAN_CHARS and self._cache.missing_chars(text) <= inline:
+        if len(text) <= inline or self._cache.missing_chars(text) <= inline:
             return encode(text)
         return await self._clock.offload(encode, text)
 
