@@ -1,0 +1,41 @@
+"""Which processes a deployment has."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.services.launch import deployment_specs, open_service
+
+
+def test_one_of_each_by_default() -> None:
+    specs = deployment_specs(Settings())
+    assert [(one.role, one.name, one.stop_order) for one in specs] == [
+        ("frontend", "frontend", 0),
+        ("worker", "worker", 1),
+    ]
+    assert specs[0].argv[1:] == ("-P", "-m", "dynamo", "_child", "frontend")
+
+
+def test_several_are_numbered() -> None:
+    settings = Settings()
+    settings = replace(
+        settings,
+        server=replace(settings.server, http_workers=2),
+        engine=replace(settings.engine, workers=3),
+    )
+    assert [one.name for one in deployment_specs(settings)] == [
+        "frontend-1",
+        "frontend-2",
+        "worker-1",
+        "worker-2",
+        "worker-3",
+    ]
+
+
+def test_an_unknown_role_names_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_service("fronted")
+    assert "frontend" in caught.value.hint
