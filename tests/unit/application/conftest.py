@@ -1,0 +1,155 @@
+"""The whole HTTP surface over a processor that echoes words, one delta a word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from dynamo.application import Application, Gateway, Served
+from dynamo.communication.http import HttpLimits, HttpServer
+from dynamo.core.clock import SystemClock
+from dynamo.core.context import Context
+from dynamo.core.errors import ContextLengthExceeded, NoWorkers, WorkerFailed
+from dynamo.core.settings.schema import Server
+from dynamo.core.text import ChatRequest, CompletionRequest, TextFinish, TextReply, TokenText
+from dynamo.core.values import Started
+from dynamo.telemetry.metrics import Registry
+
+CONTEXT_TOKENS = 100_000
+
+
+class WordProcessor:
+    """Answers with the words it was given, over and over up to `max_tokens`.
+
+    `entered`, `cancelled`: what happened; `gate`: closed, it holds back the first text; `hold`:
+    before this text it waits for `gate` again; `fails`: how requests fail (`before`, `after`).
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[ChatRequest | CompletionRequest] = []
+        self.contexts: list[Context] = []
+        self.entered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fails = ""
+        self.turns = True
+
+    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
+        await self._answer(request, str(request.messages[-1]["content"]), context, reply)
+
+    async def complete(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> None:
+        prompt = request.prompt
+        if isinstance(prompt, bytes):
+            prompt = " ".join(f"id{one}" for one in memoryview(prompt).cast("I"))
+        await self._answer(request, prompt, context, reply)
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
+    ) -> list[int]:
+        text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        return [1] * add_special + [len(word) for word in text.split()]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join("x" * one for one in ids)
+
+    async def _answer(
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompt: str,
+        context: Context,
+        reply: TextReply,
+    ) -> None:
+        self.requests.append(request)
+        self.contexts.append(context)
+        options = request.options
+        words = [f"{word} " for word in prompt.split()]
+        if len(words) > CONTEXT_TOKENS:
+            raise ContextLengthExceeded("too long", param="prompt")
+        reply.prompt(len(words))
+        self.entered.set()
+        try:
+            await self.gate.wait()
+            if self.fails == "before":
+                raise NoWorkers("no worker serves this model")
+            for choice in range(options.n):
+                reply.begin(choice, Started("w1", cached_tokens=1, prompt_tokens=len(words)))
+            await self._speak(request, words, reply)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def _speak(
+        self, request: ChatRequest | CompletionRequest, words: list[str], reply: TextReply
+    ) -> None:
+        options = request.options
+        count = options.max_tokens or len(words)
+        for number in range(count):
+            if self.fails == "after" and number == 2:
+                raise WorkerFailed("the worker died")
+            word = words[number % len(words)]
+            logprobs = None if options.top_logprobs is None else [self._token(word, options)]
+            for choice in range(options.n):
+                if not reply.text(choice, word, logprobs):
+                    return
+            if self.turns or number % 64 == 0:
+                await asyncio.sleep(0)
+        for choice in range(options.n):
+            reply.finish(choice, TextFinish("length", count))
+
+    @staticmethod
+    def _token(word: str, options: Any) -> TokenText:
+        raw = word.encode()
+        top = tuple((word + str(n), raw, -float(n)) for n in range(options.top_logprobs))
+        return TokenText(word, raw, -0.5, top)
+
+
+class Site:
+    """A running server and its parts."""
+
+    def __init__(self, application: Application, gateway: Gateway, port: int) -> None:
+        self.application = application
+        self.gateway = gateway
+        self.port = port
+        self.processor = WordProcessor()
+        self.url = f"http://127.0.0.1:{port}"
+
+    def add(self, *names: str) -> None:
+        self.gateway.add(Served(names, self.processor, 1_700_000_000, CONTEXT_TOKENS))
+
+
+Open = Callable[..., Awaitable[Site]]
+
+
+@pytest.fixture
+async def open_site() -> AsyncIterator[Open]:
+    """`site = await open_site(**server_settings)`, with the model "words" ("spoken")."""
+    running: list[tuple[HttpServer, Application]] = []
+
+    async def start(*, empty: bool = False, **settings: Any) -> Site:
+        server = Server(**settings)
+        clock, gateway, registry = SystemClock(), Gateway(), Registry()
+        application = Application(server, gateway, clock, registry)
+        http = HttpServer(
+            application.handle, HttpLimits.of(server), clock, on_error=application.on_error
+        )
+        site = Site(application, gateway, await http.start("127.0.0.1", 0))
+        running.append((http, application))
+        if not empty:
+            site.add("words", "spoken")
+        return site
+
+    yield start
+    for http, application in running:
+        await http.stop(0)
+        application.generation.deadlines.close()
+
+
+@pytest.fixture
+async def site(open_site: Open) -> Site:
+    return await open_site()

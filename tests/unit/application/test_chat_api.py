@@ -1,0 +1,289 @@
+"""/v1/chat/completions: answers whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "one two three"}]
+
+
+async def ask(connect: Any, site: Any, path: str = CHAT, **body: Any) -> Any:
+    async with connect(site.port) as one:
+        one.ask("POST", path, {"model": "words", "messages": HI} | body)
+        return await one.answer()
+
+
+async def test_whole(site: Any, connect: Any) -> None:
+    answer = await ask(connect, site)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-dynamo-worker"] == "w1"
+    body = answer.json
+    assert body["id"] == f"chatcmpl-{answer.headers['x-request-id']}"
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "words"
+    assert body["created"] > 1_700_000_000
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "one two three "},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+async def test_stream(site: Any, connect: Any) -> None:
+    answer = await ask(connect, site, stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert b'"content":"one "' in answer.body
+    first, *texts, last, done = answer.events
+    assert done == "[DONE]"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert [one["choices"][0]["delta"]["content"] for one in texts] == ["one ", "two ", "three "]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["delta"] == {}
+    assert {one["object"] for one in (first, *texts, last)} == {"chat.completion.chunk"}
+    assert len({one["id"] for one in (first, *texts, last)}) == 1
+    assert "usage" not in first
+
+
+async def test_tokens_of_different_turns_leave_apart(site: Any, connect: Any) -> None:
+    answer = await ask(connect, site, stream=True, max_tokens=20)
+    assert len(answer.chunks) == 21
+
+
+async def test_stream_with_usage(site: Any, connect: Any) -> None:
+    answer = await ask(connect, site, stream=True, stream_options={"include_usage": True})
+    *others, usage, _ = answer.events
+    assert all(one["usage"] is None for one in others)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 3
+    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+async def test_choices(site: Any, connect: Any) -> None:
+    whole = (await ask(connect, site, n=3)).json
+    assert [one["index"] for one in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["prompt_tokens"] == 3
+    assert whole["usage"]["completion_tokens"] == 9
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
+    events = (await ask(connect, site, n=3, stream=True)).events
+    for choice in range(3):
+        deltas = [
+            one["choices"][0]["delta"].get("content", "")
+            for one in events[:-1]
+            if one["choices"][0]["index"] == choice
+        ]
+        assert "".join(deltas) == "one two three "
+
+
+async def test_every_character_survives(site: Any, connect: Any) -> None:
+    text = 'a"b\\c \n\t\x01\x7f é 漢字 🦊 \u2028 </script>'
+    message = [{"role": "user", "content": text}]
+    whole = (await ask(connect, site, messages=message)).json
+    events = (await ask(connect, site, messages=message, stream=True)).events
+    said = "".join(one["choices"][0]["delta"].get("content", "") for one in events[:-1])
+    assert said == whole["choices"][0]["message"]["content"]
+    assert said.split() == text.split()
+
+
+async def test_logprobs(site: Any, connect: Any) -> None:
+    entry = {
+        "token": "one ",
+        "logprob": -0.5,
+        "bytes": list(b"one "),
+        "top_logprobs": [
+            {"token": "one 0", "logprob": 0.0, "bytes": list(b"one ")},
+            {"token": "one 1", "logprob": -1.0, "bytes": list(b"one ")},
+        ],
+    }
+    whole = (await ask(connect, site, logprobs=True, top_logprobs=2)).json
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3
+    assert content[0] == entry
+    events = (await ask(connect, site, logprobs=True, top_logprobs=2, stream=True)).events
+    assert events[1]["choices"][0]["logprobs"]["content"] == [entry]
+    plain = (await ask(connect, site, logprobs=True)).json
+    assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_what_the_processor_is_told(site: Any, connect: Any) -> None:
+    await ask(
+        connect,
+        site,
+        max_tokens=7,
+        max_completion_tokens=2,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        seed=-5,
+        logit_bias={"17": -100},
+        stop=["x", "y"],
+        stop_token_ids=[3],
+        min_tokens=1,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        cache_salt="tenant",
+        priority=2,
+        chat_template_kwargs={"thinking": False},
+        reasoning_effort="low",
+        user="somebody",
+        store=True,
+        metadata={"a": "b"},
+        unknown_field={"deep": [1]},
+    )
+    request = site.processor.requests[-1]
+    options, sampling = request.options, request.options.sampling
+    assert (options.max_tokens, options.min_tokens, options.n) == (2, 1, 1)
+    assert (options.stop, options.stop_token_ids) == (("x", "y"), (3,))
+    assert (options.ignore_eos, options.include_stop, options.skip_special_tokens) == (
+        True,
+        True,
+        False,
+    )
+    assert (options.salt, options.priority, options.top_logprobs) == ("tenant", 2, None)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 0)
+    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 1, -1)
+    assert (sampling.repetition_penalty, sampling.seed) == (1.1, -5)
+    assert sampling.logit_bias == {17: -100}
+    assert request.template_args == {"thinking": False, "reasoning_effort": "low"}
+    assert 0 < site.processor.contexts[-1].timeout_s <= 300
+
+
+async def test_messages_are_flattened(site: Any, connect: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    await ask(
+        connect,
+        site,
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {"role": "developer", "content": [{"type": "text", "text": "be kind"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "42", "tool_call_id": "1"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, "b"], "name": "bob"},
+        ],
+    )
+    messages = site.processor.requests[-1].messages
+    assert [one["content"] for one in messages] == ["be brief", "be kind", "", "42", "a\nb"]
+    assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert messages[4]["name"] == "bob"
+
+
+async def test_tools_are_shown_where_none_may_be_called(site: Any, connect: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert (await ask(connect, site, tools=[tool], tool_choice="none")).status == 200
+    assert site.processor.requests[-1].tools == (tool,)
+
+
+async def test_unknown_roles_may_be_dropped(open_site: Any, connect: Any) -> None:
+    site = await open_site(unknown_roles="warn")
+    messages = [{"role": "narrator", "content": "meanwhile"}, *HI]
+    assert (await ask(connect, site, messages=messages)).status == 200
+    assert len(site.processor.requests[-1].messages) == 1
+    assert (await ask(connect, site, messages=messages[:1])).status == 400
+
+
+async def test_aliases_and_the_default(site: Any, connect: Any) -> None:
+    assert (await ask(connect, site, model="spoken")).json["model"] == "spoken"
+    assert (await ask(connect, site, model="default")).json["model"] == "words"
+
+
+async def test_an_error_before_the_first_text_has_its_status(site: Any, connect: Any) -> None:
+    site.processor.fails = "before"
+    for stream in (False, True):
+        answer = await ask(connect, site, stream=stream)
+        assert answer.status == 503
+        assert answer.error["code"] == "no_workers"
+        assert answer.error["type"] == "service_unavailable"
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_an_error_in_the_middle_ends_the_stream(site: Any, connect: Any) -> None:
+    site.processor.fails = "after"
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": True})
+        answer = await one.answer()
+        assert answer.status == 200
+        *_, error, done = answer.events
+        assert error["error"]["code"] == "worker_failed"
+        assert error["error"]["request_id"] == answer.headers["x-request-id"]
+        assert done == "[DONE]"
+        site.processor.fails = ""
+        one.ask("POST", CHAT, {"model": "words", "messages": HI})
+        assert (await one.answer()).status == 200
+
+
+async def test_an_error_in_the_middle_of_a_whole_answer(site: Any, connect: Any) -> None:
+    site.processor.fails = "after"
+    answer = await ask(connect, site)
+    assert (answer.status, answer.error["code"]) == (503, "worker_failed")
+
+
+async def test_a_bug_is_500_without_a_traceback(
+    site: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*args: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(site.processor, "chat", broken)
+    answer = await ask(connect, site)
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert "secret" not in answer.body.decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_cancels_before_the_first_text(site: Any, connect: Any, stream: bool) -> None:
+    site.processor.gate.clear()
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": stream})
+        await site.processor.entered.wait()
+    await site.processor.cancelled.wait()
+    assert site.application.generation.admission.running == 0
+
+
+async def test_leaving_cancels_a_stream(site: Any, connect: Any) -> None:
+    async with connect(site.port) as one:
+        body = {"model": "words", "messages": HI, "stream": True, "max_tokens": 10_000_000}
+        one.ask("POST", CHAT, body)
+        await one.head()
+        await one.reader.read(10)
+    while site.application.generation.admission.running:
+        await asyncio.sleep(0.01)
+
+
+async def test_pipelined_answers_keep_their_order(site: Any, connect: Any) -> None:
+    async with connect(site.port) as one:
+        for number in range(1, 21):
+            body = {"model": "words", "messages": HI, "max_tokens": number, "stream": number % 2}
+            one.ask("POST", CHAT, body | {"stream": bool(number % 2)})
+        for number in range(1, 21):
+            answer = await one.answer()
+            if number % 2:
+                assert len(answer.events) == number + 3
+            else:
+                assert answer.json["usage"]["completion_tokens"] == number
+
+
+async def test_a_stream_split_anywhere_is_the_same_text(site: Any, connect: Any) -> None:
+    async with connect(site.port, receive_buffer=4096) as one:
+        one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": True, "max_tokens": 300})
+        answer = await one.answer()
+    texts = [one["choices"][0]["delta"].get("content", "") for one in answer.events[:-1]]
+    assert "".join(texts) == "one two three " * 100

@@ -1,0 +1,210 @@
+"""Admission, deadlines, keys, CORS, ids, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from dynamo.application.admission import Admission
+from dynamo.application.ids import sanitised
+from dynamo.core.errors import Overloaded
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "words", "messages": [{"role": "user", "content": "one two three"}]}
+
+
+async def test_the_next_beyond_the_queue_is_refused(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1, max_waiting_requests=1)
+    admission = site.application.generation.admission
+    site.processor.gate.clear()
+    async with connect(site.port) as runs, connect(site.port) as waits, connect(site.port) as late:
+        runs.ask("POST", CHAT, BODY)
+        await site.processor.entered.wait()
+        waits.ask("POST", CHAT, BODY)
+        while not admission.waiting:
+            await asyncio.sleep(0)
+        late.ask("POST", CHAT, BODY)
+        answer = await late.answer()
+        assert (answer.status, answer.error["code"]) == (503, "overloaded")
+        assert int(answer.headers["retry-after"]) >= 1
+        site.processor.gate.set()
+        assert (await runs.answer()).status == 200
+        assert (await waits.answer()).status == 200
+    assert (admission.running, admission.waiting) == (0, 0)
+
+
+async def test_leaving_the_queue_frees_the_place(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1, max_waiting_requests=4)
+    admission = site.application.generation.admission
+    site.processor.gate.clear()
+    async with connect(site.port) as runs:
+        runs.ask("POST", CHAT, BODY)
+        await site.processor.entered.wait()
+        async with connect(site.port) as waits:
+            waits.ask("POST", CHAT, BODY)
+            while not admission.waiting:
+                await asyncio.sleep(0)
+        while admission.waiting:
+            await asyncio.sleep(0)
+        site.processor.gate.set()
+        assert (await runs.answer()).status == 200
+
+
+async def test_a_place_handed_to_a_cancelled_waiter_is_passed_on() -> None:
+    admission = Admission(1, 4)
+    await admission.enter()
+    first = asyncio.create_task(admission.enter())
+    second = asyncio.create_task(admission.enter())
+    await asyncio.sleep(0)
+    admission.leave()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await second
+    assert (admission.running, admission.waiting) == (1, 0)
+    full = Admission(0, 0)
+    with pytest.raises(Overloaded):
+        await full.enter()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_timeout(open_site: Any, connect: Any, stream: bool) -> None:
+    site = await open_site(request_timeout=0.05)
+    site.processor.gate.clear()
+    async with connect(site.port) as one:
+        for _ in range(2):
+            one.ask("POST", CHAT, BODY | {"stream": stream})
+            answer = await one.answer()
+            assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+    assert site.processor.cancelled.is_set()
+
+
+async def test_request_timeout_in_the_middle(open_site: Any, connect: Any) -> None:
+    site = await open_site(request_timeout=0.05)
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, BODY | {"stream": True, "max_tokens": 10_000_000})
+        *_, error, done = (await one.answer()).events
+    assert error["error"]["code"] == "deadline_exceeded"
+    assert done == "[DONE]"
+
+
+async def test_keys(open_site: Any, connect: Any) -> None:
+    site = await open_site(api_keys=("sesame", "open"))
+    async with connect(site.port) as one:
+        for key, status in (
+            (None, 401),
+            ("Bearer no", 401),
+            ("Basic sesame", 401),
+            ("Bearer ", 401),
+        ):
+            one.ask("POST", CHAT, BODY, {"authorization": key} if key else None)
+            answer = await one.answer()
+            assert answer.status == status
+            assert answer.error["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        one.ask("POST", CHAT, BODY, {"authorization": "bearer sesame"})
+        assert (await one.answer()).status == 200
+        one.ask("GET", "/v1/models")
+        assert (await one.answer()).status == 401
+        one.ask("GET", "/live")
+        assert (await one.answer()).status == 200
+
+
+async def test_cors(open_site: Any, connect: Any) -> None:
+    anywhere = await open_site()
+    async with connect(anywhere.port) as one:
+        one.ask(
+            "OPTIONS",
+            CHAT,
+            headers={
+                "origin": "http://page",
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "content-type, x-stainless-os",
+            },
+        )
+        answer = await one.answer()
+        assert answer.status == 204
+        assert answer.headers["access-control-allow-origin"] == "*"
+        assert "POST" in answer.headers["access-control-allow-methods"]
+        assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
+        one.ask("POST", CHAT, BODY | {"stream": True}, {"origin": "http://page"})
+        assert (await one.answer()).headers["access-control-allow-origin"] == "*"
+        one.ask("POST", CHAT, b"{", {"origin": "http://page"})
+        assert (await one.answer()).headers["access-control-allow-origin"] == "*"
+        one.ask("POST", CHAT, BODY)
+        assert "access-control-allow-origin" not in (await one.answer()).headers
+    picky = await open_site(cors_origins=("http://page",))
+    async with connect(picky.port) as one:
+        one.ask("GET", "/v1/models", headers={"origin": "http://page"})
+        assert (await one.answer()).headers["access-control-allow-origin"] == "http://page"
+        one.ask("GET", "/v1/models", headers={"origin": "http://other"})
+        assert "access-control-allow-origin" not in (await one.answer()).headers
+
+
+async def test_request_ids(site: Any, connect: Any) -> None:
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, BODY, {"x-request-id": "my-id.7"})
+        assert (await one.answer()).headers["x-request-id"] == "my-id.7"
+        one.ask("POST", CHAT, BODY, {"x-request-id": "my-id.7"})
+        await one.answer()
+        ids = [context.request_id for context in site.processor.contexts]
+        assert len(set(ids)) == 2
+        assert all(one.startswith("my-id.7-") for one in ids)
+        one.ask("POST", CHAT, b"[]", {"x-request-id": "bad"})
+        assert (await one.answer()).error["request_id"] == "bad"
+        one.ask("GET", "/live")
+        assert len((await one.answer()).headers["x-request-id"]) == 24
+    assert sanitised("a b<script>\x00é" + "x" * 200) == ("abscript" + "x" * 200)[:128]
+    assert sanitised(None) == ""
+
+
+async def test_metrics(site: Any, connect: Any) -> None:
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, BODY | {"stream": True})
+        await one.answer()
+        one.ask("POST", CHAT, BODY | {"n": 0})
+        await one.answer()
+        one.ask("GET", "/metrics")
+        text = (await one.answer()).body.decode()
+    for line in (
+        'dynamo_frontend_requests_total{model="words",endpoint="/v1/chat/completions",status="200"} 1',
+        'dynamo_frontend_time_to_first_token_seconds_count{model="words"} 1',
+        'dynamo_frontend_inter_token_latency_seconds_count{model="words"} 2',
+        'dynamo_frontend_request_duration_seconds_count{model="words"} 1',
+        'dynamo_frontend_input_tokens_total{model="words"} 3',
+        'dynamo_frontend_output_tokens_total{model="words"} 3',
+        'dynamo_frontend_cached_tokens_total{model="words"} 1',
+        "dynamo_frontend_inflight_requests 0",
+        "dynamo_frontend_queued_requests 0",
+    ):
+        assert line in text.splitlines(), line
+
+
+async def test_clients_that_left_are_counted(site: Any, connect: Any) -> None:
+    site.processor.gate.clear()
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, BODY)
+        await site.processor.entered.wait()
+    await site.processor.cancelled.wait()
+    await asyncio.sleep(0)
+    async with connect(site.port) as one:
+        one.ask("GET", "/metrics")
+        assert 'status="499"} 1' in (await one.answer()).body.decode()
+
+
+async def test_one_log_line_a_request(
+    open_site: Any, connect: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await open_site(log_requests=True)
+    with caplog.at_level(logging.INFO, logger="dynamo.application.app"):
+        async with connect(site.port) as one:
+            one.ask("POST", CHAT, BODY)
+            await one.answer()
+            one.ask("POST", CHAT, BODY | {"top_p": 2})
+            await one.answer()
+    good, bad = [record.fields for record in caplog.records]
+    assert (good["status"], good["model"], good["stream"]) == (200, "words", False)
+    assert (bad["status"], bad["code"]) == (400, "invalid_request")

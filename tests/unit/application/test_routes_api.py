@@ -1,0 +1,174 @@
+"""Every other route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dynamo
+
+
+async def get(connect: Any, site: Any, path: str, method: str = "GET", body: Any = None) -> Any:
+    async with connect(site.port) as one:
+        one.ask(method, path, body)
+        return await one.answer(bodiless=method == "HEAD")
+
+
+async def test_models(site: Any, connect: Any) -> None:
+    body = (await get(connect, site, "/v1/models")).json
+    assert body["object"] == "list"
+    assert [one["id"] for one in body["data"]] == ["words", "spoken"]
+    assert body["data"][0] == {
+        "id": "words",
+        "created": 1_700_000_000,
+        "owned_by": "dynamo",
+        "root": "words",
+        "max_model_len": 100_000,
+        "object": "model",
+    }
+    assert (await get(connect, site, "/v1/models/spoken")).json["root"] == "words"
+    missing = await get(connect, site, "/v1/models/none")
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+    site.add("org/name with space")
+    assert (await get(connect, site, "/v1/models/org/name%20with%20space")).status == 200
+    site.gateway.remove("spoken")
+    assert list(site.gateway.models) == ["org/name with space"]
+
+
+async def test_before_any_model(open_site: Any, connect: Any) -> None:
+    site = await open_site(empty=True)
+    site.gateway.prepare("words", "its worker reads the weights")
+    assert (await get(connect, site, "/live")).status == 200
+    health = await get(connect, site, "/health")
+    assert health.status == 503
+    assert "reads the weights" in health.json["reasons"]["models"]
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+    ):
+        answer = await get(connect, site, path, method, {})
+        assert (answer.status, answer.error["code"]) == (503, "model_not_ready")
+        assert int(answer.headers["retry-after"]) >= 1
+    site.add("words")
+    assert (await get(connect, site, "/health")).status == 200
+
+
+async def test_a_second_model_that_is_getting_ready(site: Any, connect: Any) -> None:
+    site.gateway.prepare("big", "downloading")
+    chat = {"model": "big", "messages": [{"role": "user", "content": "x"}]}
+    answer = await get(connect, site, "/v1/chat/completions", "POST", chat)
+    assert (answer.status, answer.error["code"]) == (503, "model_not_ready")
+
+
+async def test_health(site: Any, connect: Any) -> None:
+    body = (await get(connect, site, "/health")).json
+    assert body["status"] == "healthy"
+    assert body["version"] == dynamo.__version__
+    assert body["uptime"] == "00:00:00"
+    assert body["gpu_memory_usage"] is None
+    assert body["active_requests"] == 0
+    assert body["models"] == ["words", "spoken"]
+
+
+async def test_version_and_head(site: Any, connect: Any) -> None:
+    assert (await get(connect, site, "/version")).json == {"version": dynamo.__version__}
+    assert (await get(connect, site, "/live", "HEAD")).status == 200
+
+
+async def test_unknown_paths_name_the_nearest(site: Any, connect: Any) -> None:
+    for path, near in (
+        ("/v/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/model", "/v1/models"),
+        ("/healthz", "/health"),
+        ("/", "/v1/chat/completions"),
+        ("/" + "x" * 5000, "/v1/models"),
+    ):
+        answer = await get(connect, site, path)
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert near in answer.error["hint"]
+
+
+async def test_wrong_methods(site: Any, connect: Any) -> None:
+    for method, path, allowed in (
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/completions", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("DELETE", "/v1/models/words", "GET"),
+        ("POST", "/health", "GET"),
+    ):
+        answer = await get(connect, site, path, method)
+        assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+        assert answer.headers["allow"] == allowed
+
+
+async def test_tokenize(site: Any, connect: Any) -> None:
+    body = {"model": "words", "prompt": "a bb"}
+    answer = await get(connect, site, "/tokenize", "POST", body)
+    assert answer.json == {
+        "count": 3,
+        "max_model_len": 100_000,
+        "tokens": [1, 1, 2],
+        "token_strs": None,
+    }
+    body |= {"add_special_tokens": False, "return_token_strs": True}
+    answer = await get(connect, site, "/tokenize", "POST", body)
+    assert (answer.json["tokens"], answer.json["token_strs"]) == ([1, 2], ["x", "xx"])
+    chat = {"messages": [{"role": "user", "content": "ccc"}]}
+    assert (await get(connect, site, "/tokenize", "POST", chat)).json["tokens"] == [1, 3]
+    for wrong in ({"model": "words"}, chat | {"tools": [{}]}, {"prompt": 5}):
+        assert (await get(connect, site, "/tokenize", "POST", wrong)).status == 400
+
+
+async def test_detokenize(site: Any, connect: Any) -> None:
+    answer = await get(connect, site, "/detokenize", "POST", {"model": "words", "tokens": [1, 2]})
+    assert answer.json == {"prompt": "x xx"}
+    for wrong in ({"tokens": [-1]}, {"tokens": "x"}, {}):
+        assert (await get(connect, site, "/detokenize", "POST", wrong)).status == 400
+
+
+async def test_completions(site: Any, connect: Any) -> None:
+    path = "/v1/completions"
+    one = (await get(connect, site, path, "POST", {"model": "words", "prompt": "a b"})).json
+    assert one["object"] == "text_completion"
+    assert one["id"].startswith("cmpl-")
+    assert one["choices"] == [
+        {
+            "index": 0,
+            "text": "a b ",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    many = {"model": "words", "prompt": ["a b", "c"], "n": 2, "echo": True}
+    body = (await get(connect, site, path, "POST", many)).json
+    assert [one["text"] for one in body["choices"]] == ["a b ", "a b ", "c ", "c "]
+    assert body["usage"]["prompt_tokens"] == 3
+    assert body["usage"]["completion_tokens"] == 6
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    assert all(request.echo for request in site.processor.requests[-2:])
+    assert len({context.request_id for context in site.processor.contexts[-2:]}) == 2
+    for prompt, texts in (([5, 6], ["id5 id6 "]), ([[5], [6, 7]], ["id5 ", "id6 id7 "])):
+        body = (await get(connect, site, path, "POST", {"model": "words", "prompt": prompt})).json
+        assert [one["text"] for one in body["choices"]] == texts
+
+
+async def test_completions_stream(site: Any, connect: Any) -> None:
+    body = {"model": "words", "prompt": "a b", "stream": True, "logprobs": 1}
+    events = (await get(connect, site, "/v1/completions", "POST", body)).events
+    assert events[0]["choices"][0] == {
+        "index": 0,
+        "text": "a ",
+        "logprobs": {
+            "text_offset": [0],
+            "token_logprobs": [-0.5],
+            "tokens": ["a "],
+            "top_logprobs": [{"a 0": 0.0}],
+        },
+        "finish_reason": None,
+    }
+    assert events[1]["choices"][0]["logprobs"]["text_offset"] == [2]
+    assert events[2]["choices"][0]["finish_reason"] == "length"
+    assert events[3] == "[DONE]"
