@@ -9,6 +9,8 @@ from typing import Protocol
 
 from dynamo.models.tokenizer import Tokenizer
 
+Utf8 = getincrementaldecoder("utf-8")
+
 
 class TextDecoder(Protocol):
     """Ids in, text out, for one answer. A character is never split: its bytes wait."""
@@ -66,7 +68,7 @@ class TableDecoder:
 
     def __init__(self, raw: Sequence[bytes | None]) -> None:
         self._raw = raw
-        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._decoder = Utf8("replace")
 
     @property
     def waiting(self) -> bool:
