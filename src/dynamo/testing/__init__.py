@@ -1,1 +1,8 @@
-"""testing"""
+"""What tests of a backend, an engine or an operator need: conformance suites and real fakes.
+
+The suites are in `dynamo.testing.conformance.{discovery,requests,events}`; they need pytest.
+"""
+
+from dynamo.testing.replies import CollectedReply, ScriptedEngine
+
+__all__ = ["CollectedReply", "ScriptedEngine"]

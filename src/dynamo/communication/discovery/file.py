@@ -28,6 +28,7 @@ class FileDiscovery(Discovery):
         self._root = root
         self._loop = asyncio.get_running_loop()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="discovery-write")
+        self._closed = False
         self._lease: Lease | None = None
         self._lost: list[Callable[[], None]] = []
         self._feeds: set[Feed] = set()
@@ -66,8 +67,10 @@ class FileDiscovery(Discovery):
         self._looker.start()
 
     async def close(self) -> None:
-        await self._off_loop(self._release)
-        self._writer.shutdown(wait=False)
+        if not self._closed:
+            self._closed = True
+            await self._off_loop(self._release)
+            self._writer.shutdown(wait=False)
 
     @asynccontextmanager
     async def _watch(self, prefix: str) -> AsyncIterator[Watch]:

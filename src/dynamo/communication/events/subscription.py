@@ -24,18 +24,26 @@ log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S: Final = 0.1
 _LAST_RETRY_S: Final = 2.0
+_FAREWELL_S: Final = 1.0
 
 
 class _Followed:
     """One source that the directory names."""
 
-    __slots__ = ("address", "key", "number", "tracker")
+    __slots__ = ("address", "farewell", "key", "number", "tracker")
 
     def __init__(self, key: SourceKey, address: str, number: int, tracker: Tracker) -> None:
         self.key = key
         self.address = address
         self.number = number
         self.tracker = tracker
+        self.farewell: asyncio.TimerHandle | None = None
+
+    def stay(self) -> None:
+        """It is in the directory."""
+        if self.farewell is not None:
+            self.farewell.cancel()
+            self.farewell = None
 
 
 class Subscription:
@@ -104,7 +112,7 @@ class Subscription:
                     present = {change.key for change in batch}
                     for source in list(self._sources.values()):
                         if str(source.key) not in present:
-                            self._gone(source)
+                            self._leave(source)
                     self._known.set()
 
     def _change(self, change: Change) -> None:
@@ -118,9 +126,12 @@ class Subscription:
         if not key.subject.startswith(self._prefix):
             return
         known = self._sources.get((key.subject, key.publisher))
-        if record is None:
-            if known is not None and known.key == key:
-                self._gone(known)
+        if known is not None and known.key == key:
+            known.stay()
+            if record is None:
+                self._leave(known)
+        elif record is None:
+            return
         elif known is None or known.key.epoch < key.epoch:
             self._follow(key, record.address, record.number, known)
 
@@ -142,6 +153,7 @@ class Subscription:
             self._dialling.add(address)
             self._run(self._keep_connected(address))
         if former is not None:
+            former.stay()
             self._forget(former)
 
     def _ask(self, address: str, number: int, after: int) -> None:
@@ -149,11 +161,21 @@ class Subscription:
         if link is not None:
             link.ask(number, after)
 
+    def _leave(self, source: _Followed) -> None:
+        """The directory names it no more. Its last events may still be on their way, so that it is
+        gone when it says so, when its connection breaks, or after a second."""
+        if source.address in self._links:
+            loop = asyncio.get_running_loop()
+            source.farewell = loop.call_later(_FAREWELL_S, self._gone, source)
+        else:
+            self._gone(source)
+
     def _gone(self, source: _Followed) -> None:
         self._drop(source)
         source.tracker.gone()
 
     def _drop(self, source: _Followed) -> None:
+        source.stay()
         self._lost += source.tracker.lost
         del self._sources[source.key.subject, source.key.publisher]
         self._forget(source)
@@ -207,4 +229,7 @@ class Subscription:
         finally:
             del self._links[address]
             for source in self._at(address):
-                source.tracker.interrupted()
+                if source.farewell is not None:
+                    self._gone(source)
+                else:
+                    source.tracker.interrupted()

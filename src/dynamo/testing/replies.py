@@ -1,0 +1,90 @@
+"""Real fakes of the contract of `dynamo.core.reply`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
+from dynamo.core.reply import Engine, Extra, Reply
+from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Load, Started
+
+
+class CollectedReply(Reply):
+    """Keeps what it is told; `enough`: answers False once it has so many tokens."""
+
+    def __init__(self, enough: int | None = None) -> None:
+        self.started: Started | None = None
+        self.ids: list[int] = []
+        self.extras: list[Extra | None] = []
+        self.end: Finish | None = None
+        self._enough = enough
+
+    def begin(self, started: Started) -> None:
+        self.started = started
+
+    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        self.ids += ids
+        self.extras.append(extra)
+        return self._enough is None or len(self.ids) < self._enough
+
+    def finish(self, end: Finish) -> None:
+        self.end = end
+
+
+class ScriptedEngine(Engine):
+    """Answers every request with the same tokens, one call each and a turn of the loop between.
+
+    `error`: raised after the tokens, in place of a finish. `endless`: waits to be cancelled then.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        started: Started,
+        ids: Sequence[int],
+        end: Finish,
+        *,
+        error: DynamoError | None = None,
+        endless: bool = False,
+    ) -> None:
+        self.requests: list[GenerateRequest] = []
+        self.contexts: list[Context] = []
+        self.cancelled = asyncio.Event()
+        self._info = info
+        self._started = started
+        self._ids = tuple(ids)
+        self._end = end
+        self._error = error
+        self._endless = endless
+
+    async def start(self) -> EngineInfo:
+        return self._info
+
+    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        self.requests.append(request)
+        self.contexts.append(context)
+        try:
+            await self._answer(reply)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    def load(self) -> Load:
+        return Load()
+
+    async def stop(self) -> None:
+        """There is nothing to release."""
+
+    async def _answer(self, reply: Reply) -> None:
+        reply.begin(self._started)
+        for one in self._ids:
+            if not reply.tokens((one,)):
+                return
+            await asyncio.sleep(0)
+        if self._error is not None:
+            raise self._error
+        if self._endless:
+            await asyncio.Event().wait()
+        reply.finish(self._end)

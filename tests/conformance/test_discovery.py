@@ -1,0 +1,67 @@
+"""The discovery suite over every backend."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.testing.conformance.discovery import DiscoveryConformance, Join, until
+
+
+async def members(url: str) -> AsyncIterator[Join]:
+    opened: list[Discovery] = []
+
+    async def join() -> Discovery:
+        opened.append(await open_discovery(url))
+        return opened[-1]
+
+    yield join
+    for one in opened:
+        await one.close()
+
+
+class TestMemory(DiscoveryConformance):
+    @pytest.fixture
+    async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
+        async for join in members(f"memory:{request.node.name}"):
+            yield join
+
+
+class TestFile(DiscoveryConformance):
+    @pytest.fixture
+    async def join(self, tmp_path: Path) -> AsyncIterator[Join]:
+        async for join in members(f"file:{tmp_path / 'place'}"):
+            yield join
+
+
+OWNER = """
+import asyncio, sys
+from dynamo.communication.discovery import open_discovery
+
+async def main():
+    plane = await open_discovery(sys.argv[1])
+    await plane.put("/w/child", b"here")
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_records_of_a_killed_process_disappear(tmp_path: Path) -> None:
+    url = f"file:{tmp_path / 'place'}"
+    plane = await open_discovery(url)
+    async with plane.watch("/w/") as changes:
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, url)
+        await until(changes, "/w/child", b"here")
+        os.kill(child.pid, signal.SIGKILL)
+        await until(changes, "/w/child", None)
+        await child.wait()
+    assert [path.name for path in (tmp_path / "place").iterdir()] == []
+    await plane.close()
