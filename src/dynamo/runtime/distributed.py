@@ -38,7 +38,8 @@ class DistributedRuntime:
     """What a process has in hand. Make it by `create`; leave it by `shutdown` or `async with`.
 
     `stopping` is cancelled when the process is to stop. `public_address`: where users reach this
-    process (an HTTP URL), set by who listens there.
+    process (an HTTP URL), set by who listens there. `supervised`: a supervisor holds that port, and
+    it is shared with SO_REUSEPORT.
     """
 
     discovery: Discovery
@@ -67,6 +68,7 @@ class DistributedRuntime:
         self.stopping = stopping
         self.failure: DynamoError | None = None
         self.public_address = ""
+        self.supervised = False
         self._served: list[Served] = []
         self._clients: list[Client] = []
         self._leaving: list[Leave] = []

@@ -125,6 +125,7 @@ class Process:
     async def live(self, main: Main) -> None:
         """From status port to drained. Raises what `main` raises, and the runtime's failure."""
         runtime = self._runtime
+        runtime.supervised = self._parent is not None
         runtime.health.unwell(STARTING, "the process is starting")
         await self._status.start()
         try:

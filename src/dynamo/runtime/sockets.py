@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dynamo.communication.http.errors import PortInUse
 from dynamo.core.errors import ConfigError
@@ -48,21 +48,49 @@ def name_owner(error: PortInUse) -> PortInUse:
 def claim_port(host: str, port: int) -> int:
     """Check that nobody, sharing or not, has `host:port`, and answer the port; a free one for 0.
     Raises `PortInUse`, which names the owner, or `ConfigError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise name_owner(PortInUse(host, port)) from None
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}",
-                hint="ports below 1024 need privileges" if error.errno == errno.EACCES else "",
-                param="server.http_port",
-            ) from None
-        bound: int = probe.getsockname()[1]
+    with reserve_port(host, port) as held:
+        bound: int = held.getsockname()[1]
         return bound
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Hold `host:port` (a free one for 0) without listening: as long as the socket is open, only
+    who binds with SO_REUSEPORT, our own children, can listen there, and no outgoing connection or
+    ephemeral listener of this host gets it. Raises as `claim_port`. Blocks where `host` is a name.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        try:
+            return _bound(family, address, reuse=False)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return _bound(family, address, reuse=True)  # of old connections in TIME_WAIT only
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise name_owner(PortInUse(host, port)) from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="ports below 1024 need privileges" if error.errno == errno.EACCES else "",
+            param="server.http_port",
+        ) from None
+
+
+def _bound(family: int, address: Any, *, reuse: bool) -> socket.socket:
+    """Bound alone, then opened to sharers. Raises OSError."""
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        held.bind(address)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, True)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, False)
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def _listening(port: int) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Frontend:
             on_error=application.on_error,
         )
         host = server.http_host
-        port = await http.start(host, server.http_port, reuse_port=server.http_workers > 1)
+        port = await http.start(host, server.http_port, reuse_port=runtime.supervised)
         runtime.at_shutdown(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         catalogue = Catalogue(runtime, self._open_model, self._waiting)

@@ -15,7 +15,7 @@ from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.link import ParentLink
-from dynamo.runtime.sockets import claim_port
+from dynamo.runtime.sockets import reserve_port
 from dynamo.runtime.supervisor import Supervisor, run_supervisor
 
 ROLES = {
@@ -69,15 +69,15 @@ def deployment_specs(settings: Settings) -> list[ProcessSpec]:
 def serve(settings: Settings, on_ready: Callable[[str], None]) -> int:
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
     serves. Raises `PortInUse`, which names the owner, and `ConfigError`."""
-    server = settings.server
-    port = claim_port(server.http_host, server.http_port)
-    settings = replace(settings, server=replace(server, http_port=port))
-    deployment = deployment_of(settings)
-    settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
-    host = f"[{server.http_host}]" if ":" in server.http_host else server.http_host
-    url = f"http://{host}:{port}"
-    supervisor = Supervisor(deployment_specs(settings), deployment, settings, address=url)
-    return run_supervisor(supervisor, lambda: on_ready(url))
+    host = settings.server.http_host
+    with reserve_port(host, settings.server.http_port) as held:
+        port = held.getsockname()[1]
+        settings = replace(settings, server=replace(settings.server, http_port=port))
+        deployment = deployment_of(settings)
+        settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        supervisor = Supervisor(deployment_specs(settings), deployment, settings, address=url)
+        return run_supervisor(supervisor, lambda: on_ready(url))
 
 
 def _names(role: str, count: int) -> list[str]:

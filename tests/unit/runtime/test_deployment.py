@@ -22,7 +22,7 @@ from dynamo.runtime.deployment import (
     state_roots,
 )
 from dynamo.runtime.pids import command, is_alive, own_start_ticks, start_ticks
-from dynamo.runtime.sockets import claim_port, port_owner
+from dynamo.runtime.sockets import claim_port, port_owner, reserve_port
 
 
 def record_of(deployment: Deployment, **about: object) -> ProcessRecord:
@@ -134,3 +134,21 @@ def test_port_0_is_any_and_bad_addresses_are_told() -> None:
     assert claim_port("127.0.0.1", 0) > 0
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7"):
         claim_port("203.0.113.7", 1234)
+
+
+def test_a_reserved_port_is_shared_with_children_alone() -> None:
+    with reserve_port("localhost", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(PortInUse):
+            claim_port("127.0.0.1", port)
+        with socket.socket() as child:
+            child.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            child.bind(("127.0.0.1", port))
+            child.listen()
+            with pytest.raises(PortInUse):
+                claim_port("127.0.0.1", port)
+            with socket.create_connection(("127.0.0.1", port)) as caller:
+                accepted, _ = child.accept()
+                accepted.close()  # closes first, so that TIME_WAIT stays on this side
+                assert caller.recv(1) == b""
+    assert claim_port("127.0.0.1", port) == port
