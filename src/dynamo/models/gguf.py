@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.quantization import block_layout, dequantize
@@ -19,6 +19,7 @@ from dynamo.models.quantization import block_layout, dequantize
 if TYPE_CHECKING:
     import numpy as np
 
+T = TypeVar("T")
 MAGIC = b"GGUF"
 _U32, _U64 = Struct("<I"), Struct("<Q")
 _STRING, _ARRAY = 8, 9
@@ -29,6 +30,7 @@ _SCALARS = {
     }.items()
 }  # fmt: skip
 _MAX_DIMS, _MAX_NESTING = 8, 4
+_DAMAGE = (struct.error, UnicodeDecodeError, OverflowError)
 
 
 class TensorInfo(NamedTuple):
@@ -50,7 +52,7 @@ class GgufFile:
         self._values: dict[str, Callable[[], Any]] = {}
         try:
             self._read_head()
-        except (struct.error, UnicodeDecodeError, IndexError) as error:
+        except _DAMAGE as error:
             raise self._broken(str(error)) from error
 
     def __enter__(self) -> Self:
@@ -73,8 +75,16 @@ class GgufFile:
             return default
         try:
             return read()
-        except (struct.error, UnicodeDecodeError) as error:
+        except _DAMAGE as error:
             raise self._broken(f"{key}: {error}") from error
+
+    def get_list(self, key: str, kind: type[T]) -> list[T]:
+        """An array of values of one Python type; empty when it is not there. Raises
+        ModelUnavailable when it is something else."""
+        found = self.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+            raise self._broken(f"{key} is no array of {kind.__name__}")
+        return found
 
     def metadata_bytes(self) -> bytes:
         """The metadata as stored: equal bytes mean an equal tokenizer and configuration."""

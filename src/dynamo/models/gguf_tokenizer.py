@@ -82,10 +82,10 @@ def convert(file: GgufFile) -> bytes:
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         raise _unsupported(file, f"the pre-tokenizer {name!r}")
-    words = file.get("tokenizer.ggml.tokens") or []
-    kinds = file.get("tokenizer.ggml.token_type") or [1] * len(words)
-    merges = file.get("tokenizer.ggml.merges")
-    if not words or merges is None or len(kinds) != len(words) or len({*words}) != len(words):
+    words = file.get_list("tokenizer.ggml.tokens", str)
+    kinds = file.get_list("tokenizer.ggml.token_type", int) or [1] * len(words)
+    merges = file.get_list("tokenizer.ggml.merges", str)
+    if not words or len(kinds) != len(words) or len({*words}) != len(words):
         raise ModelUnavailable(f"the vocabulary in {file.path.name} is incomplete")
     return msgspec.json.encode(_document(file, pre, words, kinds, merges))
 

@@ -26,27 +26,28 @@ class ModelFacts(msgspec.Struct, frozen=True):
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
-    generation: dict[str, Any] = {}
+    generation: dict[str, float] = {}
 
 
 def facts_of_gguf(file: GgufFile) -> ModelFacts:
     """From a GGUF file's metadata."""
     kind = file.get("general.architecture", "")
-    words: list[str] = file.get("tokenizer.ggml.tokens") or []
+    words = file.get_list("tokenizer.ggml.tokens", str)
 
     def word(key: str) -> str:
-        number = file.get(f"tokenizer.ggml.{key}", -1)
-        return words[number] if 0 <= number < len(words) else ""
+        number = file.get(f"tokenizer.ggml.{key}")
+        return words[number] if isinstance(number, int) and 0 <= number < len(words) else ""
 
     ends = (file.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
-    return ModelFacts(
-        context_tokens=file.get(f"{kind}.context_length", _DEFAULT_CONTEXT),
-        vocab_size=file.get(f"{kind}.vocab_size", len(words)),
-        eos_token_ids=_ids(ends),
-        bos_token=word("bos_token_id"),
-        eos_token=word("eos_token_id"),
-        chat_template=file.get("tokenizer.chat_template"),
-    )
+    found = {
+        "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT),
+        "vocab_size": max(len(words), file.get(f"{kind}.vocab_size", 0)),
+        "eos_token_ids": _ids(ends),
+        "bos_token": word("bos_token_id"),
+        "eos_token": word("eos_token_id"),
+        "chat_template": file.get("tokenizer.chat_template"),
+    }
+    return _checked(found, file.path)
 
 
 def facts_of_folder(folder: Path) -> ModelFacts:
@@ -63,15 +64,24 @@ def facts_of_folder(folder: Path) -> ModelFacts:
     highest = max((token.id for token in added.added_tokens), default=-1)
     if isinstance(added.model.vocab, dict):
         highest = max(highest, *added.model.vocab.values())
-    return ModelFacts(
-        context_tokens=_context(config, tokens),
-        vocab_size=max(config.get("vocab_size") or 0, highest + 1),
-        eos_token_ids=_ids([*ends, *named]),
-        bos_token=_content(tokens.get("bos_token")),
-        eos_token=eos,
-        chat_template=_template(folder, tokens),
-        generation={key: generation[key] for key in _SAMPLING if generation.get(key) is not None},
-    )
+    said = config.get("vocab_size")
+    found = {
+        "context_tokens": _context(config, tokens),
+        "vocab_size": max(said if isinstance(said, int) else 0, highest + 1),
+        "eos_token_ids": _ids([*ends, *named]),
+        "bos_token": _content(tokens.get("bos_token")),
+        "eos_token": eos,
+        "chat_template": _template(folder, tokens),
+        "generation": {k: generation[k] for k in _SAMPLING if generation.get(k) is not None},
+    }
+    return _checked(found, folder)
+
+
+def _checked(found: dict[str, Any], path: Path) -> ModelFacts:
+    try:
+        return msgspec.convert(found, ModelFacts)
+    except msgspec.ValidationError as error:
+        raise ModelUnavailable(f"{path} does not describe a usable model: {error}") from error
 
 
 def _context(config: dict[str, Any], tokens: dict[str, Any]) -> int:
@@ -112,5 +122,5 @@ def _flat(ids: Any) -> list[int]:
     return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 
 
-def _ids(found: Iterable[int | None]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(one for one in found if one is not None and one >= 0))
+def _ids(found: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(one for one in found if isinstance(one, int) and one >= 0))

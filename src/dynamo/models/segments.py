@@ -98,6 +98,9 @@ class _Plan(NamedTuple):
     parts: list[bytes | None]
 
 
+_NO_PLAN = _Plan("", [], [])
+
+
 class SegmentCache:
     """Encodes through a cache of pieces of at most `capacity_bytes` (keys, ids and bookkeeping
     counted). Safe to use from several threads.
@@ -117,7 +120,7 @@ class SegmentCache:
         self._young_bytes = 0
         self._old_bytes = 0
         self._turning = Lock()
-        self._planned = _Plan("", [], [])
+        self._planned = _NO_PLAN
         self.hits = 0
         self.misses = 0
 
@@ -129,6 +132,7 @@ class SegmentCache:
     def encode(self, text: str) -> bytes:
         """Packed ids of `text`, special tokens read as such; equal to `Tokenizer.encode(text)`."""
         _, pieces, parts = self._plan(text)
+        self._planned = _NO_PLAN
         together = list(zip(pieces, parts, strict=True))
         fresh = {piece: b"" for piece, ids in together if ids is None}
         for piece in fresh:

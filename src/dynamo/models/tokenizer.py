@@ -16,6 +16,7 @@ from dynamo.models.tokenizer_file import (
     byte_table,
     can_be_cut,
     read_tokenizer_file,
+    special_ids,
 )
 
 _REPLACEMENT = "\ufffd"
@@ -30,7 +31,7 @@ class Tokenizer:
     def __init__(self, encoder: Encoder, file: TokenizerFile, cuts_proven: bool = False) -> None:
         self._encoder = encoder
         self.added_tokens: tuple[AddedToken, ...] = file.added_tokens
-        self.special_ids = frozenset(token.id for token in file.added_tokens if token.special)
+        self.special_ids = special_ids(file)
         self.token_bytes: list[bytes | None] = byte_table(file)
         self.may_cut = cuts_proven and can_be_cut(file)
 
@@ -75,9 +76,8 @@ class Tokenizer:
     def whole_text_ids(self) -> list[int]:
         """Ids that decode alone to whole, non-empty text and are not special."""
         if any(raw is not None for raw in self.token_bytes):
-            texts = (_text(raw) for raw in self.token_bytes)
-        else:
-            texts = (self._alone(number) for number in range(self.vocab_size))
+            return _readable(self.token_bytes, self.special_ids)
+        texts = (self._alone(number) for number in range(self.vocab_size))
         return [n for n, text in enumerate(texts) if text and n not in self.special_ids]
 
     @cached_property
@@ -142,9 +142,28 @@ def read_tokenizer(source: FileRef | Path, *, proven: bool = False) -> Tokenizer
         raise ModelUnavailable(
             f"the tokenizer {ref.name} is not on this host", hint="fetch it from a worker first"
         )
+    file = read_tokenizer_file(path)
     found: Verdict | None = prove(ref) if proven else verdict(ref)
-    encoder = best_encoder(path, found)
-    return Tokenizer(encoder, read_tokenizer_file(path), found is not None and found.cuts)
+    return Tokenizer(best_encoder(path, found), file, found is not None and found.cuts)
+
+
+def readable_ids(source: FileRef | Path) -> list[int]:
+    """`Tokenizer.whole_text_ids`, without loading an encoder where token bytes are exact.
+
+    Blocks for milliseconds. Raises ModelUnavailable.
+    """
+    path = source if isinstance(source, Path) else find(source)
+    if path is None:
+        raise ModelUnavailable("the tokenizer is not on this host")
+    file = read_tokenizer_file(path)
+    table = byte_table(file)
+    if any(raw is not None for raw in table):
+        return _readable(table, special_ids(file))
+    return read_tokenizer(source).whole_text_ids
+
+
+def _readable(table: list[bytes | None], special: frozenset[int]) -> list[int]:
+    return [n for n, raw in enumerate(table) if raw and _text(raw) and n not in special]
 
 
 def _text(raw: bytes | None) -> str | None:

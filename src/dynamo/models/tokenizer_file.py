@@ -62,6 +62,11 @@ def vocabulary(file: TokenizerFile) -> list[str | None]:
     return [by_id.get(number) for number in range(max(by_id, default=-1) + 1)]
 
 
+def special_ids(file: TokenizerFile) -> frozenset[int]:
+    """Tokens that stand for no text."""
+    return frozenset(token.id for token in file.added_tokens if token.special)
+
+
 def byte_table(file: TokenizerFile) -> list[bytes | None]:
     """The bytes of each token, exact for a ByteLevel decoder: the text of ids is the
     concatenation, decoded as UTF-8 with replacement. None for every id under other decoders."""

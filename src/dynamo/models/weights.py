@@ -6,7 +6,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -23,29 +23,33 @@ _HF_TYPES = frozenset({"llama", "mistral"})
 _GGUF_TYPES = frozenset({"llama"})
 
 
-class RopeScaling(msgspec.Struct, frozen=True):
-    """How rotary frequencies are stretched. `kind`: linear or llama3."""
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
 
-    kind: str
-    factor: float
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """How rotary frequencies are stretched."""
+
+    kind: Literal["linear", "llama3"]
+    factor: _Positive
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: int = 8192
+    original_context: _Count = 8192
 
 
 class LlamaConfig(msgspec.Struct, frozen=True):
     """The shape of a Llama-like model. `tied`: the output matrix is the embedding."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context_tokens: int
+    hidden_size: _Count
+    intermediate_size: _Count
+    num_layers: _Count
+    num_heads: _Count
+    num_kv_heads: _Count
+    head_dim: _Count
+    vocab_size: _Count
+    context_tokens: _Count
     norm_eps: float
-    rope_theta: float
+    rope_theta: _Positive
     rope_scaling: RopeScaling | None = None
     tied: bool = False
 
@@ -172,60 +176,72 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """The shape that a GGUF file's metadata tells."""
     kind = file.get("general.architecture", "")
     _supported(kind, _GGUF_TYPES)
-
-    def need(key: str) -> Any:
-        value = file.get(f"{kind}.{key}")
-        if value is None:
-            raise ModelUnavailable(f"{file.path.name} does not tell {kind}.{key}")
-        return value
-
-    hidden, heads = need("embedding_length"), need("attention.head_count")
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=need("feed_forward_length"),
-        num_layers=need("block_count"),
-        num_heads=heads,
-        num_kv_heads=file.get(f"{kind}.attention.head_count_kv", heads),
-        head_dim=file.get(f"{kind}.attention.key_length", hidden // heads),
-        vocab_size=_rows(file, "token_embd.weight"),
-        context_tokens=need("context_length"),
-        norm_eps=need("attention.layer_norm_rms_epsilon"),
-        rope_theta=file.get(f"{kind}.rope.freq_base", 10000.0),
-        rope_scaling=_gguf_scaling(file, kind),
-        tied="output.weight" not in file.tensors,
-    )
+    heads = file.get(f"{kind}.attention.head_count")
+    embedding = file.tensors.get("token_embd.weight")
+    scaling = file.get(f"{kind}.rope.scaling.type", "none")
+    found = {
+        "hidden_size": file.get(f"{kind}.embedding_length"),
+        "intermediate_size": file.get(f"{kind}.feed_forward_length"),
+        "num_layers": file.get(f"{kind}.block_count"),
+        "num_heads": heads,
+        "num_kv_heads": file.get(f"{kind}.attention.head_count_kv", heads),
+        "head_dim": file.get(f"{kind}.attention.key_length"),
+        "vocab_size": embedding.shape[0] if embedding else None,
+        "context_tokens": file.get(f"{kind}.context_length"),
+        "norm_eps": file.get(f"{kind}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.get(f"{kind}.rope.freq_base", 10000.0),
+        "tied": "output.weight" not in file.tensors,
+    }
+    if scaling != "none":
+        factor = file.get(f"{kind}.rope.scaling.factor")
+        found["rope_scaling"] = {"kind": scaling, "factor": factor}
+    return _config(found, file.path)
 
 
 def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
     """The shape that a Hugging Face config.json tells."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        _supported(found.get("model_type", ""), _HF_TYPES)
-        if found.get("sliding_window"):
-            raise ModelUnavailable("sliding-window attention is not supported")
-        rope = found.get("rope_parameters") or {}
-        hidden, heads = found["hidden_size"], found["num_attention_heads"]
-        return LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=found["intermediate_size"],
-            num_layers=found["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=found.get("num_key_value_heads") or heads,
-            head_dim=found.get("head_dim") or hidden // heads,
-            vocab_size=found["vocab_size"],
-            context_tokens=found.get("max_position_embeddings", 2048),
-            norm_eps=found.get("rms_norm_eps", 1e-6),
-            rope_theta=float(found.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            rope_scaling=_json_scaling(found.get("rope_scaling") or rope),
-            tied=bool(found.get("tie_word_embeddings", not has_output)) or not has_output,
-        )
+        said = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelUnavailable(f"{path} is not a usable configuration ({error!r})") from error
+    except msgspec.DecodeError as error:
+        raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
+    _supported(said.get("model_type", ""), _HF_TYPES)
+    if said.get("sliding_window"):
+        raise ModelUnavailable("sliding-window attention is not supported")
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    heads = said.get("num_attention_heads")
+    found = {
+        "hidden_size": said.get("hidden_size"),
+        "intermediate_size": said.get("intermediate_size"),
+        "num_layers": said.get("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": said.get("num_key_value_heads") or heads,
+        "head_dim": said.get("head_dim"),
+        "vocab_size": said.get("vocab_size"),
+        "context_tokens": said.get("max_position_embeddings", 2048),
+        "norm_eps": said.get("rms_norm_eps", 1e-6),
+        "rope_theta": said.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        "rope_scaling": _json_scaling(rope),
+        "tied": said.get("tie_word_embeddings") is True or not has_output,
+    }
+    return _config(found, path)
 
 
-def _supported(kind: str, known: frozenset[str]) -> None:
+def _config(found: dict[str, Any], path: Path) -> LlamaConfig:
+    hidden, heads = found["hidden_size"], found["num_heads"]
+    if found["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        found["head_dim"] = hidden // heads
+    try:
+        config = msgspec.convert(found, LlamaConfig)
+    except msgspec.ValidationError as error:
+        raise ModelUnavailable(f"{path.name} does not describe a usable model: {error}") from error
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise ModelUnavailable(f"{path.name} has heads that do not divide")
+    return config
+
+
+def _supported(kind: Any, known: frozenset[str]) -> None:
     if kind not in known:
         raise ModelUnavailable(
             f"the native engine does not know the architecture {kind or '(none)'!r}",
@@ -233,34 +249,15 @@ def _supported(kind: str, known: frozenset[str]) -> None:
         )
 
 
-def _rows(file: GgufFile, name: str) -> int:
-    if name not in file.tensors:
-        raise ModelUnavailable(f"{file.path.name} holds no tensor {name}")
-    return file.tensors[name].shape[0]
-
-
-def _gguf_scaling(file: GgufFile, kind: str) -> RopeScaling | None:
-    scaling = file.get(f"{kind}.rope.scaling.type", "none")
-    if scaling == "none":
+def _json_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
         return None
-    return _checked_scaling(scaling, {"factor": file.get(f"{kind}.rope.scaling.factor", 1.0)})
-
-
-def _json_scaling(found: dict[str, Any]) -> RopeScaling | None:
-    kind = found.get("rope_type", found.get("type", "default"))
-    return None if kind == "default" else _checked_scaling(kind, found)
-
-
-def _checked_scaling(kind: str, found: dict[str, Any]) -> RopeScaling:
-    if kind not in {"linear", "llama3"}:
-        raise ModelUnavailable(f"rotary scaling {kind!r} is not supported (linear, llama3 are)")
-    return RopeScaling(
-        kind,
-        float(found["factor"]),
-        float(found.get("low_freq_factor", 1.0)),
-        float(found.get("high_freq_factor", 4.0)),
-        int(found.get("original_max_position_embeddings", 8192)),
-    )
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    found = {"kind": kind} | {name: rope[name] for name in names if name in rope}
+    if "original_max_position_embeddings" in rope:
+        found["original_context"] = rope["original_max_position_embeddings"]
+    return found
 
 
 def _divisors(config: LlamaConfig) -> Floats:

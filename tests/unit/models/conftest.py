@@ -1,0 +1,301 @@
+# ruff: noqa: RUF001
+"""Tiny models, written from the formats' descriptions and by hand."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+WORDS = (
+    "he", "hel", "hell", "hello", "Ġw", "Ġwo", "Ġwor", "Ġworl", "Ġworld", "ĠĠ", "Ċ", "in", "ing",
+    "th", "the", "Ġt", "Ġthe", "an", "and", "Ġa", "Ġand", "er", "re", "'s", "Ã©", "ä¸", "ä¸Ń",
+)  # fmt: skip
+SPECIALS = ("<|end|>", "<|im_start|>", "<|im_end|>")
+GENERATION = {"temperature": 0.2, "top_k": 7, "eos_token_id": [2, 0]}
+
+
+def alphabet() -> list[str]:
+    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(n if n in kept else next(others)) for n in range(256)]
+
+
+def merges(words: list[str]) -> list[tuple[str, str]]:
+    """For every word the first way to make it of two others that exist."""
+    known = set(words)
+    found = []
+    for word in words:
+        for cut in range(1, len(word)):
+            if word[:cut] in known and word[cut:] in known:
+                found.append((word[:cut], word[cut:]))
+                break
+    return found
+
+
+def vocabulary() -> list[str]:
+    letters = alphabet()
+    return [*SPECIALS, *letters, *(word for word in WORDS if word not in letters)]
+
+
+def tokenizer_document() -> dict[str, Any]:
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    words = vocabulary()
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": n, "content": word, "special": True, **flags} for n, word in enumerate(SPECIALS)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                level | {"use_regex": True},
+            ],
+        },
+        "post_processor": None,
+        "decoder": level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {word: number for number, word in enumerate(words)},
+            "merges": [list(pair) for pair in merges(words[len(SPECIALS) :])],
+        },
+    }
+
+
+def _gguf_value(value: Any) -> tuple[int, bytes]:
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    if isinstance(value, int):
+        return (
+            (4, struct.pack("<I", value))
+            if 0 <= value < 1 << 32
+            else (11, struct.pack("<q", value))
+        )
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    if isinstance(value, str):
+        return 8, _gguf_string(value)
+    kinds, packed = zip(*(_gguf_value(one) for one in value), strict=True)
+    return 9, struct.pack("<IQ", kinds[0], len(value)) + b"".join(packed)
+
+
+def _gguf_string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def gguf_bytes(
+    values: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]
+) -> bytes:
+    """`tensors`: name -> (GGML type, shape with rows first, data)."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    for key, value in values.items():
+        kind, packed = _gguf_value(value)
+        head += _gguf_string(key) + struct.pack("<I", kind) + packed
+    data = b""
+    for name, (kind, shape, raw) in tensors.items():
+        dims = struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        head += _gguf_string(name) + struct.pack("<I", len(shape)) + dims
+        head += struct.pack("<IQ", kind, len(data))
+        data += raw + b"\0" * (-len(raw) % 32)
+    return head + b"\0" * (-len(head) % 32) + data
+
+
+def safetensors_bytes(arrays: dict[str, np.ndarray], bf16: bool = False) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, array in arrays.items():
+        raw = (array.view(np.uint32) >> 16).astype("<u2").tobytes() if bf16 else array.tobytes()
+        kind = "BF16" if bf16 else {"float32": "F32", "float16": "F16"}[str(array.dtype)]
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets}
+        data += raw
+    packed = json.dumps(header).encode()
+    return struct.pack("<Q", len(packed)) + packed + data
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": len(vocabulary()),
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def hf_arrays() -> dict[str, np.ndarray]:
+    chance = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (CONFIG["vocab_size"], 32),
+        "model.norm.weight": (32,),
+    }
+    for layer in range(2):
+        own = {
+            "input_layernorm": (32,),
+            "post_attention_layernorm": (32,),
+            "self_attn.q_proj": (32, 32),
+            "self_attn.k_proj": (16, 32),
+            "self_attn.v_proj": (16, 32),
+            "self_attn.o_proj": (32, 32),
+            "mlp.gate_proj": (64, 32),
+            "mlp.up_proj": (64, 32),
+            "mlp.down_proj": (32, 64),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return {
+        name: chance.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
+
+
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def _permuted(array: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's converter stores q and k."""
+    split = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
+
+
+def gguf_model() -> tuple[dict[str, Any], dict[str, tuple[int, tuple[int, ...], bytes]]]:
+    words = vocabulary()
+    values = {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.context_length": 256,
+        "llama.embedding_length": 32,
+        "llama.feed_forward_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [3 if word in SPECIALS else 1 for word in words],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges(words[len(SPECIALS) :])],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+    tensors = {}
+    for name, array in hf_arrays().items():
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2}.get(rest)
+            kept = _permuted(array, heads) if heads else array
+            stored = f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+        else:
+            kept = array
+            stored = "token_embd.weight" if "embed" in name else "output_norm.weight"
+        tensors[stored] = (0, kept.shape, kept.tobytes())
+    return values, tensors
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test sees or touches the user's cache."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache / "dynamo"
+
+
+@pytest.fixture
+def tokenizer_path(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer_document()))
+    return path
+
+
+@pytest.fixture
+def edited_tokenizer(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the tiny tokenizer with top-level parts replaced, and added tokens appended."""
+
+    def write(*extra: str, **parts: Any) -> Path:
+        document = tokenizer_document() | parts
+        for number, content in enumerate(extra, len(vocabulary())):
+            first = document["added_tokens"][0]
+            document["added_tokens"].append(first | {"id": number, "content": content})
+        path = tmp_path / "edited" / "tokenizer.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(document))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def arrays() -> dict[str, np.ndarray]:
+    return hf_arrays()
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the tiny model as GGUF; arguments replace values (None: left out) and tensors."""
+
+    def write(values: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+        own_values, own_tensors = gguf_model()
+        merged = {k: v for k, v in (own_values | (values or {})).items() if v is not None}
+        path = tmp_path / "tiny.gguf"
+        path.write_bytes(gguf_bytes(merged, own_tensors if tensors is None else tensors))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def write_safetensors() -> Callable[..., None]:
+    def write(path: Path, arrays: dict[str, np.ndarray], bf16: bool = False) -> None:
+        path.write_bytes(safetensors_bytes(arrays, bf16))
+
+    return write
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder without weights."""
+    folder = tmp_path / "tiny-model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_document()))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    tokens = {
+        "bos_token": {"content": "<|im_start|>"},
+        "eos_token": "<|im_end|>",
+        "chat_template": "{{ bos_token }}{{ messages[0].content }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    return folder

@@ -1,0 +1,82 @@
+from datetime import datetime
+
+import pytest
+
+from dynamo.core.errors import InvalidRequest, ModelUnavailable
+from dynamo.models.template import ChatTemplate
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}"""
+USER = {"role": "user", "content": "Hi <b>"}
+
+
+def render(source, messages=(USER,), **args):
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(messages, **args)
+
+
+def test_chatml():
+    start = "<|im_start|>user\nHi <b><|im_end|>\n"
+    assert render(CHATML) == start + "<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == start
+
+
+def test_variables():
+    assert render("{{ bos_token }}|{{ eos_token }}|{{ x }}", x=3) == "<s>|</s>|3"
+    assert render("{{ tools is none }} {{ documents is none }}") == "True True"
+    tool = {"name": "ä <b>"}
+    assert render("{{ tools | tojson }}", tools=[tool]) == '[{"name": "ä <b>"}]'
+    assert render("{{ tools[0] | tojson(indent=2) }}", tools=[tool]) == '{\n  "name": "ä <b>"\n}'
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().astimezone().year)
+    assert (
+        render("{% for i in [1, 2] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+        == "1"
+    )
+    assert render("a{% generation %}b{{ messages[0].content }}{% endgeneration %}c") == "abHi <b>c"
+
+
+def test_the_templates_own_message_reaches_the_client():
+    with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
+        render("{{ raise_exception('roles must alternate') }}")
+    assert caught.value.param == "messages"
+
+
+def test_messages_that_a_template_cannot_take():
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        render(CHATML, [{"role": "user", "content": None}])
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        render("{{ messages[9].content.x }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{% for i in range(10000000) %}{% endfor %}",
+    ],
+)
+def test_the_sandbox_holds(source):
+    with pytest.raises(InvalidRequest):
+        render(source, [dict(USER)])
+
+
+def test_a_broken_template_is_the_models_fault():
+    with pytest.raises(ModelUnavailable, match="broken"):
+        ChatTemplate("{% for %}")
+
+
+def test_without_a_template():
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "developer", "content": "Be short."},
+        USER,
+        {"role": "assistant", "content": None},
+    ]
+    text = "System: Be kind.\nSystem: Be short.\nUser: Hi <b>\nAssistant: "
+    assert render(None, messages) == text + "\nAssistant: "
+    assert render("", messages, add_generation_prompt=False) == text

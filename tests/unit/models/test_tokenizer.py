@@ -1,0 +1,252 @@
+import json
+import struct
+
+import pytest
+import tokenizers
+
+from dynamo.core.errors import InvalidRequest, ModelUnavailable
+from dynamo.models import encoders, proof
+from dynamo.models.encoders import FastEncoder, ReferenceEncoder, Verdict, prove, verdict
+from dynamo.models.files import file_ref
+from dynamo.models.gguf import GgufFile
+from dynamo.models.gguf_tokenizer import convert, tokenizer_json
+from dynamo.models.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, readable_ids
+from dynamo.models.tokenizer_file import byte_table, can_be_cut, read_tokenizer_file
+
+TEXTS = [
+    "hello world and the thing's 123 é中\n\n  x",
+    "<|im_start|>user\nhello<|im_end|>\n",
+    "", "👍🏽 e\u0301 \u200b\u3000", "<|im_start|", " a", "\r\n\t",
+]  # fmt: skip
+
+
+def ids(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
+@pytest.fixture(params=[ReferenceEncoder, FastEncoder])
+def tokenizer(request, tokenizer_path):
+    return Tokenizer(request.param(tokenizer_path), read_tokenizer_file(tokenizer_path))
+
+
+def test_ids_are_those_of_the_reference_library(tokenizer, tokenizer_path):
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    for text in TEXTS:
+        found = ids(tokenizer.encode(text))
+        assert found == library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(found) == library.decode(found, skip_special_tokens=False)
+        assert tokenizer.decode(found, skip_special=True) == library.decode(found)
+
+
+def test_special_tokens_as_plain_text(tokenizer):
+    text = "a<|im_end|>"
+    assert 2 in ids(tokenizer.encode(text))
+    plain = ids(tokenizer.encode(text, parse_special=False))
+    assert not tokenizer.special_ids & set(plain)
+    assert tokenizer.decode(plain) == text
+    assert 2 in ids(tokenizer.encode(text))
+
+
+def test_half_a_surrogate_is_the_clients_mistake(tokenizer):
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("a\ud800")
+
+
+def test_tables(tokenizer):
+    table = tokenizer.token_bytes
+    assert tokenizer.vocab_size == len(table)
+    for number, raw in enumerate(table):
+        assert raw is not None
+        assert raw.decode(errors="replace") == tokenizer.decode([number])
+    assert tokenizer.whole_text[ids(tokenizer.encode(" world"))[0]] == " world"
+    assert tokenizer.whole_text[table.index(b"\xc3")] is None
+    assert tokenizer.id_to_token(1) == "<|im_start|>"
+    assert tokenizer.special_ids == {0, 1, 2}
+    allowed = set(tokenizer.whole_text_ids)
+    assert allowed
+    assert not allowed & tokenizer.special_ids
+    assert all(tokenizer.decode([n]) and "\ufffd" not in tokenizer.decode([n]) for n in allowed)
+
+
+def test_readable_ids_need_no_encoder(tokenizer, tokenizer_path):
+    assert readable_ids(tokenizer_path) == tokenizer.whole_text_ids
+    assert readable_ids(file_ref(tokenizer_path)) == tokenizer.whole_text_ids
+
+
+def test_the_stream_decoder_never_splits_a_character(tokenizer):
+    text = "hello 中é👍 the end"
+    stream = tokenizer.stream()
+    parts = [stream.step(one) for one in ids(tokenizer.encode(text))]
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert tokenizer.stream().step(2) == ""
+    cut = tokenizer.stream()
+    for one in ids(tokenizer.encode("a👍"))[:-1]:
+        cut.step(one)
+    assert cut.flush() == "\ufffd"
+
+
+def test_a_frame_is_added_when_asked(edited_tokenizer):
+    special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}
+    token, text = (
+        {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    )
+    frame = {
+        "type": "TemplateProcessing",
+        "single": [token, text],
+        "pair": [token, text],
+        "special_tokens": special,
+    }
+    path = edited_tokenizer(post_processor=frame)
+    for kind in (ReferenceEncoder, FastEncoder):
+        tokenizer = Tokenizer(kind(path), read_tokenizer_file(path))
+        bare = ids(tokenizer.encode("hello"))
+        assert ids(tokenizer.encode("hello", add_special=True)) == [1, *bare]
+
+
+def test_other_decoders_have_no_byte_table(edited_tokenizer):
+    path = edited_tokenizer(decoder={"type": "Fuse"})
+    tokenizer = Tokenizer(ReferenceEncoder(path), read_tokenizer_file(path))
+    assert set(tokenizer.token_bytes) == {None}
+    assert not any(tokenizer.whole_text)
+    hello = ids(tokenizer.encode("hello"))[0]
+    assert hello in tokenizer.whole_text_ids
+    assert tokenizer.whole_text_ids == readable_ids(path)
+    assert not tokenizer.special_ids & set(tokenizer.whole_text_ids)
+
+
+def test_what_may_be_cut(edited_tokenizer):
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "use_regex": True,
+        "trim_offsets": True,
+    }
+
+    def allowed(*extra, **parts):
+        return can_be_cut(read_tokenizer_file(edited_tokenizer(*extra, **parts)))
+
+    assert allowed()
+    assert allowed(pre_tokenizer=level)
+    assert allowed(normalizer={"type": "NFC"})
+    assert not allowed(pre_tokenizer=level | {"add_prefix_space": True})
+    assert not allowed(pre_tokenizer={"type": "Metaspace"})
+    assert not allowed(pre_tokenizer=None)
+    assert not allowed(normalizer={"type": "Lowercase"})
+    stripping = {"id": 0, "content": "<|end|>", "lstrip": True}
+    assert not allowed(added_tokens=[stripping])
+
+
+async def test_without_a_proof_the_reference_encodes(tokenizer_path):
+    tokenizer = await load_tokenizer(file_ref(tokenizer_path))
+    assert tokenizer.encoder == "tokenizers"
+    assert not tokenizer.may_cut
+
+
+async def test_the_proof_is_made_once_and_remembered(tokenizer_path, monkeypatch):
+    ref = file_ref(tokenizer_path)
+    assert verdict(ref) is None
+    tokenizer = await load_tokenizer(ref, proven=True)
+    found = verdict(ref)
+    assert found is not None
+    assert found.equal
+    assert found.cuts
+    assert found.texts > 2000
+    assert tokenizer.encoder == "fastokens"
+    assert tokenizer.may_cut
+    monkeypatch.setattr(encoders.sys, "executable", "/nowhere")
+    assert prove(ref) == found
+    assert read_tokenizer(tokenizer_path).encoder == "fastokens"
+
+
+def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
+    # the libraries number added tokens differently when one of them is already a word
+    path = edited_tokenizer("Ġthe", "<|more|>")
+    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["a<|more|>b", "hello world"]))
+    found = proof.compare(path)
+    assert not found.equal
+    assert "<|more|>" in found.why
+    assert isinstance(encoders.best_encoder(path, found), ReferenceEncoder)
+    assert isinstance(encoders.best_encoder(path, None), ReferenceEncoder)
+
+
+def test_a_cut_that_matters_is_found(tokenizer_path, monkeypatch):
+    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["the world " * 50]))
+    assert proof.compare(tokenizer_path).cuts
+    document = json.loads(tokenizer_path.read_text())
+    document["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = False  # words merge over spaces
+    space = next(word for word in document["model"]["vocab"] if word == "Ġ")
+    document["model"]["merges"].insert(0, ["d", space])
+    document["model"]["vocab"]["dĠ"] = len(document["model"]["vocab"])
+    tokenizer_path.write_text(json.dumps(document))
+    assert not proof.compare(tokenizer_path).cuts
+
+
+def test_a_proof_that_fails_is_no_proof(tmp_path, tokenizer_path, monkeypatch):
+    ref = file_ref(tokenizer_path)
+    monkeypatch.setattr(encoders.sys, "executable", "/bin/false")
+    assert prove(ref) == Verdict(equal=False, cuts=False, why="the proof ended with 1")
+    assert verdict(ref) is None
+    tokenizer_path.unlink()
+    with pytest.raises(ModelUnavailable, match="not on this host"):
+        prove(ref)
+
+
+def test_the_proof_as_a_command(tokenizer_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(TEXTS))
+    monkeypatch.setattr(proof.os, "nice", lambda _: 0)
+    target = tmp_path / "verdict.json"
+    assert proof.main(str(tokenizer_path), str(target)) == 0
+    assert json.loads(target.read_text())["equal"]
+    assert proof.main(str(tmp_path / "none.json"), str(target)) == 1
+
+
+def test_gguf_vocabularies_become_the_same_tokenizer(write_gguf, tokenizer_path):
+    with GgufFile(write_gguf()) as file:
+        path = tokenizer_json(file)
+        assert tokenizer_json(file) == path
+    ours, theirs = ReferenceEncoder(path), ReferenceEncoder(tokenizer_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    assert byte_table(read_tokenizer_file(path)) == byte_table(read_tokenizer_file(tokenizer_path))
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_gguf_pre_tokenizers(write_gguf, tmp_path, pre):
+    path = tmp_path / "tokenizer.json"
+    with GgufFile(write_gguf({"tokenizer.ggml.pre": pre})) as file:
+        path.write_bytes(convert(file))
+    digits = {"gpt-2": 4, "llama-bpe": 2, "qwen2": 4}[pre]
+    reference, fast = ReferenceEncoder(path), FastEncoder(path)
+    pattern = tokenizers.Tokenizer.from_file(str(path)).pre_tokenizer
+    assert len(pattern.pre_tokenize_str("1234")) == (1 if pre == "gpt-2" else digits)
+    for text in TEXTS:
+        assert reference.encode(text) == fast.encode(text)
+    framed = ids(reference.framed("hello"))
+    assert (framed[0] == 1) == (pre == "llama-bpe")
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"tokenizer.ggml.pre": "poro-chat"}, "'poro-chat'"),
+        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+        ({"tokenizer.ggml.tokens": None}, "incomplete"),
+        ({"tokenizer.ggml.token_type": [1]}, "incomplete"),
+        ({"tokenizer.ggml.merges": 5}, "no array"),
+    ],
+)
+def test_other_gguf_vocabularies_are_refused(write_gguf, values, why):
+    with GgufFile(write_gguf(values)) as file, pytest.raises(ModelUnavailable, match=why):
+        convert(file)
+
+
+def test_files_that_are_no_tokenizer(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("[]")
+    with pytest.raises(ModelUnavailable, match="not a tokenizer"):
+        read_tokenizer(path)
+    path.write_text('{"model": {"type": "Unheard", "vocab": {}}}')
+    with pytest.raises(ModelUnavailable, match="cannot be read"):
+        read_tokenizer(path)
