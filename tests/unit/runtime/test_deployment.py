@@ -142,7 +142,8 @@ def test_a_reserved_port_is_shared_with_children_alone() -> None:
         with pytest.raises(PortInUse):
             claim_port("127.0.0.1", port)
         with socket.socket() as child:
-            child.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                child.setsockopt(socket.SOL_SOCKET, option, 1)
             child.bind(("127.0.0.1", port))
             child.listen()
             with pytest.raises(PortInUse):
