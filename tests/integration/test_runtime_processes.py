@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -152,3 +153,19 @@ async def test_the_record_and_the_status_port(start: Start, deployment: Deployme
     assert "process_cpu_seconds_total" in await asyncio.to_thread(read, "/metrics")
     folder = deployment.folder.stat()
     assert folder.st_mode & 0o777 == 0o700
+
+
+def test_what_no_restart_can_mend_ends_the_deployment(
+    tiny_model: Path, runtime_environ: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "dynamo", "run", "out=mock", str(tiny_model)]
+    ended = subprocess.run(
+        [*command, "--http-port", "0", "--request-plane", "bogus:"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | runtime_environ,
+    )
+    assert ended.returncode == 2
+    assert "no backend for 'bogus:'" in ended.stderr
+    assert "Traceback" not in ended.stderr
