@@ -1,0 +1,88 @@
+"""What exists is documented, and what is documented exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli.commands import COMMANDS
+from dynamo.core.errors import error_types
+from dynamo.core.settings.names import declared_settings, environment_name
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+METRIC = re.compile(r"(dynamo|process)(_[a-z0-9]+)+\Z")
+UNITS = ("total", "seconds", "bytes", "tokens", "requests", "blocks", "workers", "fds", "ratio")
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def metrics() -> Iterator[str]:
+    for line in (REFERENCE / "metrics.md").read_text().splitlines():
+        if line.startswith("| `"):
+            yield line.split("`")[1]
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's help differs by version")
+def test_the_reference_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "reference.py"), "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_every_setting_is_in_the_reference_and_says_what_it_does() -> None:
+    text = (REFERENCE / "settings.md").read_text()
+
+    for key, declared in declared_settings().items():
+        assert declared.about.help
+        if "." in key:
+            assert f"`{key}`<br>`{environment_name(key)}`" in text
+
+
+def test_no_flag_or_alias_is_declared_twice() -> None:
+    flags = [one.about.flag for one in declared_settings().values() if one.about.flag]
+
+    assert len(flags) == len(set(flags))
+
+
+def test_every_command_and_error_is_in_the_reference() -> None:
+    commands = (REFERENCE / "commands.md").read_text()
+    errors = (REFERENCE / "errors.md").read_text()
+
+    assert all(
+        f"## dynamo {name}\n" in commands for name, one in COMMANDS.items() if not one.hidden
+    )
+    assert all(f"| `{code}` |" in errors for code in error_types())
+
+
+def test_metrics_bear_names_with_units() -> None:
+    names = list(metrics())
+
+    assert len(names) > 20
+    assert [name for name in names if not METRIC.match(name)] == []
+    assert [name for name in names if not name.endswith(UNITS)] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(page.read_text()) if not target.startswith("http")]
+
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_dependency_is_explained() -> None:
+    import tomllib
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+
+    assert [name for name in declared if f"| {re.split('[>=<]', name)[0]} |" not in text] == []

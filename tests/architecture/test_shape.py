@@ -1,0 +1,43 @@
+"""Sizes and names: scripts/check_shape.py finds nothing here, and finds what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROJECT = '[project]\ndependencies = ["msgspec>=0.20", "pyyaml"]\n'
+
+
+def check(root: Path) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "scripts" / "check_shape.py"), str(root)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_project_keeps_its_rules_of_shape() -> None:
+    assert check(ROOT) == (0, "")
+
+
+def test_every_breach_is_told(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
+    package = tmp_path / "src" / "dynamo" / "utils"
+    package.mkdir(parents=True)
+    (package / "long.py").write_text("\n" * 401)
+    (package / "one.py").write_text(
+        "import yaml, msgspec, json, requests\n"
+        "import asyncio\n"
+        "asyncio.create_task(1)\n"
+        "def f():\n" + "    x = 1\n" * 50
+    )
+
+    code, out = check(tmp_path)
+
+    assert code == 1
+    assert "long.py: 401 lines" in out
+    assert "nothing is called 'utils'" in out
+    assert "one.py:1: requests is no declared dependency" in out
+    assert "one.py:3: create_task belongs to core/tasks.py" in out
+    assert "one.py:4: f has 51 lines" in out
+    assert len(out.splitlines()) == 6
