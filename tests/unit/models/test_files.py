@@ -1,0 +1,109 @@
+import hashlib
+import os
+import threading
+
+import pytest
+
+from dynamo.core.errors import ModelUnavailable, NotFound
+from dynamo.models.files import (
+    FileRef,
+    Shelf,
+    cache_dir,
+    file_ref,
+    find,
+    hash_file,
+    keep,
+    locked,
+    remember_hash,
+    remembered_hash,
+    replacing,
+)
+
+
+def test_the_cache_lies_where_the_user_says(own_cache, monkeypatch, tmp_path):
+    assert cache_dir("a", "b") == own_cache / "a" / "b"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir() == tmp_path / "home/.cache/dynamo"
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with pytest.raises(ModelUnavailable) as caught:
+        cache_dir()
+    assert "XDG_CACHE_HOME" in caught.value.hint
+
+
+def test_a_hash_is_remembered_until_the_file_changes(tmp_path):
+    path = tmp_path / "big"
+    path.write_bytes(b"content")
+    assert remembered_hash(path) is None
+    remember_hash(path, hash_file(path))
+    assert remembered_hash(path) == hashlib.sha256(b"content").hexdigest()
+    path.write_bytes(b"CONTENT")
+    os.utime(path, ns=(0, 5))
+    assert remembered_hash(path) is None
+
+
+def test_files_are_found_by_content(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"{}")
+    ref = file_ref(path)
+    assert find(ref) == path
+    path.write_bytes(b"[]")
+    assert find(ref) is None
+    with pytest.raises(ModelUnavailable, match="damaged"):
+        keep(ref, b"[]")
+    kept = keep(ref, b"{}")
+    assert find(ref) == kept
+    assert kept.read_bytes() == b"{}"
+    assert find(FileRef("../../evil", "0" * 64, 2)) is None
+    assert keep(FileRef("../evil", ref.sha256, 2), b"{}").parent == kept.parent
+    with pytest.raises(ModelUnavailable, match="cannot be read"):
+        file_ref(tmp_path / "none")
+
+
+def test_a_shelf_offers_nothing_else(tmp_path):
+    path = tmp_path / "t"
+    path.write_bytes(b"0123456789")
+    ref = file_ref(path)
+    shelf = Shelf(ref)
+    assert shelf.read(ref.sha256, 2, 3) == b"234"
+    assert shelf.read(ref.sha256, 10) == b""
+    with pytest.raises(NotFound):
+        shelf.read("0" * 64)
+    path.unlink()
+    with pytest.raises(NotFound, match="gone"):
+        shelf.read(ref.sha256)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+
+    def fail() -> None:
+        with replacing(path) as part:
+            part.write_bytes(b"half")
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in tmp_path.iterdir() if "part" in one.name] == []
+
+
+def test_one_holds_the_lock_at_a_time(tmp_path):
+    order = []
+    entered = threading.Event()
+
+    def second() -> None:
+        entered.set()
+        with locked(tmp_path / "lock"):
+            order.append("second")
+
+    with locked(tmp_path / "lock"):
+        other = threading.Thread(target=second)
+        other.start()
+        entered.wait()
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]

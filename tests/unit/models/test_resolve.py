@@ -1,0 +1,146 @@
+import asyncio
+import json
+
+import pytest
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models import hub, resolve
+from dynamo.models.files import find
+from dynamo.models.resolve import find_model, resolve_model
+from dynamo.models.safetensors import SINGLE
+
+
+async def test_a_folder_without_weights(model_folder):
+    found = await resolve_model(str(model_folder), proven=False)
+    assert not found.has_weights
+    with pytest.raises(ModelUnavailable, match="no weights"):
+        found.open_weights()
+    card = found.card(created=5)
+    assert card.names == ("tiny-model",)
+    assert card.name == "tiny-model"
+    assert card.context_tokens == 256
+    assert card.eos_token_ids == (2, 0)
+    assert (card.bos_token, card.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert card.chat_template == "{{ bos_token }}{{ messages[0].content }}"
+    assert card.generation == {"temperature": 0.2, "top_k": 7}
+    assert card.created == 5
+    assert find(card.tokenizer) == model_folder / "tokenizer.json"
+
+
+async def test_settings_replace_what_the_model_says(model_folder):
+    found = await resolve_model(str(model_folder), proven=False)
+    card = found.card(names=("a", "b"), context_tokens=64, block_tokens=32)
+    assert (card.names, card.context_tokens, card.block_tokens) == (("a", "b"), 64, 32)
+
+
+async def test_a_gguf_file(write_gguf):
+    path = write_gguf()
+    found = await resolve_model(str(path), proven=False)
+    card = found.card()
+    assert found.has_weights
+    assert card.name == "tiny"
+    assert card.context_tokens == 256
+    assert card.eos_token_ids == (2,)
+    assert card.bos_token == "<|im_start|>"
+    assert "m.content" in card.chat_template
+    assert card.tokenizer.name == "tokenizer.json"
+    with found.open_weights() as weights:
+        assert weights.config.vocab_size == card.vocab_size
+
+
+async def test_a_folder_with_weights(model_folder, write_safetensors, arrays):
+    write_safetensors(model_folder / SINGLE, arrays)
+    found = await resolve_model(str(model_folder), proven=False)
+    assert found.has_weights
+    found.open_weights().close()
+
+
+def test_a_bare_tokenizer_is_enough(model_folder):
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        (model_folder / name).unlink()
+    (model_folder / "chat_template.jinja").write_text("from a file")
+    card = find_model(str(model_folder), proven=False).card()
+    assert card.context_tokens == 4096
+    assert card.vocab_size > 256
+    assert card.eos_token_ids == ()
+    assert card.chat_template == "from a file"
+
+
+def test_named_templates(model_folder):
+    named = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    (model_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert find_model(str(model_folder), proven=False).card().chat_template == "d"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("config.json", "{", "cannot be read"),
+        ("config.json", '{"eos_token_id": "two", "max_position_embeddings": -1}', ""),
+        ("generation_config.json", '{"temperature": "hot"}', "usable model"),
+        ("tokenizer.json", "{}", "not a tokenizer"),
+    ],
+)
+def test_odd_files(model_folder, name, content, why):
+    (model_folder / name).write_text(content)
+    if not why:
+        assert find_model(str(model_folder), proven=False).card().context_tokens == 4096
+        return
+    with pytest.raises(ModelUnavailable, match=why):
+        find_model(str(model_folder), proven=False)
+
+
+@pytest.mark.parametrize("spec", ["./none", "/no/such/place", "~/none", "a/b/c", "none.gguf/x/y"])
+def test_paths_that_are_not_there(spec):
+    with pytest.raises(ModelUnavailable, match="no file or folder"):
+        find_model(spec)
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(ModelUnavailable, match="no tokenizer"):
+        find_model(str(tmp_path))
+
+
+def test_hub_models_offline(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelUnavailable, match="hub") as caught:
+        find_model("someone/something")
+    assert "model folder" in caught.value.hint
+
+
+def test_hub_models_come_as_a_folder(monkeypatch, model_folder):
+    asked = []
+
+    def snapshot(name, **options):
+        asked.append((name, options["allow_patterns"]))
+        return str(model_folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    found = find_model("someone/something", with_weights=False, proven=False)
+    assert found.card().name == "someone/something"
+    hub.fetch("x", True)
+    assert asked == [
+        ("someone/something", ["*.json", "*.jinja"]),
+        ("x", ["*.json", "*.jinja", "*.safetensors"]),
+    ]
+
+
+async def test_cancelling_stops_a_download(monkeypatch):
+    started, seen = asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def slow(spec, progress, with_weights, stopped):
+        loop.call_soon_threadsafe(started.set)
+        seen.append(stopped.wait(30))
+        raise ModelUnavailable("the download was stopped")
+
+    monkeypatch.setattr(resolve, "_find", slow)
+    task = loop.create_task(resolve_model("", clock=SystemClock()))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await loop.shutdown_default_executor()
+    assert seen == [True]
