@@ -46,14 +46,18 @@ class Dialled:
         self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
     ) -> None:
         self.link.write(pack_open(stream, endpoint, context, window_bytes, payload))
-        if self.calls.spent:
-            self._retire()
 
     def cancel(self, stream: int) -> None:
         self.link.write(pack_cancel(stream))
 
     def credit(self, stream: int, size_bytes: int) -> None:
         self.link.write(pack_credit(stream, size_bytes))
+
+    def retire(self) -> None:
+        """Open no more calls here; close when the last one ends."""
+        self._retired = True
+        self._on_retired(self)
+        self._close_when_done()
 
     def close(self) -> None:
         """Fail the calls in hand, then close."""
@@ -75,7 +79,7 @@ class Dialled:
         elif not self.greeted.done():
             self._greet(kind, body)
         elif kind == GOAWAY:
-            self._retire()
+            self.retire()
         else:
             raise ProtocolError(f"a frame of kind {kind} from a handler")
 
@@ -98,11 +102,6 @@ class Dialled:
             return
         self.link.greeted()
         self.greeted.set_result(None)
-
-    def _retire(self) -> None:
-        self._retired = True
-        self._on_retired(self)
-        self._close_when_done()
 
     def _close_when_done(self) -> None:
         if not len(self.calls):

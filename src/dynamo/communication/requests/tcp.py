@@ -73,7 +73,7 @@ class TcpRequests(Requests):
         window: Window | None = None,
     ) -> None:
         peer = self._dialled.get(address)
-        if peer is None:
+        if peer is None or peer.calls.spent:
             peer = await self._connect(address)
         await peer.calls.call(endpoint, payload, context, sink, window)
 
@@ -152,8 +152,11 @@ class TcpRequests(Requests):
             peer.abort()
             self._tell_broken(address)
             return InstanceGone(f"{address} cannot be reached: {error or 'no answer'}")
+        former = self._dialled.get(address)
         if not peer.lost.is_set():
             self._dialled[address] = peer
+        if former is not None:
+            former.retire()
         return peer
 
     def _retired(self, address: str, peer: Dialled) -> None:

@@ -1,0 +1,103 @@
+"""What only the folder can show: hostile entries, lost leases, changes within one clock tick."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dynamo.communication.discovery.file import FileDiscovery
+from dynamo.communication.discovery.folder import Lease, Reader, file_name
+from dynamo.core.errors import ConfigError
+from dynamo.testing.conformance.discovery import until
+
+
+@pytest.fixture
+async def plane(tmp_path: Path) -> AsyncIterator[FileDiscovery]:
+    opened = await FileDiscovery.open(f"file:{tmp_path / 'place'}")
+    yield opened
+    await opened.close()
+
+
+async def test_the_folder_is_the_users_alone(plane: FileDiscovery, tmp_path: Path) -> None:
+    assert (tmp_path / "place").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="written by others"):
+        await FileDiscovery.open(f"file:{tmp_path / 'open'}")
+    with pytest.raises(ConfigError):
+        await FileDiscovery.open("file:")
+
+
+async def test_bad_entries_are_skipped_with_one_warning(
+    plane: FileDiscovery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await plane.put("/good", b"1")
+    (lease,) = (tmp_path / "place").iterdir()
+    (lease / ("0" * 32)).write_bytes(b"/key of another name\nvalue")
+    (lease / ("1" * 32)).write_bytes(b"no line break")
+    (lease / ("2" * 32)).mkdir()
+    (lease / ("3" * 32)).symlink_to("/etc/passwd")
+    (lease / ("4" * 32)).write_bytes(b"\xff\xfe\n")
+    (lease / "notes.txt").write_bytes(b"not ours")
+    reader = Reader(tmp_path / "place")
+    assert reader.look() == {"/good": b"1"}
+    (lease / file_name("/new")).write_bytes(b"/new\n2")
+    assert reader.look() == {"/good": b"1", "/new": b"2"}
+    reader.close()
+    assert caplog.text.count("bad discovery entry skipped") == 5
+    for name in "012345":
+        path = lease / (name * 32)
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+
+
+async def test_strange_folders_are_left_alone(plane: FileDiscovery, tmp_path: Path) -> None:
+    for name in ("photos", "0123456789abcdef"):
+        (tmp_path / "place" / name).mkdir()
+        (tmp_path / "place" / name / ("a" * 32)).write_bytes(b"mine")
+    assert dict(await plane.get("/")) == {}
+    assert (tmp_path / "place" / "photos" / ("a" * 32)).exists()
+    assert (tmp_path / "place" / "0123456789abcdef" / ("a" * 32)).exists()
+
+
+async def test_a_lost_lease_is_told_and_a_new_one_taken(
+    plane: FileDiscovery, tmp_path: Path
+) -> None:
+    lost = asyncio.Event()
+    plane.on_lease_lost(lost.set)
+    await plane.put("/k", b"1")
+    async with plane.watch("/") as changes:
+        await until(changes, "/k", b"1")
+        (lease,) = (tmp_path / "place").iterdir()
+        for path in lease.iterdir():
+            path.unlink()
+        lease.rmdir()
+        await until(changes, "/k", None)
+        await lost.wait()
+        await plane.put("/k", b"2")
+        await until(changes, "/k", b"2")
+
+
+async def test_the_same_value_again_is_no_change(plane: FileDiscovery) -> None:
+    async with plane.watch("/") as changes:
+        await anext(changes)
+        await plane.put("/k", b"1")
+        seen = await until(changes, "/k", b"1")
+        await plane.put("/k", b"1")
+        await plane.put("/end", b"")
+        seen += await until(changes, "/end", b"")
+    assert seen == [("/k", b"1"), ("/end", b"")]
+
+
+def test_changes_within_one_tick_of_the_clock_are_seen(tmp_path: Path) -> None:
+    lease, reader = Lease(tmp_path), Reader(tmp_path)
+    for number in range(300):
+        lease.put("/k", b"%03d" % number)
+        assert reader.look() == {"/k": b"%03d" % number}
+    assert reader.look() is None
+    reader.close()
+    lease.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,134 @@
+"""What only the wire can show: slow subscribers, broken connections, hostile peers and records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo.communication.addresses import parse_address
+from dynamo.communication.discovery.memory import MemoryDiscovery
+from dynamo.communication.events import messages
+from dynamo.communication.events.publisher import MAX_WAITING_BYTES
+from dynamo.communication.events.records import ROOT, parse_record
+from dynamo.communication.events.tcp import TcpEvents
+from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, Splitter, pack_frame
+from dynamo.communication.handshake import pack_hello
+from dynamo.testing.conformance.events import Heard
+
+
+@pytest.fixture
+async def directory(request: pytest.FixtureRequest) -> AsyncIterator[MemoryDiscovery]:
+    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    yield place
+    await place.close()
+
+
+@pytest.fixture
+async def plane(directory: MemoryDiscovery) -> AsyncIterator[TcpEvents]:
+    opened = await TcpEvents.open("tcp:", directory)
+    yield opened
+    await opened.close()
+
+
+async def test_a_slow_subscriber_is_dropped_to_a_gap(
+    plane: TcpEvents, directory: MemoryDiscovery
+) -> None:
+    source = await plane.source("kv", "w")
+    ((_, value),) = (await directory.get(ROOT)).items()
+    record = parse_record(value)
+    there = parse_address(record.address)
+    reader, writer = await asyncio.open_connection(there.host, there.port, limit=1 << 16)
+    writer.write(pack_hello("events") + messages.pack_place(messages.FOLLOW, record.number, -1))
+    splitter = Splitter(MAX_FRAME_BYTES)
+    frames: list[tuple[int, int, bytes]] = []
+    while not frames or frames[-1][0] != messages.AT:
+        frames += splitter.feed(await reader.read(65536))
+    (follower,) = plane._followers
+    for _ in range(400):
+        source.publish(bytes(100_000))
+        await asyncio.sleep(0)
+    assert follower.link.transport is not None
+    assert follower.link.transport.get_write_buffer_size() <= MAX_WAITING_BYTES + 200_000
+    while frames[-1][0] != messages.SKIPPED:
+        frames += splitter.feed(await reader.read(1 << 20))
+    assert messages.unpack_place(frames[-1][2]) == (record.number, 400)
+    assert sum(frame[0] == messages.EVENTS for frame in frames) < 400
+    writer.close()
+
+
+async def test_a_broken_connection_is_made_again_and_nothing_is_missed(
+    plane: TcpEvents, directory: MemoryDiscovery
+) -> None:
+    other, heard = await TcpEvents.open("tcp:", directory), Heard()
+    source = await plane.source("kv", "w", lambda: [b"state"])
+    await other.subscribe("kv", heard)
+    await heard.until_kind("dump")
+    source.publish(b"1")
+    await heard.until_payload(b"1")
+    for follower in plane._followers:
+        follower.link.abort()
+    source.publish(b"2")
+    source.publish(b"3")
+    await heard.until_payload(b"3")
+    assert heard.payloads() == [b"1", b"2", b"3"]
+    assert [event.kind for event in heard.events] == ["dump", "event", "stale", "event", "event"]
+    await other.close()
+
+
+async def test_a_crashed_publisher_is_gone_when_its_lease_is(
+    plane: TcpEvents, directory: MemoryDiscovery, request: pytest.FixtureRequest
+) -> None:
+    there = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    crashing, heard = await TcpEvents.open("tcp:", there), Heard()
+    await crashing.source("kv", "w", lambda: [b"state"])
+    await plane.subscribe("kv", heard)
+    await heard.until_kind("dump")
+    crashing.abort()
+    await heard.until_kind("stale")
+    there.lose_lease()
+    await heard.until_kind("gone")
+    await crashing.close()
+    await there.close()
+
+
+async def test_bad_records_are_skipped_with_a_warning(
+    plane: TcpEvents, directory: MemoryDiscovery, caplog: pytest.LogCaptureFixture
+) -> None:
+    await directory.put(f"{ROOT}kv/nonsense", b"{}")
+    await directory.put(f"{ROOT}kv/w/12", b"not json")
+    await directory.put(f"{ROOT}kv/w/13", b'{"address":"tcp://127.0.0.1:1/x","number":1,"new":2}')
+    await directory.put(f"{ROOT}kv/x/13", b'{"address":"elsewhere","number":1}')
+    heard = Heard()
+    await plane.subscribe("kv", heard)
+    source = await plane.source("kv", "good")
+    source.publish(b"1")
+    await heard.until_payload(b"1")
+    assert caplog.text.count("bad event source skipped") == 2
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        pack_hello("requests"),
+        pack_hello("events") + pack_frame(messages.FOLLOW, b"short"),
+        pack_hello("events") + pack_frame(messages.EVENTS, b""),
+        pack_frame(HELLO, b""),
+    ],
+)
+async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbage: bytes) -> None:
+    heard = Heard()
+    await plane.subscribe("kv", heard)
+    source = await plane.source("kv", "w")
+    reader, writer = await asyncio.open_connection("127.0.0.1", plane._listen.port)
+    writer.write(garbage)
+    try:
+        while await reader.read(65536):
+            pass
+    except ConnectionError:
+        pass
+    writer.close()
+    source.publish(b"1")
+    await heard.until_payload(b"1")

@@ -1,0 +1,223 @@
+"""What only the wire can show: frames, handshakes, hostile peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from dynamo.communication.addresses import parse_address
+from dynamo.communication.frames import (
+    END,
+    HELLO,
+    MAX_FRAME_BYTES,
+    Frame,
+    Splitter,
+    pack_frame,
+    unpack_items,
+)
+from dynamo.communication.handshake import MAGIC, VERSION, pack_hello
+from dynamo.communication.requests import Outgoing, messages, open_requests, tcp
+from dynamo.communication.requests.tcp import TcpRequests
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError, InstanceGone
+from dynamo.core.tasks import run_all
+
+HERE = Context("r")
+
+
+async def echo(payload: bytes, out: Outgoing) -> None:
+    out.send(payload)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[TcpRequests]:
+    plane = await TcpRequests.open("tcp:")
+    await plane.serve("echo", echo)
+    yield plane
+    await plane.close()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[TcpRequests]:
+    plane = await TcpRequests.open("tcp:")
+    yield plane
+    await plane.close()
+
+
+class Raw:
+    """A peer that sends what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._splitter = Splitter(MAX_FRAME_BYTES)
+        self._frames: list[Frame] = []
+
+    async def frame(self) -> Frame:
+        while not self._frames:
+            data = await self.reader.read(65536)
+            if not data:
+                raise EOFError
+            self._frames += self._splitter.feed(data)
+        return self._frames.pop(0)
+
+    async def closed(self) -> bool:
+        try:
+            while True:
+                await self.frame()
+        except (EOFError, ConnectionError):
+            return True
+
+
+@asynccontextmanager
+async def raw(plane: TcpRequests, *first: bytes) -> AsyncIterator[Raw]:
+    there = parse_address(plane.address)
+    reader, writer = await asyncio.open_connection(there.host, there.port)
+    writer.write(b"".join(first))
+    try:
+        yield Raw(reader, writer)
+    finally:
+        writer.close()
+
+
+async def works(client: TcpRequests, server: TcpRequests) -> bool:
+    got: list[bytes] = []
+    await client.call(
+        server.address, "echo", b"x", HERE, lambda payload: got.append(payload) is None
+    )
+    return got == [b"x"]
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    bytes(64),
+    pack_frame(HELLO, b"\xff\xff"),
+    pack_frame(HELLO, msgspec.msgpack.encode({"magic": MAGIC, "plane": "events"})),
+    pack_frame(messages.OPEN, b"before the hello"),
+    pack_hello("requests") + pack_frame(messages.OPEN, b"\x01"),
+    pack_hello("requests") + pack_frame(messages.OPEN, b"\x01\0\0\0\xff\xff\0\0"),
+    pack_hello("requests") + pack_frame(messages.OPEN, b"\x01\0\0\0\x01\0\0\0\xc1"),
+    pack_hello("requests") + pack_frame(messages.CANCEL, b"123"),
+    pack_hello("requests") + pack_frame(messages.CREDIT, b"123"),
+    pack_hello("requests") + pack_frame(200, b""),
+    pack_hello("requests") + b"\xff\xff\xff\xff\0\0\0\0",
+    pack_hello("requests") + 2 * messages.pack_open(7, "echo", HERE, 0, b""),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+async def test_who_breaks_the_protocol_is_cut_off_alone(
+    server: TcpRequests, client: TcpRequests, garbage: bytes
+) -> None:
+    assert await works(client, server)
+    async with raw(server, garbage) as peer:
+        assert await peer.closed()
+    assert await works(client, server)
+
+
+async def test_all_streams_of_a_turn_share_a_frame(server: TcpRequests) -> None:
+    begun: list[Outgoing] = []
+    ready, over = asyncio.Event(), asyncio.Event()
+
+    async def hold(payload: bytes, out: Outgoing) -> None:
+        begun.append(out)
+        if len(begun) == 20:
+            ready.set()
+        await over.wait()
+
+    await server.serve("hold", hold)
+    openings = [messages.pack_open(number, "hold", HERE, 0, b"") for number in range(1, 21)]
+    async with raw(server, pack_hello("requests"), *openings) as peer:
+        assert (await peer.frame())[0] == HELLO
+        await ready.wait()
+        for out in begun:
+            out.send(b"token")
+        kind, count, body = await peer.frame()
+        assert (kind, count) == (messages.DATA, 20)
+        assert list(unpack_items(body, count)) == [(n, 0, b"token") for n in range(1, 21)]
+        over.set()
+        kind, count, body = await peer.frame()
+        assert {(flags, payload) for _, flags, payload in unpack_items(body, count)} == {(END, b"")}
+
+
+async def test_a_hello_of_the_next_version_is_understood(server: TcpRequests) -> None:
+    newer = {"magic": MAGIC, "plane": "requests", "version": VERSION + 1, "oldest": VERSION, "x": 1}
+    async with raw(server, pack_frame(HELLO, msgspec.msgpack.encode(newer))) as peer:
+        assert (await peer.frame())[0] == HELLO
+        peer.writer.write(messages.pack_open(1, "echo", HERE, 0, b"x"))
+        assert (await peer.frame())[0] == messages.DATA
+
+
+async def test_a_hello_of_another_age_is_told_and_refused(server: TcpRequests) -> None:
+    strange = {"magic": MAGIC, "plane": "requests", "version": 99, "oldest": 98}
+    async with raw(server, pack_frame(HELLO, msgspec.msgpack.encode(strange))) as peer:
+        assert (await peer.frame())[0] == HELLO
+        assert await peer.closed()
+
+
+async def test_callers_at_the_same_time_share_one_connection(
+    server: TcpRequests, client: TcpRequests
+) -> None:
+    assert await run_all(*(works(client, server) for _ in range(50))) == [True] * 50
+    assert len(server._accepted) == 1
+
+
+async def test_a_cancelled_opener_leaves_the_dial_to_the_others(
+    server: TcpRequests, client: TcpRequests
+) -> None:
+    first = client._tasks.start(works(client, server))
+    second = client._tasks.start(works(client, server))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second
+
+
+async def test_another_incarnation_is_gone(server: TcpRequests, client: TcpRequests) -> None:
+    there = server.address.rsplit("/", 1)[0]
+    with pytest.raises(InstanceGone):
+        await client.call(f"{there}/0123456789abcdef", "echo", b"", HERE, lambda _: True)
+    assert await works(client, server)
+
+
+async def test_one_that_accepts_and_is_silent_is_gone(
+    client: TcpRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.05)
+    silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
+    held: list[asyncio.StreamWriter] = []
+    port = silent.sockets[0].getsockname()[1]
+    with pytest.raises(InstanceGone):
+        await client.call(f"tcp://127.0.0.1:{port}/abc", "echo", b"", HERE, lambda _: True)
+    silent.close()
+    for writer in held:
+        writer.close()
+
+
+async def test_a_connection_without_stream_ids_left_is_replaced(
+    server: TcpRequests, client: TcpRequests
+) -> None:
+    assert await works(client, server)
+    (peer,) = client._dialled.values()
+    peer.calls._last = messages.MAX_STREAM - 1
+    assert await works(client, server)
+    assert await works(client, server)
+    assert peer not in client._dialled.values()
+    await peer.lost.wait()
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:1", "tcp://[::]:0", "tcp://x:y"]
+)
+async def test_listening_wider_needs_a_secret(url: str) -> None:
+    with pytest.raises(ConfigError):
+        await open_requests(url)
+
+
+async def test_an_unknown_scheme_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="no backend") as caught:
+        await open_requests("tpc://127.0.0.1:0")
+    assert "tcp" in caught.value.hint

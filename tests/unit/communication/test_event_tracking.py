@@ -1,0 +1,145 @@
+"""Numbering, rings and repair, without a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dynamo.communication.events import outlet
+from dynamo.communication.events.outlet import CatchUp, Outlet, new_epoch
+from dynamo.communication.events.plane import Dump, Event
+from dynamo.communication.events.tracker import Tracker
+
+
+async def nothing() -> None:
+    pass
+
+
+def now(flush: Callable[[], None]) -> None:
+    """Arms nothing: the tests flush."""
+
+
+def filled(count: int, dump: Dump | None = None) -> Outlet:
+    source = Outlet(dump, now, lambda first, payloads: None, nothing)
+    for number in range(1, count + 1):
+        source.publish(b"%d" % number)
+    source.flush()
+    return source
+
+
+class Follower:
+    """A tracker, what it told, and what it asked."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.asked: list[int] = []
+        self.tracker = Tracker("s", "p", 7, self.events.append, self.asked.append)
+
+    def told(self) -> list[tuple[str, int, bytes]]:
+        told = [(event.kind, event.sequence, event.payload) for event in self.events]
+        self.events.clear()
+        return told
+
+
+def test_epochs_grow() -> None:
+    epochs = [new_epoch() for _ in range(100)]
+    assert epochs == sorted(set(epochs))
+
+
+def test_what_is_published_in_a_turn_is_sent_together() -> None:
+    sent: list[tuple[int, list[bytes]]] = []
+    armed: list[Callable[[], None]] = []
+    source = Outlet(
+        None, armed.append, lambda first, batch: sent.append((first, [*batch])), nothing
+    )
+    source.publish(b"a")
+    source.publish(b"b")
+    assert len(armed) == 1
+    armed.pop()()
+    source.publish(b"c")
+    armed.pop()()
+    assert sent == [(1, [b"a", b"b"]), (3, [b"c"])]
+
+
+@pytest.mark.parametrize(
+    ("after", "first", "payloads"),
+    [(-1, 1, [b"1", b"2", b"3"]), (0, 1, [b"1", b"2", b"3"]), (2, 3, [b"3"]), (3, 4, [])],
+)
+def test_a_whole_ring_answers_any_place(after: int, first: int, payloads: list[bytes]) -> None:
+    answer = filled(3).catch_up(after)
+    assert (answer.last, answer.first, [*answer.payloads]) == (3, first, payloads)
+    assert not answer.dump
+
+
+def test_a_full_ring_forgets_and_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlet, "RING_EVENTS", 2)
+    assert filled(5, lambda: [b"state"]).catch_up(1) == CatchUp(5, 5, (b"state",), dump=True)
+    assert filled(5, lambda: [b"state"]).catch_up(3).payloads == [b"4", b"5"]
+    assert filled(5).catch_up(1) == CatchUp(5, 4, [b"4", b"5"])
+    assert filled(5).catch_up(-1) == CatchUp(5, 6, ())
+
+
+def test_a_ring_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlet, "RING_BYTES", 10)
+    assert [*filled(100)._ring] == [b"97", b"98", b"99", b"100"]
+
+
+def test_the_last_of_the_turn_is_in_the_answer() -> None:
+    source = filled(1)
+    source.publish(b"2")
+    assert source.catch_up(1).payloads == [b"2"]
+
+
+def test_doubled_events_are_passed_once() -> None:
+    one = Follower()
+    one.tracker.start()
+    one.tracker.repair(CatchUp(0, 1, ()))
+    one.tracker.events(1, [b"1", b"2"])
+    one.tracker.events(1, [b"1", b"2", b"3"])
+    one.tracker.events(2, [b"2"])
+    assert one.told() == [("event", 1, b"1"), ("event", 2, b"2"), ("event", 3, b"3")]
+
+
+def test_a_gap_asks_once_for_what_is_missing() -> None:
+    one = Follower()
+    one.tracker.start()
+    one.tracker.repair(CatchUp(1, 1, [b"1"]))
+    one.tracker.events(4, [b"4"])
+    one.tracker.events(5, [b"5"])
+    one.tracker.skipped(5)
+    assert one.asked == [-1, 1]
+    one.tracker.repair(CatchUp(5, 2, [b"2", b"3", b"4", b"5"]))
+    one.tracker.events(6, [b"6"])
+    told = one.told()
+    assert told.pop(1) == ("stale", 1, b"")
+    assert told == [("event", n, b"%d" % n) for n in range(1, 7)]
+    assert one.tracker.lost == 0
+
+
+def test_what_nobody_has_any_more_is_counted() -> None:
+    one = Follower()
+    one.tracker.start()
+    one.tracker.repair(CatchUp(1, 1, [b"1"]))
+    one.tracker.skipped(9)
+    one.tracker.repair(CatchUp(9, 8, [b"8", b"9"]))
+    assert one.tracker.lost == 6
+    assert [sequence for kind, sequence, _ in one.told() if kind == "event"] == [1, 8, 9]
+
+
+def test_a_dump_replaces_and_events_go_on_after_it() -> None:
+    one = Follower()
+    one.tracker.start()
+    one.tracker.repair(CatchUp(5, 5, [b"x", b"y"], dump=True))
+    one.tracker.events(4, [b"4", b"5", b"6"])
+    assert one.told() == [("dump", 5, b"x"), ("event", 5, b"y"), ("event", 6, b"6")]
+    assert one.tracker.lost == 0
+
+
+def test_a_new_epoch_without_a_dump_ends_the_old_one() -> None:
+    old = Follower()
+    events: list[Event] = []
+    new = Tracker("s", "p", 8, events.append, lambda after: None, old.tracker)
+    new.start()
+    new.repair(CatchUp(1, 1, [b"1"]))
+    assert [(event.kind, event.epoch) for event in events] == [("gone", 7), ("event", 8)]
