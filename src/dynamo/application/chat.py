@@ -25,8 +25,8 @@ class ChatBody(GenerationBody, kw_only=True):
     """OpenAI's chat request."""
 
     messages: list[dict[str, Any]]
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -48,7 +48,7 @@ class ChatBody(GenerationBody, kw_only=True):
     documents: Any = None
 
 
-decoder = msgspec.json.Decoder(ChatBody)
+_decoder = msgspec.json.Decoder(ChatBody)
 _unsupported = Unsupporteds(
     HARMLESS
     | {
@@ -65,6 +65,11 @@ _unsupported = Unsupporteds(
         "documents": ([],),
     }
 )
+
+
+def read_chat(request: Request) -> ChatBody:
+    """The body of a request. Raises `InvalidRequest`."""
+    return decode_body(_decoder, request)
 
 
 def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
@@ -103,10 +108,11 @@ def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
     if choice is not None and not body.tools and choice not in ("none", "auto"):
         raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
     if body.tools and choice != "none":
+        field = "tools" if choice is None else "tool_choice"
         raise Unsupported(
-            "tools: tool calls are not supported yet",
+            f"{field}: tool calls are not supported yet",
             hint='leave tools out, or set tool_choice to "none"',
-            param="tools" if choice is None else "tool_choice",
+            param=field,
         )
     return tuple(body.tools or ())
 

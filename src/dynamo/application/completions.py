@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.logprobs import CompletionLogprobs, completion_logprobs
-from dynamo.application.options import HARMLESS, GenerationBody, Unsupporteds, text_options
+from dynamo.application.options import HARMLESS, Count, GenerationBody, Unsupporteds, text_options
 from dynamo.application.usage import Tally
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import CompletionRequest, TextFinish, TextOptions, TokenText
@@ -24,7 +24,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     """OpenAI's completion request."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 

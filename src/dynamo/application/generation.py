@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace
 
 from dynamo.application.admission import Admission
-from dynamo.application.body import decode_body
-from dynamo.application.chat import ChatFormat, chat_request
-from dynamo.application.chat import decoder as chat_decoder
-from dynamo.application.completions import CompletionFormat, completion_requests
-from dynamo.application.completions import decoder as completion_decoder
+from dynamo.application.chat import ChatFormat, chat_request, read_chat
+from dynamo.application.completions import (
+    CompletionFormat,
+    completion_requests,
+    read_completion,
+)
 from dynamo.application.deadlines import Deadlines
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway, Served
@@ -46,8 +47,8 @@ class Generation:
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
+        body = read_chat(exchange.request)
         self._gateway.require_ready()
-        body = decode_body(chat_decoder, exchange.request)
         model, served = self._gateway.find(body.model)
         request = chat_request(body, model, self._unknown_roles)
         usage = include_usage(body)
@@ -63,8 +64,8 @@ class Generation:
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
+        body = read_completion(exchange.request)
         self._gateway.require_ready()
-        body = decode_body(completion_decoder, exchange.request)
         model, served = self._gateway.find(body.model)
         requests = completion_requests(body, model)
         usage = include_usage(body)

@@ -68,7 +68,7 @@ async def _drip(one: Any) -> None:
 
 
 async def test_an_idle_connection_is_closed(serve: Any, connect: Any) -> None:
-    server, port = await serve(tell, idle_timeout_s=0.1)
+    _, port = await serve(tell, idle_timeout_s=0.1)
     async with connect(port) as never, connect(port) as served:
         served.ask("GET", "/")
         assert (await served.answer()).status == 200
