@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from dynamo.application.body import decode_body
 from dynamo.application.logprobs import ChatLogprobs, chat_logprobs
 from dynamo.application.messages import normalised
 from dynamo.application.options import (
@@ -17,6 +18,7 @@ from dynamo.application.options import (
     text_options,
 )
 from dynamo.application.usage import Tally
+from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import ChatRequest, TextFinish, TokenText
 

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from dynamo.application.body import decode_body
 from dynamo.application.logprobs import CompletionLogprobs, completion_logprobs
 from dynamo.application.options import HARMLESS, Count, GenerationBody, Unsupporteds, text_options
 from dynamo.application.usage import Tally
+from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import CompletionRequest, TextFinish, TextOptions, TokenText
 
@@ -32,8 +34,13 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt_embeds: Any = None
 
 
-decoder = msgspec.json.Decoder(CompletionBody)
+_decoder = msgspec.json.Decoder(CompletionBody)
 _unsupported = Unsupporteds(HARMLESS | {"suffix": ("",), "prompt_embeds": ()})
+
+
+def read_completion(request: Request) -> CompletionBody:
+    """The body of a request. Raises `InvalidRequest`."""
+    return decode_body(_decoder, request)
 
 
 def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequest]:

@@ -13,12 +13,23 @@ from dynamo.scheduling.router import BasicPolicy, Router
 from dynamo.telemetry import Registry
 
 
-def assemble(operators: Sequence[Operator], last: Send) -> Send:
+class Pipeline:
     """A request passes the operators in order and then `last`."""
-    send = last
-    for operator in reversed(operators):
-        send = _through(operator, send)
-    return send
+
+    def __init__(self, operators: Sequence[Operator], last: Send) -> None:
+        send = last
+        for operator in reversed(operators):
+            send = _through(operator, send)
+        self._first = send
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        """A `Send`."""
+        await self._first(request, context, reply)
+
+
+def assemble(operators: Sequence[Operator], last: Send) -> Send:
+    """The pipeline of `operators`, in order, ending in `last`."""
+    return Pipeline(operators, last).send
 
 
 def standard_pipeline(client: Client, mode: str, metrics: Registry | None = None) -> Send:

@@ -41,13 +41,15 @@ async def test_before_any_model(open_site: Any, connect: Any) -> None:
     health = await get(connect, site, "/health")
     assert health.status == 503
     assert "reads the weights" in health.json["reasons"]["models"]
-    for method, path in (
-        ("GET", "/v1/models"),
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/v1/completions"),
-        ("POST", "/tokenize"),
+    chat = {"model": "words", "messages": [{"role": "user", "content": "x"}]}
+    text = {"model": "words", "prompt": "x"}
+    for method, path, body in (
+        ("GET", "/v1/models", {}),
+        ("POST", "/v1/chat/completions", chat),
+        ("POST", "/v1/completions", text),
+        ("POST", "/tokenize", text),
     ):
-        answer = await get(connect, site, path, method, {})
+        answer = await get(connect, site, path, method, body)
         assert (answer.status, answer.error["code"]) == (503, "model_not_ready")
         assert int(answer.headers["retry-after"]) >= 1
     site.add("words")

@@ -209,4 +209,6 @@ async def test_operators_stand_in_the_order_of_the_list() -> None:
 
     await assemble([Note("a", notes), Note("b", notes)], last)(REQUEST, CONTEXT, Read())
     assert notes == ["a", "b", "last", "/b", "/a"]
-    assert assemble([], last) is last
+    notes.clear()
+    await assemble([], last)(REQUEST, CONTEXT, Read())
+    assert notes == ["last"]
