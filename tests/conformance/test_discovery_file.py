@@ -43,9 +43,9 @@ async def test_bad_entries_are_skipped_with_one_warning(
     (lease / ("4" * 32)).write_bytes(b"\xff\xfe\n")
     (lease / "notes.txt").write_bytes(b"not ours")
     reader = Reader(tmp_path / "place")
-    assert reader.look() == {"/good": b"1"}
+    assert await asyncio.to_thread(reader.look) == {"/good": b"1"}
     (lease / file_name("/new")).write_bytes(b"/new\n2")
-    assert reader.look() == {"/good": b"1", "/new": b"2"}
+    assert await asyncio.to_thread(reader.look) == {"/good": b"1", "/new": b"2"}
     reader.close()
     assert caplog.text.count("bad discovery entry skipped") == 5
     for name in "012345":

@@ -115,7 +115,12 @@ class FileDiscovery(Discovery):
         if self._lease is None:
             open_root(self._root)
             self._lease = Lease(self._root)
-        self._lease.put(key, value)
+        try:
+            self._lease.put(key, value)
+        except FileNotFoundError:  # the folder was moved away
+            self._lose(self._lease)
+            self._lease = Lease(self._root)
+            self._lease.put(key, value)
 
     def _delete(self, key: str) -> None:
         if self._lease is not None:

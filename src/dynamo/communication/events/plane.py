@@ -21,8 +21,9 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     """What a listener gets.
 
     `kind`: "event" = the next one, in order; "dump" = the present state, which replaces all that
-    was known of this publisher; "stale" = a gap was noticed and is being repaired (payload empty);
-    "gone" = the publisher disappeared (payload empty).
+    was known of this publisher (its first payload, empty where there is none; further ones follow
+    as "event" with the same sequence); "stale" = a gap was noticed and is being repaired (payload
+    empty); "gone" = the publisher disappeared (payload empty).
     """
 
     subject: str
@@ -56,7 +57,8 @@ class Events(ABC):
     @abstractmethod
     async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
         """Start publishing `subject` as `publisher` (an instance id). With `dump`, late joiners and
-        listeners behind an unrepairable gap get the present state."""
+        listeners behind an unrepairable gap get the present state. Without it, who joins gets all
+        events from the first on while the source still holds them, else only those to come."""
 
     @abstractmethod
     async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:

@@ -1,0 +1,46 @@
+"""The shipped fakes keep the contract of Reply and Engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo.core.context import Context
+from dynamo.core.errors import WorkerFailed
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.testing import CollectedReply, ScriptedEngine
+
+INFO = EngineInfo("scripted", 16, 4, 64, 1, 64)
+REQUEST = GenerateRequest("r", "m", b"", Sampling(), Stops())
+STARTED, END = Started("w"), Finish("stop", 3)
+
+
+async def test_a_script_is_played_whole() -> None:
+    engine, reply = ScriptedEngine(INFO, STARTED, [1, 2, 3], END), CollectedReply()
+    assert await engine.start() == INFO
+    await engine.generate(REQUEST, Context("r"), reply)
+    assert (reply.started, reply.ids, reply.end) == (STARTED, [1, 2, 3], END)
+    assert engine.requests == [REQUEST]
+
+
+async def test_enough_ends_without_a_finish() -> None:
+    engine, reply = ScriptedEngine(INFO, STARTED, [1, 2, 3], END), CollectedReply(enough=2)
+    await engine.generate(REQUEST, Context("r"), reply)
+    assert (reply.ids, reply.end) == ([1, 2], None)
+
+
+async def test_an_error_comes_after_the_tokens() -> None:
+    engine = ScriptedEngine(INFO, STARTED, [1], END, error=WorkerFailed("died"))
+    reply = CollectedReply()
+    with pytest.raises(WorkerFailed):
+        await engine.generate(REQUEST, Context("r"), reply)
+    assert (reply.ids, reply.end) == ([1], None)
+
+
+async def test_an_endless_script_is_cancelled() -> None:
+    engine, reply = ScriptedEngine(INFO, STARTED, [1], END, endless=True), CollectedReply(enough=9)
+    async with Tasks() as tasks:
+        tasks.start(engine.generate(REQUEST, Context("r"), reply))
+        while not reply.ids:
+            await tasks.start(engine.start())
+    assert engine.cancelled.is_set()
