@@ -99,9 +99,9 @@ def serve_http(settings: Settings) -> int:
 
 def serve_text(settings: Settings) -> int:
     """A conversation on standard input and output."""
-    from dynamo.cli.converse import converse
+    from dynamo.cli.converse import start
 
-    return converse(settings)
+    return start(settings)
 
 
 START: Mapping[str, Callable[[Settings], int]] = {"http": serve_http, "text": serve_text}

@@ -1,0 +1,93 @@
+"""The models that workers announce, each opened: tokenizer, template, processor, pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from dynamo.application import Gateway, Served
+from dynamo.models.card import ModelCard
+from dynamo.models.template import ChatTemplate
+from dynamo.models.tokenizer import load_tokenizer
+from dynamo.runtime.client import Client
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.assembly import standard_pipeline
+from dynamo.scheduling.processor import Processor
+from dynamo.services.catalogue import Catalogue
+from dynamo.services.fetch import ensure_file
+
+log = logging.getLogger(__name__)
+
+MODELS = "models"
+WORKER = "worker"
+WAITING = "no model is ready yet: no worker has announced one"
+
+
+class Models:
+    """Follows what workers announce and gives it to a gateway; the runtime's health says what is
+    still missing."""
+
+    def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
+        self._runtime = runtime
+        self._gateway = gateway
+        self._clients: dict[str, Client] = {}
+        self._waiting("", WAITING)
+
+    def follow(self) -> None:
+        """From now on until the runtime shuts down."""
+        catalogue = Catalogue(self._runtime, self._open, self._waiting)
+        self._runtime.tasks.start(catalogue.follow(), MODELS)
+
+    def workers(self) -> Mapping[str, int]:
+        """How many instances serve each model."""
+        return {name: len(client.instances) for name, client in self._clients.items()}
+
+    async def _open(self, card: ModelCard) -> None:
+        """Everything that turns a model's requests into calls of its workers."""
+        runtime, name = self._runtime, card.name
+        component = runtime.namespace().component(WORKER)
+        files = await component.endpoint("files").client()
+        try:
+            tokenizer_file = await ensure_file(runtime, files, card.tokenizer)
+        finally:
+            await files.close()
+        tokenizer = await load_tokenizer(tokenizer_file, clock=runtime.clock, proven=True)
+        template = await runtime.clock.offload(
+            ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
+        )
+
+        def serves(instance: Instance) -> bool:
+            return bool(instance.capabilities.get("model") == name)
+
+        client = await component.endpoint("generate").client(serves)
+        send = standard_pipeline(client, runtime.settings.router.mode, runtime.metrics)
+        processor = await runtime.clock.offload(
+            Processor, card, tokenizer, template, send, runtime.settings.sampling, runtime.clock
+        )
+        self._gateway.add(Served(card.names, processor, card.created, card.context_tokens))
+        before = self._clients.pop(name, None)
+        self._clients[name] = client
+        client.on_change(lambda: self._look(name, client))
+        self._look(name, client)
+        runtime.health.well_again(MODELS)
+        if before is not None:
+            await before.close()
+        log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})
+
+    def _waiting(self, name: str, reason: str) -> None:
+        """No model is open yet, or `name` is not, and why."""
+        if name:
+            self._gateway.prepare(name, reason)
+        else:
+            self._gateway.waiting(reason)
+        if not self._gateway.models:
+            self._runtime.health.unwell(MODELS, f"{name}: {reason}" if name else reason)
+
+    def _look(self, name: str, client: Client) -> None:
+        if self._clients.get(name) is not client:
+            return
+        if client.instances:
+            self._runtime.health.well_again(name)
+        else:
+            self._runtime.health.unwell(name, "no worker serves this model now")

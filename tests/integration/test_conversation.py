@@ -1,0 +1,67 @@
+"""`dynamo run in=text`: a pipe in, an answer out, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DYNAMO = [sys.executable, "-m", "dynamo"]
+FAST = ["--speedup-ratio", "1000", "--sampling.max_tokens", "8"]
+
+
+@pytest.fixture
+def environ(runtime_environ: dict[str, str]) -> dict[str, str]:
+    return os.environ | runtime_environ
+
+
+def test_a_pipe_is_one_message(tiny_model: Path, environ: dict[str, str]) -> None:
+    command = [*DYNAMO, "run", "in=text", "out=mock", str(tiny_model), *FAST]
+    ended = subprocess.run(
+        command,
+        input="a lazy dog\nand more",
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip()
+    assert "Traceback" not in ended.stderr
+    ps = subprocess.run([*DYNAMO, "ps", "--json"], capture_output=True, env=environ, check=True)
+    assert [one for one in json.loads(ps.stdout) if one["deployment"].startswith("text-")] == []
+
+
+def test_a_terminal_is_a_conversation(tiny_model: Path, environ: dict[str, str]) -> None:
+    ours, theirs = pty.openpty()
+    command = [*DYNAMO, "run", "in=text", "out=mock", str(tiny_model), *FAST]
+    child = subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+    )
+    os.close(theirs)
+    os.write(ours, b"the quick\nbrown fox\n\x04")
+    out, err = child.communicate(timeout=50)
+    os.close(ours)
+
+    assert child.returncode == 0, err.decode()
+    assert out.decode().count("> ") >= 3
+    assert b"one line is one message" in err
+
+
+def test_a_message_beyond_the_context_is_an_error(
+    tiny_model: Path, environ: dict[str, str]
+) -> None:
+    command = [*DYNAMO, "run", "in=text", "out=mock", str(tiny_model), "--max-model-len", "32"]
+    ended = subprocess.run(
+        command, input="word " * 200, capture_output=True, text=True, env=environ, check=False
+    )
+
+    assert ended.returncode == 1
+    assert "error: " in ended.stderr
+    assert "Traceback" not in ended.stderr
