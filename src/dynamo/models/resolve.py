@@ -16,7 +16,7 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.core.values import EngineInfo
 from dynamo.models import download, hub
 from dynamo.models.card import ModelCard
-from dynamo.models.encoders import prove
+from dynamo.models.encoders import prove, verdict
 from dynamo.models.files import FileRef, Progress, file_ref, no_progress
 from dynamo.models.gguf import GgufFile
 from dynamo.models.gguf_tokenizer import tokenizer_json
@@ -108,7 +108,7 @@ def find_model(
 ) -> ModelFiles:
     """`resolve_model`, blocking."""
     found = _find(spec, progress, with_weights, stopped)
-    if proven:
+    if proven and verdict(found.tokenizer) is None:
         progress("proving the tokenizer's fast encoder", 0, 0)
         prove(found.tokenizer)
     return found

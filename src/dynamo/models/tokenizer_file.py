@@ -9,6 +9,8 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 
+_HIGHEST_ID = 1 << 24
+
 
 class AddedToken(msgspec.Struct, frozen=True):
     """A token that is found in the text before anything else."""
@@ -59,7 +61,10 @@ def vocabulary(file: TokenizerFile) -> list[str | None]:
     vocab = file.model.vocab if isinstance(file.model.vocab, dict) else {}
     by_id = {number: text for text, number in vocab.items()}
     by_id.update({token.id: token.content for token in file.added_tokens})
-    return [by_id.get(number) for number in range(max(by_id, default=-1) + 1)]
+    highest = max(by_id, default=-1)
+    if highest > _HIGHEST_ID:
+        raise ModelUnavailable(f"the tokenizer numbers a token {highest}")
+    return [by_id.get(number) for number in range(highest + 1)]
 
 
 def special_ids(file: TokenizerFile) -> frozenset[int]:

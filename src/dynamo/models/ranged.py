@@ -1,0 +1,54 @@
+"""Fetches one URL into a file, going on where an earlier try stopped (HTTP ranges)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 30.0
+_TRIES = 20
+_PART_BYTES = 1 << 18
+_PARTIAL, _NOTHING_LEFT = 206, 416
+
+
+def fetch_ranged(url: str, part: Path, told: Callable[[int], None]) -> bool:
+    """Fill `part` from an http(s) `url`; False when the server cannot be had this way.
+
+    A broken connection is taken up again as long as each try brings something. `told` hears the
+    bytes so far and may raise to stop; what was fetched stays in `part`.
+    """
+    for _ in range(_TRIES):
+        before = part.stat().st_size if part.is_file() else 0
+        try:
+            if _continue(url, part, before, told):
+                return True
+        except HTTPError as error:
+            with error:
+                if error.code == _NOTHING_LEFT and before:
+                    return True
+                log.info("wheel not fetched directly", extra={"fields": {"status": error.code}})
+                return False
+        except (OSError, HTTPException) as error:
+            log.info("download broke off", extra={"fields": {"why": str(error)}})
+        if not part.is_file() or part.stat().st_size <= before:
+            return False
+    return False
+
+
+def _continue(url: str, part: Path, start: int, told: Callable[[int], None]) -> bool:
+    """One try. True when the server has sent all that it announced."""
+    ask = Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310
+    with urlopen(ask, timeout=_TIMEOUT_S) as answer:  # noqa: S310 (http and https only)
+        start = start if answer.status == _PARTIAL else 0
+        length = int(answer.headers.get("Content-Length") or -1)
+        with part.open("ab" if start else "wb") as target:
+            while chunk := answer.read(_PART_BYTES):
+                target.write(chunk)
+                told(target.tell())
+            return length < 0 or target.tell() == start + length
