@@ -146,6 +146,6 @@ class Application:
             }
             if exchange.model:
                 fields |= {"model": exchange.model, "stream": exchange.streams}
-            if exchange.failure:
-                fields["code"] = exchange.failure.code
+            if exchange.code:
+                fields["code"] = exchange.code
             log.info("request", extra={"fields": fields})

@@ -16,7 +16,17 @@ Headers = tuple[tuple[str, str], ...]
 class Exchange:
     """`headers` go with every answer; `shown_id` is the id that the client sees."""
 
-    __slots__ = ("failure", "headers", "id", "model", "request", "response", "shown_id", "streams")
+    __slots__ = (
+        "code",
+        "failed",
+        "headers",
+        "id",
+        "model",
+        "request",
+        "response",
+        "shown_id",
+        "streams",
+    )
 
     def __init__(
         self, request: Request, response: Response, request_id: str, shown_id: str, headers: Headers
@@ -28,7 +38,8 @@ class Exchange:
         self.headers = (("x-request-id", shown_id), *headers)
         self.model = ""
         self.streams = False
-        self.failure: DynamoError | None = None
+        self.failed = 0
+        self.code = ""
 
     def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
         """The whole answer."""
@@ -45,14 +56,14 @@ class Exchange:
 
     def fail(self, error: DynamoError, extra: Headers = ()) -> None:
         """End with `error`: by status while nothing was sent, by an event after that."""
-        self.failure = error
+        self.failed, self.code = status_of(error), error.code
         body = error_body(error, self.shown_id)
         if not self.response.started:
-            self.send_json(status_of(error), body, (*error_headers(error), *extra))
+            self.send_json(self.failed, body, (*error_headers(error), *extra))
         elif not self.response.ended:
             self.response.end(error_event(body))
 
     @property
     def status(self) -> int:
         """The status that tells how it ended, also in the middle of a stream."""
-        return status_of(self.failure) if self.failure else self.response.status
+        return self.failed or self.response.status

@@ -160,7 +160,9 @@ class StreamReply(TextReply):
 
     def _hold(self, choice: int, delta: str, logprobs: Logprobs | None) -> bool:
         response = self._response
-        held = self._held.setdefault(choice, Held())
+        held = self._held.get(choice)
+        if held is None:
+            held = self._held[choice] = Held()
         held.texts.append(delta)
         self._held_bytes += len(delta)
         if logprobs is not None:

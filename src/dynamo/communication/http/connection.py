@@ -116,7 +116,8 @@ class Connection(asyncio.Protocol):
         self._queue.clear()
         self.deadline = inf
         self.paused_at = None
-        response = self._response
+        self._reader.close()
+        response, self._response = self._response, None
         if response is not None and not response.ended:
             response.open = False
             if self._task is not None:

@@ -111,6 +111,10 @@ class RequestReader:
             raise self._headers_too_large()
         return True
 
+    def close(self) -> None:
+        """Nothing is fed any more: the parser, which refers to its reader, goes."""
+        del self._parser
+
     def on_message_begin(self) -> None:
         self.stage = "headers"
         self.started += 1
