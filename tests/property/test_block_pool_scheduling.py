@@ -164,16 +164,16 @@ bursts = st.lists(
         st.lists(st.tuples(prompts, st.integers(1, 20), st.integers(0, 1)), min_size=1, max_size=3),
         st.lists(events, max_size=5),
     ),
-    min_size=4,
-    max_size=12,
+    min_size=6,
+    max_size=14,
 )
 
 
 @settings(max_examples=120, deadline=None)
 @given(
     bursts,
-    st.integers(4, 20),
-    st.integers(1, 20),
+    st.integers(4, 16),
+    st.one_of(st.integers(1, 6), st.integers(7, 40)),
     st.integers(1, 5),
     st.sampled_from(["computed", "scheduled"]),
 )

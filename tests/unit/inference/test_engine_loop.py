@@ -304,3 +304,23 @@ async def test_a_higher_priority_is_admitted_first(make_engine, make_request, he
     await run_all(one("first", 0), one("second", 0), one("urgent", 5))
     assert order == ["urgent", "first", "second"]
     await engine.stop()
+
+
+async def test_a_dead_loop_fails_everybody_and_says_so(
+    make_engine, make_request, heard, monkeypatch
+):
+    engine = make_engine()
+    await engine.start()
+    told = []
+    engine.on_failure(lambda: told.append(True))
+
+    def broken(plan, tokens):
+        raise ArithmeticError
+
+    monkeypatch.setattr(engine.scheduler, "complete", broken)
+    for _ in range(2):
+        with pytest.raises(WorkerFailed):
+            await ask(engine, make_request(range(9)), heard())
+    assert told == [True]
+    assert engine.failure is not None
+    await engine.stop()
