@@ -35,10 +35,14 @@ COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class LogLines:
-    """Prefixes every line of a child with its name; coloured on a terminal."""
+    """Prefixes every line of a child with its name; coloured on a terminal. `bare`: without,
+    for lines that are JSON and say their component themselves."""
 
-    def __init__(self, names: Sequence[str], out: TextIO) -> None:
+    def __init__(self, names: Sequence[str], out: TextIO, *, bare: bool = False) -> None:
         self._out = out
+        if bare:
+            self._prefixes = dict.fromkeys(names, "")
+            return
         width = max(map(len, names), default=0)
         tty = out.isatty()
         self._prefixes = {
@@ -86,7 +90,8 @@ class Supervisor:
         self._status = StatusServer(
             settings, self._clock, metrics, reasons=self._reasons, about=self._about
         )
-        line = LogLines([spec.name for spec in specs], out or sys.stderr)
+        bare = settings.logging.format == "json"
+        line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
         self.children = [
             Child(spec, self._clock, line=line, changed=self._changed, died=self._died)
             for spec in specs

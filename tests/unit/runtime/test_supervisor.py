@@ -177,6 +177,12 @@ def test_colours_on_a_terminal_only() -> None:
     assert "\x1b[36m" in coloured.getvalue()
 
 
+def test_json_lines_stay_json() -> None:
+    out = io.StringIO()
+    LogLines(["a"], out, bare=True)("a", b"{}")
+    assert out.getvalue() == "{}\n"
+
+
 def test_exits_in_words() -> None:
     assert describe_exit(2) == "exit 2"
     assert describe_exit(-9) == "SIGKILL"

@@ -38,7 +38,8 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent_requests: Annotated[
         int,
         setting(
-            "requests in work at one frontend; more wait, then are rejected",
+            "requests in work at one frontend; more wait, then are rejected (high, because a "
+            "stream costs little here: 100 would leave a fleet idle)",
             flag="--max-concurrent-requests",
             ge=1,
             reload=True,
