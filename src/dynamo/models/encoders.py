@@ -116,14 +116,22 @@ class FastEncoder(Encoder):
     def __init__(self, path: Path) -> None:
         import fastokens
 
+        self._path = path
         self._library = _loaded(fastokens.Tokenizer.from_file, path)
         self._flat = self._library.encode_batch_flat
 
     def encode(self, text: str, parse_special: bool = True) -> bytes:
         try:
-            packed: bytes = self._flat([text], False, not parse_special)[0]
+            return self.attempt(text, parse_special)
         except UnicodeEncodeError as error:
             raise _not_unicode() from error
+        except ValueError as error:  # a limit of its own; the reference has none
+            log.warning("text encoded by the reference", extra={"fields": {"why": str(error)}})
+            return ReferenceEncoder(self._path).encode(text, parse_special)
+
+    def attempt(self, text: str, parse_special: bool = True) -> bytes:
+        """`encode` by this library alone. Raises ValueError where it has a limit."""
+        packed: bytes = self._flat([text], False, not parse_special)[0]
         return packed
 
     def framed(self, text: str) -> bytes:

@@ -171,6 +171,20 @@ def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
     assert isinstance(encoders.best_encoder(path, None), ReferenceEncoder)
 
 
+def test_where_the_fast_library_has_a_limit_the_reference_encodes(tokenizer_path, monkeypatch):
+    document = json.loads(tokenizer_path.read_text())
+    vocab = document["model"]["vocab"]
+    vocab["unused"] = vocab.pop("Ć")  # the byte 6: fastokens raises, the reference drops it
+    document["pre_tokenizer"] = document["pre_tokenizer"]["pretokenizers"][1]
+    tokenizer_path.write_text(json.dumps(document))
+    fast, reference = FastEncoder(tokenizer_path), ReferenceEncoder(tokenizer_path)
+    with pytest.raises(ValueError, match="byte 0x06"):
+        fast.attempt("a\x06b")
+    assert fast.encode("a\x06b") == reference.encode("a\x06b")
+    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["a\x06b"]))
+    assert not proof.compare(tokenizer_path).equal
+
+
 def test_a_cut_that_matters_is_found(tokenizer_path, monkeypatch):
     monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["the world " * 50]))
     assert proof.compare(tokenizer_path).cuts
