@@ -94,7 +94,8 @@ def serve_http(settings: Settings) -> int:
 
     claim_port(settings.server.http_host, settings.server.http_port)
     names = fetch(settings)
-    return serve(settings, partial(announce, names))
+    tell = log_announcement if settings.logging.format == "json" else announce
+    return serve(settings, partial(tell, names))
 
 
 def serve_text(settings: Settings) -> int:
@@ -111,6 +112,14 @@ def announce(names: Sequence[str], url: str) -> None:
     """Tell that all serve, and how to try it."""
     print(f"\n{', '.join(names)} is served at {url}/v1\n", file=sys.stderr)
     print(f"try:  {curl(url)}\nend:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
+
+
+def log_announcement(names: Sequence[str], url: str) -> None:
+    """The same as a log line, for programs."""
+    import logging
+
+    fields = {"models": list(names), "url": url}
+    logging.getLogger(__name__).info("deployment serves", extra={"fields": fields})
 
 
 def curl(url: str) -> str:
