@@ -112,7 +112,8 @@ class Application:
         status = CLIENT_LEFT
         try:
             await self._route(exchange)
-            status = exchange.status
+            if response.ended:
+                status = exchange.status
         finally:
             self._ended(exchange, status, self._clock.now() - started)
 

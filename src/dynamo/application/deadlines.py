@@ -40,8 +40,9 @@ class Deadlines:
         return deadline
 
     def stop(self, deadline: Deadline) -> None:
-        """The task is done with it."""
+        """The task is done with it; a cancelled task's traceback must not lead back to the task."""
         self._running.pop(id(deadline), None)
+        del deadline.task
 
     def translate(self, deadline: Deadline) -> None:
         """In an `except CancelledError`: raise `DeadlineExceeded` if that is why."""

@@ -112,8 +112,8 @@ class RequestReader:
         return True
 
     def close(self) -> None:
-        """Nothing is fed any more: the parser, which refers to its reader, goes."""
-        del self._parser
+        """Nothing is fed any more: let go of what refers back to this reader."""
+        del self._parser, self._on_request, self._on_continue
 
     def on_message_begin(self) -> None:
         self.stage = "headers"

@@ -1,0 +1,60 @@
+"""Requests are the same however the bytes are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.communication.http.limits import HttpLimits
+from dynamo.communication.http.request import Request, RequestReader
+
+METHODS = st.sampled_from(["GET", "POST", "PUT"])
+PATHS = st.text("abc/%20?=&", max_size=20).map(lambda text: "/" + text)
+VALUES = st.text("xyz ,;=é", max_size=30)
+BODIES = st.binary(max_size=200)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[bytes, str, bytes]:
+    """A request's bytes, its method and its body."""
+    method, body = draw(METHODS), draw(BODIES)
+    head = f"{method} {draw(PATHS)} HTTP/1.1\r\nHost: a\r\nX-Some: {draw(VALUES)}\r\n"
+    if draw(st.booleans()):
+        sizes = draw(st.integers(1, 50))
+        parts = [body[start : start + sizes] for start in range(0, len(body), sizes)]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+        return (
+            head.encode("latin-1")
+            + (b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"),
+            method,
+            body,
+        )
+    return (
+        head.encode("latin-1") + b"Content-Length: %d\r\n\r\n%b" % (len(body), body),
+        method,
+        body,
+    )
+
+
+def read(data: bytes, cuts: list[int]) -> list[tuple[object, ...]]:
+    """What the reader makes of `data`, cut at `cuts`."""
+    found: list[Request] = []
+    reader = RequestReader(HttpLimits(), found.append, lambda: None)
+    edges = [0, *sorted(cuts), len(data)]
+    for start, end in pairwise(edges):
+        assert reader.feed(data[start:end])
+    assert reader.stage == "idle"
+    return [(one.method, one.path, one.query, dict(one.headers), one.body) for one in found]
+
+
+@given(st.lists(requests(), min_size=1, max_size=4), st.data())
+def test_any_split_gives_the_same_requests(
+    sent: list[tuple[bytes, str, bytes]], data: st.DataObject
+) -> None:
+    stream = b"".join(one[0] for one in sent)
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=30))
+    whole = read(stream, [])
+    assert [(one[0], one[4]) for one in whole] == [(method, body) for _, method, body in sent]
+    assert read(stream, cuts) == whole
