@@ -211,7 +211,8 @@ class StepScheduler:
             if self._at_schedule:
                 self._register(sequence, full)
             elif self._saves:
-                save = self._to_save(sequence, full)
+                blocks = sequence.blocks
+                save = tuple((at, blocks[at].id) for at in range(sequence.registered, full))
         draft.chunks.append(Chunk(sequence, start, count, samples, load, save))
         draft.budget -= count
         if samples and count == 1 and not admission and sequence.length > sequence.prompt_tokens:
@@ -243,15 +244,6 @@ class StepScheduler:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         self._released.append(sequence)
-
-    def _to_save(self, sequence: Sequence, full: int) -> tuple[tuple[int, int], ...]:
-        content, blocks, holds = sequence.content, sequence.blocks, self.pool.holds
-        content.extend(full)
-        return tuple(
-            (index, blocks[index].id)
-            for index in range(sequence.registered, full)
-            if not holds(content.hashes[index])
-        )
 
     def _register(self, sequence: Sequence, full: int) -> None:
         content, blocks, pool = sequence.content, sequence.blocks, self.pool

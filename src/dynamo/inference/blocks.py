@@ -63,10 +63,6 @@ class BlockPool:
             found.append(block)
         return found
 
-    def holds(self, block_hash: int) -> bool:
-        """Whether a block is held under this hash."""
-        return block_hash in self._held
-
     def idle(self, blocks: Iterable[Block]) -> int:
         """How many of `blocks` no sequence references: referencing them uses up `available`."""
         return sum(1 for block in blocks if not block.refs)

@@ -184,3 +184,15 @@ def test_check_finds_a_lost_block():
     pool.allocate(1)[0].refs = 0
     with pytest.raises(AssertionError, match="lost free block"):
         pool.check()
+
+
+def test_a_twin_s_block_is_saved_though_its_content_is_held():
+    """What is held when the step is planned may be evicted by the rest of the plan."""
+    scheduler = make(budget=14)
+    first, second = tokens(range(10)), tokens(range(10))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert shape(step(scheduler)) == [(0, 10, True), (0, 4, False)]
+    plan = scheduler.schedule()
+    assert shape(plan) == [(10, 1, True), (4, 6, True)]
+    assert plan.chunks[1].save == ((1, second.blocks[1].id),)
