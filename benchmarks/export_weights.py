@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the default model (or any model we read) as a float32 safetensors folder for other engines.
 
-    benchmarks/export_weights.py OUT_DIR [MODEL]
+benchmarks/export_weights.py OUT_DIR [MODEL]
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from dynamo.models import resolve_model
+from dynamo.models.resolve import resolve_model
 
 
 def hf_names(layers: int) -> list[str]:
     """Tensor names of a Llama with tied embeddings."""
     names = ["model.embed_tokens.weight", "model.norm.weight"]
     parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    parts += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    parts += [
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
     return names + [f"model.layers.{i}.{p}.weight" for i in range(layers) for p in parts]
 
 
@@ -31,7 +37,11 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> N
     """The safetensors format: header length, JSON header, data."""
     header, offset = {}, 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
         offset += tensor.nbytes
     head = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
     with path.open("wb") as file:
@@ -46,10 +56,12 @@ async def export(out: Path, model: str) -> None:
     weights = files.open_weights()
     config = weights.config
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: weights.tensor(name) for name in hf_names(config.layers)}
+    tensors = {name: weights.tensor(name) for name in hf_names(config.num_layers)}
     write_safetensors(out / "model.safetensors", tensors)
     shutil.copy(files.tokenizer_json, out / "tokenizer.json")
-    print(f"{len(tensors)} tensors in {out}; add config.json and tokenizer_config.json of the model")
+    print(
+        f"{len(tensors)} tensors in {out}; add config.json and tokenizer_config.json of the model"
+    )
 
 
 if __name__ == "__main__":

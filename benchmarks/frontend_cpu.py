@@ -31,8 +31,8 @@ CASES: dict[str, tuple[float, list[str]]] = {
         FAST,
         ["-c", "1", "--isl", "8192", "--turns", "16", "--osl", "1", "--requests", "100"],
     ),
-    "token_paced_c32": (PACED, ["-c", "32", "--isl", "128", "--osl", "256", "--duration", "10"]),
-    "token_paced_c256": (PACED, ["-c", "256", "--isl", "128", "--osl", "256", "--duration", "10"]),
+    "token_paced_c32": (PACED, ["-c", "32", "--isl", "128", "--osl", "64", "--duration", "10"]),
+    "token_paced_c256": (PACED, ["-c", "256", "--isl", "128", "--osl", "64", "--duration", "10"]),
 }
 
 

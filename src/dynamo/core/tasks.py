@@ -65,7 +65,8 @@ class Tasks:
         if self._on_failure is not None:
             self._on_failure(error)
         else:
-            log.error("background task failed", exc_info=error, extra={"task": task.get_name()})
+            fields = {"task": task.get_name()}
+            log.error("background task failed", exc_info=error, extra={"fields": fields})
 
 
 async def run_all(*work: Coroutine[Any, Any, T]) -> list[T]:

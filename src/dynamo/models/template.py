@@ -30,6 +30,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = _compiled(source) if source else None
+        self._globals = dict(self._template.globals) if self._template else {}
 
     def render(
         self,
@@ -44,17 +45,19 @@ class ChatTemplate:
         """
         if self._template is None:
             return _plain(messages, add_generation_prompt)
+        variables = {
+            **self._globals,
+            **self._tokens,
+            **args,
+            "messages": messages,
+            "tools": tools or None,
+            "documents": args.get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                {
-                    **self._tokens,
-                    **args,
-                    "messages": messages,
-                    "tools": tools or None,
-                    "documents": args.get("documents"),
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            # `render` would copy the environment's globals through a ChainMap, every time
+            context = self._template.new_context(variables, shared=True)
+            return "".join(self._template.root_render_func(context))
         except DynamoError:
             raise
         except Exception as error:
