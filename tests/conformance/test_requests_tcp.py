@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from dynamo.communication import link
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.frames import (
     END,
@@ -206,7 +207,7 @@ async def test_a_connection_without_stream_ids_left_is_replaced(
     assert await works(client, server)
     assert await works(client, server)
     assert peer not in client._dialled.values()
-    await peer.lost.wait()
+    await peer.link.lost.wait()
 
 
 @pytest.mark.parametrize(
@@ -221,3 +222,23 @@ async def test_an_unknown_scheme_names_the_known() -> None:
     with pytest.raises(ConfigError, match="no backend") as caught:
         await open_requests("tpc://127.0.0.1:0")
     assert "tcp" in caught.value.hint
+
+
+async def test_a_peer_that_reads_nothing_does_not_hold_up_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "FAREWELL_S", 0.05)
+    server = await TcpRequests.open("tcp:")
+    sent = asyncio.Event()
+
+    async def pour(payload: bytes, out: Outgoing) -> None:
+        out.send(bytes(32 << 20))
+        sent.set()
+        await asyncio.Event().wait()
+
+    await server.serve("pour", pour)
+    opening = messages.pack_open(1, "pour", HERE, 0, b"")
+    async with raw(server, pack_hello("requests"), opening) as peer:
+        peer.writer.transport.pause_reading()
+        await sent.wait()
+        await server.close()

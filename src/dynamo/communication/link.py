@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 
 import msgspec
@@ -16,6 +16,7 @@ from dynamo.core.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES: Final = 256 << 20
+FAREWELL_S: Final = 1.0
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -71,6 +72,7 @@ class Link(asyncio.Protocol):
         "_splitter",
         "before_write",
         "congested",
+        "lost",
         "on_relief",
         "transport",
     )
@@ -84,6 +86,7 @@ class Link(asyncio.Protocol):
         self.before_write: Callable[[], list[bytes]] | None = None
         self.on_relief: Callable[[], None] | None = None
         self.congested = False
+        self.lost = asyncio.Event()
         self.transport: asyncio.Transport | None = None
 
     def greeted(self) -> None:
@@ -159,8 +162,22 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._frames.clear()
+        self.lost.set()
         self._peer.on_lost(exc)
 
     def _about(self) -> dict[str, object]:
         peer = self.transport.get_extra_info("peername") if self.transport is not None else None
         return {"peer": str(peer)}
+
+
+async def close_links(links: Sequence[Link]) -> None:
+    """Write what is queued and close; a peer that has not taken it in a second is cut off."""
+    for link in links:
+        link.close()
+    try:
+        async with asyncio.timeout(FAREWELL_S):
+            for link in links:
+                await link.lost.wait()
+    except TimeoutError:
+        for link in links:
+            link.abort()

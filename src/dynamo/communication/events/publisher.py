@@ -39,7 +39,6 @@ class Follower:
     ) -> None:
         self.link = Link(self, flusher)
         self.link.on_relief = self._catch_up
-        self.lost = asyncio.Event()
         self._outlets = outlets
         self._incarnation = incarnation
         self._on_lost = on_lost
@@ -85,7 +84,6 @@ class Follower:
     def on_lost(self, error: Exception | None) -> None:
         del error
         self._patience.cancel()
-        self.lost.set()
         self._on_lost(self)
 
     def _follow(self, number: int, after: int) -> None:

@@ -50,7 +50,6 @@ class Following:
     ) -> None:
         self.link = Link(self, flusher)
         self.trackers: dict[int, Tracker] = {}
-        self.lost = asyncio.Event()
         self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._incarnation = incarnation
         self._on_gone = on_gone
@@ -66,6 +65,7 @@ class Following:
                 await loop.create_connection(lambda: self.link, there.host, there.port)
                 await self._greeted
         except BaseException:
+            self._greeted.cancel()
             self.link.abort()
             raise
 
@@ -102,7 +102,6 @@ class Following:
         del error
         if not self._greeted.done():
             self._greeted.set_exception(InstanceGone("closed during the handshake"))
-        self.lost.set()
 
     def _greet(self, kind: int, body: bytes) -> None:
         try:

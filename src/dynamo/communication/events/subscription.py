@@ -225,7 +225,7 @@ class Subscription:
         if not link.trackers:
             link.link.close()
         try:
-            await link.lost.wait()
+            await link.link.lost.wait()
         finally:
             del self._links[address]
             for source in self._at(address):

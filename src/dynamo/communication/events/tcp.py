@@ -15,7 +15,7 @@ from dynamo.communication.events.plane import Dump, Events, Listener, Source
 from dynamo.communication.events.publisher import Follower
 from dynamo.communication.events.records import SourceKey, SourceRecord, encode_record
 from dynamo.communication.events.subscription import Subscription
-from dynamo.communication.link import Flusher, Link
+from dynamo.communication.link import Flusher, Link, close_links
 from dynamo.core.tasks import Tasks
 
 
@@ -77,9 +77,7 @@ class TcpEvents(Events):
         await self._tasks.close()
         if self._server is not None:
             self._server.close()
-        for follower in list(self._followers):
-            follower.link.close()
-            await follower.lost.wait()
+        await close_links([follower.link for follower in self._followers])
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""

@@ -36,7 +36,6 @@ class Accepted:
     ) -> None:
         self.link = Link(self, flusher)
         self.link.before_write = self._frames
-        self.lost = asyncio.Event()
         self._endpoints = endpoints
         self._incarnation = incarnation
         self._on_lost = on_lost
@@ -49,10 +48,6 @@ class Accepted:
     def go_away(self) -> None:
         """Tell the caller to open no more streams here."""
         self.link.write(pack_frame(GOAWAY))
-
-    def close(self) -> None:
-        """Send what is queued, then close."""
-        self.link.close()
 
     def abort(self) -> None:
         """Close at once."""
@@ -81,7 +76,6 @@ class Accepted:
         del error
         self._patience.cancel()
         self._outbox.leave_all()
-        self.lost.set()
         self._on_lost(self)
 
     def _greet(self, kind: int, body: bytes) -> None:

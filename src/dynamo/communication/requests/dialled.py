@@ -36,7 +36,6 @@ class Dialled:
         self.link = Link(self, flusher)
         self.calls = Calls(self)
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.lost = asyncio.Event()
         self._incarnation = incarnation
         self._on_retired = on_retired
         self._on_lost = on_lost
@@ -59,13 +58,9 @@ class Dialled:
         self._on_retired(self)
         self._close_when_done()
 
-    def close(self) -> None:
-        """Fail the calls in hand, then close."""
-        self.calls.fail(WorkerFailed("this process closed its request plane"))
-        self.link.close()
-
     def abort(self) -> None:
         """Close at once."""
+        self.greeted.cancel()
         self.link.abort()
 
     def on_connect(self) -> None:
@@ -87,7 +82,6 @@ class Dialled:
         if not self.greeted.done():
             self.greeted.set_exception(InstanceGone("the connection closed during the handshake"))
         self.calls.fail(WorkerFailed(f"the connection to the instance broke: {error or 'closed'}"))
-        self.lost.set()
         self._on_lost(self)
 
     def _greet(self, kind: int, body: bytes) -> None:

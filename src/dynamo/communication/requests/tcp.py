@@ -10,13 +10,13 @@ from typing import Self
 
 from dynamo.communication.addresses import Address, new_incarnation, parse_address, parse_listen
 from dynamo.communication.handshake import HANDSHAKE_S
-from dynamo.communication.link import Flusher, Link
+from dynamo.communication.link import Flusher, Link, close_links
 from dynamo.communication.requests.accepted import Accepted
 from dynamo.communication.requests.dialled import Dialled
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError
+from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError, WorkerFailed
 from dynamo.core.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -86,11 +86,10 @@ class TcpRequests(Requests):
             self._server.close()
         await self._endpoints.close()
         await self._tasks.close()
-        peers: list[Dialled | Accepted] = [*self._dialled.values(), *self._accepted]
-        for peer in peers:
-            peer.close()
-        for peer in peers:
-            await peer.lost.wait()
+        for peer in self._dialled.values():
+            peer.calls.fail(WorkerFailed("this process closed its request plane"))
+        links = [peer.link for peer in self._dialled.values()]
+        await close_links(links + [peer.link for peer in self._accepted])
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
@@ -153,7 +152,7 @@ class TcpRequests(Requests):
             self._tell_broken(address)
             return InstanceGone(f"{address} cannot be reached: {error or 'no answer'}")
         former = self._dialled.get(address)
-        if not peer.lost.is_set():
+        if not peer.link.lost.is_set():
             self._dialled[address] = peer
         if former is not None:
             former.retire()
