@@ -23,8 +23,6 @@ QUERY_TILE = 64
 """Positions of a prompt at once: what a tile must not see is not computed, but for its own half."""
 SINGLE_THREAD_PRODUCT = 196_608
 """OpenBLAS starts its threads above 262,144 multiplications, which for thin products is a loss."""
-SPLIT_TOKENS = 1024
-"""Decoding rows go to several threads when together they attend to so many positions."""
 
 
 class Attention:

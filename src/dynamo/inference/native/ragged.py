@@ -18,6 +18,9 @@ SPLIT_COST_TOKENS = 96
 """Attention over neighbouring slots is one call, as long as the longest of them: to pad costs
 memory traffic, to split costs calls. One call costs about as much as so many tokens of padding."""
 
+SPLIT_TOKENS = 2048
+"""Decoding rows go to several threads when together they attend to so many positions."""
+
 
 class Work(msgspec.Struct, frozen=True):
     """Compute `tokens` at positions `start` and on of the sequence in `slot`."""
@@ -90,13 +93,19 @@ def lay_out(work: Listed[Work], threads: int = 1) -> Ragged:
 
 
 def _parts(lengths: list[int], threads: int) -> list[tuple[int, int]]:
-    """Cut rows into parts of about equal sums."""
-    total, borders, done = sum(lengths), [0], 0
+    """Cut rows into parts of about equal sums: a row belongs where its middle lies."""
+    total = sum(lengths)
+    if total < SPLIT_TOKENS:
+        threads = 1
+    borders, done, part = [0], 0, 0
     for row, length in enumerate(lengths):
+        own = (2 * done + length) * threads // (2 * total)
+        if own > part and row > borders[-1]:
+            borders.append(row)
+        part = own
         done += length
-        if done * threads >= total * len(borders) and row + 1 > borders[-1]:
-            borders.append(row + 1)
-    return list(pairwise(borders))
+    borders.append(len(lengths))
+    return list(pairwise(borders)) if lengths else []
 
 
 def _runs(slots: list[int], lengths: list[int], low: int, high: int) -> tuple[Run, ...]:

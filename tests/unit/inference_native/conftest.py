@@ -1,0 +1,212 @@
+"""A tiny Llama with random weights, and a forward pass of it as plain as the textbook's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo.core.codec import pack_ids
+from dynamo.core.reply import Reply
+from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.native.runner import NativeRunner
+from dynamo.models.weights import Weights, open_weights
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+    header, data, at = {}, b"", 0
+    for name, tensor in tensors.items():
+        raw = tensor.astype(np.float32).tobytes()
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + len(raw)],
+        }
+        data += raw
+        at += len(raw)
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data)
+
+
+def write_tiny_llama(folder: Path, *, tied: bool) -> Path:
+    rng = np.random.default_rng(7)
+    hidden, inner, vocab = 48, 96, 320
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not tied:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(2):
+        name = f"model.layers.{layer}."
+        shapes |= {
+            f"{name}self_attn.q_proj.weight": (48, hidden),
+            f"{name}self_attn.k_proj.weight": (16, hidden),
+            f"{name}self_attn.v_proj.weight": (16, hidden),
+            f"{name}self_attn.o_proj.weight": (hidden, 48),
+            f"{name}mlp.gate_proj.weight": (inner, hidden),
+            f"{name}mlp.up_proj.weight": (inner, hidden),
+            f"{name}mlp.down_proj.weight": (hidden, inner),
+            f"{name}input_layernorm.weight": (hidden,),
+            f"{name}post_attention_layernorm.weight": (hidden,),
+        }
+    write_safetensors(
+        folder / "model.safetensors",
+        {
+            name: rng.normal(1 if len(shape) == 1 else 0, 0.3, shape)
+            for name, shape in shapes.items()
+        },
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied}))
+    return folder
+
+
+@pytest.fixture(scope="session", params=["tied", "untied"])
+def tiny_llama(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_tiny_llama(folder, tied=request.param == "tied")
+
+
+Logits = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Textbook:
+    """Llama in float64, one sequence at a time, every position from nothing."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.config = weights.config
+
+    def logits(self, ids: list[int]) -> Logits:
+        """[positions, vocabulary]"""
+        embedding = self.tensor("model.embed_tokens")
+        rows = embedding[ids]
+        for layer in range(self.config.num_layers):
+            name = f"model.layers.{layer}."
+            rows = rows + self.attention(name, self.norm(rows, f"{name}input_layernorm"))
+            normal = self.norm(rows, f"{name}post_attention_layernorm")
+            gate = normal @ self.tensor(f"{name}mlp.gate_proj").T
+            up = normal @ self.tensor(f"{name}mlp.up_proj").T
+            rows = rows + (gate / (1 + np.exp(-gate)) * up) @ self.tensor(f"{name}mlp.down_proj").T
+        head = embedding if self.config.tied else self.tensor("lm_head")
+        return self.norm(rows, "model.norm") @ head.T
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """The next `count` tokens, each checked to be clearly the best."""
+        found: list[int] = []
+        for _ in range(count):
+            last = self.logits(ids + found)[-1]
+            second, best = np.argsort(last)[-2:]
+            assert last[best] - last[second] > 1e-4, "a near tie: choose another prompt"
+            found.append(int(best))
+        return found
+
+    def tensor(self, name: str) -> Logits:
+        return self.weights.tensor(f"{name}.weight").astype(np.float64)
+
+    def norm(self, rows: Logits, name: str) -> Logits:
+        mean = (rows**2).mean(-1, keepdims=True)
+        return rows / np.sqrt(mean + self.config.norm_eps) * self.tensor(name)
+
+    def attention(self, name: str, normal: Logits) -> Logits:
+        config, length = self.config, len(normal)
+
+        def heads(part: str, count: int) -> Logits:
+            projected = normal @ self.tensor(f"{name}self_attn.{part}").T
+            return projected.reshape(length, count, config.head_dim).swapaxes(0, 1)
+
+        group = config.num_heads // config.num_kv_heads
+        query = self.rotated(heads("q_proj", config.num_heads))
+        key = self.rotated(heads("k_proj", config.num_kv_heads)).repeat(group, 0)
+        value = heads("v_proj", config.num_kv_heads).repeat(group, 0)
+        scores = query @ key.swapaxes(1, 2) / np.sqrt(config.head_dim)
+        scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (scores / scores.sum(-1, keepdims=True)) @ value
+        return mixed.swapaxes(0, 1).reshape(length, -1) @ self.tensor(f"{name}self_attn.o_proj").T
+
+    def rotated(self, heads: Logits) -> Logits:
+        half = self.config.head_dim // 2
+        steps = self.config.rope_theta ** (-np.arange(half) / half)
+        angles = np.arange(heads.shape[1])[:, None] * steps / self.weights.rope_divisors()
+        first, second = heads[..., :half], heads[..., half:]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.fixture(scope="session")
+def textbook(tiny_llama: Path) -> Textbook:
+    return Textbook(open_weights(tiny_llama))
+
+
+class Heard(Reply):
+    """What came."""
+
+    def __init__(self) -> None:
+        self.started: Started | None = None
+        self.ids: list[int] = []
+        self.extras: list[Any] = []
+        self.end: Finish | None = None
+
+    def begin(self, started: Started) -> None:
+        self.started = started
+
+    def tokens(self, ids: Any, extra: Any = None) -> bool:
+        self.ids += ids
+        self.extras += extra or ()
+        return True
+
+    def finish(self, end: Finish) -> None:
+        self.end = end
+
+
+@pytest.fixture
+def heard() -> Callable[[], Heard]:
+    return Heard
+
+
+MakeEngine = Callable[..., BatchedEngine]
+
+
+@pytest.fixture
+def make_engine(tiny_llama: Path) -> MakeEngine:
+    """`make_engine(num_blocks=..., ...)`: settings of the engine by name."""
+
+    def make(**settings: Any) -> BatchedEngine:
+        chosen = EngineSettings(**({"threads": 2, "num_blocks": 64, "block_size": 4} | settings))
+        runner = NativeRunner(lambda: open_weights(tiny_llama), chosen)
+        return BatchedEngine(runner, prefix_caching=chosen.prefix_caching)
+
+    return make
+
+
+Ask = Callable[..., GenerateRequest]
+
+
+@pytest.fixture
+def ask() -> Ask:
+    """`ask(ids, max_tokens, **fields of GenerateRequest)`, greedy unless `sampling` says."""
+
+    def make(ids: list[int], max_tokens: int, **fields: Any) -> GenerateRequest:
+        stops = fields.pop("stops", Stops(max_tokens=max_tokens, ignore_eos=True))
+        sampling = fields.pop("sampling", Sampling(temperature=0))
+        return GenerateRequest("r", "tiny", pack_ids(ids), sampling, stops, **fields)
+
+    return make

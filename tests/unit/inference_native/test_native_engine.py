@@ -1,0 +1,129 @@
+"""The whole engine: batch, chunks, cache, preemption and eviction change no token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo.core.context import Context
+from dynamo.core.tasks import run_all
+from dynamo.core.values import Sampling, Stops
+
+rng = np.random.default_rng(11)
+PROMPTS = [[int(one) for one in rng.integers(0, 320, size)] for size in (1, 5, 23, 40, 64, 9)]
+COUNT = 12
+
+
+async def answers(engine: Any, requests: list[Any], make: Any) -> list[Any]:
+    replies = [make() for _ in requests]
+    await run_all(
+        *(
+            engine.generate(request, Context("r"), reply)
+            for request, reply in zip(requests, replies, strict=True)
+        )
+    )
+    return replies
+
+
+@pytest.fixture(scope="module")
+def expected(textbook: Any) -> list[list[int]]:
+    return [textbook.greedy(prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"threads": 1},
+        {"max_num_batched_tokens": 7},
+        {"max_num_seqs": 2},
+        {"prefix_caching": False},
+        {"num_blocks": 22},
+        {"num_blocks": 20, "max_num_batched_tokens": 16},
+    ],
+    ids=str,
+)
+async def test_every_schedule_gives_the_textbook_s_tokens(
+    make_engine: Any, ask: Any, heard: Any, expected: list[list[int]], settings: dict[str, Any]
+) -> None:
+    engine = make_engine(**settings)
+    await engine.start()
+    for _ in range(2):
+        got = await answers(engine, [ask(prompt, COUNT) for prompt in PROMPTS], heard)
+        assert [one.ids for one in got] == expected
+    if settings.get("num_blocks"):
+        assert engine.scheduler.preemptions > 0
+    elif settings.get("prefix_caching", True):
+        assert [one.started.cached_tokens for one in got] == [0, 4, 20, 36, 60, 8]
+    await engine.stop()
+
+
+async def test_a_continued_request_goes_on_as_it_would_have(
+    make_engine: Any, ask: Any, heard: Any
+) -> None:
+    engine = make_engine()
+    await engine.start()
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=5, frequency_penalty=0.5)
+    whole, other = await answers(
+        engine,
+        [ask(PROMPTS[2], 10, sampling=sampling, choice=choice) for choice in (0, 1)],
+        heard,
+    )
+    assert whole.ids != other.ids
+    rest = ask(PROMPTS[2] + whole.ids[:4], 6, sampling=sampling, resumed=4)
+    [resumed] = await answers(engine, [rest], heard)
+    assert whole.ids == whole.ids[:4] + resumed.ids
+    await engine.stop()
+
+
+async def test_logprobs_are_of_the_model_s_own_distribution(
+    make_engine: Any, ask: Any, heard: Any, textbook: Any
+) -> None:
+    engine = make_engine()
+    await engine.start()
+    biased = Sampling(temperature=0, logit_bias={17: 100.0})
+    got, plain = await answers(
+        engine, [ask(PROMPTS[1], 1, sampling=biased, top_logprobs=3), ask(PROMPTS[1], 1)], heard
+    )
+    logits = textbook.logits(PROMPTS[1])[-1]
+    logprobs = logits - np.log(np.exp(logits).sum())
+    best = np.argsort(-logprobs)[:3]
+    assert got.ids == [17]
+    [extra] = got.extras
+    assert extra.logprob == pytest.approx(logprobs[17], abs=1e-4)
+    assert [token for token, _ in extra.top] == best.tolist()
+    assert [value for _, value in extra.top] == pytest.approx(logprobs[best], abs=1e-4)
+    assert plain.extras == []
+    await engine.stop()
+
+
+async def test_min_tokens_bans_what_would_stop(
+    make_engine: Any, ask: Any, heard: Any, expected: list[list[int]]
+) -> None:
+    engine = make_engine()
+    await engine.start()
+    stop = expected[2][0]
+    stops = Stops(max_tokens=6, min_tokens=3, stop_token_ids=(stop,))
+    [got] = await answers(engine, [ask(PROMPTS[2], 6, stops=stops)], heard)
+    assert stop not in got.ids[:3]
+    [at_once] = await answers(
+        engine, [ask(PROMPTS[2], 6, stops=Stops(max_tokens=6, stop_token_ids=(stop,)))], heard
+    )
+    assert at_once.ids == []
+    assert at_once.end.stop_token == stop
+    await engine.stop()
+
+
+async def test_an_abort_frees_the_area(make_engine: Any, ask: Any, heard: Any) -> None:
+    engine = make_engine(max_num_seqs=1)
+    await engine.start()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await engine.generate(ask(PROMPTS[0], 200), Context("r"), heard())
+    [got] = await answers(engine, [ask(PROMPTS[1], 2)], heard)
+    assert len(got.ids) == 2
+    assert engine.load().running == 0
+    await engine.stop()

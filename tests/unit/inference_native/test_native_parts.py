@@ -1,0 +1,140 @@
+"""Areas and blocks, rows of a step, threads, sizes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.inference.native.blas import set_threads
+from dynamo.inference.native.crew import Crew
+from dynamo.inference.native.ragged import Run, Span, Work, lay_out
+from dynamo.inference.native.sizes import available_bytes, cores, plan_sizes
+from dynamo.inference.native.slots import KvShape, Slots
+from dynamo.models.weights import LlamaConfig
+
+SHAPE = KvShape(2, 3, 8)
+
+
+def slots_of(num_blocks: int = 8) -> Slots:
+    return Slots(SHAPE, max_num_seqs=3, context_tokens=64, num_blocks=num_blocks, block_tokens=4)
+
+
+def test_blocks_come_back_as_they_were_saved() -> None:
+    slots = slots_of()
+    first, second = slots.take(), slots.take()
+    area = slots.areas[first]
+    area[:, :, :, :12] = np.random.default_rng(0).random(area[:, :, :, :12].shape)
+    slots.save(first, [(0, 5), (1, 2), (2, 7)])
+    slots.load(second, [5, 2, 7])
+    assert (slots.areas[second][:, :, :, :12] == area[:, :, :, :12]).all()
+    assert not slots.areas[second][:, :, :, 12:].any()
+
+
+def test_the_lowest_free_slot_is_taken() -> None:
+    slots = slots_of()
+    assert [slots.take() for _ in range(3)] == [0, 1, 2]
+    slots.give_back(2)
+    slots.give_back(0)
+    assert slots.take() == 0
+
+
+def test_idle_areas_give_their_memory_back() -> None:
+    slots = slots_of(num_blocks=16)
+    taken = [slots.take() for _ in range(3)]
+    for slot in taken:
+        slots.reach(slot, 12)
+        slots.areas[slot] = 1.0
+    slots.give_back(taken[0])
+    assert slots.areas[taken[0]].all()
+    slots.give_back(taken[1])
+    assert not slots.areas[:2].any()
+    assert slots.areas[taken[2]].all()
+
+
+def test_too_much_address_space_is_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="address space"):
+        Slots(SHAPE, max_num_seqs=1 << 20, context_tokens=1 << 24, num_blocks=1, block_tokens=4)
+
+
+def test_rows_are_decoding_sequences_by_slot_then_prompts() -> None:
+    work = [
+        Work(4, 9, [40], True),
+        Work(7, 2, [70, 71, 72], True),
+        Work(2, 5, [20], True),
+        Work(3, 6, [30], False),
+    ]
+    got = lay_out(work)
+    assert got.ids.tolist() == [20, 30, 40, 70, 71, 72]
+    assert got.positions.tolist() == [5, 6, 9, 2, 3, 4]
+    assert got.slots.tolist() == [2, 3, 4]
+    assert got.parts == ((Run(0, 3, 2, 10),),)
+    assert got.spans == (Span(3, 6, 7, 2),)
+    assert got.samples.tolist() == [2, 5, 0]
+
+
+def test_runs_end_at_gaps_and_where_padding_would_cost_more() -> None:
+    work = [Work(slot, start, [0], True) for slot, start in ((0, 9), (1, 9), (3, 9), (4, 900))]
+    assert lay_out(work).parts == ((Run(0, 2, 0, 10), Run(2, 3, 3, 10), Run(3, 4, 4, 901)),)
+
+
+def test_parts_weigh_about_the_same() -> None:
+    work = [Work(slot, length, [0], True) for slot, length in enumerate([4000, 1500, 1500, 1000])]
+    parts = lay_out(work, 2).parts
+    assert [sum(run.length * (run.high - run.low) for run in part) for part in parts] == [
+        4001,
+        1501 * 2 + 1001,
+    ]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_crew_does_every_row_once(threads: int) -> None:
+    crew = Crew(threads)
+    done = np.zeros(100, int)
+    names = set()
+
+    def work(low: int, high: int) -> None:
+        done[low:high] += 1
+        names.add(threading.current_thread().name)
+
+    crew.rows(100, 10, work)
+    crew.rows(100, 60, work)
+    assert (done == 2).all()
+    assert 1 <= len(names) <= 2
+    crew.stop()
+
+
+def test_a_crew_raises_what_a_thread_raised_and_goes_on() -> None:
+    crew = Crew(2)
+
+    def fail() -> None:
+        raise ValueError("here")
+
+    def fine() -> None:
+        pass
+
+    with pytest.raises(ValueError, match="here"):
+        crew.each([fine, fail])
+    with pytest.raises(ValueError, match="here"):
+        crew.each([fail, fine])
+    crew.each([fine, fine])
+    crew.stop()
+
+
+CONFIG = LlamaConfig(48, 96, 2, 6, 3, 8, 320, 4096, 1e-5, 1e4)
+
+
+def test_sizes_follow_settings_and_memory() -> None:
+    info = plan_sizes(EngineSettings(num_blocks=10, block_size=8), CONFIG, SHAPE, 0)
+    assert (info.num_blocks, info.block_tokens, info.context_tokens) == (10, 8, 80)
+    free = plan_sizes(EngineSettings(), CONFIG, SHAPE, 1024)
+    assert free.context_tokens == 1024
+    assert 1 <= free.num_blocks <= 64 * 64
+    assert free.num_blocks * 16 * SHAPE.token_bytes <= available_bytes()
+
+
+def test_threads_of_the_matrix_products_can_be_set() -> None:
+    assert set_threads(cores())

@@ -1,0 +1,121 @@
+"""The next token from logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamo.core.codec import pack_ids
+from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.inference.native.sampling import best_ids, change, draw, log_softmax, uniform
+from dynamo.inference.sequence import Sequence, TokenContent
+
+rng = np.random.default_rng(1)
+FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+
+
+def row_of(size: int = 50_000, spread: float = 2.0) -> Any:
+    return rng.normal(0, spread, size).astype(np.float32)
+
+
+def exact(row: Any, sampling: Sampling) -> Any:
+    """Ids, best first, and their filtered probabilities: everything sorted, no short cuts."""
+    order = np.lexsort((np.arange(len(row)), -row))
+    weights = np.exp((row[order].astype(np.float64) - float(row.max())) / sampling.temperature)
+    keep = int((weights >= sampling.min_p).sum())
+    if sampling.top_k:
+        keep = min(keep, sampling.top_k)
+    weights = weights[:keep] / weights[:keep].sum()
+    if sampling.top_p < 1:
+        keep = int(np.searchsorted(np.cumsum(weights), sampling.top_p)) + 1
+        weights = weights[:keep] / weights[:keep].sum()
+    return order[:keep], weights
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        FREE,
+        Sampling(temperature=0.7, top_p=0.9, top_k=50),
+        Sampling(temperature=2.0, top_p=0.95, top_k=0),
+        Sampling(temperature=1.5, top_p=1.0, top_k=0, min_p=0.01),
+        Sampling(temperature=1.0, top_p=1.0, top_k=500),
+        Sampling(temperature=1.0, top_p=0.0, top_k=0),
+        Sampling(temperature=0.01, top_p=0.5, top_k=3, min_p=0.5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [50_000, 300, 2])
+def test_drawing_inverts_the_filtered_distribution(sampling: Sampling, size: int) -> None:
+    row = row_of(size)
+    ids, weights = exact(row, sampling)
+    borders = np.cumsum(weights)
+    for chance in (0.0, 0.1, 0.5, 0.9, 0.999, 1 - 2**-53):
+        found = min(int(np.searchsorted(borders, chance, side="right")), len(ids) - 1)
+        near = np.abs(borders - chance).min() < 1e-4
+        if not near:
+            assert draw(row, sampling, chance) == ids[found]
+
+
+def test_equal_logits_go_by_id() -> None:
+    row = np.zeros(5_000, np.float32)
+    assert best_ids(row, 3).tolist() == [0, 1, 2]
+    assert draw(row, Sampling(temperature=1, top_p=1, top_k=4), 0.6) == 2
+
+
+@pytest.mark.parametrize("count", [1, 5, 50, 800, 2_000])
+def test_the_best_are_the_best(count: int) -> None:
+    row = row_of(33_333)
+    assert best_ids(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
+
+
+def test_shares_are_as_the_distribution_says() -> None:
+    row = np.log(np.array([0.5, 0.3, 0.2], np.float32))
+    drawn = [draw(row, FREE, uniform(1, 0, position)) for position in range(4_000)]
+    assert np.bincount(drawn, minlength=3) / 4_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
+
+
+def test_chance_hangs_on_seed_choice_and_position_alone() -> None:
+    keys = [(s, c, p) for s in (0, -1, 1 << 63, 1 << 64) for c in (0, 1) for p in (0, 1)]
+    found = [uniform(*key) for key in keys]
+    assert found == [uniform(*key) for key in keys]
+    assert all(0 <= one < 1 for one in found)
+    assert len(set(found)) == 12  # 2**64 is 0 again
+
+
+def sequence_of(ids: list[int], prompt: int, sampling: Sampling, resumed: int = 0) -> Sequence:
+    request = GenerateRequest("r", "m", pack_ids(ids), sampling, Stops(), resumed=resumed)
+    sequence = Sequence(TokenContent(pack_ids(ids), 16), prompt, 9, request=request)
+    sequence.length = len(ids)
+    return sequence
+
+
+def test_penalties_count_what_was_generated_also_by_earlier_attempts() -> None:
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    row = np.zeros(6, np.float32)
+    change(row, sampling, sequence_of([0, 1, 2, 2, 3], 3, sampling))
+    assert row.tolist() == [0, 0, -0.75, -0.75, 0, 0]
+    row = np.zeros(6, np.float32)
+    change(row, sampling, sequence_of([0, 1, 2, 2, 3], 3, sampling, resumed=1))
+    assert row.tolist() == [0, 0, -1.0, -0.75, 0, 0]
+
+
+def test_repetition_looks_at_the_prompt_too() -> None:
+    sampling = Sampling(repetition_penalty=2.0)
+    row = np.array([1, -1, 3, 5], np.float32)
+    change(row, sampling, sequence_of([0, 1, 3], 2, sampling))
+    assert row.tolist() == [0.5, -2, 3, 2.5]
+
+
+def test_bias_is_added_and_unknown_ids_are_ignored() -> None:
+    sampling = Sampling(logit_bias={1: 2.5, 99: 1.0})
+    row = np.zeros(3, np.float32)
+    change(row, sampling, sequence_of([0], 1, sampling))
+    assert row.tolist() == [0, 2.5, 0]
+
+
+def test_log_softmax_survives_large_logits() -> None:
+    got = log_softmax(np.array([1000.0, 999.0], np.float32))
+    assert got == pytest.approx([-0.31326, -1.31326], abs=1e-4)
