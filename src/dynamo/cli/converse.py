@@ -17,9 +17,11 @@ READ_BYTES = 64 << 10
 
 def start(settings: Settings) -> int:
     """Fetch the model, then talk until the end of input or Ctrl-C."""
-    names = fetch(settings)
-
     from dynamo.services.conversation import converse
+    from dynamo.telemetry.logs import configure
+
+    configure(settings.logging.level, settings.logging.format, "supervisor")
+    names = fetch(settings)
 
     if not sys.stdin.isatty():
         return asyncio.run(converse(settings, _whole_input, _write))

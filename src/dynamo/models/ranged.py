@@ -48,7 +48,7 @@ def _continue(url: str, part: Path, start: int, told: Callable[[int], None]) -> 
         start = start if answer.status == _PARTIAL else 0
         length = int(answer.headers.get("Content-Length") or -1)
         with part.open("ab" if start else "wb") as target:
-            while chunk := answer.read(_PART_BYTES):
+            while chunk := answer.read1(_PART_BYTES):
                 target.write(chunk)
                 told(target.tell())
             return length < 0 or target.tell() == start + length

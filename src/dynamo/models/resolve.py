@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.errors import ModelUnavailable
 from dynamo.core.values import EngineInfo
 from dynamo.models import download, hub
 from dynamo.models.card import ModelCard
@@ -20,6 +19,7 @@ from dynamo.models.encoders import prove, verdict
 from dynamo.models.files import FileRef, Progress, file_ref, no_progress
 from dynamo.models.gguf import GgufFile
 from dynamo.models.gguf_tokenizer import tokenizer_json
+from dynamo.models.location import check_folder, locate
 from dynamo.models.origin import ModelFacts, facts_of_folder, facts_of_gguf
 from dynamo.models.safetensors import weight_files
 from dynamo.models.weights import Weights, open_weights
@@ -108,28 +108,21 @@ def find_model(
 ) -> ModelFiles:
     """`resolve_model`, blocking."""
     found = _find(spec, progress, with_weights, stopped)
-    if proven and verdict(found.tokenizer) is None:
+    halted = stopped is not None and stopped.is_set()
+    if proven and not halted and verdict(found.tokenizer) is None:
         progress("proving the tokenizer's fast encoder", 0, 0)
         prove(found.tokenizer)
     return found
 
 
 def _find(spec: str, progress: Progress, with_weights: bool, stopped: Event | None) -> ModelFiles:
-    if not spec:
-        model = download.DEFAULT_MODEL
-        path = download.fetch(model, progress, stopped)
-        return _gguf(path, model.name, model.requirement)
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return _gguf(path, path.stem, str(path))
-    if path.is_dir():
-        return _folder(path, path.resolve().name, str(path))
-    if not hub.is_hub_name(spec):
-        raise ModelUnavailable(
-            f"there is no file or folder {spec}",
-            hint="give a GGUF file, a folder with tokenizer.json, or a hub name",
-        )
-    return _folder(hub.fetch(spec, with_weights), spec, spec)
+    at = locate(spec)
+    if at.place == "default":
+        path = at.path or download.fetch(download.DEFAULT_MODEL, progress, stopped)
+    else:
+        path = at.path or hub.fetch(at.name, with_weights)
+    make = _gguf if path.is_file() else _folder
+    return make(path, at.name, at.source)
 
 
 def _gguf(path: Path, name: str, source: str) -> ModelFiles:
@@ -139,11 +132,6 @@ def _gguf(path: Path, name: str, source: str) -> ModelFiles:
 
 
 def _folder(path: Path, name: str, source: str) -> ModelFiles:
-    tokenizer = path / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ModelUnavailable(
-            f"{path} holds no tokenizer.json",
-            hint="a model folder needs tokenizer.json and config.json (weights for native only)",
-        )
-    facts = facts_of_folder(path)
-    return ModelFiles("folder", path.resolve(), name, file_ref(tokenizer), facts, source)
+    check_folder(path)
+    tokenizer = file_ref(path / "tokenizer.json")
+    return ModelFiles("folder", path.resolve(), name, tokenizer, facts_of_folder(path), source)

@@ -18,7 +18,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.runtime.backoff import Backoff
-from dynamo.runtime.link import Report, Start
+from dynamo.runtime.link import Notice, Report, Start
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +27,15 @@ LINE_BYTES = 64 << 10
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep alive. Lower `stop_order` stops first; `command`: what to run instead of
-    `dynamo _child ROLE` (it gets the same standard input)."""
+    """A process to keep alive. Lower `stop_order` stops first; `needs_preparation`: it starts when
+    the supervisor's preparation is done; `command`: what to run instead of `dynamo _child ROLE`
+    (it gets the same standard input)."""
 
     role: str
     name: str
     settings: Settings
     stop_order: int = 0
+    needs_preparation: bool = False
     command: tuple[str, ...] = ()
 
     @property
@@ -65,6 +67,8 @@ class Child:
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
         self._ready_at: float | None = None
+        self._notice = Notice()
+        self._down: asyncio.StreamWriter | None = None
 
     @property
     def ready(self) -> bool:
@@ -87,6 +91,12 @@ class Child:
     def hold(self) -> None:
         """Start it no more."""
         self._stopping.set()
+
+    def notify(self, notice: Notice) -> None:
+        """Tell it, now and whenever it starts anew."""
+        self._notice = notice
+        if self._down is not None:
+            self._down.write(msgspec.json.encode(notice) + b"\n")
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it, and SIGKILL to its whole group."""
@@ -144,9 +154,13 @@ class Child:
         reader, writer = await asyncio.open_connection(sock=ours)
         start = Start(self.spec.settings, self.spec.name, os.getpid())
         writer.write(msgspec.json.encode(start) + b"\n")
+        self._down = writer
+        if self._notice.preparing:
+            self.notify(self._notice)
         try:
             await run_all(self._logs(process), self._reports(reader), self._death(process))
         finally:
+            self._down = None
             writer.close()
         return process.wait()
 

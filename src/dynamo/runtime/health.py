@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+PREPARATION = "preparation"
+"""The reason's name while the deployment fetches its model."""
+
 
 class Health:
     """Reasons, set and taken back by whoever knows them, and checks asked when somebody looks."""

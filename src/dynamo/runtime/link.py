@@ -1,6 +1,6 @@
 """The line between the supervisor and a child: the child's standard input is one end of a socket
-pair. Down it comes one JSON line, `Start`; up go `Report` lines; its end means that the other side
-is dead, however it died.
+pair. Down it come JSON lines, one `Start` and then `Notice`s; up go `Report` lines; its end means
+that the other side is dead, however it died.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class Start(msgspec.Struct, frozen=True):
     supervisor: int
 
 
+class Notice(msgspec.Struct, frozen=True):
+    """What a child is told later: what the deployment still waits for; "" = nothing."""
+
+    preparing: str = ""
+
+
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a child tells. `fatal`: it cannot start, and trying again would not help; `code` is the
     exit code that the command should end with."""
@@ -49,8 +55,11 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 class ParentLink:
     """The child's end."""
 
-    def __init__(self, fd: int, start: Start) -> None:
+    def __init__(self, fd: int, start: Start, rest: bytes = b"") -> None:
         self._fd = fd
+        self._rest = rest
+        self._told: Callable[[Notice], None] | None = None
+        self._notice = Notice()
         self.start = start
 
     @classmethod
@@ -62,11 +71,17 @@ class ParentLink:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-        line = b""
-        while not line.endswith(b"\n") and (more := os.read(fd, 1 << 16)):
-            line += more
+        return cls.from_fd(fd)
+
+    @classmethod
+    def from_fd(cls, fd: int) -> ParentLink:
+        """Read the first line. Raises `ConfigError`. Blocks."""
+        data = b""
+        while b"\n" not in data and (more := os.read(fd, 1 << 16)):
+            data += more
+        line, _, rest = data.partition(b"\n")
         try:
-            return cls(fd, msgspec.json.decode(line, type=Start))
+            return cls(fd, msgspec.json.decode(line, type=Start), rest)
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"no start line on standard input: {error}",
@@ -82,7 +97,13 @@ class ParentLink:
     def watch(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
         """Call `gone` when the supervisor's end closes."""
         os.set_blocking(self._fd, False)
+        self._take(b"")
         loop.add_reader(self._fd, self._readable, loop, gone)
+
+    def on_notice(self, told: Callable[[Notice], None]) -> None:
+        """Call `told` with the last notice, and with every later one."""
+        self._told = told
+        told(self._notice)
 
     def tell(self, report: Report) -> None:
         """Send one report; a supervisor that is gone hears nothing."""
@@ -91,11 +112,19 @@ class ParentLink:
 
     def _readable(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
         try:
-            ended = not os.read(self._fd, 1 << 12)
+            data = os.read(self._fd, 1 << 12)
         except BlockingIOError:
             return
         except OSError:
-            ended = True
-        if ended:
+            data = b""
+        if not data:
             loop.remove_reader(self._fd)
             gone()
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._notice = msgspec.json.decode(line, type=Notice)
+            if self._told is not None:
+                self._told(self._notice)

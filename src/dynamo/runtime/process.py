@@ -25,7 +25,8 @@ from dynamo.runtime.deployment import (
     process_key,
 )
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.link import ParentLink, Report
+from dynamo.runtime.health import PREPARATION
+from dynamo.runtime.link import Notice, ParentLink, Report
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.sockets import name_owner
 from dynamo.runtime.status import status_of
@@ -127,6 +128,8 @@ class Process:
         runtime = self._runtime
         runtime.supervised = self._parent is not None
         runtime.health.unwell(STARTING, "the process is starting")
+        if self._parent is not None:
+            self._parent.on_notice(self._noticed)
         await self._status.start()
         try:
             await runtime.clock.offload(self._deployment.prepare)
@@ -142,6 +145,12 @@ class Process:
         finally:
             await self._status.stop()
             await runtime.clock.offload(self._deployment.remove, self._record)
+
+    def _noticed(self, notice: Notice) -> None:
+        if notice.preparing:
+            self._runtime.health.unwell(PREPARATION, notice.preparing)
+        else:
+            self._runtime.health.well_again(PREPARATION)
 
     async def _set_up(self, main: Main) -> None:
         await main(self._runtime)

@@ -9,9 +9,8 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TextIO
 
 import msgspec
 
@@ -20,10 +19,12 @@ from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, first_of
 from dynamo.runtime.child import Child, ProcessSpec
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
-from dynamo.runtime.link import Report
+from dynamo.runtime.health import PREPARATION
+from dynamo.runtime.link import Notice, Report
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.status import StatusServer
 from dynamo.telemetry import Registry
+from dynamo.telemetry.logs import Terminal
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,10 @@ KILL_AFTER_S = 5.0
 """A child that has not gone so long after its drain time is killed."""
 
 SUPERVISOR = "supervisor"
+
+Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
+"""Work that some processes need done before they start; it tells how far it is. Raises DynamoError
+where it cannot be done, which ends the deployment."""
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -38,7 +43,7 @@ class LogLines:
     """Prefixes every line of a child with its name; coloured on a terminal. `bare`: without,
     for lines that are JSON and say their component themselves."""
 
-    def __init__(self, names: Sequence[str], out: TextIO, *, bare: bool = False) -> None:
+    def __init__(self, names: Sequence[str], out: Terminal, *, bare: bool = False) -> None:
         self._out = out
         if bare:
             self._prefixes = dict.fromkeys(names, "")
@@ -60,9 +65,10 @@ class LogLines:
 
 
 class Supervisor:
-    """Starts `specs`, restarts what dies, stops all on SIGTERM or SIGINT: in order of `stop_order`,
-    each with time to drain; a second signal kills. `ready` is set when every process serves;
-    `failure` is the report of a process that can never start, which ends the deployment."""
+    """Starts `specs`, those that need it after `prepare`, restarts what dies, stops all on SIGTERM
+    or SIGINT: in order of `stop_order`, each with time to drain; a second signal kills. `ready` is
+    set when every process serves; `failure` is the report of a process that can never start, which
+    ends the deployment."""
 
     def __init__(
         self,
@@ -72,11 +78,16 @@ class Supervisor:
         *,
         address: str = "",
         clock: Clock | None = None,
-        out: TextIO | None = None,
+        out: Terminal | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         metrics = Registry()
         self.ready = asyncio.Event()
         self.failure: Report | None = None
+        self._prepare = prepare
+        self._preparing = ""
+        self._prepared = asyncio.Event()
+        self._unprepared: Exception | None = None
         self._deployment = deployment
         self._drain_s = settings.runtime.drain_s
         self._address = address
@@ -98,15 +109,21 @@ class Supervisor:
         ]
 
     async def run(self) -> int:
-        """Until stopped. Returns the exit code: 0, or that of `failure`."""
+        """Until stopped. Returns the exit code: 0, or that of `failure`. When all have stopped, it
+        raises what `prepare` raised."""
         await self._clock.offload(self._deployment.prepare)
         self._signals(asyncio.get_running_loop())
         await self._status.start()
         try:
             async with Tasks() as tasks:
-                runs = {child: tasks.start(child.run(), child.spec.name) for child in self.children}
+                runs = {
+                    child: tasks.start(self._keep(child), child.spec.name)
+                    for child in self.children
+                }
+                preparation = tasks.start(self._do_prepare(), PREPARATION)
                 await self._tell("starting")
                 await self._serve()
+                preparation.cancel()
                 await self._tell("draining")
                 for child in self.children:
                     child.hold()
@@ -118,6 +135,8 @@ class Supervisor:
             await self._status.stop()
             if self._record is not None:
                 await self._clock.offload(self._deployment.remove, self._record)
+        if self._unprepared is not None:
+            raise self._unprepared
         return 0 if self.failure is None else self.failure.code
 
     def stop(self) -> None:
@@ -127,6 +146,31 @@ class Supervisor:
     def _signals(self, loop: asyncio.AbstractEventLoop) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
+
+    async def _keep(self, child: Child) -> None:
+        if child.spec.needs_preparation:
+            await first_of(self._prepared.wait(), self._stop.wait())
+        if not self._stop.is_set():
+            await child.run()
+
+    async def _do_prepare(self) -> None:
+        try:
+            if self._prepare is not None:
+                await self._prepare(self._note)
+        except Exception as error:  # noqa: BLE001 - raised again when all have stopped
+            if not self._stop.is_set():
+                self._unprepared = error
+                self._stop.set()
+        else:
+            self._prepared.set()
+            self._note("")
+
+    def _note(self, preparing: str) -> None:
+        if preparing == self._preparing:
+            return
+        self._preparing = preparing
+        for child in self.children:
+            child.notify(Notice(preparing))
 
     async def _serve(self) -> None:
         await first_of(self._stop.wait(), self.ready.wait())
@@ -151,13 +195,15 @@ class Supervisor:
                     child.send(signal.SIGKILL)
 
     def _reasons(self) -> Mapping[str, str]:
-        stopping = {"stopping": "the deployment is draining"} if self._stop.is_set() else {}
+        own = {PREPARATION: self._preparing} if self._preparing else {}
+        if self._stop.is_set():
+            own["stopping"] = "the deployment is draining"
         waiting = {
             child.spec.name: child.report.state if child.pid else "not running"
             for child in self.children
             if not child.ready
         }
-        return waiting | stopping
+        return waiting | own
 
     def _about(self) -> Mapping[str, object]:
         return {

@@ -16,7 +16,8 @@ from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.link import ParentLink
 from dynamo.runtime.sockets import reserve_port
-from dynamo.runtime.supervisor import Supervisor, run_supervisor
+from dynamo.runtime.supervisor import Prepare, Supervisor, run_supervisor
+from dynamo.telemetry.logs import Terminal
 
 ROLES = {
     "frontend": "dynamo.services.frontend:Frontend",
@@ -60,15 +61,28 @@ def deployment_specs(settings: Settings) -> list[ProcessSpec]:
     """Frontends, which stop first, then workers."""
     frontends, workers = settings.server.http_workers, settings.engine.workers
     return [
-        ProcessSpec(role=role, name=name, settings=settings, stop_order=order)
+        ProcessSpec(
+            role=role,
+            name=name,
+            settings=settings,
+            stop_order=order,
+            needs_preparation=role == "worker",
+        )
         for order, (role, count) in enumerate((("frontend", frontends), ("worker", workers)))
         for name in _names(role, count)
     ]
 
 
-def serve(settings: Settings, on_ready: Callable[[str], None]) -> int:
+def serve(
+    settings: Settings,
+    on_ready: Callable[[str], None],
+    *,
+    prepare: Prepare | None = None,
+    logs: Terminal | None = None,
+) -> int:
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
-    serves. Raises `PortInUse`, which names the owner, and `ConfigError`."""
+    serves; workers wait for `prepare`. Raises `PortInUse`, which names the owner, `ConfigError`,
+    and what `prepare` raises."""
     host = settings.server.http_host
     with reserve_port(host, settings.server.http_port) as held:
         port = held.getsockname()[1]
@@ -76,7 +90,14 @@ def serve(settings: Settings, on_ready: Callable[[str], None]) -> int:
         deployment = deployment_of(settings)
         settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        supervisor = Supervisor(deployment_specs(settings), deployment, settings, address=url)
+        supervisor = Supervisor(
+            deployment_specs(settings),
+            deployment,
+            settings,
+            address=url,
+            out=logs,
+            prepare=prepare,
+        )
         return run_supervisor(supervisor, lambda: on_ready(url))
 
 

@@ -11,6 +11,7 @@ from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import load_tokenizer
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.processor import Processor
@@ -33,6 +34,7 @@ class Models:
         self._gateway = gateway
         self._clients: dict[str, Client] = {}
         self._waiting("", WAITING)
+        runtime.health.on_change(self._heard)
 
     def follow(self) -> None:
         """From now on until the runtime shuts down."""
@@ -74,6 +76,10 @@ class Models:
         if before is not None:
             await before.close()
         log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})
+
+    def _heard(self) -> None:
+        """Requests are told what health tells of the deployment."""
+        self._gateway.waiting(self._runtime.health.reasons.get(PREPARATION, WAITING))
 
     def _waiting(self, name: str, reason: str) -> None:
         """No model is open yet, or `name` is not, and why."""

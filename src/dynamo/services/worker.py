@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from dynamo.core.errors import WorkerFailed
@@ -12,10 +11,11 @@ from dynamo.inference.engines import EngineInputs, check_kind, open_engine
 from dynamo.models.card import ModelCard
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.services.preparation import GETTING_READY
+from dynamo.services.progress import Progress
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 2.0
 LOOK_EVERY_S = 1.0
 MODEL = "model"
 ENGINE = "engine"
@@ -29,9 +29,13 @@ class Worker:
         settings = runtime.settings
         kind = settings.engine.kind
         check_kind(kind)
-        progress = Progress(runtime)
+
+        def tell(how: str) -> None:
+            runtime.health.unwell(MODEL, f"{GETTING_READY}: {how}")
+            log.info("getting the model ready", extra={"fields": {"step": how}})
+
         files = await resolve_model(
-            settings.model.path, progress, with_weights=kind == "native", clock=runtime.clock
+            settings.model.path, Progress(tell), with_weights=kind == "native", clock=runtime.clock
         )
         runtime.health.unwell(MODEL, "the engine is starting")
         card = card_of(files, settings)
@@ -61,25 +65,3 @@ def card_of(files: ModelFiles, settings: Settings) -> ModelCard:
         context_tokens=settings.model.context_tokens,
         block_tokens=settings.engine.block_size,
     )
-
-
-class Progress:
-    """What the model's files are being prepared by, in /health and now and then in the log. May be
-    called from any thread."""
-
-    def __init__(self, runtime: DistributedRuntime) -> None:
-        self._runtime = runtime
-        self._loop = asyncio.get_running_loop()
-        self._told = ("", 0.0)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._loop.call_soon_threadsafe(self._tell, what, done, total)
-
-    def _tell(self, what: str, done: int, total: int) -> None:
-        now = self._runtime.clock.now()
-        if what == self._told[0] and now - self._told[1] < TELL_EVERY_S and done < total:
-            return
-        self._told = (what, now)
-        share = f" ({done * 100 // total} %)" if total else ""
-        self._runtime.health.unwell(MODEL, f"the model is getting ready: {what}{share}")
-        log.info("getting the model ready", extra={"fields": {"step": f"{what}{share}"}})

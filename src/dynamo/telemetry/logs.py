@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,6 +34,19 @@ _NAMES = {TRACE: "TRACE", logging.WARNING: "WARN"}
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Set by whoever takes a request in hand; every line of its task then carries it."""
+
+
+class Terminal(Protocol):
+    """What lines are written to; whole lines a call."""
+
+    def write(self, text: str, /) -> object:
+        """Write `text`."""
+
+    def flush(self) -> object:
+        """Let it be seen."""
+
+    def isatty(self) -> bool:
+        """Does a person look at it?"""
 
 
 def parse_levels(spec: str) -> dict[str, int]:
@@ -72,7 +85,7 @@ def set_levels(spec: str) -> None:
 _named: set[str] = set()
 
 
-def configure(level: str, fmt: str, component: str, stream: TextIO | None = None) -> None:
+def configure(level: str, fmt: str, component: str, stream: Terminal | None = None) -> None:
     """Log to `stream` (stderr) from now on, as "text" or "json".
 
     Raises `ConfigError` for an unknown level.

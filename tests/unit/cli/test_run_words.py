@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import run
-from dynamo.cli.fetch import Bar, bar_line
+from dynamo.cli.fetch import CLEAR, Bar, bar_line
 from dynamo.cli.flags import load_settings
 from dynamo.core.settings import Settings
 
@@ -96,7 +96,7 @@ def test_the_bar_is_redrawn_on_a_terminal_and_removed() -> None:
 
     assert out.getvalue().count("\r") == 3
     assert " 50%  50 of 100 MB" in out.getvalue()
-    assert out.getvalue().endswith("\r\x1b[K")
+    assert out.getvalue().endswith(CLEAR)
 
 
 def test_the_bar_is_few_lines_elsewhere() -> None:
@@ -107,3 +107,25 @@ def test_the_bar_is_few_lines_elsewhere() -> None:
         bar("fetching", 1, 2_000_000)
 
     assert out.getvalue().splitlines() == [bar_line("fetching", 0, 2_000_000)]
+
+
+def test_what_is_written_meanwhile_stands_above_the_bar() -> None:
+    out = Terminal()
+    with Bar(out) as bar:
+        bar.write("before\n")
+        bar("fetching", 50, 100)
+        bar.write("meanwhile\n")
+    bar.write("after\n")
+
+    half = bar_line("fetching", 50, 100)
+    assert out.getvalue() == (f"before\n{CLEAR}{half}{CLEAR}meanwhile\n{half}{CLEAR}after\n")
+
+
+def test_programs_read_progress_as_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    out = Terminal()
+    with caplog.at_level("INFO"), Bar(out, as_logs=True) as bar:
+        bar("fetching", 1, 2)
+
+    assert out.getvalue() == ""
+    (record,) = caplog.records
+    assert record.fields == {"step": "fetching", "done_bytes": 1, "total_bytes": 2}  # type: ignore[attr-defined]

@@ -1,0 +1,80 @@
+"""The model's files, fetched while the frontends answer already that they are on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from dynamo.core.settings import Settings
+from dynamo.models.files import Progress as ModelProgress
+from dynamo.models.location import locate
+from dynamo.runtime.supervisor import Prepare
+from dynamo.services.progress import Progress
+
+PATIENCE_S = 3.0
+"""So long a fetch that was told to stop may take to do so; the process does not wait longer."""
+GETTING_READY = "the model is getting ready"
+
+
+def preparation(settings: Settings, shown: AbstractContextManager[ModelProgress]) -> Prepare | None:
+    """What fetches the model that `settings` name, with a progress that is entered meanwhile; None
+    where the model is here. Raises `ModelUnavailable` where it cannot be anywhere."""
+    if locate(settings.model.path).path is not None:
+        return None
+
+    async def fetch(tell: Callable[[str], None]) -> None:
+        tell(GETTING_READY)
+        with shown as progress:
+            told = Progress(lambda how: tell(f"{GETTING_READY}: {how}"))
+            await fetch_model(settings, progress, told)
+
+    return fetch
+
+
+async def fetch_model(settings: Settings, *told: ModelProgress) -> None:
+    """Find or fetch it and prove its encoder. Cancelling ends a download. Raises
+    `ModelUnavailable`."""
+    stopped = threading.Event()
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    arguments = (settings, told, stopped, done)
+    # A daemon: what hangs in the network must not hold up the end of the process.
+    thread = threading.Thread(target=_fetch, args=arguments, name="fetch", daemon=True)
+    thread.start()
+    try:
+        await done
+    except asyncio.CancelledError:
+        stopped.set()
+        await asyncio.to_thread(thread.join, PATIENCE_S)
+        raise
+
+
+def _fetch(
+    settings: Settings,
+    told: tuple[ModelProgress, ...],
+    stopped: threading.Event,
+    done: asyncio.Future[None],
+) -> None:
+    from dynamo.models.resolve import find_model
+
+    def progress(what: str, at: int, total: int) -> None:
+        for one in told:
+            one(what, at, total)
+
+    failure: Exception | None = None
+    try:
+        with_weights = settings.engine.kind == "native"
+        find_model(settings.model.path, progress, with_weights=with_weights, stopped=stopped)
+    except Exception as error:  # noqa: BLE001 - raised again where it is awaited
+        failure = error
+    done.get_loop().call_soon_threadsafe(_end, done, failure)
+
+
+def _end(done: asyncio.Future[None], failure: Exception | None) -> None:
+    if done.done():
+        return
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(failure)
