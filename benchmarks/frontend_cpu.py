@@ -29,7 +29,20 @@ CASES: dict[str, tuple[float, list[str]]] = {
     "request_8k_cold": (FAST, ["-c", "1", "--isl", "8192", "--osl", "1", "--duration", "8"]),
     "request_8k_next_turn": (
         FAST,
-        ["-c", "1", "--isl", "8192", "--turns", "16", "--osl", "1", "--requests", "100"],
+        [
+            "-c",
+            "1",
+            "--isl",
+            "8192",
+            "--turns",
+            "16",
+            "--osl",
+            "1",
+            "--requests",
+            "16",
+            "--warmup",
+            "1",
+        ],
     ),
     "token_paced_c32": (PACED, ["-c", "32", "--isl", "128", "--osl", "64", "--duration", "10"]),
     "token_paced_c256": (PACED, ["-c", "256", "--isl", "128", "--osl", "64", "--duration", "10"]),
@@ -50,7 +63,7 @@ def measure(server: Server, model_dir: str, flags: list[str], seed: int) -> dict
             "--vocabulary",
             model_dir,
         ]
-        command += [*flags, "--seed", str(seed), "--warmup", "20", "--out", out.name]
+        command += ["--warmup", "20", *flags, "--seed", str(seed), "--out", out.name]
         command += [
             "--pid",
             f"frontend={ids(server.frontend)}",

@@ -51,7 +51,6 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_armed",
-        "_closing",
         "_deaf",
         "_lost",
         "_progress",
@@ -64,9 +63,11 @@ class Connection(asyncio.Protocol):
         "_task",
         "_transport",
         "_written",
+        "closing",
         "deadline",
         "out",
         "paused_at",
+        "write",
     )
 
     def __init__(self, shared: Shared) -> None:
@@ -79,7 +80,7 @@ class Connection(asyncio.Protocol):
         self._armed = False
         self._deaf = False  # input is thrown away
         self._lost = False
-        self._closing = False  # close once everything is sent
+        self.closing = False  # close once everything is sent
         self._seen = 0
         self._reading_since = 0.0
         self._written = 0
@@ -91,6 +92,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.write: Callable[[bytes], None] = self._transport.write
         self._transport.set_write_buffer_limits(self._shared.limits.high_water_bytes)
         self._shared.connections.add(self)
 
@@ -218,23 +220,23 @@ class Connection(asyncio.Protocol):
             self._armed = True
             self._shared.flusher.arm(self)
 
-    def flush(self) -> None:
+    def take(self) -> bytes:
         self._armed = False
         response = self._response
         if response is not None:
             response.drain()
         out = self.out
+        data = out[0] if len(out) == 1 else b"".join(out)
+        out.clear()
         if self._lost:
-            out.clear()
-            return
-        if out:
-            data = b"".join(out)
-            out.clear()
-            self._written += len(data)
-            self._transport.write(data)
+            return b""
+        self._written += len(data)
+        return data
+
+    def written(self) -> None:
         if self.paused_at is not None:
             self._measure(self._shared.clock.now())
-        if self._closing:
+        if self.closing and not self._lost:
             self._transport.close()
 
     def backlog(self) -> int:
@@ -295,7 +297,8 @@ class Connection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Closing with unread input would reset the connection before the answer is read."""
-        self.flush()
+        if data := self.take():
+            self.write(data)
         self.deadline = self._shared.clock.now() + self._shared.limits.linger_s
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -312,7 +315,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close once everything is sent."""
-        self._deaf = self._closing = True
+        self._deaf = self.closing = True
         if not self._armed:
             self._transport.close()
 

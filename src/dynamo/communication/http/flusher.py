@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 
 class Flushable(Protocol):
     """Something with bytes to send."""
 
-    def flush(self) -> None:
-        """Send them."""
+    write: Callable[[bytes], None]
+    paused_at: float | None
+    closing: bool
+
+    def take(self) -> bytes:
+        """What is to be sent now; may be nothing."""
+
+    def written(self) -> None:
+        """It was handed over. Called where output is paused or the end has come."""
 
 
 class Flusher:
     """Flushes every armed connection in one callback, after all that is ready in this turn has
-    run: uvloop's `transport.write` sends at once, so joining comes first."""
+    run: uvloop's `transport.write` sends at once, so joining comes first.
+
+    All is prepared before the first byte is sent: the kernel's send path leaves the processor's
+    caches cold, and preparing in between would pay for that once a token.
+    """
 
     __slots__ = ("_armed", "_loop")
 
@@ -32,5 +44,10 @@ class Flusher:
 
     def _flush(self) -> None:
         armed, self._armed = self._armed, []
+        ready = [(connection.write, connection.take()) for connection in armed]
+        for write, data in ready:
+            if data:
+                write(data)
         for connection in armed:
-            connection.flush()
+            if connection.closing or connection.paused_at is not None:
+                connection.written()

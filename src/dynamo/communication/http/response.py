@@ -113,7 +113,10 @@ class Response:
         if not events:
             return
         out = self._link.out
-        if self._chunked:
+        if self._chunked and len(events) == 1:
+            event = events[0]
+            out.append(b"%x\r\n%b\r\n" % (len(event), event))
+        elif self._chunked:
             out.append(b"%x\r\n" % sum(map(len, events)))
             out += events
             out.append(b"\r\n")
