@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import subprocess
 import sys
 import urllib.request
@@ -18,6 +20,25 @@ from pathlib import Path
 from servers import start_ours
 
 HERE = Path(__file__).parent
+
+
+def histogram(metrics: str, name: str) -> list[tuple[float, int]]:
+    """(upper bound, observations up to it) of a Prometheus histogram without labels."""
+    found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)$', metrics, re.MULTILINE)
+    return [(float(bound), int(float(count))) for bound, count in found]
+
+
+def quantile(buckets: list[tuple[float, int]], share: float) -> float:
+    """As Prometheus' histogram_quantile: linear inside the bucket; the last bound past all."""
+    rank = share * buckets[-1][1]
+    low, below = 0.0, 0
+    for bound, count in buckets:
+        if count >= rank and count > below:
+            return (
+                low if bound == math.inf else low + (bound - low) * (rank - below) / (count - below)
+            )
+        low, below = (low if bound == math.inf else bound), count
+    return low
 
 
 def main() -> None:
@@ -54,13 +75,16 @@ def main() -> None:
         ]
         result = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
         with urllib.request.urlopen(server.url + "/metrics") as answer:
-            pauses = [
-                x for x in answer.read().decode().splitlines() if "loop_pause" in x and x[0] != "#"
-            ]
+            pauses = histogram(answer.read().decode(), "dynamo_runtime_loop_pause_seconds")
     finally:
         server.stop()
     print(json.dumps({k: result[k] for k in ("requests", "errors", "ttft_ms", "e2e_ms")}))
-    print("\n".join(pauses))
+    shares = (0.5, 0.99, 0.999)
+    print(
+        json.dumps(
+            {f"loop_pause_ms_p{q * 100:g}": round(quantile(pauses, q) * 1000, 2) for q in shares}
+        )
+    )
 
 
 if __name__ == "__main__":

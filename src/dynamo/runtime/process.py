@@ -27,6 +27,7 @@ from dynamo.runtime.deployment import (
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.link import Notice, ParentLink, Report
+from dynamo.runtime.pauses import LoopPauses
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.sockets import name_owner
 from dynamo.runtime.status import status_of
@@ -131,18 +132,21 @@ class Process:
         if self._parent is not None:
             self._parent.on_notice(self._noticed)
         await self._status.start()
+        pauses = LoopPauses(runtime.metrics)
         try:
             await runtime.clock.offload(self._deployment.prepare)
             await self._tell("starting")
             stopped = runtime.stopping.wait
             await first_of(self._set_up(main), stopped())
             await first_of(self._ready(), stopped())
+            pauses.start()
             await stopped()
             await self._tell("draining")
             await runtime.shutdown()
             if runtime.failure is not None:
                 raise runtime.failure
         finally:
+            pauses.stop()
             await self._status.stop()
             await runtime.clock.offload(self._deployment.remove, self._record)
 

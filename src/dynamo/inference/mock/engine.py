@@ -52,13 +52,13 @@ def make_mock(
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """From the settings and the model's tokenizer; weights are not needed."""
-    from dynamo.models.tokenizer import load_tokenizer
+    from dynamo.models.tokenizer import readable_ids
 
-    tokenizer = await load_tokenizer(inputs.card.tokenizer, clock=inputs.clock)
+    words = await inputs.clock.offload(readable_ids, inputs.card.tokenizer)
     return make_mock(
         inputs.settings.engine,
-        tokenizer.whole_text_ids,
+        words,
         inputs.clock,
         context_tokens=inputs.card.context_tokens,
-        vocab_size=max(inputs.card.vocab_size, tokenizer.vocab_size),
+        vocab_size=inputs.card.vocab_size,
     )
