@@ -1,7 +1,7 @@
-"""The NumPy backend: OpenBLAS for products, a small crew of threads for what lies between.
+"""The NumPy backend: OpenBLAS for products, a crew of threads.
 
-Weights are kept [in, out]: OpenBLAS reads that fastest at every batch size, a single row included
-(measured: 1.0 to 1.4 times [out, in]).
+OpenBLAS itself runs on one thread: the crew cuts the products, too, so that no threads of two
+kinds compete for the cores.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 
 from dynamo.inference.native.arrays import Array, Arrays
 from dynamo.inference.native.attention import Attention
+from dynamo.inference.native.blas import has_small_kernels, set_threads
+from dynamo.inference.native.products import Matrix, block_matrix, multiply
 from dynamo.inference.native.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -37,19 +39,13 @@ class NumpyArrays(Arrays):
     ) -> None:
         self._scratch = Scratch()
         self._crew = crew
+        set_threads(1)
+        self._small_kernels = has_small_kernels()
         self._attention = Attention(config, rope_divisors, slots, crew, self._scratch)
         self._batch: Ragged
 
-    def matrix(self, *parts: Floats) -> Array:
-        width = parts[0].shape[1]
-        whole = np.empty((width, sum(part.shape[0] for part in parts)), np.float32)
-        low = 0
-        for part in parts:
-            for row in range(0, part.shape[0], 256):
-                tile = part[row : row + 256]
-                whole[:, low + row : low + row + tile.shape[0]] = tile.T
-            low += part.shape[0]
-        return whole
+    def matrix(self, *parts: Floats) -> Matrix:
+        return block_matrix(parts, self._crew.threads, self._small_kernels)
 
     def vector(self, values: Floats) -> Array:
         return values
@@ -59,10 +55,7 @@ class NumpyArrays(Arrays):
         self._attention.begin(batch)
 
     def embed(self, head: Array) -> Array:
-        ids = self._batch.ids
-        rows = self._scratch("rows", len(ids), head.shape[0])
-        rows[:] = head[:, ids].T
-        return rows
+        return np.ascontiguousarray(head.columns(self._batch.ids))
 
     def normalise(self, rows: Array, eps: float) -> Array:
         normal = self._scratch("normal", *rows.shape)
@@ -79,8 +72,9 @@ class NumpyArrays(Arrays):
         return normal
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
-        out = self._scratch(name, len(rows), weight.shape[1])
-        return np.dot(rows, weight, out=out)
+        out = self._scratch(name, len(rows), weight.padded)
+        multiply(rows, weight, out, self._crew)
+        return out[:, : weight.width]
 
     def add(self, rows: Array, more: Array) -> None:
         np.add(rows, more, out=rows)

@@ -53,13 +53,11 @@ class NativeRunner(Runner):
             self._arrays.stop()
 
     def _load(self) -> EngineInfo:
-        from dynamo.inference.native.blas import set_threads
         from dynamo.inference.native.crew import Crew
         from dynamo.inference.native.llama import Llama
         from dynamo.inference.native.numpy_arrays import NumpyArrays
         from dynamo.inference.native.slots import KvShape, Slots
 
-        set_threads(self._threads)
         with self._open_weights() as weights:
             config = weights.config
             shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
