@@ -89,11 +89,10 @@ def test_only_rows_that_sample_have_logits(bench: Bench) -> None:
     assert bench.model.forward(lay_out(work[:1])).shape[0] == 0
 
 
-def test_attention_of_several_threads_and_tiles(
+def test_attention_of_several_threads(
     bench: Bench, textbook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ragged, "SPLIT_TOKENS", 1)
-    bench.arrays._attention._key_tile = 16
     for slot in range(3):
         bench.step((slot, 0, IDS[slot : slot + 50 + slot]))
     got = bench.step(*((slot, 50 + slot, [IDS[50 + 2 * slot]]) for slot in range(3)))

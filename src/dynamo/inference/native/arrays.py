@@ -39,21 +39,25 @@ class Arrays(ABC):
         """Every row over its root mean square."""
 
     @abstractmethod
+    def gated(self, gate: Floats, up: Floats, down: Floats) -> Array:
+        """Prepare a gated MLP's weights, each [out, in]."""
+
+    @abstractmethod
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
         """rows @ weight."""
 
     @abstractmethod
-    def add(self, rows: Array, more: Array) -> None:
-        """rows += more."""
+    def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
+        """total += rows @ weight."""
+
+    @abstractmethod
+    def add_gated(self, total: Array, rows: Array, weights: Array) -> None:
+        """total += (silu(rows @ gate) * (rows @ up)) @ down."""
 
     @abstractmethod
     def attend(self, qkv: Array, layer: int) -> Array:
         """Rotate queries and keys by their positions, put keys and values into the step's areas,
         and attend: [rows, heads * head_dim]."""
-
-    @abstractmethod
-    def gate(self, gate_up: Array) -> Array:
-        """silu(gate) * up, where the first half of `gate_up` holds -gate, the second -up."""
 
     @abstractmethod
     def sampled(self, rows: Array) -> Array:

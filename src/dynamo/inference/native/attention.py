@@ -21,8 +21,8 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 QUERY_TILE = 64
 """Positions of a prompt at once: what a tile must not see is not computed, but for its own half."""
-SINGLE_THREAD_PRODUCT = 196_608
-"""OpenBLAS starts its threads above 262,144 multiplications, which for thin products is a loss."""
+SPLIT_KEYS = 384
+"""A thread is worth its hand-over when a prompt's tiles meet so many keys in all."""
 
 
 class Attention:
@@ -45,7 +45,6 @@ class Attention:
         half = config.head_dim // 2
         exponents = np.arange(half, dtype=np.float64) / half
         self._frequencies = 1.0 / (config.rope_theta**exponents * rope_divisors)
-        self._key_tile = max(64, SINGLE_THREAD_PRODUCT // (self._group * self._dim))
         ones = np.ones((QUERY_TILE, QUERY_TILE), np.float32)
         self._later: Floats = np.triu(ones * -np.inf, 1)[:, None]
         self._batch: Ragged
@@ -103,10 +102,7 @@ class Attention:
             queries = heads[run.low : run.high, : kv_heads * group]
             queries = queries.reshape(count, kv_heads, group, dim)
             scores = self._scratch(name, count, kv_heads, group, length)
-            keys = area[:, 0].swapaxes(-1, -2)
-            for low in range(0, length, self._key_tile):
-                tile = slice(low, low + self._key_tile)
-                np.matmul(queries, keys[..., tile], out=scores[..., tile])
+            np.matmul(queries, area[:, 0].swapaxes(-1, -2), out=scores)
             if count > 1:
                 scores += self._padding[run.low]
             sums = _exponentials(scores)
@@ -129,36 +125,46 @@ class Attention:
         queries = self._scratch("queries", kv_heads, count, group, dim)
         queries[:] = asked.reshape(count, kv_heads, group, dim).swapaxes(0, 1)
         mixed = out[span.low : span.high].reshape(count, kv_heads, group, dim)
-        for low in range(0, count, QUERY_TILE):
+        tiles = [(head, low) for low in range(0, count, QUERY_TILE) for head in range(kv_heads)][
+            ::-1
+        ]
+        threads = min(self._crew.threads, len(tiles) * (start + count) // SPLIT_KEYS + 1)
+        self._crew.each(
+            [
+                partial(
+                    self._tiles, tiles[part::threads], f"scores{part}", queries, area, mixed, start
+                )
+                for part in range(threads)
+            ]
+        )
+
+    def _tiles(
+        self,
+        tiles: list[tuple[int, int]],
+        name: str,
+        queries: Floats,
+        area: Floats,
+        mixed: Floats,
+        start: int,
+    ) -> None:
+        """Attention of (kv head, first position) tiles into `mixed`."""
+        _, count, group, dim = queries.shape
+        for head, low in tiles:
             high = min(count, low + QUERY_TILE)
-            length = start + high
-            rows = (high - low) * group
-            scores = self._scratch("scores0", kv_heads, rows, length)
-            tile = queries[:, low:high].reshape(kv_heads, rows, dim)
-            np.matmul(tile, area[0, :, :length].swapaxes(-1, -2), out=scores)
-            own = scores.reshape(kv_heads, high - low, group, length)[..., start + low :]
+            length, rows = start + high, (high - low) * group
+            scores = self._scratch(name, rows, length)
+            np.dot(queries[head, low:high].reshape(rows, dim), area[0, head, :length].T, out=scores)
+            own = scores.reshape(high - low, group, length)[..., start + low :]
             own += self._later[: high - low, :, : high - low]
-            sums = self._exponentials(scores)
-            values = self._scratch("mixed", kv_heads, rows, dim)
-            np.matmul(scores, area[1, :, :length], out=values)
-            values /= sums
-            mixed[low:high] = values.reshape(kv_heads, high - low, group, dim).swapaxes(0, 1)
-
-    def _exponentials(self, scores: Floats) -> Floats:
-        """As the function below, on several threads where it pays."""
-        sums = self._scratch("sums", *scores.shape[:-1], 1)
-        flat, flat_sums = scores.reshape(-1, scores.shape[-1]), sums.reshape(-1, 1)
-
-        def work(low: int, high: int) -> None:
-            flat_sums[low:high] = _exponentials(flat[low:high])
-
-        self._crew.rows(len(flat), max(1, 65_536 // scores.shape[-1]), work)
-        return sums
+            sums = _exponentials(scores)
+            weighted = np.dot(scores, area[1, head, :length])
+            weighted /= sums
+            mixed[low:high, head] = weighted.reshape(high - low, group, dim)
 
 
 def _exponentials(scores: Floats) -> Floats:
     """Turn scores into unnormalised weights in place; the rows' sums."""
-    scores -= scores.max(-1, keepdims=True)
+    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    sums: Floats = scores.sum(-1, keepdims=True)
+    sums: Floats = np.add.reduce(scores, axis=-1, keepdims=True)
     return sums

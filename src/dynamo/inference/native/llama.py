@@ -27,8 +27,7 @@ class Layer(msgspec.Struct, frozen=True):
 
     qkv: Array
     out: Array
-    gate_up: Array
-    down: Array
+    mlp: Array
 
 
 class Llama:
@@ -53,9 +52,8 @@ class Llama:
         rows = arrays.embed(self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = arrays.linear(arrays.normalise(rows, eps), layer.qkv, "qkv")
-            arrays.add(rows, arrays.linear(arrays.attend(qkv, index), layer.out, "hidden"))
-            gate_up = arrays.linear(arrays.normalise(rows, eps), layer.gate_up, "gate_up")
-            arrays.add(rows, arrays.linear(arrays.gate(gate_up), layer.down, "hidden"))
+            arrays.add_linear(rows, arrays.attend(qkv, index), layer.out)
+            arrays.add_gated(rows, arrays.normalise(rows, eps), layer.mlp)
         if not len(batch.samples):
             return arrays.numbers(rows[:0])
         last = arrays.normalise(arrays.sampled(rows), eps)
@@ -82,12 +80,11 @@ def _layer(weights: Weights, arrays: Arrays, index: int) -> Layer:
         np.multiply(projection, before, out=projection)
     gate, up = tensor("mlp.gate_proj"), tensor("mlp.up_proj")
     for projection in (gate, up):
-        np.multiply(projection, -after, out=projection)
+        np.multiply(projection, after, out=projection)
     return Layer(
         qkv=arrays.matrix(query, key, value),
         out=arrays.matrix(tensor("self_attn.o_proj")),
-        gate_up=arrays.matrix(gate, up),
-        down=arrays.matrix(tensor("mlp.down_proj")),
+        mlp=arrays.gated(gate, up, tensor("mlp.down_proj")),
     )
 
 

@@ -6,7 +6,7 @@ kinds compete for the cores.
 
 from __future__ import annotations
 
-from functools import partial
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from dynamo.inference.native.arrays import Array, Arrays
 from dynamo.inference.native.attention import Attention
 from dynamo.inference.native.blas import has_small_kernels, set_threads
+from dynamo.inference.native.gated import Piece, add_gated, cut
 from dynamo.inference.native.products import Matrix, block_matrix, multiply
 from dynamo.inference.native.scratch import Scratch
 
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-TILE_ROWS = 32
-"""Rows of the gate at once: what the passes touch stays in the L2 cache."""
-SPLIT_ROWS = 32
+SPLIT_ROWS = 128
 """A thread is worth its hand-over from so many rows on."""
 
 
@@ -60,33 +59,39 @@ class NumpyArrays(Arrays):
     def normalise(self, rows: Array, eps: float) -> Array:
         normal = self._scratch("normal", *rows.shape)
 
+        if len(rows) == 1:
+            row = rows[0]
+            mean = float(np.dot(row, row)) / len(row)
+            np.multiply(rows, 1.0 / math.sqrt(mean + eps), out=normal)
+            return normal
+
         def work(low: int, high: int) -> None:
             part = rows[low:high]
-            mean = np.einsum("ij,ij->i", part, part)
-            mean *= 1.0 / part.shape[1]
-            mean += eps
-            np.sqrt(mean, out=mean)
-            np.divide(part, mean[:, None], out=normal[low:high])
+            means = np.vecdot(part, part)
+            means /= part.shape[1]
+            means += eps
+            np.sqrt(means, out=means)
+            np.divide(part, means[:, None], out=normal[low:high])
 
-        self._crew.rows(len(rows), 4 * SPLIT_ROWS, work)
+        self._crew.rows(len(rows), SPLIT_ROWS, work)
         return normal
+
+    def gated(self, gate: Floats, up: Floats, down: Floats) -> tuple[Piece, ...]:
+        return cut(gate, up, down, self._crew.threads, self._small_kernels)
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
         out = self._scratch(name, len(rows), weight.padded)
         multiply(rows, weight, out, self._crew)
         return out[:, : weight.width]
 
-    def add(self, rows: Array, more: Array) -> None:
-        np.add(rows, more, out=rows)
+    def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
+        total += self.linear(rows, weight, "sum0")
+
+    def add_gated(self, total: Array, rows: Array, weights: Array) -> None:
+        add_gated(total, rows, weights, self._scratch, self._crew)
 
     def attend(self, qkv: Array, layer: int) -> Array:
         return self._attention(qkv, layer)
-
-    def gate(self, gate_up: Array) -> Array:
-        width = gate_up.shape[1] // 2
-        out = self._scratch("gated", len(gate_up), width)
-        self._crew.rows(len(gate_up), SPLIT_ROWS, partial(_gate, gate_up, out))
-        return out
 
     def sampled(self, rows: Array) -> Array:
         return rows[self._batch.samples]
@@ -101,14 +106,3 @@ class NumpyArrays(Arrays):
     def stop(self) -> None:
         self._crew.stop()
         self._scratch.clear()
-
-
-def _gate(gate_up: Floats, out: Floats, low: int, high: int) -> None:
-    width = out.shape[1]
-    for top in range(low, high, TILE_ROWS):
-        rows = slice(top, min(high, top + TILE_ROWS))
-        gate, up, tile = gate_up[rows, :width], gate_up[rows, width:], out[rows]
-        np.exp(gate, out=tile)
-        tile += 1.0
-        gate *= up
-        np.divide(gate, tile, out=tile)

@@ -42,7 +42,7 @@ class Matrix:
     def padded(self) -> int:
         """Columns with those that only fill the last block."""
         blocks, _, size = self.blocks.shape
-        return blocks * size
+        return int(blocks * size)
 
     def columns(self, ids: Any) -> Floats:
         """[ids, in]: some columns."""
@@ -83,10 +83,16 @@ def multiply(rows: Floats, matrix: Matrix, out: Floats, crew: Crew) -> None:
     _, depth, size = matrix.blocks.shape
     weights = depth * size
     least = min(SPLIT_WEIGHTS // weights, SPLIT_MULTIPLICATIONS // (weights * len(rows)))
-    crew.rows(len(matrix.blocks), max(1, least), partial(_some_blocks, rows, matrix, out))
+    crew.rows(len(matrix.blocks), max(1, least), partial(multiply_blocks, rows, matrix, out))
 
 
-def _some_blocks(rows: Floats, matrix: Matrix, out: Floats, low: int, high: int) -> None:
+def multiply_here(rows: Floats, matrix: Matrix, out: Floats) -> None:
+    """As `multiply`, on this thread."""
+    multiply_blocks(rows, matrix, out, 0, len(matrix.blocks))
+
+
+def multiply_blocks(rows: Floats, matrix: Matrix, out: Floats, low: int, high: int) -> None:
+    """Some of the blocks' columns of `out`."""
     blocks, count = matrix.blocks[low:high], len(rows)
     size = blocks.shape[2]
     part = out[:, low * size : high * size].reshape(count, high - low, size)

@@ -11,6 +11,7 @@ of memory, copied in and out whole: attention over gathered pages costs 2 to 8 t
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 FLOAT_BYTES = 4
+MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 
 
 class KvShape(msgspec.Struct, frozen=True):
@@ -117,7 +119,9 @@ def _whole_pages(size: int) -> int:
 
 def _reserve(size: int) -> mmap.mmap:
     """Address space that takes memory only where it is written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if sys.platform == "linux":
+        flags |= MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, size, flags=flags)
     except OSError as error:
