@@ -143,11 +143,14 @@ def read_tokenizer(source: FileRef | Path, *, proven: bool = False) -> Tokenizer
         raise ModelUnavailable(
             f"the tokenizer {ref.name} is not on this host", hint="fetch it from a worker first"
         )
-    file = read_tokenizer_file(path)
-    found: Verdict | None = prove(ref) if proven else verdict(ref)
-    tokenizer = Tokenizer(best_encoder(path, found), file, found is not None and found.cuts)
+    tokenizer = _parse(path, prove(ref) if proven else verdict(ref))
     _return_memory()
     return tokenizer
+
+
+def _parse(path: Path, found: Verdict | None) -> Tokenizer:
+    file = read_tokenizer_file(path)
+    return Tokenizer(best_encoder(path, found), file, found is not None and found.cuts)
 
 
 def readable_ids(source: FileRef | Path) -> list[int]:
