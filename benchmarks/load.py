@@ -183,7 +183,9 @@ class Load:
             loop = asyncio.get_running_loop()
             _, stream = await loop.create_connection(lambda: Stream(self.itl), self.host, self.port)
         await stream.start(self.wire())
-        if stream.error or stream.first is None or not stream.usage:
+        if stream.first is None:  # an answer of special tokens only has no text
+            stream.first = stream.last = stream.ended
+        if stream.error or not stream.usage:
             text = stream.error or "no usage"
             self.errors[text] = self.errors.get(text, 0) + 1
         else:

