@@ -146,6 +146,9 @@ class Load:
             return [fresh]
         if not self.talk:
             self.talk.append(fresh)
+        elif args.one_message:
+            more = " ".join(self.rng.choices(self.words, k=2 * args.turns))
+            self.talk[0] = {"role": "user", "content": f"{self.talk[0]['content']} {more}"}
         else:
             answer = " ".join(self.rng.choices(self.words, k=args.turns))
             question = " ".join(self.rng.choices(self.words, k=args.turns))
@@ -281,6 +284,11 @@ def main() -> None:
     parser.add_argument("--isl", type=int, default=128)
     parser.add_argument(
         "--turns", type=int, default=0, help="one growing conversation, so many words a message"
+    )
+    parser.add_argument(
+        "--one-message",
+        action="store_true",
+        help="the conversation grows inside one message, as traces do",
     )
     parser.add_argument("--osl", type=int, default=64)
     parser.add_argument("--duration", type=float, default=8)
