@@ -23,6 +23,8 @@ def row_of(size: int = 50_000, spread: float = 2.0) -> Any:
 def exact(row: Any, sampling: Sampling) -> Any:
     """Ids, best first, and their filtered probabilities: everything sorted, no short cuts."""
     order = np.lexsort((np.arange(len(row)), -row))
+    if sampling.top_p >= 1 and not 0 < sampling.top_k < len(row) and not sampling.min_p:
+        order = np.arange(len(row))
     weights = np.exp((row[order].astype(np.float64) - float(row.max())) / sampling.temperature)
     keep = int((weights >= sampling.min_p).sum())
     if sampling.top_k:

@@ -108,7 +108,7 @@ async def test_twenty_prompts_at_once_then_out_of_the_cache(
 
 
 async def test_preemption_and_eviction(model: ModelFiles, ask: Any, heard: Any) -> None:
-    judge = await judge_of(model, ask, heard, num_blocks=36, max_num_batched_tokens=100)
+    judge = await judge_of(model, ask, heard, num_blocks=28, max_num_batched_tokens=100)
     for _ in range(2):
         await judge.compare(*SHORT[:8], tokens=24)
     assert judge.engine.scheduler.preemptions > 0

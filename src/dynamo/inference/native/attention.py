@@ -48,12 +48,15 @@ class Attention:
         ones = np.ones((QUERY_TILE, QUERY_TILE), np.float32)
         self._later: Floats = np.triu(ones * -np.inf, 1)[:, None]
         self._batch: Ragged
+        self._alone = (0, 0)
         self._turns: np.ndarray[Any, np.dtype[np.complex64]]
         self._padding: dict[int, Floats] = {}
 
     def begin(self, batch: Ragged) -> None:
         """Prepare what all layers of a step share."""
         self._batch = batch
+        if len(batch.slots) == 1:
+            self._alone = int(batch.slots[0]), int(batch.positions[0])
         angles = batch.positions[:, None] * self._frequencies
         self._turns = np.exp(1j * angles).astype(np.complex64)[:, None]
         self._padding = {
@@ -74,9 +77,12 @@ class Attention:
         out = self._scratch("attended", rows, queries * dim)
         batch = self._batch
         decoding = len(batch.slots)
-        if decoding:
+        if decoding == 1:  # plain indices are faster than arrays of one
+            self._areas[self._alone[0], layer, :, :, self._alone[1]] = pairs[0]
+        elif decoding:
             positions = batch.positions[:decoding]
             self._areas[batch.slots, layer, :, :, positions] = pairs[:decoding]
+        if decoding:
             self._decode(heads, out, layer)
         for span in batch.spans:
             self._prefill(span, heads, pairs, out, layer)

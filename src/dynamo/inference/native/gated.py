@@ -12,6 +12,7 @@ import numpy as np
 from dynamo.inference.native.products import BLOCK_COLUMNS, Matrix, block_matrix, multiply_here
 
 if TYPE_CHECKING:
+    from dynamo.inference.native.arena import Arena
     from dynamo.inference.native.crew import Crew
     from dynamo.inference.native.scratch import Scratch
 
@@ -33,7 +34,7 @@ class Piece:
 
 
 def cut(
-    gate: Floats, up: Floats, down: Floats, threads: int, small_kernels: bool
+    gate: Floats, up: Floats, down: Floats, threads: int, small_kernels: bool, empty: Arena
 ) -> tuple[Piece, ...]:
     """Pieces of about equal width, one a thread, from weights [out, in]."""
     inner = len(gate)
@@ -42,8 +43,8 @@ def cut(
     borders = [min(inner, units * part // pieces * BLOCK_COLUMNS) for part in range(pieces + 1)]
     return tuple(
         Piece(
-            block_matrix((-gate[low:high], -up[low:high]), 1, small_kernels),
-            block_matrix((down[:, low:high],), 1, small_kernels),
+            block_matrix((-gate[low:high], -up[low:high]), 1, small_kernels, empty),
+            block_matrix((down[:, low:high],), 1, small_kernels, empty),
             high - low,
         )
         for low, high in pairwise(borders)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynamo.inference.native.arena import Arena
 from dynamo.inference.native.arrays import Array, Arrays
 from dynamo.inference.native.attention import Attention
 from dynamo.inference.native.blas import has_small_kernels, set_threads
@@ -36,6 +37,7 @@ class NumpyArrays(Arrays):
     def __init__(
         self, config: LlamaConfig, rope_divisors: Floats, slots: Slots, crew: Crew
     ) -> None:
+        self._arena = Arena()
         self._scratch = Scratch()
         self._crew = crew
         set_threads(1)
@@ -44,7 +46,7 @@ class NumpyArrays(Arrays):
         self._batch: Ragged
 
     def matrix(self, *parts: Floats) -> Matrix:
-        return block_matrix(parts, self._crew.threads, self._small_kernels)
+        return block_matrix(parts, self._crew.threads, self._small_kernels, self._arena)
 
     def vector(self, values: Floats) -> Array:
         return values
@@ -77,7 +79,7 @@ class NumpyArrays(Arrays):
         return normal
 
     def gated(self, gate: Floats, up: Floats, down: Floats) -> tuple[Piece, ...]:
-        return cut(gate, up, down, self._crew.threads, self._small_kernels)
+        return cut(gate, up, down, self._crew.threads, self._small_kernels, self._arena)
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
         out = self._scratch(name, len(rows), weight.padded)

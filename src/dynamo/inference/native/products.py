@@ -16,6 +16,7 @@ import numpy as np
 from dynamo.inference.native.blas import SMALL_PRODUCT
 
 if TYPE_CHECKING:
+    from dynamo.inference.native.arena import Arena
     from dynamo.inference.native.crew import Crew
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -51,7 +52,9 @@ class Matrix:
         return found
 
 
-def block_matrix(parts: tuple[Floats, ...], threads: int, small_kernels: bool) -> Matrix:
+def block_matrix(
+    parts: tuple[Floats, ...], threads: int, small_kernels: bool, empty: Arena
+) -> Matrix:
     """From weights [out, in], stacked along out."""
     width, depth = sum(part.shape[0] for part in parts), parts[0].shape[1]
     tile_rows = SMALL_PRODUCT // (BLOCK_COLUMNS * depth) // TILE_STEP * TILE_STEP
@@ -59,7 +62,7 @@ def block_matrix(parts: tuple[Floats, ...], threads: int, small_kernels: bool) -
         size, tile_rows = BLOCK_COLUMNS, min(tile_rows, MOST_TILE_ROWS)
     else:
         size, tile_rows = -(-width // threads), 0
-    blocks = np.empty((-(-width // size), depth, size), np.float32)
+    blocks = empty(-(-width // size), depth, size)
     blocks[-1, :, (width - 1) % size + 1 :] = 0.0
     row = 0
     for part in parts:

@@ -88,13 +88,17 @@ def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
 
 
 def draw(row: Floats, sampling: Sampling, chance: float) -> int:
-    """The token at `chance` of the filtered distribution, most probable first (then lowest id)."""
+    """The token at `chance` of the filtered distribution, most probable first (then lowest id);
+    where nothing is filtered, by id."""
     best = row.max()
     limit = sampling.top_k if 0 < sampling.top_k < len(row) else len(row)
     whole = 0.0
     if limit == len(row) and sampling.min_p <= 0.0:
         weights = (row - best) / np.float32(sampling.temperature)
-        whole = float(np.exp(weights, out=weights).sum(dtype=np.float64))
+        np.exp(weights, out=weights)
+        if sampling.top_p >= 1.0:
+            return _anywhere(weights, chance)
+        whole = float(weights.sum(dtype=np.float64))
     count = min(limit, FIRST_CANDIDATES)
     while True:
         ids = best_ids(row, count)
@@ -104,6 +108,13 @@ def draw(row: Floats, sampling: Sampling, chance: float) -> int:
         if found is not None:
             return int(ids[found])
         count = min(limit, count * 8)
+
+
+def _anywhere(weights: Floats, chance: float) -> int:
+    """Where `chance` falls among all tokens, by id."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    found = int(np.searchsorted(sums, chance * float(sums[-1]), side="right"))
+    return min(found, int(np.flatnonzero(weights)[-1]))
 
 
 def _inside(
