@@ -1,1 +1,24 @@
-"""The client library; imports nothing of dynamo."""
+"""A client of Dynamo's HTTP API, and of others that speak OpenAI's. Independent of `dynamo`."""
+
+from dynamo_client.client import DynamoClient
+from dynamo_client.config import DynamoConfig
+from dynamo_client.errors import (
+    DynamoAPIError,
+    DynamoConnectionError,
+    DynamoError,
+    DynamoTimeoutError,
+)
+from dynamo_client.streams import Stream, SyncStream
+from dynamo_client.sync import SyncDynamoClient
+
+__all__ = [
+    "DynamoAPIError",
+    "DynamoClient",
+    "DynamoConfig",
+    "DynamoConnectionError",
+    "DynamoError",
+    "DynamoTimeoutError",
+    "Stream",
+    "SyncDynamoClient",
+    "SyncStream",
+]

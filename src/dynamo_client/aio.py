@@ -1,0 +1,136 @@
+"""The network by asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import suppress
+from typing import cast
+
+from dynamo_client.config import Origin
+from dynamo_client.network import Channel, Network
+
+BUFFERED_BYTES = 256 << 10
+"""Beyond this the peer has to wait."""
+
+
+class AsyncNetwork(Network):
+    """Connections of the running loop."""
+
+    async def connect(self, origin: Origin, timeout_s: float) -> Channel:
+        """Raises `OSError`."""
+        loop = asyncio.get_running_loop()
+        context = ssl.create_default_context() if origin.secure else None
+        async with asyncio.timeout(timeout_s):
+            _, channel = await loop.create_connection(
+                lambda: AsyncChannel(loop), origin.host, origin.port, ssl=context
+            )
+        return channel
+
+    async def pause(self, seconds: float) -> None:
+        """Sleep."""
+        await asyncio.sleep(seconds)
+
+
+class AsyncChannel(asyncio.Protocol, Channel):
+    """A connection that hands on what a read brought, without a task or a timer a read."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def send(self, data: bytes, timeout_s: float) -> None:
+        """Never waits: a peer that does not read does not answer either."""
+        del timeout_s
+        if self._transport is None or self._ended:
+            raise ConnectionResetError("the connection is closed")
+        self._transport.write(data)
+
+    async def receive(self, timeout_s: float) -> bytes:
+        """What has come."""
+        if not self._parts and not self._ended:
+            self._waiter = self._loop.create_future()
+            self._arm(timeout_s)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._parts:
+            return self._take()
+        if self._failure is not None:
+            raise self._failure
+        return b""
+
+    def usable(self) -> bool:
+        """Open, silent, and of the running loop."""
+        return self._loop is asyncio.get_running_loop() and not self._ended and not self._parts
+
+    def close(self) -> None:
+        """Abort."""
+        self._ended = True
+        transport, self._transport = self._transport, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if transport is not None and not self._loop.is_closed():
+            transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """From asyncio."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """From asyncio."""
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > BUFFERED_BYTES and self._transport is not None:
+            with suppress(RuntimeError):  # it is paused already
+                self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        """From asyncio."""
+        self._ended = True
+        self._wake()
+
+    def connection_lost(self, failure: Exception | None) -> None:
+        """From asyncio."""
+        self._ended = True
+        self._failure = failure
+        self._wake()
+
+    def _take(self) -> bytes:
+        parts, self._parts = self._parts, []
+        if self._size > BUFFERED_BYTES and self._transport is not None:
+            self._transport.resume_reading()
+        self._size = 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _arm(self, timeout_s: float) -> None:
+        """One timer outlives many reads: it looks at the deadline when it fires."""
+        self._deadline = self._loop.time() + timeout_s
+        if self._timer is not None:
+            if self._timer.when() <= self._deadline:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._expire)
+        else:
+            self._waiter.set_exception(TimeoutError("nothing came"))

@@ -1,0 +1,51 @@
+"""Where the server is, and how patient the client is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class DynamoConfig:
+    """`base_url`: with or without a final `/v1`. `timeout` in seconds: of a whole reply, or of a
+    gap within a stream. A call is tried `max_retries` times more; `retry_delay` seconds, doubled
+    each time, lie between."""
+
+    base_url: str = "http://localhost:8000"
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 30
+    max_retries: int = 3
+    retry_delay: float = 1.0
+
+
+class Origin(NamedTuple):
+    """What a connection leads to."""
+
+    secure: bool
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        """The Host header's value."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return (
+            host
+            if self.port == PORTS["https" if self.secure else "http"]
+            else f"{host}:{self.port}"
+        )
+
+
+def locate(base_url: str) -> tuple[Origin, str]:
+    """Where to connect, and the prefix of every path. Raises `ValueError`."""
+    text = base_url if "://" in base_url else f"http://{base_url}"
+    parts = urlsplit(text)
+    if parts.scheme not in PORTS or not parts.hostname:
+        raise ValueError(f"base_url {base_url!r} is not like http://localhost:8000")
+    port = parts.port or PORTS[parts.scheme]
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Origin(parts.scheme == "https", parts.hostname, port), prefix

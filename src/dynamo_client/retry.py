@@ -1,0 +1,61 @@
+"""When a call is tried again, and after how long."""
+
+from __future__ import annotations
+
+import random
+import time
+from email.utils import parsedate_to_datetime
+
+from dynamo_client.config import DynamoConfig
+from dynamo_client.errors import (
+    DynamoAPIError,
+    DynamoConnectionError,
+    DynamoError,
+    DynamoTimeoutError,
+)
+
+STATUSES = frozenset((408, 429, 502, 503, 504))
+JITTER = 0.25
+LONGEST_WAIT_S = 60.0
+"""A server that asks for more is not waited for: the caller hears it at once."""
+
+
+class Retry:
+    """The rule of one client."""
+
+    def __init__(self, config: DynamoConfig, chance: random.Random) -> None:
+        self._retries = config.max_retries
+        self._delay_s = config.retry_delay
+        self._chance = chance
+
+    def wait_s(self, error: DynamoError, attempt: int) -> float | None:
+        """Seconds until the next try after number `attempt` (from 0) failed; None: give up."""
+        if attempt >= self._retries or not worthwhile(error):
+            return None
+        asked_s = getattr(error, "retry_after_s", None) or 0.0
+        if asked_s > LONGEST_WAIT_S:
+            return None
+        delay_s = self._delay_s * 2**attempt
+        least_s = max(asked_s, delay_s * (1 - JITTER))
+        return float(self._chance.uniform(least_s, max(asked_s, delay_s) * (1 + JITTER)))
+
+
+def worthwhile(error: DynamoError) -> bool:
+    """May the same request succeed later, and was it surely not answered?"""
+    if isinstance(error, DynamoAPIError):
+        return error.status in STATUSES
+    return isinstance(error, DynamoConnectionError) and not isinstance(error, DynamoTimeoutError)
+
+
+def retry_after_s(value: str) -> float | None:
+    """The header's value, seconds or a date, as seconds from now."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
