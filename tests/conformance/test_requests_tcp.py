@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
 
-from dynamo.communication import link
+from dynamo.communication import greeting, link
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.frames import (
     END,
@@ -21,11 +21,11 @@ from dynamo.communication.frames import (
     unpack_items,
 )
 from dynamo.communication.handshake import MAGIC, VERSION, pack_hello
-from dynamo.communication.requests import Outgoing, messages, open_requests, tcp
+from dynamo.communication.requests import Outgoing, messages, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError, InstanceGone
-from dynamo.core.tasks import run_all
+from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
+from dynamo.core.tasks import Tasks, run_all
 
 HERE = Context("r")
 
@@ -187,7 +187,7 @@ async def test_another_incarnation_is_gone(server: TcpRequests, client: TcpReque
 async def test_one_that_accepts_and_is_silent_is_gone(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(greeting, "HANDSHAKE_S", 0.05)
     silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
     held: list[asyncio.StreamWriter] = []
     port = silent.sockets[0].getsockname()[1]
@@ -242,3 +242,99 @@ async def test_a_peer_that_reads_nothing_does_not_hold_up_closing(
         peer.writer.transport.pause_reading()
         await sent.wait()
         await server.close()
+
+
+@asynccontextmanager
+async def accepting(*says: bytes) -> AsyncIterator[tuple[str, asyncio.Queue[asyncio.StreamReader]]]:
+    """An address where every connection is accepted and told `says`; who connected."""
+    connected: asyncio.Queue[asyncio.StreamReader] = asyncio.Queue()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(b"".join(says))
+        connected.put_nowait(reader)
+
+    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    yield f"tcp://127.0.0.1:{port}/abc", connected
+    listening.close()
+    for writer in writers:
+        writer.close()
+
+
+async def test_closing_while_dialling_leaves_no_connection(client: TcpRequests) -> None:
+    async with accepting() as (address, connected), Tasks() as tasks:
+        call = tasks.start(client.call(address, "echo", b"", HERE, lambda _: True))
+        reader = await connected.get()
+        await client.close()
+        with pytest.raises(InstanceGone):
+            await call
+        with suppress(ConnectionError):
+            await reader.read()  # the hello, then the end
+
+
+async def test_a_retired_connection_closes_with_its_last_call_however_that_ends(
+    server: TcpRequests, client: TcpRequests
+) -> None:
+    async with hanging(server, client) as call:
+        (peer,) = client._dialled.values()
+        await server.withdraw("echo")
+        withdrawn = server._tasks.start(server.withdraw("hang", None))
+        while client._dialled:
+            await asyncio.sleep(0)
+        call.cancel()
+        await peer.link.lost.wait()
+        await withdrawn
+
+
+async def test_closing_fails_the_calls_of_a_retired_connection(
+    server: TcpRequests, client: TcpRequests
+) -> None:
+    async with hanging(server, client) as call:
+        await server.withdraw("echo")
+        server._tasks.start(server.withdraw("hang", None))
+        while client._dialled:
+            await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(WorkerFailed):
+            await call
+
+
+async def test_a_call_on_a_connection_that_is_being_closed_did_nothing(
+    server: TcpRequests, client: TcpRequests
+) -> None:
+    assert await works(client, server)
+    (peer,) = client._dialled.values()
+    peer.retire()
+    with pytest.raises(InstanceGone):
+        await peer.calls.call("echo", b"", HERE, lambda _: True, None)
+
+
+async def test_who_has_not_said_hello_is_not_told_to_go(server: TcpRequests) -> None:
+    async with raw(server) as peer:
+        while not server._accepted:
+            await asyncio.sleep(0)
+        await server.withdraw("echo")
+        peer.writer.write(pack_hello("requests"))
+        assert [(await peer.frame())[0] for _ in range(2)] == [HELLO, messages.GOAWAY]
+
+
+@asynccontextmanager
+async def hanging(server: TcpRequests, client: TcpRequests) -> AsyncIterator[asyncio.Task[None]]:
+    """A call from `client` that `server` answers with one item and no end."""
+    begun = asyncio.Event()
+
+    async def hang(payload: bytes, out: Outgoing) -> None:
+        out.send(payload)
+        await asyncio.Event().wait()
+
+    def sink(_: bytes) -> bool:
+        begun.set()
+        return True
+
+    await server.serve("hang", hang)
+    async with Tasks(on_failure=lambda _: None) as tasks:
+        call = tasks.start(client.call(server.address, "hang", b"", HERE, sink))
+        await begun.wait()
+        yield call

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
-from dynamo.communication.addresses import Address
 from dynamo.communication.events.messages import (
     AT,
     DUMP,
@@ -22,9 +20,9 @@ from dynamo.communication.events.messages import (
 )
 from dynamo.communication.events.outlet import CatchUp
 from dynamo.communication.events.tracker import Tracker
-from dynamo.communication.handshake import HANDSHAKE_S, pack_hello, read_hello
+from dynamo.communication.greeting import Greeting
 from dynamo.communication.link import Flusher, Link
-from dynamo.core.errors import InstanceGone, ProtocolError
+from dynamo.core.errors import ProtocolError
 
 
 class _Answer:
@@ -50,24 +48,10 @@ class Following:
     ) -> None:
         self.link = Link(self, flusher)
         self.trackers: dict[int, Tracker] = {}
-        self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._incarnation = incarnation
+        self.greeting = Greeting(self.link, PLANE, incarnation)
         self._on_gone = on_gone
         self._lossy = lossy
         self._answers: dict[int, _Answer] = {}
-
-    async def connect(self, there: Address) -> None:
-        """Raises `OSError`, `TimeoutError`, `ProtocolError`; `InstanceGone` where another process
-        answers."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                await loop.create_connection(lambda: self.link, there.host, there.port)
-                await self._greeted
-        except BaseException:
-            self._greeted.cancel()
-            self.link.abort()
-            raise
 
     def ask(self, number: int, after: int) -> None:
         """Have a tracker caught up."""
@@ -75,11 +59,11 @@ class Following:
         self.link.write(pack_place(FOLLOW, number, after))
 
     def on_connect(self) -> None:
-        self.link.write(pack_hello(PLANE))
+        self.greeting.begin()
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
-        if not self._greeted.done():
-            self._greet(kind, body)
+        if not self.greeting.over:
+            self.greeting.read(kind, body)
         elif kind == EVENTS:
             number, first, payloads = unpack_events(body, count)
             tracker = self.trackers.get(number)
@@ -100,21 +84,7 @@ class Following:
 
     def on_lost(self, error: Exception | None) -> None:
         del error
-        if not self._greeted.done():
-            self._greeted.set_exception(InstanceGone("closed during the handshake"))
-
-    def _greet(self, kind: int, body: bytes) -> None:
-        try:
-            hello, _ = read_hello(kind, body, PLANE)
-        except ProtocolError as error:
-            self._greeted.set_exception(error)
-            raise
-        if hello.incarnation != self._incarnation:
-            self._greeted.set_exception(InstanceGone("another process answers there now"))
-            self.link.abort()
-            return
-        self.link.greeted()
-        self._greeted.set_result(None)
+        self.greeting.lost()
 
     def _collect(self, kind: int, number: int, first: int, payloads: list[bytes]) -> None:
         answer = self._answers.get(number)

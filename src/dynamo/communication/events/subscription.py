@@ -217,7 +217,7 @@ class Subscription:
         link = Following(
             there.incarnation, self._flusher, partial(self._told_gone, address), self._lossy
         )
-        await link.connect(there)
+        await link.greeting.connect(there)
         self._links[address] = link
         for source in self._at(address):
             link.trackers[source.number] = source.tracker

@@ -15,7 +15,7 @@ from dynamo.communication.events.plane import Dump, Events, Listener, Source
 from dynamo.communication.events.publisher import Follower
 from dynamo.communication.events.records import SourceKey, SourceRecord, encode_record
 from dynamo.communication.events.subscription import Subscription
-from dynamo.communication.link import Flusher, Link, close_links
+from dynamo.communication.link import Flusher, Link, close_links, listen
 from dynamo.core.tasks import Tasks
 
 
@@ -48,7 +48,7 @@ class TcpEvents(Events):
     async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
         async with self._opening:
             if self._server is None:
-                await self._start_listening()
+                self._server, self._listen = await listen(self._accept, self._listen)
         self._last_number = number = self._last_number + 1
         key = str(SourceKey(subject, publisher, new_epoch()))
         outlet = Outlet(
@@ -85,13 +85,6 @@ class TcpEvents(Events):
             self._server.close()
         for follower in list(self._followers):
             follower.link.abort()
-
-    async def _start_listening(self) -> None:
-        loop = asyncio.get_running_loop()
-        wanted = self._listen
-        self._server = await loop.create_server(self._accept, wanted.host, wanted.port)
-        port = self._server.sockets[0].getsockname()[1]
-        self._listen = Address(wanted.host, port, wanted.incarnation)
 
     def _accept(self) -> Link:
         follower = Follower(

@@ -41,17 +41,16 @@ class Accepted:
         self._on_lost = on_lost
         self._outbox = Outbox(self.link.arm)
         self._greeted = False
+        self._leaving = False
         self._last = 0
         loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(HANDSHAKE_S, self.abort)
+        self._patience = loop.call_later(HANDSHAKE_S, self.link.abort)
 
     def go_away(self) -> None:
-        """Tell the caller to open no more streams here."""
-        self.link.write(pack_frame(GOAWAY))
-
-    def abort(self) -> None:
-        """Close at once."""
-        self.link.abort()
+        """Tell the caller, as soon as we speak, to open no more streams here."""
+        self._leaving = True
+        if self._greeted:
+            self.link.write(pack_frame(GOAWAY))
 
     def on_connect(self) -> None:
         """The caller speaks first."""
@@ -88,6 +87,8 @@ class Accepted:
         self._patience.cancel()
         self._greeted = True
         self.link.greeted()
+        if self._leaving:
+            self.go_away()
 
     def _open(self, body: bytes) -> None:
         number, head, payload = unpack_open(body)

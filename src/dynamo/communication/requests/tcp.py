@@ -9,8 +9,7 @@ from functools import partial
 from typing import Self
 
 from dynamo.communication.addresses import Address, new_incarnation, parse_address, parse_listen
-from dynamo.communication.handshake import HANDSHAKE_S
-from dynamo.communication.link import Flusher, Link, close_links
+from dynamo.communication.link import Flusher, Link, close_links, listen
 from dynamo.communication.requests.accepted import Accepted
 from dynamo.communication.requests.dialled import Dialled
 from dynamo.communication.requests.endpoints import Endpoints
@@ -33,6 +32,7 @@ class TcpRequests(Requests):
         self._endpoints = Endpoints()
         self._accepted: set[Accepted] = set()
         self._dialled: dict[str, Dialled] = {}
+        self._open: set[Dialled] = set()
         self._dials: dict[str, asyncio.Task[Dialled | DynamoError]] = {}
         self._tasks = Tasks()
         self._broken: list[Callable[[str], None]] = []
@@ -51,7 +51,7 @@ class TcpRequests(Requests):
         self._endpoints.serve(endpoint, handler)
         async with self._opening:
             if self._server is None:
-                await self._start_listening()
+                self._server, self._listen = await listen(self._accept, self._listen)
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
         served = self._endpoints.refuse(endpoint)
@@ -86,25 +86,16 @@ class TcpRequests(Requests):
             self._server.close()
         await self._endpoints.close()
         await self._tasks.close()
-        for peer in self._dialled.values():
+        for peer in self._open:
             peer.calls.fail(WorkerFailed("this process closed its request plane"))
-        links = [peer.link for peer in self._dialled.values()]
-        await close_links(links + [peer.link for peer in self._accepted])
+        await close_links([peer.link for peer in (*self._open, *self._accepted)])
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
         if self._server is not None:
             self._server.close()
-        peers: list[Dialled | Accepted] = [*self._dialled.values(), *self._accepted]
-        for peer in peers:
-            peer.abort()
-
-    async def _start_listening(self) -> None:
-        loop = asyncio.get_running_loop()
-        wanted = self._listen
-        self._server = await loop.create_server(self._accept, wanted.host, wanted.port)
-        port = self._server.sockets[0].getsockname()[1]
-        self._listen = Address(wanted.host, port, wanted.incarnation)
+        for peer in (*self._open, *self._accepted):
+            peer.link.abort()
 
     def _accept(self) -> Link:
         peer = Accepted(
@@ -142,18 +133,15 @@ class TcpRequests(Requests):
             on_retired=partial(self._retired, address),
             on_lost=partial(self._lost, address),
         )
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                await loop.create_connection(lambda: peer.link, there.host, there.port)
-                await peer.greeted
+            await peer.greeting.connect(there)
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
-            peer.abort()
             self._tell_broken(address)
             return InstanceGone(f"{address} cannot be reached: {error or 'no answer'}")
         former = self._dialled.get(address)
         if not peer.link.lost.is_set():
             self._dialled[address] = peer
+            self._open.add(peer)
         if former is not None:
             former.retire()
         return peer
@@ -163,6 +151,7 @@ class TcpRequests(Requests):
             del self._dialled[address]
 
     def _lost(self, address: str, peer: Dialled) -> None:
+        self._open.discard(peer)
         if self._dialled.get(address) is peer:
             del self._dialled[address]
             self._tell_broken(address)
