@@ -24,11 +24,17 @@ class Client:
     """Instances as discovery announces them, minus those withheld; picks; calls."""
 
     def __init__(
-        self, path: str, view: InstanceView, requests: Requests, rng: Random | None = None
+        self,
+        path: str,
+        view: InstanceView,
+        requests: Requests,
+        rng: Random | None = None,
+        on_close: Callable[[Client], None] | None = None,
     ) -> None:
         self.path = path
         self._view = view
         self._requests = requests
+        self._on_close = on_close
         self._slots: dict[str, Slot] = {}
         self._picks = Picks(rng or Random())
         view.on_change(self._refresh)
@@ -110,6 +116,8 @@ class Client:
 
     async def close(self) -> None:
         """Stop watching. Calls under way go on."""
+        if self._on_close is not None:
+            self._on_close(self)
         await self._view.close()
 
     def _instance(self, instance_id: str) -> Instance:

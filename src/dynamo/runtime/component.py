@@ -123,7 +123,7 @@ class Endpoint:
         prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
         view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
         await view.start()
-        client = Client(self.path, view, runtime.requests, runtime.rng)
+        client = Client(self.path, view, runtime.requests, runtime.rng, runtime.release_client)
         runtime.adopt_client(client)
         return client
 

@@ -130,7 +130,7 @@ class DistributedRuntime:
                 *(leave(drain) for leave in self._leaving),
             )
         finally:
-            for client in self._clients:
+            for client in tuple(self._clients):
                 await client.close()
             await self._opened.aclose()
             self.lifecycle.to(State.DEREGISTERED)
@@ -156,6 +156,11 @@ class DistributedRuntime:
     def adopt_client(self, client: Client) -> None:
         """From now on `client` ends with this runtime."""
         self._clients.append(client)
+
+    def release_client(self, client: Client) -> None:
+        """`client` was closed."""
+        if client in self._clients:
+            self._clients.remove(client)
 
     async def __aenter__(self) -> Self:
         return self

@@ -126,16 +126,19 @@ class InstanceView:
         self._listeners: list[Callable[[], None]] = []
         self._seen = asyncio.Event()
         self._closed = False
+        self._stop_listening: Callable[[], None] | None = None
         self.live: Mapping[str, Instance] = {}
 
     async def start(self) -> None:
         """Returns when the present state is known."""
-        self._requests.on_broken(self.withhold)
+        self._stop_listening = self._requests.on_broken(self.withhold)
         self._tasks.start(self._follow(), f"watch {self._prefix}")
         await self._seen.wait()
 
     async def close(self) -> None:
         """Stop watching and probing; what is known stays as it is."""
+        if self._stop_listening is not None and not self._closed:
+            self._stop_listening()
         self._closed = True
         await self._tasks.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -317,3 +319,31 @@ async def test_namespaces_are_apart(open_runtime: Open) -> None:
     await runtime.endpoint("production.worker.generate").serve_items(count_to)
     client = await runtime.endpoint("development.worker.generate").client()
     assert not client.instances
+
+
+async def test_a_stream_that_was_closed_calls_nobody(open_runtime: Open) -> None:
+    asked: list[Any] = []
+
+    async def note(request: Any) -> None:
+        asked.append(request)
+
+    runtime = await open_runtime()
+    await runtime.endpoint(REFERENCE).serve_items(note)
+    client = await client_of(runtime)
+    stream = client.generate({})
+    await stream.aclose()
+    assert await collected(stream) == []
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert asked == []
+
+
+async def test_a_closed_client_leaves_nothing_behind(open_runtime: Open) -> None:
+    runtime = await open_runtime()
+    for _ in range(3):
+        client = await runtime.endpoint(REFERENCE).client()
+        dropped = weakref.ref(client)
+        await client.close()
+        del client
+        gc.collect()
+        assert dropped() is None

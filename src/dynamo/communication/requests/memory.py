@@ -64,8 +64,9 @@ class MemoryRequests(Requests):
         wire = self._wires.get(address) or self._connect(address)
         await wire.calls.call(endpoint, payload, context, sink, window)
 
-    def on_broken(self, callback: Callable[[str], None]) -> None:
+    def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)
+        return lambda: self._broken.remove(callback)
 
     async def close(self) -> None:
         _planes.pop(self._address, None)
@@ -95,7 +96,7 @@ class MemoryRequests(Requests):
             self._tell_broken(there.address)
 
     def _tell_broken(self, address: str) -> None:
-        for callback in self._broken:
+        for callback in tuple(self._broken):
             callback(address)
 
 

@@ -95,8 +95,9 @@ class Requests(ABC):
         """
 
     @abstractmethod
-    def on_broken(self, callback: Callable[[str], None]) -> None:
-        """`callback(address)` when the connection to an address breaks or cannot be made."""
+    def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """`callback(address)` when the connection to an address breaks or cannot be made. Returns
+        the way to stop that."""
 
     @abstractmethod
     async def close(self) -> None:

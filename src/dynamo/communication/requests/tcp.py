@@ -77,8 +77,9 @@ class TcpRequests(Requests):
             peer = await self._connect(address)
         await peer.calls.call(endpoint, payload, context, sink, window)
 
-    def on_broken(self, callback: Callable[[str], None]) -> None:
+    def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)
+        return lambda: self._broken.remove(callback)
 
     async def close(self) -> None:
         self._closed = True
@@ -88,14 +89,17 @@ class TcpRequests(Requests):
         await self._tasks.close()
         for peer in self._open:
             peer.calls.fail(WorkerFailed("this process closed its request plane"))
-        await close_links([peer.link for peer in (*self._open, *self._accepted)])
+        await close_links(self._links())
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
         if self._server is not None:
             self._server.close()
-        for peer in (*self._open, *self._accepted):
-            peer.link.abort()
+        for link in self._links():
+            link.abort()
+
+    def _links(self) -> list[Link]:
+        return [peer.link for peer in self._open] + [peer.link for peer in self._accepted]
 
     def _accept(self) -> Link:
         peer = Accepted(
@@ -158,5 +162,5 @@ class TcpRequests(Requests):
 
     def _tell_broken(self, address: str) -> None:
         if not self._closed:
-            for callback in self._broken:
+            for callback in tuple(self._broken):
                 callback(address)
