@@ -78,7 +78,7 @@ class Stream(AsyncIterator[Any]):
 
     async def __anext__(self) -> Any:
         inbox = self._inbox
-        if self._call is None:
+        if self._call is None and inbox.open:
             self._call = self._tasks.start(self._start(inbox.sink, self._window), "stream")
             self._call.add_done_callback(inbox.ended)
         while not inbox.items:
