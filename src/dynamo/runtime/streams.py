@@ -66,8 +66,14 @@ class Stream(AsyncIterator[Any]):
     the object cancels it. At most `window_bytes` are under way.
     """
 
-    def __init__(self, start: Start, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self,
+        start: Start,
+        window_bytes: int = WINDOW_BYTES,
+        decode: Callable[[bytes], Any] = decode_item,
+    ) -> None:
         self._start = start
+        self._decode = decode
         self._window = Window(window_bytes)
         self._inbox = Inbox()
         self._tasks = Tasks(on_failure=lambda _: None)
@@ -89,7 +95,7 @@ class Stream(AsyncIterator[Any]):
             await inbox.arrival()
         payload = inbox.items.popleft()
         self._window.release(len(payload))
-        return decode_item(payload)
+        return self._decode(payload)
 
     async def aclose(self) -> None:
         """Cancel what is left of the call."""

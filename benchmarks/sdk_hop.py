@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""CPU of one hop between two services over tcp: both processes' CPU time, summed.
+
+    benchmarks/sdk_hop.py [--calls N] [--items N] [--rounds N]
+
+A dict of about 200 bytes there and back, one call after the other; then a stream of such dicts.
+Medians of the rounds. Where grpc is installed, the same bytes through grpc.aio are measured beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from statistics import median
+from typing import Any
+
+import uvloop
+
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Runtime
+from dynamo.runtime import DistributedRuntime
+from dynamo.sdk import dynamo_endpoint, service
+from dynamo.sdk.handle import connect
+from dynamo.sdk.serving import attach
+
+BODY = {
+    "id": "req-0123456789abcdef",
+    "model": "a-model-of-some-name",
+    "text": "x" * 96,
+    "temperature": 0.7,
+    "tokens": [1, 2, 3, 4, 5, 6, 7, 8],
+    "stream": False,
+}
+UNARY_BAR_US = 120.0
+ITEM_BAR_US = 8.0
+
+Once = Callable[[], Awaitable[Any]]
+Stream = Callable[[int], AsyncIterator[Any]]
+
+
+@service(dynamo={"namespace": "bench"})
+class Hop:
+    """The far end."""
+
+    @dynamo_endpoint()
+    async def echo(self, request: dict[str, Any]) -> dict[str, Any]:
+        return request
+
+    @dynamo_endpoint()
+    async def items(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        for _ in range(request["count"]):
+            yield BODY
+
+    @dynamo_endpoint()
+    async def cpu(self) -> float:
+        return time.process_time()
+
+
+def settings_at(place: str) -> Settings:
+    return Settings(runtime=Runtime(discovery=f"file:{place}"))
+
+
+async def serve(place: str) -> None:
+    async with await DistributedRuntime.create(settings_at(place), role="hop") as runtime:
+        await attach(Hop, runtime)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+async def unary(cpu: Once, once: Once, calls: int) -> float:
+    there, here = await cpu(), time.process_time()
+    for _ in range(calls):
+        await once()
+    return (time.process_time() - here + await cpu() - there) / calls * 1e6
+
+
+async def streamed(cpu: Once, stream: Stream, items: int) -> float:
+    there, here = await cpu(), time.process_time()
+    got = 0
+    async for _ in stream(items):
+        got += 1
+    assert got == items
+    return (time.process_time() - here + await cpu() - there) / items * 1e6
+
+
+async def measure(place: str, asked: argparse.Namespace) -> tuple[float, float]:
+    async with await DistributedRuntime.create(settings_at(place), role="caller") as runtime:
+        hop: Any = await connect(Hop, runtime)
+        return await rounds(
+            hop.cpu, lambda: hop.echo(BODY), lambda n: hop.items({"count": n}), asked
+        )
+
+
+async def rounds(
+    cpu: Once, once: Once, stream: Stream, asked: argparse.Namespace
+) -> tuple[float, float]:
+    await unary(cpu, once, asked.calls // 10)
+    hops = [await unary(cpu, once, asked.calls) for _ in range(asked.rounds)]
+    items = [await streamed(cpu, stream, asked.items) for _ in range(asked.rounds)]
+    return median(hops), median(items)
+
+
+def show(what: str, found: tuple[float, float], bars: tuple[str, str] = ("", "")) -> None:
+    hop, item = found
+    print(f"{what:<10} unary {hop:7.1f} us{bars[0]}   stream item {item:6.2f} us{bars[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=3000)
+    parser.add_argument("--items", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve:
+        uvloop.run(serve(asked.serve))
+        return
+    with tempfile.TemporaryDirectory() as place:
+        far = [sys.executable, __file__, "--serve", place]
+        with subprocess.Popen(far, stdin=subprocess.PIPE) as process:
+            try:
+                found = uvloop.run(measure(place, asked))
+            finally:
+                process.terminate() if process.stdin is None else process.stdin.close()
+    show("dynamo.sdk", found, (f" (bar {UNARY_BAR_US:g})", f" (bar {ITEM_BAR_US:g})"))
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    print(f"far end's peak memory {peak} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Services of your own: classes with endpoints, which depend on each other and run anywhere."""
+
+from dynamo.sdk.declare import depends, dynamo_endpoint, on_start, on_stop, service
+from dynamo.sdk.graph import walk
+from dynamo.sdk.request import request_id
+
+__all__ = [
+    "depends",
+    "dynamo_endpoint",
+    "on_start",
+    "on_stop",
+    "request_id",
+    "service",
+    "walk",
+]

@@ -1,0 +1,113 @@
+"""A service's configuration: its section of the file and its options, as its class wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_type_hints
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+from dynamo.sdk.declare import near, spec_of
+
+ARGS = "ServiceArgs"
+ATTRIBUTE = "config"
+
+
+class ServiceArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a service runs, whatever it does."""
+
+    workers: int | None = None
+    resources: dict[str, Any] | None = None
+
+
+def configuration_of(service: type[Any], section: Mapping[str, Any]) -> Any:
+    """What the service's `config` becomes: of the type that the class annotates it with, or a
+    plain dict. Raises `ConfigError` that names the key."""
+    own = own_part(service, section)
+    kind = config_type(service)
+    if kind is None:
+        return own
+    name = spec_of(service).name
+    if issubclass(kind, msgspec.Struct):
+        _check_keys(kind, own, name)
+    try:
+        return msgspec.convert(own, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"configuration of {name}: {error}", hint=f"its type is {kind.__qualname__}"
+        ) from None
+
+
+def service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
+    """Replicas and resources as the section gives them. Raises `ConfigError`."""
+    given = {**_shorthand(service, section), **(section.get(ARGS) or {})}
+    name = spec_of(service).name
+    for key in given.keys() - set(ServiceArgs.__struct_fields__):
+        known = ServiceArgs.__struct_fields__
+        raise ConfigError(f"{name}.{ARGS}: unknown key {key!r}", hint=near(key, known))
+    try:
+        args = msgspec.convert(given, ServiceArgs, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}.{ARGS}: {error}") from None
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"{name}.{ARGS}.workers = {args.workers}: at least 1")
+    return args
+
+
+def own_part(service: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """The section without what says how the service runs."""
+    short = _shorthand(service, section)
+    return {key: value for key, value in section.items() if key != ARGS and key not in short}
+
+
+def config_type(service: type[Any]) -> type[Any] | None:
+    """The annotation of `config`; None without one, or for dict."""
+    if not any(ATTRIBUTE in vars(cls).get("__annotations__", {}) for cls in service.__mro__):
+        return None
+    try:
+        kind = get_type_hints(service)[ATTRIBUTE]
+    except NameError as error:
+        raise ConfigError(
+            f"{service.__name__}.{ATTRIBUTE}: {error}", hint="its type must be importable"
+        ) from None
+    return kind if isinstance(kind, type) and kind is not dict else None
+
+
+def _shorthand(service: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """`workers` and `resources` of the section itself, unless the service has such keys."""
+    kind = config_type(service)
+    own = kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
+    fields = ServiceArgs.__struct_fields__
+    return {key: section[key] for key in fields if key in section and key not in own}
+
+
+def _check_keys(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str) -> None:
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in given.items():
+        if key not in fields:
+            raise ConfigError(f"{where}: unknown key {key!r}", hint=near(key, fields))
+        inner = fields[key]
+        if (
+            isinstance(inner, type)
+            and issubclass(inner, msgspec.Struct)
+            and isinstance(value, dict)
+        ):
+            _check_keys(inner, value, f"{where}.{key}")
+
+
+def merged(sections: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    """Later sections win, key by key, as deep as both are mappings."""
+    result: dict[str, Any] = {}
+    for section in sections:
+        _merge(result, section)
+    return result
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        before = into.get(key)
+        if isinstance(before, dict) and isinstance(value, Mapping):
+            _merge(before, value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value

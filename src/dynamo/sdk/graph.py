@@ -1,0 +1,43 @@
+"""A graph of services: all that a root depends on or is linked to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo.core.errors import ConfigError
+from dynamo.sdk.declare import spec_of
+
+
+def needs(service: type[Any]) -> Sequence[type[Any]]:
+    """What a service depends on or is linked to, directly."""
+    spec = spec_of(service)
+    return list(dict.fromkeys([*spec.dependencies.values(), *spec.links]))
+
+
+def walk(root: type[Any]) -> Sequence[type[Any]]:
+    """Every service of the graph, callers before those they call (as far as there is no circle).
+    Raises `ConfigError` where two bear one name."""
+    done: dict[type[Any], None] = {}
+    entered: set[type[Any]] = set()
+
+    def visit(service: type[Any]) -> None:
+        if service in entered:
+            return
+        entered.add(service)
+        for other in reversed(needs(service)):
+            visit(other)
+        done[service] = None
+
+    visit(root)
+    order = list(reversed(done))
+    names: dict[str, type[Any]] = {}
+    for service in order:
+        other = names.setdefault(service.__name__, service)
+        if other is not service:
+            raise ConfigError(
+                f"two services of this graph are called {service.__name__!r}: in "
+                f"{other.__module__} and {service.__module__}",
+                hint="a service's class gives it its name: rename one",
+            )
+    return order

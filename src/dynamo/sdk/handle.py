@@ -1,0 +1,128 @@
+"""The calling end: another service's endpoints as methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from dynamo.communication.requests import Sink, Window
+from dynamo.core.context import Context
+from dynamo.core.errors import InstanceGone, NoWorkers, ProtocolError
+from dynamo.runtime import Client, DistributedRuntime, Instance, Stream
+from dynamo.sdk.declare import EndpointSpec, near, spec_of
+from dynamo.sdk.messages import answer_decoder, encode
+from dynamo.sdk.request import onward
+
+PATIENCE_S = 10.0
+"""A call waits so long for somebody to serve it: a replica that died is back sooner."""
+MAX_TRIES = 3
+WINDOW_BYTES = 64 << 10
+MODE = "least_loaded"
+
+
+class Handle:
+    """What `depends` becomes in a running service. `clients`: by method, for those who look."""
+
+    def __init__(self, service: type[Any], clients: dict[str, Client]) -> None:
+        self._service = service
+        self._clients = clients
+        for method, endpoint in spec_of(service).endpoints.items():
+            call = Streaming if endpoint.streams else Unary
+            setattr(self, method, call(endpoint, clients[method]))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        spec = spec_of(self._service)
+        raise AttributeError(
+            f"{spec.name} has no endpoint {name!r}; {near(name, spec.endpoints)}",
+            name=name,
+            obj=self,
+        )
+
+    @property
+    def missing(self) -> str:
+        """Why a call would have to wait now; "" where it would not."""
+        for client in self._clients.values():
+            if not client.instances:
+                return f"nobody serves {client.path}"
+        return ""
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when who serves it changed."""
+        for client in self._clients.values():
+            client.on_change(callback)
+
+
+async def connect(service: type[Any], runtime: DistributedRuntime) -> Handle:
+    """A handle that knows who serves `service` now; it ends with the runtime."""
+    spec = spec_of(service)
+    component = runtime.namespace(spec.namespace).component(spec.name)
+    clients = {
+        method: await component.endpoint(endpoint.name).client()
+        for method, endpoint in spec.endpoints.items()
+    }
+    return Handle(service, clients)
+
+
+class Caller:
+    """One endpoint, called at whichever instance has the least to do."""
+
+    __slots__ = ("_client", "_decode")
+
+    def __init__(self, endpoint: EndpointSpec, client: Client) -> None:
+        self._client = client
+        self._decode = answer_decoder(endpoint)
+
+    async def deliver(
+        self, payload: bytes, context: Context, sink: Sink, window: Window | None
+    ) -> None:
+        """One call. An instance that is gone did nothing, so another one is asked. Raises
+        `NoWorkers`, and whatever the instance raised."""
+        client = self._client
+        tries = 0
+        while True:
+            try:
+                instance = client.pick(MODE)
+            except NoWorkers:
+                instance = await self._wait()
+            try:
+                return await client.call(instance, payload, context, sink, window=window)
+            except InstanceGone:
+                tries += 1
+                if tries == MAX_TRIES:
+                    raise
+
+    async def _wait(self) -> Instance:
+        await self._client.wait_for_instances(timeout_s=PATIENCE_S)
+        return self._client.pick(MODE)
+
+
+class Unary(Caller):
+    """`await handle.method(request)`."""
+
+    __slots__ = ()
+
+    async def __call__(self, request: Any = None) -> Any:
+        answers: list[bytes] = []
+
+        def sink(payload: bytes) -> bool:
+            answers.append(payload)
+            return True
+
+        await self.deliver(encode(request), onward(), sink, None)
+        if len(answers) != 1:
+            raise ProtocolError(f"{len(answers)} answers to a call that has one")
+        return self._decode(answers[0])
+
+
+class Streaming(Caller):
+    """`async for item in handle.method(request)`. At most `WINDOW_BYTES` wait for a slow reader."""
+
+    __slots__ = ()
+
+    def __call__(self, request: Any = None) -> Stream:
+        payload, context = encode(request), onward()
+
+        async def start(sink: Sink, window: Window) -> None:
+            await self.deliver(payload, context, sink, window)
+
+        return Stream(start, WINDOW_BYTES, self._decode)

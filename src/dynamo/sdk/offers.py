@@ -1,0 +1,44 @@
+"""Services that answer as a model: how they tell frontends so."""
+
+from __future__ import annotations
+
+from typing import Self
+from urllib.parse import quote
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+from dynamo.sdk.declare import ServiceSpec
+
+CHAT = "chat"
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """`model` is answered by the endpoint of that component; `streams`: piece by piece."""
+
+    model: str
+    namespace: str
+    component: str
+    endpoint: str
+    streams: bool
+
+    @classmethod
+    def of(cls, spec: ServiceSpec, namespace: str) -> Self:
+        """What a service with a model offers. Raises `ConfigError` where it has no `chat`."""
+        chat = spec.endpoints.get(CHAT)
+        if chat is None:
+            raise ConfigError(
+                f"{spec.name} is to answer as model {spec.model!r} and has no endpoint {CHAT!r}",
+                hint="write `@dynamo_endpoint()` above `async def chat(self, request)`",
+            )
+        return cls(spec.model, namespace, spec.name, chat.name, chat.streams)
+
+
+def offers_prefix(namespace: str) -> str:
+    """Below it stands `{model}/{instance}` for every instance that offers a model."""
+    return f"/{namespace}/offers/"
+
+
+def offer_key(namespace: str, model: str, instance: str) -> str:
+    """Where one instance's offer stands; a slash in the model's name is %2F."""
+    return f"{offers_prefix(namespace)}{quote(model, safe='')}/{instance}"
