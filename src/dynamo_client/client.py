@@ -103,6 +103,10 @@ class DynamoClient:
         found = await self._answer(calls.detokenize(tokens, model))
         return str(found["prompt"])
 
+    async def post(self, path: str, body: Any) -> Answer:
+        """The JSON that any other route answers. Raises `DynamoError`."""
+        return await self._answer(Ask(path, body))
+
     async def list_models(self) -> list[Answer]:
         """What is served. Raises `DynamoError`."""
         found = await self._answer(calls.MODELS)

@@ -104,6 +104,10 @@ class SyncDynamoClient:
         found = self._answer(calls.detokenize(tokens, model))
         return str(found["prompt"])
 
+    def post(self, path: str, body: Any) -> Answer:
+        """The JSON that any other route answers. Raises `DynamoError`."""
+        return self._answer(Ask(path, body))
+
     def list_models(self) -> list[Answer]:
         """What is served. Raises `DynamoError`."""
         found = self._answer(calls.MODELS)

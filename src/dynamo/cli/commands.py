@@ -22,6 +22,7 @@ class Command(msgspec.Struct, frozen=True):
 
 COMMANDS = {
     "run": Command("dynamo.cli.run", "serve a model: frontend and workers, one command"),
+    "chat": Command("dynamo.cli.chat", "talk with a served model in the terminal"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),

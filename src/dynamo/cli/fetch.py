@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -36,13 +36,25 @@ def fetch(settings: Settings) -> Sequence[str]:
     return names_of(settings)
 
 
+def bar_line(what: str, done: int, total: int) -> str:
+    """One line."""
+    if not total:
+        return f"{what} ..."
+    share = min(1.0, done / total)
+    filled = "#" * round(share * WIDTH)
+    return f"{what} [{filled:<{WIDTH}}] {share:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+
+
 class Bar:
     """Progress on a terminal as one line that is redrawn, elsewhere a line now and then. What else
     is to be seen there is written through this and appears above it. `as_logs`: log lines, for
     programs. Safe from several threads."""
 
-    def __init__(self, out: TextIO, *, as_logs: bool = False) -> None:
+    def __init__(
+        self, out: TextIO, *, as_logs: bool = False, line: Callable[[str, int, int], str] = bar_line
+    ) -> None:
         self._out = out
+        self._line = line
         self._as_logs = as_logs
         self._tty = out.isatty() and not as_logs
         self._told = ("", 0.0)
@@ -60,7 +72,7 @@ class Bar:
             fields = {"step": what, "done_bytes": done, "total_bytes": total}
             log.info("getting the model ready", extra={"fields": fields})
         elif self._tty or total:
-            self._show(bar_line(what, done, total))
+            self._show(self._line(what, done, total))
 
     def write(self, text: str) -> None:
         """Whole lines, above the bar."""
@@ -95,12 +107,3 @@ class Bar:
                 self._drawn = ""
                 self._out.write(CLEAR)
                 self._out.flush()
-
-
-def bar_line(what: str, done: int, total: int) -> str:
-    """One line."""
-    if not total:
-        return f"{what} ..."
-    share = min(1.0, done / total)
-    filled = "#" * round(share * WIDTH)
-    return f"{what} [{filled:<{WIDTH}}] {share:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB"

@@ -7,19 +7,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from dynamo.cli.batch_options import add_flags as add_batch_flags
+from dynamo.cli.batch_options import options as batch_options
 from dynamo.cli.flags import add_settings, load_settings
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import Given, Settings
 
 INPUTS = ("http", "text")
-INPUTS_NOT_YET = ("batch", "endpoint", "none")
+KNOWN = "in=http, in=text, in=batch:FILE.jsonl"
+BATCH = "batch"
+INPUTS_NOT_YET = ("endpoint", "none")
 
 EXAMPLES = """\
   dynamo run                                     the default model on http://127.0.0.1:8000
   dynamo run ./model.gguf --http-port 8080       a GGUF file
   dynamo run out=mock ./model --workers 4 --router-mode least_loaded
-  echo "What is the capital of France?" | dynamo run in=text"""
+  echo "What is the capital of France?" | dynamo run in=text
+  dynamo run in=batch:questions.jsonl            answers in questions.out.jsonl"""
 
 
 def parser() -> Parser:
@@ -30,7 +35,7 @@ def parser() -> Parser:
         "Every setting can be given: --SECTION.KEY VALUE, $DYNAMO_SECTION__KEY, or in a file.\n"
         "The list is in docs/reference/settings.md; those with a flag of their own are below.",
         EXAMPLES,
-        usage="[in=http|text] [out=native|mock|echo] [MODEL] [FLAGS]",
+        usage="[in=http|text|batch:FILE] [out=native|mock|echo] [MODEL] [FLAGS]",
     )
     made.add_argument(
         "words",
@@ -39,6 +44,7 @@ def parser() -> Parser:
         help="where requests come from (in=http), what computes (out=native), and a "
         "model folder, GGUF file or hub name (SmolLM2-135M-Instruct)",
     )
+    add_batch_flags(made)
     add_settings(made)
     return made
 
@@ -49,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     source, extra = read_words(found.words)
     settings = checked(found, extra)
 
+    if source.startswith(BATCH):
+        return serve_batch(settings, source.partition(":")[2], found)
     return START[source](settings)
 
 
@@ -105,6 +113,13 @@ def serve_text(settings: Settings) -> int:
     return start(settings)
 
 
+def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int:
+    """Answer a file's lines."""
+    from dynamo.cli.batch import start
+
+    return start(settings, batch_options(path, found))
+
+
 START: Mapping[str, Callable[[Settings], int]] = {"http": serve_http, "text": serve_text}
 
 
@@ -134,7 +149,7 @@ def curl(url: str) -> str:
 def _input(value: str) -> str:
     kind = value.partition(":")[0]
     if kind in INPUTS_NOT_YET:
-        raise Unsupported(f"in={value} is not supported yet", hint="today: in=http, in=text")
-    if value not in INPUTS:
-        raise ConfigError(f"unknown input in={value}", hint="known: in=http, in=text")
+        raise Unsupported(f"in={value} is not supported yet", hint=f"today: {KNOWN}")
+    if value not in INPUTS and kind != BATCH:
+        raise ConfigError(f"unknown input in={value}", hint=f"known: {KNOWN}")
     return value

@@ -143,6 +143,11 @@ class Supervisor:
         """Stop in order; called again, at once."""
         (self._at_once if self._stop.is_set() else self._stop).set()
 
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set from the first request to stop; others only wait for it."""
+        return self._stop
+
     def _signals(self, loop: asyncio.AbstractEventLoop) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)

@@ -1,0 +1,64 @@
+"""A deployment that lives as long as a piece of work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from msgspec.structs import replace
+
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import Tasks
+from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.sockets import reserve_port
+from dynamo.runtime.supervisor import Prepare, Supervisor
+from dynamo.services.launch import deployment_specs
+from dynamo.telemetry.logs import Terminal
+
+Work = Callable[[str], Coroutine[Any, Any, int]]
+"""Called with the URL when all serve: an exit code. Cancelled when the deployment stops."""
+LOOPBACK = "127.0.0.1"
+
+
+def serve_while(
+    settings: Settings, work: Work, *, prepare: Prepare | None = None, logs: Terminal | None = None
+) -> int:
+    """Run a deployment on a free port of this host until `work` is done. Returns its exit code;
+    the deployment's where that stops first. Raises what `work` and `prepare` raise."""
+    with reserve_port(LOOPBACK, 0) as held:
+        port = held.getsockname()[1]
+        server = replace(settings.server, http_host=LOOPBACK, http_port=port)
+        name = settings.runtime.deployment or f"errand-{os.getpid()}"
+        runtime = replace(settings.runtime, deployment=name)
+        settings = replace(settings, server=server, runtime=runtime)
+        url = f"http://{LOOPBACK}:{port}"
+        supervisor = Supervisor(
+            deployment_specs(settings),
+            deployment_of(settings),
+            settings,
+            address=url,
+            out=logs,
+            prepare=prepare,
+        )
+        return asyncio.run(_run(supervisor, work, url))
+
+
+async def _run(supervisor: Supervisor, work: Work, url: str) -> int:
+    async with Tasks(on_failure=lambda _: None) as tasks:  # all results are taken below
+        serves = tasks.start(supervisor.run(), "supervisor")
+        errand = tasks.start(_when_ready(supervisor, work, url), "errand")
+        told = tasks.start(supervisor.stopping.wait(), "stopping")
+        await asyncio.wait([serves, errand, told], return_when=asyncio.FIRST_COMPLETED)
+        errand.cancel()
+        await asyncio.wait([errand])
+        if not supervisor.stopping.is_set():
+            supervisor.stop()
+        code = await serves
+    return code if errand.cancelled() else errand.result()
+
+
+async def _when_ready(supervisor: Supervisor, work: Work, url: str) -> int:
+    await supervisor.ready.wait()
+    return await work(url)
