@@ -77,7 +77,9 @@ def settings_page() -> str:
         "`--config` or `DYNAMO_CONFIG_PATH`, then the default. Any setting may be given as "
         "`--SECTION.KEY VALUE`. Sizes take units (`8GB` = 8·10⁹, `16Gi` = 16·2³⁰ bytes), durations "
         "too (`15s`, `2m`, `300ms`); bare numbers are in the unit shown. In names and modes `-` "
-        "and `_` are equal. An unknown key is an error that names the nearest one.\n"
+        "and `_` are equal. An unknown key is an error that names the nearest one. `dynamo config "
+        "explain FILE` prints every effective value and where it came from. Settings take effect "
+        "at a start; none is read again while serving.\n"
     )
     short = ", ".join(f"`{name}` (`{key}`)" for name, key in SHORT_NAMES.items())
     parts.append(f"Short names in the environment: {short}, `DYNAMO_CONFIG_PATH` (the file).\n")
@@ -85,11 +87,19 @@ def settings_page() -> str:
     for section, about in sections().items():
         parts.append(f"## {section}\n\n{about}\n")
         rows = [_setting_row(one) for one in declared if one.key.partition(".")[0] == section]
-        parts.append(_table(("setting", "type", "default", "flag", "what it does"), rows))
+        parts.append(_table(SETTING_COLUMNS, rows))
+    for one in declared:
+        if one.entries is not None:
+            parts.append(f"## {one.key}[]\n\nA list; {one.about.help}. Each entry:\n")
+            rows = [_setting_row(inner, one.key) for inner in settings_of(one.entries)]
+            parts.append(_table(SETTING_COLUMNS, rows))
     return "\n".join(parts)
 
 
-def _setting_row(one: Declared) -> Sequence[str]:
+SETTING_COLUMNS = ("setting", "type", "default", "flag", "what it does")
+
+
+def _setting_row(one: Declared, entry_of: str = "") -> Sequence[str]:
     about = one.about
     kind = type_name(one) + (f", {about.unit}" if about.unit else "")
     notes = [about.help]
@@ -97,11 +107,16 @@ def _setting_row(one: Declared) -> Sequence[str]:
         notes.append(f"one of {', '.join(f'`{choice}`' for choice in about.choices)}")
     if about.ge is not None or about.le is not None:
         notes.append(_bounds(about.ge, about.le))
+    if about.unused:
+        notes.append("**not in use yet**")
+    if about.not_yet:
+        words = ", ".join(f"`{word}`" for word, _ in about.not_yet)
+        notes.append(f"not in use yet: {words}")
     if about.aliases:
         notes.append(f"also {', '.join(f'`{alias}`' for alias in about.aliases)}")
     if about.secret:
         notes.append("never shown")
-    name = f"`{one.key}`<br>`{environment_name(one.key)}`"
+    name = f"`{one.key}`" if entry_of else f"`{one.key}`<br>`{environment_name(one.key)}`"
     return (
         name,
         kind,

@@ -26,6 +26,7 @@ COMMANDS = {
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
+    "config": Command("dynamo.cli.config", "explain a configuration; the schema of its files"),
     "_child": Command("dynamo.cli.child", "one process of a deployment", hidden=True),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Declared, Given, Loaded, load
+from dynamo.core.settings.load import STANDS_IN, UNUSED
 from dynamo.core.settings.names import declared_settings, sections
 from dynamo.core.settings.values import type_name
 
 CONFIG_PATH = "DYNAMO_CONFIG_PATH"
+SHOWN = 4
 
 
 def add_settings(parser: Parser) -> None:
@@ -40,11 +43,36 @@ def load_settings(
 ) -> Loaded:
     """The settings of parsed flags, the environment and the file that either names.
 
-    `extra`: what words of the command line say. Raises `ConfigError`.
+    `extra`: what words of the command line say. Tells on standard error what of it is not in use.
+    Raises `ConfigError`.
     """
+    loaded = read_settings(found, environ, extra)
+    if loaded.notes:
+        tell_unused(loaded)
+    return loaded
+
+
+def read_settings(
+    found: argparse.Namespace,
+    environ: Mapping[str, str] = os.environ,
+    extra: Mapping[str, Given] | None = None,
+) -> Loaded:
+    """`load_settings` without a word."""
     flags = {key: value for key, value in vars(found).items() if isinstance(value, Given)}
     path = found.config or environ.get(CONFIG_PATH, "")
     return load(flags | dict(extra or {}), environ, _read(path) if path else None)
+
+
+def tell_unused(loaded: Loaded) -> None:
+    """What was given and has no effect, in a line or two."""
+    unused = [key for key, note in loaded.notes.items() if note == UNUSED]
+    for key, note in loaded.notes.items():
+        if note.endswith(STANDS_IN):
+            print(f"note: {key} ({loaded.origins[key]}) {note}", file=sys.stderr)
+    if unused:
+        some = ", ".join(unused[:SHOWN]) + (", ..." if len(unused) > SHOWN else "")
+        text = f"not in use yet: {some} (`dynamo config explain` tells of all settings)"
+        print(f"note: {text}", file=sys.stderr)
 
 
 def describe(declared: Declared) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Given, Settings, load
+from dynamo.core.settings import Declared, Given, Settings, load
 from dynamo.core.settings.names import declared_settings, environment_name
 
 
@@ -36,7 +36,7 @@ def test_flag_beats_environment_beats_file_beats_default() -> None:
     assert loaded.settings.router.mode == "round_robin"
     assert loaded.origins["server.http_port"] == "flag --http-port"
     assert loaded.origins["server.http_host"] == "environment DYNAMO_SERVER__HTTP_HOST"
-    assert loaded.origins["router.mode"] == "agg.yaml line 6"
+    assert loaded.origins["router.mode"] == "agg.yaml:6"
     assert loaded.origins["server.idle_timeout"] == "default"
 
 
@@ -74,9 +74,9 @@ def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
     [
         ("server: {http_prot: 1}", "unknown setting 'server.http_prot'", "'server.http_port'"),
         ("sever: {http_port: 1}", "unknown setting 'sever'", "did you mean 'server'?"),
-        ("qqq: 1", "unknown setting 'qqq'", "sections: server, router"),
+        ("qqq: 1", "unknown setting 'qqq'", "sections: server, frontend, router"),
         ("router: {mode: kvx}", "router.mode = 'kvx'", ""),
-        ("server:\n  http_port: 70000", "(agg.yaml line 2): at most 65535", ""),
+        ("server:\n  http_port: 70000", "(agg.yaml:2): at most 65535", ""),
         ("server: {http_port: 0.5}", "whole number", ""),
         ("server: {http_port: [1]}", "wanted a number", ""),
         ("server: {http_port:}", "a value is missing", ""),
@@ -88,7 +88,7 @@ def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
         ("server: {api_keys: {a: b}}", "= ***", ""),
         ("server: {port: 1, http_port: 2}", "given twice", ""),
         ("server: 3", "must be a mapping", "key: value"),
-        ("- a", "the file must be a mapping", ""),
+        ("- a", "this must be a mapping", ""),
         ("a: [", "not valid YAML", ""),
         ("version: 2", "at most 1", ""),
     ],
@@ -105,14 +105,17 @@ def test_the_environment_names_every_setting() -> None:
     for key, declared in declared_settings().items():
         if "." not in key:
             continue
-        given = {environment_name(key): _example(declared.default)}
+        given = {environment_name(key): _example(declared)}
         assert load(environ=given).origins[key] == f"environment {environment_name(key)}"
 
 
-def _example(default: Any) -> str:
+def _example(declared: Declared) -> str:
+    default = declared.default
     if isinstance(default, tuple):
         return ",".join(default)
-    return str({None: 1}.get(default, default))
+    if default is None:
+        return declared.about.choices[0] if declared.about.choices else "1"
+    return str(default)
 
 
 def test_the_nearest_environment_name_is_told() -> None:

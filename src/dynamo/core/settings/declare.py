@@ -7,15 +7,18 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-Unit = Literal["", "seconds", "milliseconds", "bytes", "tokens", "blocks", "ratio"]
+Unit = Literal["", "seconds", "milliseconds", "bytes", "GiB", "tokens", "blocks", "ratio", "cores"]
 
 
 class Setting(msgspec.Struct, frozen=True):
     """What is known of a setting beside its type and default.
 
     `flag`: its command-line flag ("" = none; the dotted key works everywhere). `ge`, `le`: bounds.
-    `aliases`: other spellings of its key in files (with a dot: a whole key, else one in its own
-    section). `spellings`: (other spelling, choice) pairs. `reload`: safe to change while serving.
+    `aliases`: other spellings of its key in files (with a dot inside: a whole key; with a dot in
+    front, or none: in its own section). `spellings`: (other spelling, choice) pairs. `unused`: it
+    is understood, but nothing reads it yet. `not_yet`: (choice, what stands in for it) pairs; no
+    stand-in: the value is kept, and refused by whoever would act on it. `reload`: safe to change
+    while serving.
     """
 
     help: str
@@ -26,6 +29,8 @@ class Setting(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     aliases: tuple[str, ...] = ()
+    unused: bool = False
+    not_yet: tuple[tuple[str, str], ...] = ()
     reload: bool = False
     secret: bool = False
 
@@ -42,6 +47,13 @@ class Declared(msgspec.Struct, frozen=True):
     type: Any
     default: Any
     about: Setting
+
+    @property
+    def entries(self) -> type[msgspec.Struct] | None:
+        """The schema of one entry, where the setting is a list of sections."""
+        arguments = get_args(self.type)
+        first = arguments[0] if arguments else None
+        return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
 def settings_of(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Declared]:

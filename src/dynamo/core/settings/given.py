@@ -9,7 +9,9 @@ import msgspec
 
 class Given(msgspec.Struct, frozen=True):
     """`raw`: text, or what the file's language made of it. `where`: as messages say it, such as
-    "flag --http-port", "environment DYNAMO_SERVER__HTTP_PORT" or "agg.yaml line 3"."""
+    "flag --http-port", "environment DYNAMO_SERVER__HTTP_PORT" or "agg.yaml:3". `spelled`: the key
+    as it was written."""
 
     raw: Any
     where: str
+    spelled: str = ""

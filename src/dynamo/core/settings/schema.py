@@ -7,8 +7,25 @@ from typing import Annotated
 import msgspec
 
 from dynamo.core.settings.declare import setting
+from dynamo.core.settings.schema_cluster import (
+    Cache,
+    Discovery,
+    Frontend,
+    Messaging,
+    Monitoring,
+    Nixl,
+    WorkerGroup,
+    Workers,
+)
+from dynamo.core.settings.schema_router import Router
 
-ROUTER_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
+ENGINES_NOT_YET = ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai")
+SECTION_SPELLINGS = {
+    "kv_cache": "cache",
+    "distributed_runtime.etcd": "discovery.etcd",
+    "distributed_runtime.nats": "messaging.nats",
+}
+"""Other names of whole sections."""
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,12 +36,18 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "address to listen on; loopback unless you say otherwise",
             flag="--http-host",
-            aliases=("host",),
+            aliases=("host", "frontend.host"),
         ),
     ] = "127.0.0.1"
     http_port: Annotated[
         int,
-        setting("port to listen on", flag="--http-port", ge=0, le=65535, aliases=("port",)),
+        setting(
+            "port to listen on",
+            flag="--http-port",
+            ge=0,
+            le=65535,
+            aliases=("port", "frontend.port"),
+        ),
     ] = 8000
     http_workers: Annotated[
         int,
@@ -89,30 +112,23 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: Annotated[tuple[str, ...], setting("origins allowed by CORS")] = ("*",)
 
 
-class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which worker gets a request."""
-
-    mode: Annotated[
-        str,
-        setting(
-            "how a worker is chosen (- and _ are equal; `basic` = round_robin)",
-            flag="--router-mode",
-            choices=ROUTER_MODES,
-            spellings=(("basic", "round_robin"), ("weighted", "weighted_round_robin")),
-            aliases=("type", "load_balance_strategy"),
-        ),
-    ] = "round_robin"
-
-
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is served."""
 
     path: Annotated[
-        str, setting("model folder, GGUF file or hub name; empty: the default model")
+        str,
+        setting(
+            "model folder, GGUF file or hub name; empty: the default model", flag="--model-path"
+        ),
     ] = ""
     names: Annotated[
         tuple[str, ...],
-        setting("name(s) it is served under; more than one are aliases", flag="--model-name"),
+        setting(
+            "name(s) it is served under; more than one are aliases (`model.name` without a path "
+            "beside it is the model's hub name)",
+            flag="--model-name",
+            aliases=("name",),
+        ),
     ] = ()
     context_tokens: Annotated[
         int,
@@ -124,12 +140,38 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             aliases=("max_model_len",),
         ),
     ] = 0
+    tensor_parallel_size: Annotated[
+        int, setting("devices that share every layer", ge=1, unused=True)
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, setting("groups of devices that share the layers", ge=1, unused=True)
+    ] = 1
+    gpu_memory_utilization: Annotated[
+        float, setting("share of a GPU's memory to use", unit="ratio", ge=0.01, le=1, unused=True)
+    ] = 0.9
+    swap_space: Annotated[
+        float, setting("host memory for swapped sequences", unit="GiB", ge=0, unused=True)
+    ] = 0.0
+    kv_cache_dtype: Annotated[
+        str, setting("numbers of the KV cache", choices=("auto", "fp8", "fp16"), unused=True)
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        setting("of the weights", choices=("awq", "gptq", "squeezellm"), unused=True),
+    ] = None
 
 
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The workers' engine."""
 
-    kind: Annotated[str, setting("what computes: native, mock or echo")] = "native"
+    kind: Annotated[
+        str,
+        setting(
+            "what computes: native, mock or echo",
+            aliases=("model.engine",),
+            not_yet=tuple((kind, "") for kind in ENGINES_NOT_YET),
+        ),
+    ] = "native"
     workers: Annotated[int, setting("worker processes", flag="--workers", ge=0)] = 1
     num_blocks: Annotated[
         int,
@@ -141,10 +183,24 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0
     block_size: Annotated[
-        int, setting("tokens in one KV block", flag="--block-size", unit="tokens", ge=1, le=1024)
+        int,
+        setting(
+            "tokens in one KV block",
+            flag="--block-size",
+            unit="tokens",
+            ge=1,
+            le=1024,
+            aliases=("model.block_size", "cache.block_size"),
+        ),
     ] = 16
     max_num_seqs: Annotated[
-        int, setting("sequences in one batch; 0: the engine's default", flag="--max-num-seqs", ge=0)
+        int,
+        setting(
+            "sequences in one batch; 0: the engine's default",
+            flag="--max-num-seqs",
+            ge=0,
+            aliases=("model.max_num_seqs",),
+        ),
     ] = 0
     max_num_batched_tokens: Annotated[
         int,
@@ -153,9 +209,16 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             flag="--max-num-batched-tokens",
             unit="tokens",
             ge=0,
+            aliases=("model.max_num_batched_tokens",),
         ),
     ] = 0
-    prefix_caching: Annotated[bool, setting("keep finished blocks for later prompts")] = True
+    prefix_caching: Annotated[
+        bool,
+        setting(
+            "keep finished blocks for later prompts",
+            aliases=("model.enable_prefix_caching", "cache.enable_prefix_caching"),
+        ),
+    ] = True
     threads: Annotated[
         int, setting("threads of one native worker; 0: all cores", flag="--threads", ge=0)
     ] = 0
@@ -191,7 +254,17 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Planes and life cycle."""
 
     namespace: Annotated[
-        str, setting("logical isolation of tenants or environments", flag="--namespace")
+        str,
+        setting(
+            "logical isolation of tenants or environments",
+            flag="--namespace",
+            aliases=(
+                "discovery.namespace",
+                "discovery.etcd.namespace",
+                "router.discovery.namespace",
+                "distributed_runtime.namespace",
+            ),
+        ),
     ] = "dynamo"
     deployment: Annotated[
         str,
@@ -214,7 +287,13 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, setting("SIGTERM: time for requests in flight", flag="--drain", unit="seconds", ge=0)
     ] = 30.0
     lease_ttl: Annotated[
-        float, setting("a dead process is forgotten after", unit="seconds", ge=1)
+        float,
+        setting(
+            "a dead process is forgotten after",
+            unit="seconds",
+            ge=1,
+            aliases=("discovery.lease_ttl", "discovery.etcd.lease_ttl"),
+        ),
     ] = 30.0
 
 
@@ -226,12 +305,21 @@ class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "level, or levels by module in RUST_LOG's syntax (`info,dynamo.scheduling=debug`)",
             flag="--log-level",
+            aliases=("server.log_level",),
             reload=True,
         ),
     ] = "info"
     format: Annotated[
         str, setting("how a line looks", flag="--log-format", choices=("text", "json"))
     ] = "text"
+    output: Annotated[
+        str,
+        setting(
+            "where lines go; standard error today",
+            choices=("stderr",),
+            not_yet=(("stdout", "stderr"),),
+        ),
+    ] = "stderr"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -239,9 +327,22 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Annotated[int, setting("version of this schema", ge=1, le=1)] = 1
     server: Server = Server()
+    frontend: Frontend = Frontend()
     router: Router = Router()
     model: Model = Model()
     engine: Engine = Engine()
+    cache: Cache = Cache()
     sampling: SamplingDefaults = SamplingDefaults()
+    workers: Workers = Workers()
+    prefill_workers: Annotated[
+        tuple[WorkerGroup, ...], setting("workers that only compute prompts", unused=True)
+    ] = ()
+    decode_workers: Annotated[
+        tuple[WorkerGroup, ...], setting("workers that only compute answers", unused=True)
+    ] = ()
     runtime: Runtime = Runtime()
+    discovery: Discovery = Discovery()
+    messaging: Messaging = Messaging()
+    nixl: Nixl = Nixl()
+    monitoring: Monitoring = Monitoring()
     logging: Logging = Logging()

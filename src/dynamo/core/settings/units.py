@@ -42,4 +42,20 @@ def parse_seconds(text: str) -> float:
     return sum(float(part[1]) * SECONDS[part[2].lower()] for part in parts)
 
 
+def parse_gibibytes(text: str) -> float:
+    """GiB of "4" (bare: GiB), "4GB", "512Mi". Raises `ValueError`."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_size(text) / 2**30
+
+
+def parse_cores(text: str) -> float:
+    """Processor cores of "2", "0.5" or "500m". Raises `ValueError`."""
+    match = _PART.fullmatch(text.strip())
+    if match is None or match[2] not in {"", "m"}:
+        raise ValueError("wanted cores such as 2, 0.5 or 500m")
+    return float(match[1]) / (1000 if match[2] else 1)
+
+
 _WANTED = "wanted a duration such as 15, 15s, 2m or 300ms"

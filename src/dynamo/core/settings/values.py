@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from dynamo.core.settings.declare import Declared
-from dynamo.core.settings.units import parse_seconds, parse_size
+from dynamo.core.settings.units import parse_cores, parse_gibibytes, parse_seconds, parse_size
 
+PARSERS: Mapping[str, Callable[[str], float]] = {
+    "bytes": parse_size,
+    "GiB": parse_gibibytes,
+    "cores": parse_cores,
+    "seconds": parse_seconds,
+}
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 
@@ -30,7 +36,9 @@ def value_of(declared: Declared, raw: Any) -> Any:
 
 
 def type_name(declared: Declared) -> str:
-    """ "int", "float", "bool", "text" or "list"."""
+    """ "int", "float", "bool", "text", "list" or "sections"."""
+    if declared.entries is not None:
+        return "sections"
     kind, _ = _kind(declared.type)
     names = {int: "int", float: "float", bool: "bool", tuple: "list"}
     return names.get(kind, "text")
@@ -50,7 +58,7 @@ def _kind(hint: Any) -> tuple[Any, bool]:
 
 def _read(declared: Declared, kind: Any, raw: Any) -> Any:
     if kind is tuple:
-        return _texts(raw)
+        return _list(get_args(declared.type)[0], raw)
     if kind is bool:
         return _flag(raw)
     if kind is str:
@@ -58,12 +66,17 @@ def _read(declared: Declared, kind: Any, raw: Any) -> Any:
     return _number(declared, kind, raw)
 
 
-def _texts(raw: Any) -> tuple[str, ...]:
+def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
     if isinstance(raw, str):
         raw = [part.strip() for part in raw.split(",") if part.strip()]
-    if not isinstance(raw, Sequence) or not all(isinstance(one, str | int) for one in raw):
-        raise ValueError("wanted a list of texts")
-    return tuple(str(one) for one in raw)
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        raw = [raw]
+    if not isinstance(raw, Sequence) or not all(isinstance(one, str | int | float) for one in raw):
+        raise ValueError(f"wanted a list of {'texts' if kind is str else 'numbers'}")
+    try:
+        return tuple(kind(one) for one in raw)
+    except ValueError:
+        raise ValueError("wanted a list of numbers") from None
 
 
 def _flag(raw: Any) -> bool:
@@ -84,9 +97,11 @@ def _choice(declared: Declared, raw: Any) -> str:
         raise ValueError("wanted a text (quote it)")
     alike = {spelled_alike(choice): choice for choice in choices}
     alike |= {spelled_alike(also): choice for also, choice in declared.about.spellings}
+    alike |= {spelled_alike(later): later for later, _ in declared.about.not_yet}
     if spelled_alike(text) not in alike:
         raise ValueError(f"one of: {', '.join(choices)}")
-    return alike[spelled_alike(text)]
+    chosen = alike[spelled_alike(text)]
+    return alike.get(chosen, chosen)
 
 
 def _number(declared: Declared, kind: Any, raw: Any) -> float | int:
@@ -106,10 +121,8 @@ def _number(declared: Declared, kind: Any, raw: Any) -> float | int:
 
 def _parsed(declared: Declared, text: str) -> float | int:
     unit = declared.about.unit
-    if unit == "bytes":
-        return parse_size(text)
-    if unit == "seconds":
-        return parse_seconds(text)
+    if unit in PARSERS:
+        return PARSERS[unit](text)
     if unit == "milliseconds":
         bare = text.strip().replace(".", "", 1).isdigit()
         return float(text) if bare else parse_seconds(text) * 1000

@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.schema import ROUTER_MODES
+from dynamo.core.settings.schema_router import ROUTER_MODES
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance

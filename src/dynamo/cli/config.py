@@ -1,0 +1,108 @@
+"""`dynamo config`: what a configuration comes to, and the schema of its files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.cli.flags import add_settings, read_settings
+from dynamo.cli.parsing import Parser
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings.explain import Explained, explain
+from dynamo.core.settings.json_schema import json_schema
+from dynamo.core.settings.load import DEFAULT
+
+EXAMPLES = """\
+  dynamo config explain configs/agg.yaml               every setting
+  dynamo config explain configs/agg.yaml --changed     what differs from the defaults
+  dynamo config explain --json --http-port 8080        flags and environment count too
+  dynamo config schema > dynamo.schema.json            for editors"""
+
+
+def parser() -> Parser:
+    """The words, `--json`, `--all`, and a flag for every setting that has one."""
+    made = Parser(
+        "dynamo config",
+        "Explain a configuration: every effective value, where it came from and its unit; or print "
+        "the JSON Schema of configuration files.",
+        EXAMPLES,
+        usage="explain [FILE] [--json] [--changed] [FLAGS of dynamo run] | schema",
+    )
+    made.add_argument("what", choices=("explain", "schema"), help="what to print")
+    made.add_argument("file", nargs="?", metavar="FILE", help="configuration file")
+    made.add_argument("--json", action="store_true", help="one JSON object, all settings")
+    made.add_argument(
+        "--changed", action="store_true", help="only what differs from the defaults, and notes"
+    )
+    add_settings(made)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print."""
+    found = parser().parse(arguments)
+    print(_schema() if found.what == "schema" else _explained(found))
+    return 0
+
+
+def _schema() -> str:
+    return msgspec.json.format(msgspec.json.encode(json_schema())).decode()
+
+
+def _explained(found: argparse.Namespace) -> str:
+    if found.file and found.config:
+        raise ConfigError("two files are named", hint="give FILE, or --config FILE")
+    found.config = found.file or found.config
+    loaded = read_settings(found)
+    rows = list(explain(loaded))
+    services = {
+        service: {key: {"value": one.raw, "origin": one.where} for key, one in options.items()}
+        for service, options in loaded.services.items()
+    }
+    if found.json:
+        whole = {"settings": rows, "services": services}
+        return msgspec.json.format(msgspec.json.encode(whole)).decode()
+    if found.changed:
+        rows = [one for one in rows if one.origin != DEFAULT]
+    return "\n".join([*table(rows), *_service_lines(services)])
+
+
+def table(rows: Sequence[Explained]) -> Iterator[str]:
+    """A line a setting, in sections."""
+    width = max((len(one.key) for one in rows), default=0)
+    values = {one.key: shown(one) for one in rows}
+    room = min(40, max(map(len, values.values()), default=0))
+    section = ""
+    for one in rows:
+        head = one.key.partition(".")[0]
+        if section not in {"", head}:
+            yield ""
+        section = head
+        note = f"   ({one.note})" if one.note else ""
+        yield f"{one.key:<{width}}  {values[one.key]:<{room}}  {one.origin}{note}"
+
+
+def shown(one: Explained) -> str:
+    """A value with its unit."""
+    return text_of(one.value) + (f" {one.unit}" if one.unit and one.value is not None else "")
+
+
+def text_of(value: Any) -> str:
+    """A value as one would write it in the file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "null" if value is None else str(value) or '""'
+
+
+def _service_lines(services: dict[str, Any]) -> Iterator[str]:
+    for service, options in services.items():
+        yield ""
+        for key, one in options.items():
+            yield f"{service}.{key}  {text_of(one['value'])}  {one['origin']}"

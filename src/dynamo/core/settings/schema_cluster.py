@@ -1,0 +1,222 @@
+"""Sections of deployments over several hosts: planes with servers, worker groups, monitoring."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from dynamo.core.settings.declare import setting
+
+
+class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one replica asks of its host."""
+
+    cpu: Annotated[
+        float, setting("processor cores; `500m` = 0.5", unit="cores", ge=0, unused=True)
+    ] = 0.0
+    memory: Annotated[int, setting("memory; 0: no limit", unit="bytes", ge=0, unused=True)] = 0
+    gpu: Annotated[
+        int, setting("accelerators", ge=0, aliases=(".nvidia.com/gpu",), unused=True)
+    ] = 0
+
+
+class Nixl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Transfer of KV blocks between workers."""
+
+    enable_rdma: Annotated[bool, setting("use RDMA where the network has it", unused=True)] = False
+    memory_pool_size: Annotated[
+        int,
+        setting("registered memory; 0: what transfers need", unit="bytes", ge=0, unused=True),
+    ] = 0
+    compression: Annotated[
+        str,
+        setting("of transferred blocks", choices=("none", "lz4", "zstd"), unused=True),
+    ] = "none"
+
+
+class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The KV cache beyond `engine.num_blocks`, `block_size` and `prefix_caching`."""
+
+    max_cache_size: Annotated[
+        int, setting("memory for KV blocks; 0: by the engine", unit="bytes", ge=0, unused=True)
+    ] = 0
+    cache_policy: Annotated[
+        str, setting("which block goes first", choices=("lru",), unused=True)
+    ] = "lru"
+    enable_offloading: Annotated[
+        bool, setting("keep evicted blocks in `offload_targets`", unused=True)
+    ] = False
+    offload_targets: Annotated[
+        tuple[str, ...], setting("tiers below the engine's own, fastest first", unused=True)
+    ] = ("cpu",)
+
+
+class GroupCache(Cache, frozen=True, forbid_unknown_fields=True):
+    """The KV cache of one group of workers."""
+
+    block_size: Annotated[
+        int, setting("tokens in one KV block; 0: `engine.block_size`", ge=0, unused=True)
+    ] = 0
+
+
+class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers of one kind."""
+
+    name: Annotated[str, setting("its name in logs and metrics", unused=True)] = ""
+    host: Annotated[
+        str, setting("where it runs; groups of one host share no device", unused=True)
+    ] = ""
+    model: Annotated[str, setting("else `model.path`", unused=True)] = ""
+    replicas: Annotated[
+        int, setting("processes of this kind; 0: one, where it stands in a list", ge=0, unused=True)
+    ] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        setting(
+            "devices that share every layer",
+            ge=1,
+            aliases=(".model_config.tensor_parallel_size",),
+            unused=True,
+        ),
+    ] = 1
+    max_batch_size: Annotated[
+        int,
+        setting(
+            "sequences in one batch; 0: `engine.max_num_seqs`",
+            ge=0,
+            aliases=(".model_config.max_batch_size",),
+            unused=True,
+        ),
+    ] = 0
+    device_ids: Annotated[
+        tuple[int, ...], setting("accelerators of this host, by number", unused=True)
+    ] = ()
+    resources: Resources = Resources()
+    nixl: Nixl = Nixl()
+    kv_cache: GroupCache = GroupCache()
+
+
+class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Groups of equal workers."""
+
+    prefill: WorkerGroup = WorkerGroup()
+    decode: WorkerGroup = WorkerGroup()
+
+
+class Frontend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The frontend as a component of its own; how it listens is said in `server`."""
+
+    router_endpoint: Annotated[
+        str, setting("URL of a router of its own; empty: inside the frontend", unused=True)
+    ] = ""
+    replicas: Annotated[int, setting("frontends on different hosts", ge=0, unused=True)] = 1
+    resources: Resources = Resources()
+
+
+class Etcd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """etcd."""
+
+    endpoints: Annotated[
+        tuple[str, ...],
+        setting(
+            "URLs of the servers",
+            aliases=("discovery.etcd_endpoints", "router.discovery.etcd_endpoints"),
+            unused=True,
+        ),
+    ] = ()
+    dial_timeout: Annotated[
+        float, setting("time to connect", unit="seconds", ge=0.1, unused=True)
+    ] = 5.0
+
+
+class Discovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who is there, told by a server; without one see `runtime.discovery`."""
+
+    type: Annotated[
+        str,
+        setting("kind of server; file: none", choices=("file", "etcd", "kubernetes"), unused=True),
+    ] = "file"
+    etcd: Etcd = Etcd()
+
+
+class Nats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """NATS."""
+
+    servers: Annotated[tuple[str, ...], setting("URLs of the servers", unused=True)] = ()
+    cluster_name: Annotated[str, setting("its name", unused=True)] = ""
+    max_reconnect: Annotated[
+        int, setting("quick attempts to connect again, then slower for ever", ge=0, unused=True)
+    ] = 10
+    reconnect_wait: Annotated[
+        float, setting("between attempts", unit="seconds", ge=0, unused=True)
+    ] = 2.0
+
+
+class Messaging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests and events through a server; without one see `runtime.requests` and `.events`."""
+
+    type: Annotated[
+        str, setting("kind of messaging; tcp: no server", choices=("tcp", "nats"), unused=True)
+    ] = "tcp"
+    nats: Nats = Nats()
+
+
+class Prometheus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The Prometheus of the whole stack; every process exports on its own port."""
+
+    enabled: Annotated[
+        bool,
+        setting(
+            "run one",
+            aliases=("distributed_runtime.metrics.enable_prometheus",),
+            unused=True,
+        ),
+    ] = False
+    port: Annotated[
+        int,
+        setting(
+            "its port",
+            ge=1,
+            le=65535,
+            aliases=("distributed_runtime.metrics.prometheus_port",),
+            unused=True,
+        ),
+    ] = 9090
+    scrape_interval: Annotated[
+        float,
+        setting(
+            "how often it collects",
+            unit="seconds",
+            ge=1,
+            aliases=("distributed_runtime.metrics.collection_interval",),
+            unused=True,
+        ),
+    ] = 15.0
+
+
+class Grafana(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The Grafana of the whole stack."""
+
+    enabled: Annotated[bool, setting("run one", unused=True)] = False
+    port: Annotated[int, setting("its port", ge=1, le=65535, unused=True)] = 3000
+
+
+class CustomMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A metric to record besides our own."""
+
+    name: Annotated[str, setting("its name", unused=True)] = ""
+    type: Annotated[
+        str, setting("its kind", choices=("counter", "gauge", "histogram"), unused=True)
+    ] = "gauge"
+    buckets: Annotated[tuple[float, ...], setting("upper bounds of a histogram", unused=True)] = ()
+
+
+class Monitoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who collects and shows the metrics."""
+
+    prometheus: Prometheus = Prometheus()
+    grafana: Grafana = Grafana()
+    custom_metrics: Annotated[
+        tuple[CustomMetric, ...], setting("metrics besides our own", unused=True)
+    ] = ()

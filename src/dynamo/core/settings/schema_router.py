@@ -1,0 +1,90 @@
+"""The section that says which worker gets a request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from dynamo.core.settings.declare import setting
+from dynamo.core.settings.schema_cluster import Resources
+
+ROUTER_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
+SPELLINGS = (
+    ("basic", "round_robin"),
+    ("weighted", "weighted_round_robin"),
+    ("kv_aware", "kv"),
+)
+
+
+class RoutingStrategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights of the composite score."""
+
+    cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0, unused=True)] = 0.4
+    load_weight: Annotated[
+        float, setting("of a low load", ge=0, aliases=("load_balance_weight",), unused=True)
+    ] = 0.3
+    latency_weight: Annotated[float, setting("of a low latency", ge=0, unused=True)] = 0.2
+    memory_weight: Annotated[float, setting("of free memory", ge=0, unused=True)] = 0.1
+
+
+class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What holds where the mode leaves a choice."""
+
+    algorithm: Annotated[
+        str,
+        setting(
+            "between workers of equal score", choices=ROUTER_MODES, spellings=SPELLINGS, unused=True
+        ),
+    ] = "random"
+    health_check_interval: Annotated[
+        float,
+        setting(
+            "between probes of an idle worker",
+            unit="seconds",
+            ge=0.1,
+            aliases=("router.health_check_interval",),
+            unused=True,
+        ),
+    ] = 10.0
+    unhealthy_threshold: Annotated[
+        int, setting("failed probes until a worker is withheld", ge=1, unused=True)
+    ] = 3
+
+
+class Disaggregation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a prompt is computed by a prefill worker."""
+
+    enable_conditional_disagg: Annotated[
+        bool, setting("decide by request; else always", unused=True)
+    ] = True
+    prefill_length_threshold: Annotated[
+        int,
+        setting("uncached prompt from which on it pays", unit="tokens", ge=0, unused=True),
+    ] = 512
+    queue_size_threshold: Annotated[
+        int, setting("prompts waiting for prefill at which it stops", ge=0, unused=True)
+    ] = 10
+
+
+class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which worker gets a request."""
+
+    mode: Annotated[
+        str,
+        setting(
+            "how a worker is chosen (- and _ are equal; `basic` = round_robin, `kv_aware` = kv)",
+            flag="--router-mode",
+            choices=ROUTER_MODES,
+            spellings=SPELLINGS,
+            aliases=("type", "load_balance_strategy", "router.routing_strategy.type"),
+            not_yet=(("kv", "least_loaded"),),
+        ),
+    ] = "round_robin"
+    host: Annotated[str, setting("address of a router of its own", unused=True)] = "127.0.0.1"
+    port: Annotated[int, setting("port of a router of its own", ge=0, le=65535, unused=True)] = 8001
+    replicas: Annotated[int, setting("routers of their own", ge=0, unused=True)] = 0
+    resources: Resources = Resources()
+    routing_strategy: RoutingStrategy = RoutingStrategy()
+    load_balancing: LoadBalancing = LoadBalancing()
+    disaggregation: Disaggregation = Disaggregation()

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli.entry import main
+
+SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DYNAMO_CONFIG_PATH", "DYNAMO_LOG", "RUST_LOG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
+    assert main(["config", "explain", *arguments, "--json"]) == 0
+    return {one["key"]: one for one in json.loads(capsys.readouterr().out)["settings"]}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_say_where_every_value_stands(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = explained(capsys, str(path))
+    lines = path.read_text().splitlines()
+    given = {key: one for key, one in rows.items() if one["origin"] != "default"}
+
+    assert len(given) >= 10
+    for key, one in given.items():
+        name, _, line = str(one["origin"]).rpartition(":")
+        assert name == str(path)
+        assert key.rpartition(".")[2] in lines[int(line) - 1]
+
+
+EXPECTED = {
+    "agg": {"server.http_port": 8000, "router.mode": "round_robin", "engine.workers": 1},
+    "disagg": {
+        "router.mode": "least_loaded",
+        "prefill_workers[1].device_ids": [4, 5, 6, 7],
+        "decode_workers[0].kv_cache.max_cache_size": 24 * 10**9,
+        "runtime.lease_ttl": 30.0,
+    },
+    "custom_model": {
+        "model.names": ["custom-llama-7b"],
+        "engine.max_num_batched_tokens": 8192,
+        "server.request_timeout": 300.0,
+        "sampling.stop_tokens": ["</s>", "<|endoftext|>"],
+    },
+    "distributed": {
+        "workers.decode.resources.memory": 32 << 30,
+        "router.load_balancing.algorithm": "weighted_round_robin",
+        "messaging.nats.reconnect_wait": 2.0,
+        "monitoring.custom_metrics[0].buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0],
+    },
+}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_come_to_what_they_say(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = explained(capsys, str(path))
+
+    assert {key: rows[key]["value"] for key in EXPECTED[path.stem]} == EXPECTED[path.stem]
+
+
+def test_flag_environment_file_and_default_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("server:\n  port: 1\n  http_host: '::1'\nRetriever: {top_k: 3}\n")
+    monkeypatch.setenv("DYNAMO_ENGINE__WORKERS", "2")
+
+    assert main(["config", "explain", str(file), "--http-port", "3"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    assert "server.http_port 3 flag --http-port" in lines
+    assert "engine.workers 2 environment DYNAMO_ENGINE__WORKERS" in lines
+    assert f"server.http_host ::1 {file}:3" in lines
+    assert "server.idle_timeout 75 seconds default" in lines
+    assert "nixl.compression none default (not in use yet)" in lines
+    assert f"Retriever.top_k 3 {file}:4" in lines
+
+
+def test_only_what_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("server: {port: 1}")
+
+    assert main(["config", "explain", str(file), "--changed"]) == 0
+    assert capsys.readouterr().out.split() == ["server.http_port", "1", f"{file}:1"]
+
+
+def test_a_wrong_key_is_usage_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("server:\n  prot: 1\n")
+
+    assert main(["config", "explain", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert f"unknown setting 'server.prot' ({file}:2)" in told
+    assert "did you mean 'server.port'?" in told
+
+
+def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "Dynamo configuration"
+
+
+def test_what_has_no_effect_is_told_at_a_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dynamo.cli.flags import load_settings
+    from dynamo.cli.run import parser
+
+    file = tmp_path / "a.yaml"
+    file.write_text("router: {type: kv_aware}\nnixl: {enable_rdma: true}\n")
+    load_settings(parser().parse(["-f", str(file)]), {})
+
+    told = capsys.readouterr().err
+    assert f"note: router.mode ({file}:1) kv: not in use yet; least_loaded stands in" in told
+    assert "note: not in use yet: nixl.enable_rdma (" in told

@@ -1,0 +1,180 @@
+"""Whole files: ours, and the published ones in both of their spellings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Given, Loaded, load
+from dynamo.core.settings.explain import explain
+from dynamo.core.settings.json_schema import json_schema
+
+PUBLISHED = Path(__file__).parents[2] / "data" / "configurations"
+
+
+def read(text: str) -> Loaded:
+    return load(document=(text, "f.yaml"))
+
+
+def published(name: str) -> Loaded:
+    return read((PUBLISHED / name).read_text())
+
+
+def test_a_config_map_is_read_as_the_file_that_it_holds() -> None:
+    loaded = published("agg.yaml")
+    settings = loaded.settings
+
+    assert settings.server.http_host == "0.0.0.0"
+    assert settings.server.http_workers == 4
+    assert settings.model.path == "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    assert settings.model.context_tokens == 4096
+    assert settings.cache.max_cache_size == 8 * 10**9
+    assert settings.logging.format == "json"
+    assert loaded.origins["server.http_workers"] == "f.yaml:11"
+    assert loaded.notes["cache.max_cache_size"] == "not in use yet"
+
+
+def test_the_published_file_of_two_kinds_of_workers_shares_devices() -> None:
+    with pytest.raises(ConfigError) as caught:
+        published("disagg.yaml")
+
+    assert "device 0 is given to prefill_workers[0] (f.yaml:26) and" in caught.value.message
+    assert "decode_workers[0] (f.yaml:40)" in caught.value.message
+    assert "host:" in caught.value.hint
+
+
+def test_both_spellings_come_to_the_same() -> None:
+    text = (
+        (PUBLISHED / "disagg.yaml").read_text().replace('- name: "dec', '- host: b\n    name: "dec')
+    )
+    settings = read(text).settings
+
+    assert settings.server.http_port == 8000
+    assert settings.router.mode == "least_loaded"
+    assert settings.router.port == 8001
+    assert settings.router.routing_strategy.load_weight == 0.3
+    assert settings.discovery.etcd.endpoints == ("http://etcd:2379",)
+    assert settings.messaging.nats.servers == ("nats://nats-server:4222",)
+    assert settings.monitoring.prometheus.scrape_interval == 10
+    assert [one.name for one in settings.decode_workers] == ["decode-worker-1", "decode-worker-2"]
+    assert settings.prefill_workers[0].nixl.memory_pool_size == 16 * 10**9
+    assert settings.decode_workers[0].kv_cache.offload_targets == ("cpu", "ssd")
+
+
+def test_a_model_of_ones_own() -> None:
+    loaded = published("custom_model.yaml")
+
+    assert loaded.settings.model.path == "/models/custom-llama-7b"
+    assert loaded.settings.model.names == ("custom-llama-7b",)
+    assert loaded.settings.model.swap_space == 4
+    assert loaded.settings.engine.kind == "vllm"
+    assert loaded.settings.engine.max_num_seqs == 256
+    assert loaded.settings.logging.level == "INFO"
+    assert "a start refuses it" in loaded.notes["engine.kind"]
+
+
+def test_replicas_on_several_hosts() -> None:
+    loaded = published("distributed.yaml")
+    prefill = loaded.settings.workers.prefill
+
+    assert loaded.settings.runtime.namespace == "dynamo-prod"
+    assert prefill.replicas == 4
+    assert prefill.tensor_parallel_size == 4
+    assert prefill.resources.gpu == 4
+    assert prefill.resources.memory == 64 << 30
+    assert loaded.settings.monitoring.custom_metrics[0].buckets[-1] == 10
+    assert loaded.origins["monitoring.custom_metrics[0].type"] == "f.yaml:72"
+    assert "least_loaded stands in" in loaded.notes["router.mode"]
+
+
+def test_another_model_takes_the_place_of_a_hub_name() -> None:
+    flag = {"model.path": Given("./mine", "flag --model-path")}
+    settings = load(flag, {}, ("model: {name: org/hub}", "f.yaml")).settings
+
+    assert settings.model.path == "./mine"
+    assert settings.model.names == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("prefill_workers: [{nmae: a}]", "unknown setting 'nmae' (f.yaml:1)", "'name'"),
+        ("prefill_workers: {name: a}", "wanted a list of sections", "each begins with"),
+        ("prefill_workers:\n- {device_ids: [a]}", "device_ids = ['a'] (f.yaml:2)", ""),
+        ("kv_cache: {max_cache_sise: 1}", "unknown setting", "'kv_cache.max_cache_size'"),
+        ("router: {type: kv, mode: basic}", "router.mode is given twice", ""),
+        ("a: 1\n---\nb: 2", "several YAML documents", ""),
+        ("Retriever: 3", "Retriever must be a mapping", ""),
+        ("workers: {decode: {resources: {cpu: 2x}}}", "wanted cores", ""),
+    ],
+)
+def test_what_is_wrong_in_lists_and_sections(text: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_the_same_said_twice_is_no_error() -> None:
+    assert read("router: {type: basic, mode: round-robin}").settings.router.mode == "round_robin"
+
+
+def test_units_of_cores_and_memory() -> None:
+    settings = read(
+        "model: {swap_space: 512Mi}\nfrontend: {resources: {cpu: 500m, memory: 1Gi}}"
+    ).settings
+
+    assert settings.model.swap_space == 0.5
+    assert settings.frontend.resources.cpu == 0.5
+    assert settings.frontend.resources.memory == 1 << 30
+
+
+def test_options_of_services_keep_their_lines() -> None:
+    services = read("server: {port: 1}\nRetriever:\n  top_k: 3\nOther:\n").services
+
+    assert services["Retriever"]["top_k"] == Given(3, "f.yaml:3")
+    assert services["Other"] == {}
+
+
+def test_lists_of_sections_in_the_environment_are_json() -> None:
+    name = "DYNAMO_MONITORING__CUSTOM_METRICS"
+    found = load(environ={name: '[{"name": "a"}]'})
+
+    assert found.settings.monitoring.custom_metrics[0].name == "a"
+
+
+def test_servers_have_short_names_in_the_environment() -> None:
+    found = load(
+        environ={"DYNAMO_ETCD_ENDPOINTS": "http://a,http://b", "DYNAMO_NATS_URL": "nats://c"}
+    )
+
+    assert found.settings.discovery.etcd.endpoints == ("http://a", "http://b")
+    assert found.settings.messaging.nats.servers == ("nats://c",)
+
+
+def test_everything_is_explained_and_secrets_are_not() -> None:
+    rows = {one.key: one for one in explain(read("server: {api_keys: [s3cret], port: 1}"))}
+
+    assert rows["server.api_keys"].value == "***"
+    assert rows["server.http_port"].origin == "f.yaml:1"
+    assert rows["server.idle_timeout"].unit == "seconds"
+    assert rows["router.port"].note == "not in use yet"
+
+
+def test_the_schema_knows_every_spelling() -> None:
+    root: Any = json_schema()
+    inside = root["properties"]
+
+    assert inside["server"]["properties"]["port"]["description"].startswith(
+        "same as server.http_port"
+    )
+    assert inside["kv_cache"]["properties"]["max_cache_size"]["type"] == ["integer", "string"]
+    assert inside["distributed_runtime"]["properties"]["nats"]["properties"]["servers"]
+    assert "tensor_parallel_size" in inside["decode_workers"]["items"]["properties"]
+    resources = inside["workers"]["properties"]["decode"]["properties"]["resources"]
+    assert "nvidia.com/gpu" in resources["properties"]
+    assert inside["server"]["additionalProperties"] is False
