@@ -110,9 +110,9 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
 def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One case, `--rounds` times, both servers in turn."""
     speedup, flags = CASES[name]
-    ours = start_ours(20200, args.model, 4, speedup, args.router)
+    ours = start_ours(args.model, 4, speedup, args.router)
     peer = (
-        start_peer(20100, args.model, args.peer_python, 4, speedup, args.router)
+        start_peer(args.model, args.peer_python, 4, speedup, args.router)
         if args.peer_python
         else None
     )

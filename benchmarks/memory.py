@@ -25,7 +25,7 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True)
     args = parser.parse_args()
-    server = start_ours(20200, args.model, 4, 1_000_000, "round_robin")
+    server = start_ours(args.model, 4, 1_000_000, "round_robin")
     resident = lambda: {pid: round(rss_mb(pid), 2) for pid in server.frontend}  # noqa: E731
     try:
         time.sleep(2)

@@ -24,14 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from servers import Server, answers, start_ours
+from servers import Server, answers, free_port, start_ours
 
 HERE = Path(__file__).parent
 SIZES = (1, 8, 32)
 
 
-def start_vllm(port: int, folder: str, vllm: str) -> Server:
+def start_vllm(folder: str, vllm: str) -> Server:
     """vLLM's OpenAI server on this machine's CPU."""
+    port = free_port()
     env = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -127,8 +128,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     starts: dict[str, Callable[[], Server]] = {
-        "ours": lambda: start_ours(20200, args.model, 1, 1, "round_robin", engine="native"),
-        "vllm": lambda: start_vllm(20500, args.model, args.vllm),
+        "ours": lambda: start_ours(args.model, 1, 1, "round_robin", engine="native"),
+        "vllm": lambda: start_vllm(args.model, args.vllm),
     }
     rows: dict[str, list[dict[str, float]]] = {"ours": [], "vllm": []}
     for seed in range(1, args.rounds + 1):

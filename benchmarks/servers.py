@@ -11,12 +11,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Server:
@@ -67,7 +76,6 @@ def answers(
 
 
 def start_ours(
-    port: int,
     model_dir: str,
     workers: int,
     speedup: float,
@@ -76,6 +84,7 @@ def start_ours(
     engine: str = "mock",
 ) -> Server:
     """`dynamo run` with mock workers; every process that is not a worker counts as frontend."""
+    port = free_port()
     command = [sys.executable, "-m", "dynamo", "run", f"out={engine}"] + (
         [model_dir] if model_dir else []
     )
@@ -106,10 +115,9 @@ def start_ours(
     return Server(url, others, serving, [child])
 
 
-def start_peer(
-    port: int, model_dir: str, python: str, workers: int, speedup: float, router: str
-) -> Server:
+def start_peer(model_dir: str, python: str, workers: int, speedup: float, router: str) -> Server:
     """The real Dynamo 1.6.1: frontend and mocker without etcd or NATS."""
+    port = free_port()
     home = Path(tempfile.mkdtemp(prefix="peer-"))
     env = os.environ | {
         "HOME": str(home), "HF_HUB_OFFLINE": "1", "DYN_FILE_KV": str(home / "kv"), "DYN_LOG": "error",

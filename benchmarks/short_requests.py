@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--duration", type=float, default=30)
     args = parser.parse_args()
-    server = start_ours(20200, args.model, 4, 1, "least_loaded")
+    server = start_ours(args.model, 4, 1, "least_loaded")
     try:
         command = [
             sys.executable,

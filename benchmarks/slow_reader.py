@@ -64,7 +64,9 @@ def one_run(server: Server, args: argparse.Namespace, seed: int, slow: bool) -> 
     found: dict[str, Any] = {}
     before = sum(map(rss_mb, server.frontend))
     peak = before
-    thread = threading.Thread(target=slow_client, args=(20200, args.tokens, found))
+    thread = threading.Thread(
+        target=slow_client, args=(int(server.url.rsplit(":", 1)[1]), args.tokens, found)
+    )
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [
             sys.executable,
@@ -118,7 +120,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--speedup", type=float, default=8, help="of the mock workers")
     args = parser.parse_args()
-    server = start_ours(20200, args.model, 4, args.speedup, "round_robin")
+    server = start_ours(args.model, 4, args.speedup, "round_robin")
     try:
         one_run(server, args, 0, slow=False)
         runs = [
