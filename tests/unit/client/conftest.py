@@ -1,0 +1,203 @@
+"""A server that follows a script: exact bytes, at exact moments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from dynamo_client import DynamoClient, DynamoConfig, SyncDynamoClient
+from dynamo_client.aio import AsyncNetwork
+from dynamo_client.blocking import BlockingNetwork
+from dynamo_client.session import Session
+
+RESET = object()
+CLOSE = object()
+HOLD = object()
+"""Say nothing more until the client leaves."""
+Step = Any
+
+
+def reply(status: int, body: Any, *headers: str) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} x", f"content-length: {len(data)}", "x-request-id: r1", *headers]
+    return "\r\n".join((*lines, "", "")).encode() + data
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+    b"x-request-id: r1\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+def event(body: Any) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+    return b"data: " + data + b"\n\n"
+
+
+def delta(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}}]}
+
+
+def stream(*parts: bytes) -> bytes:
+    """A whole streamed reply; every part is a chunk."""
+    chunks = b"".join(map(chunk, (*parts, event(b"[DONE]"))))
+    return STREAM_HEAD + chunks + LAST_CHUNK
+
+
+class ScriptedServer:
+    """Answers request after request by `script`: steps that are bytes or one of the words above."""
+
+    def __init__(self) -> None:
+        self.script: deque[tuple[Step, ...]] = deque()
+        self.requests: list[dict[str, Any]] = []
+        self.connections = 0
+        self.left = asyncio.Event()
+        self.url = ""
+        self._writers: list[asyncio.StreamWriter] = []
+
+    def will(self, *answers: Step | tuple[Step, ...]) -> None:
+        self.script.extend(one if isinstance(one, tuple) else (one,) for one in answers)
+
+    async def start(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return server
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.append(writer)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self._answer(reader, writer):
+                pass
+        self.left.set()
+        writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in head[1:] if line)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        made = {"line": head[0], "headers": headers, "connection": self.connections}
+        self.requests.append(made | {"body": json.loads(body) if body else None})
+        for step in self.script.popleft():
+            if step is RESET:
+                writer.transport.abort()
+                return False
+            if step is CLOSE:
+                return False
+            if step is HOLD:
+                await reader.read()
+                return False
+            writer.write(step)
+            await writer.drain()
+            await asyncio.sleep(0)
+        return True
+
+    async def stop(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedServer]:
+    scripted = ScriptedServer()
+    listening = await scripted.start()
+    yield scripted
+    listening.close()
+    await scripted.stop()
+    await listening.wait_closed()
+
+
+class Patient(AsyncNetwork):
+    """Notes the pauses and takes none."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+class PatientBlocking(BlockingNetwork):
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+class Both:
+    """The same calls on either client; the blocking one on a thread."""
+
+    def __init__(self, kind: str, config: DynamoConfig) -> None:
+        self.network: Patient | PatientBlocking
+        if kind == "async":
+            self.network = Patient()
+            self._async: DynamoClient | None = DynamoClient(config)
+            self._async._session = Session(config, self.network)
+        else:
+            self.network = PatientBlocking()
+            self._async = None
+            self._sync = SyncDynamoClient(config)
+            self._sync._session = Session(config, self.network)
+
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._async is not None:
+            return await getattr(self._async, name)(*args, **kwargs)
+        return await asyncio.to_thread(getattr(self._sync, name), *args, **kwargs)
+
+    async def texts(self, into: list[str] | None = None, **kwargs: Any) -> list[str]:
+        """The deltas of a streamed chat, also into `into` as they come."""
+        found = [] if into is None else into
+        if self._async is not None:
+            async for one in await self._async.chat_completion([], stream=True, **kwargs):
+                found.append(one["choices"][0]["delta"]["content"])
+        else:
+            await asyncio.to_thread(self._read, found, kwargs)
+        return found
+
+    def _read(self, found: list[str], kwargs: dict[str, Any]) -> None:
+        chunks = self._sync.chat_completion([], stream=True, **kwargs)
+        found.extend(one["choices"][0]["delta"]["content"] for one in chunks)
+
+    async def close(self) -> None:
+        await self.call("close")
+
+
+class Words:
+    """What a script is made of."""
+
+    RESET, CLOSE, HOLD = RESET, CLOSE, HOLD
+    STREAM_HEAD, LAST_CHUNK = STREAM_HEAD, LAST_CHUNK
+    reply, chunk, event, delta, stream = map(staticmethod, (reply, chunk, event, delta, stream))
+
+
+@pytest.fixture
+def words() -> type[Words]:
+    return Words
+
+
+@pytest.fixture(params=["async", "sync"])
+async def make(request: pytest.FixtureRequest, server: ScriptedServer) -> AsyncIterator[Any]:
+    """`make(**config)` -> a client of `server`."""
+    made: list[Both] = []
+
+    def one(**config: Any) -> Both:
+        made.append(Both(request.param, DynamoConfig(server.url, **config)))
+        return made[-1]
+
+    yield one
+    for client in made:
+        await client.close()
