@@ -44,7 +44,7 @@ class Pace:
         self, metrics: ModelMetrics, now: Callable[[], float], started: float, choices: int
     ) -> None:
         self._metrics = metrics
-        self._gap = metrics.inter_token.observe
+        self._gap = metrics.inter_token
         self._now = now
         self._started = started
         self._last = [0.0] * choices
@@ -52,11 +52,11 @@ class Pace:
 
     def mark(self, choice: int) -> None:
         """Text of `choice` came now."""
-        clock, gap = self._now, self._gap
+        clock = self._now  # calling a slot directly is slower in CPython 3.11
         now = clock()
         last = self._last[choice]
         if last:
-            gap(now - last)
+            self._gap.observe(now - last)
         elif not self.events:
             self._metrics.first_token.observe(now - self._started)
         self._last[choice] = now
@@ -79,6 +79,22 @@ class StreamReply(TextReply):
     The head leaves with the first text, so that whatever fails before has its own status.
     """
 
+    __slots__ = (
+        "_escapes",
+        "_exchange",
+        "_form",
+        "_held",
+        "_held_bytes",
+        "_left",
+        "_offsets",
+        "_pace",
+        "_prefixes",
+        "_response",
+        "_suffix",
+        "_tally",
+        "_usage",
+    )
+
     def __init__(
         self,
         exchange: Exchange,
@@ -92,10 +108,9 @@ class StreamReply(TextReply):
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
-        self._write = exchange.response.write
         self._form = form
         self._tally = tally
-        self._mark = pace.mark
+        self._pace = pace
         self._escapes = escapes
         self._usage = usage
         self._left = choices
@@ -112,16 +127,16 @@ class StreamReply(TextReply):
         self._tally.begin(choice, started)
 
     def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        mark, write = self._mark, self._write  # calling a slot directly is slower in CPython 3.11
-        mark(choice)
+        self._pace.mark(choice)
         prefix = self._prefixes[choice]
         if prefix is None:
             prefix = self._open(choice)
-        if self._response.congested:
+        response = self._response
+        if response.congested:
             return self._hold(choice, delta, logprobs)
         if logprobs is None:
-            return write(prefix + self._escapes[delta] + self._suffix)
-        return write(self._event(choice, delta, logprobs))
+            return response.write(prefix + self._escapes[delta] + self._suffix)
+        return response.write(self._event(choice, delta, logprobs))
 
     def finish(self, choice: int, end: TextFinish) -> None:
         if self._prefixes[choice] is None:
@@ -130,7 +145,7 @@ class StreamReply(TextReply):
         if held is not None:
             self._write_held(choice, held)
         self._tally.completion_tokens += end.completion_tokens
-        self._write(self._form.finish(choice, end))
+        self._response.write(self._form.finish(choice, end))
         self._left -= 1
         if self._left == 0 and not self._response.overrun:
             usage = self._form.usage(self._tally) if self._usage else b""
@@ -151,7 +166,7 @@ class StreamReply(TextReply):
             self._exchange.start_stream(self._tally.worker)
         opening = self._form.opening(choice)
         if opening:
-            self._write(opening)
+            self._response.write(opening)
         prefix = self._prefixes[choice] = self._form.prefix(choice)
         return prefix
 
@@ -184,13 +199,25 @@ class StreamReply(TextReply):
     def _write_held(self, choice: int, held: Held) -> None:
         text = "".join(held.texts)
         if held.logprobs:
-            self._write(self._event(choice, text, held.logprobs))
+            self._response.write(self._event(choice, text, held.logprobs))
         else:
-            self._write(self._form.prefix(choice) + self._escapes[text] + self._suffix)
+            self._response.write(self._form.prefix(choice) + self._escapes[text] + self._suffix)
 
 
 class AnswerReply(TextReply):
     """Gathers everything; the answer leaves with the last choice's end."""
+
+    __slots__ = (
+        "_ends",
+        "_exchange",
+        "_form",
+        "_left",
+        "_logprobs",
+        "_pace",
+        "_response",
+        "_tally",
+        "_texts",
+    )
 
     def __init__(
         self, exchange: Exchange, form: Format, tally: Tally, pace: Pace, *, choices: int
@@ -199,7 +226,7 @@ class AnswerReply(TextReply):
         self._response = exchange.response
         self._form = form
         self._tally = tally
-        self._mark = pace.mark
+        self._pace = pace
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[TokenText] | None] = [None] * choices
         self._ends: list[TextFinish | None] = [None] * choices
@@ -212,7 +239,7 @@ class AnswerReply(TextReply):
         self._tally.begin(choice, started)
 
     def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        self._mark(choice)
+        self._pace.mark(choice)
         self._texts[choice].append(delta)
         if logprobs is not None:
             gathered = self._logprobs[choice]
@@ -244,6 +271,8 @@ class AnswerReply(TextReply):
 
 class OffsetReply(TextReply):
     """One prompt of several: its choices are counted on from `first`."""
+
+    __slots__ = ("_first", "_reply")
 
     def __init__(self, reply: TextReply, first: int) -> None:
         self._reply = reply

@@ -5,7 +5,7 @@ A frame is `body length u32 | kind u8 | flags u8 (0) | count u16`, little-endian
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from struct import Struct, pack
 from typing import Final
 
@@ -97,19 +97,19 @@ def pack_items(
     return b"".join((HEADER.pack(length, kind, 0, count), head, *payloads))
 
 
-def unpack_items(body: bytes, count: int) -> Iterator[Item]:
+def unpack_items(body: bytes, count: int) -> list[Item]:
     """The items of a frame. Raises `ProtocolError` where lengths and body disagree."""
     offset, total = 8 * count, len(body)
     if offset > total:
         raise ProtocolError("a frame shorter than its table")
-    for stream, word in _pair.iter_unpack(memoryview(body)[:offset]):
+    items = []
+    for stream, word in _pair.iter_unpack(body[:offset]):
         start = offset
         offset += word & _SIZE
-        if offset > total:
-            raise ProtocolError("an item longer than its frame")
-        yield stream, word & END, body[start:offset]
+        items.append((stream, word & END, body[start:offset]))
     if offset != total:
-        raise ProtocolError("a frame longer than its items")
+        raise ProtocolError("a frame and its items disagree in length")
+    return items
 
 
 def pack_batches(

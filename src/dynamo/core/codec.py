@@ -81,11 +81,10 @@ class ReplyReader:
     failure.
     """
 
-    __slots__ = ("_reply", "_tokens", "complete")
+    __slots__ = ("_reply", "complete")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._tokens = reply.tokens
         self.complete = False
 
     def item(self, payload: bytes) -> bool:
@@ -93,7 +92,7 @@ class ReplyReader:
         if payload[0] == 0x74:
             single = len(payload) == 5
             ids = _read_one(payload) if single else unpack_ids(memoryview(payload)[1:])
-            return self._tokens(ids) or self._enough()
+            return self._reply.tokens(ids) or self._enough()
         kind, body = payload[:1], payload[1:]
         if kind == b"b":
             self._reply.begin(_decode_started(body))
@@ -102,7 +101,7 @@ class ReplyReader:
             self.complete = True
         elif kind == b"x":
             packed, extra = _decode_extra(body)
-            return self._tokens(unpack_ids(packed), extra) or self._enough()
+            return self._reply.tokens(unpack_ids(packed), extra) or self._enough()
         else:
             raise ValueError(f"unknown reply item {kind!r}")
         return True

@@ -27,6 +27,8 @@ class Reply(ABC):
     the awaited call, and may come at any place of that order.
     """
 
+    __slots__ = ()
+
     @abstractmethod
     def begin(self, started: Started) -> None:
         """The engine took the request."""

@@ -87,6 +87,8 @@ class TextReply(ABC):
     Order: `prompt` once before anything, then for every choice `begin`, `text`..., `finish`.
     """
 
+    __slots__ = ()
+
     @abstractmethod
     def prompt(self, prompt_tokens: int) -> None:
         """The request was accepted and is this long."""

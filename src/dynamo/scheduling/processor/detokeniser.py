@@ -34,7 +34,6 @@ class Detokeniser(Reply):
         "_shown_stop",
         "_skipped",
         "_stop_ids",
-        "_text",
         "_texts",
         "_vocabulary",
     )
@@ -50,7 +49,6 @@ class Detokeniser(Reply):
     ) -> None:
         self._choice = choice
         self._reply = reply
-        self._text = reply.text
         self._vocabulary = vocabulary
         skip = options.skip_special_tokens
         self._texts = vocabulary.texts if skip else vocabulary.shown
@@ -71,7 +69,7 @@ class Detokeniser(Reply):
     def begin(self, started: Started) -> None:
         self._reply.begin(self._choice, started)
         if self._echo:
-            self._text(self._choice, self._echo)
+            self._reply.text(self._choice, self._echo)
 
     def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
         if self._plain and extra is None and len(ids) == 1:
@@ -82,8 +80,7 @@ class Detokeniser(Reply):
             risky = self._risky
             if text is not None and (risky is None or risky(text) is None):
                 self._count += 1
-                say = self._text  # calling a slot directly is slower in CPython 3.11
-                return say(self._choice, text)
+                return self._reply.text(self._choice, text)
         if extra is None:
             return all(self._take(token) for token in ids)
         return all(map(self._take, ids, extra))
@@ -116,7 +113,7 @@ class Detokeniser(Reply):
         """Let out what may go out. False: the choice has ended, or its reader is gone."""
         logprobs, self._logprobs = self._logprobs or None, []
         if self._scan is None:
-            return self._text(self._choice, text, logprobs)
+            return self._reply.text(self._choice, text, logprobs)
         self._pieces.append((self._rest + text, logprobs))
         self._rest = ""
         free, stop = self._scan.feed(text, armed=self._count > self._min_tokens)
@@ -133,7 +130,7 @@ class Detokeniser(Reply):
         while free and self._pieces:
             text, logprobs = self._pieces.pop(0)
             self._keep(text[free:])
-            if not self._text(self._choice, text[:free], logprobs):
+            if not self._reply.text(self._choice, text[:free], logprobs):
                 return False
             free -= min(free, len(text))
         return True
@@ -147,7 +144,7 @@ class Detokeniser(Reply):
 
     def _say_rest(self) -> bool:
         rest, self._rest = self._rest, ""
-        return self._text(self._choice, rest) if rest else True
+        return self._reply.text(self._choice, rest) if rest else True
 
     def _end(self, end: Finish, stop: str | int | None) -> None:
         self._reply.finish(self._choice, TextFinish(end.reason, self._count, stop))
