@@ -37,17 +37,19 @@ class TextProcessor(Protocol):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A model that can be asked for: under `names`, the first of which is its id."""
+    """A model that can be asked for: under `names`, the first of which is its id. `derived`: it
+    is made of others, so that `default` means one of those where there is any."""
 
     names: tuple[str, ...]
     processor: Any
     created: int
     context_tokens: int
     owned_by: str = "dynamo"
+    derived: bool = False
 
 
 class Gateway:
-    """Models by name. `default` is always answered, by the first model."""
+    """Models by name. `default` is always answered, by the first model that is not derived."""
 
     def __init__(self) -> None:
         self._models: dict[str, Served] = {}
@@ -112,7 +114,8 @@ class Gateway:
             )
         self.require_ready()
         if name == DEFAULT:
-            served = next(iter(self._models.values()))
+            every = self._models.values()
+            served = next((one for one in every if not one.derived), next(iter(every)))
             return served.names[0], served
         raise ModelNotFound(
             f"there is no model {name[:200]!r}; there is {_listed(self._models)}", param="model"

@@ -10,7 +10,7 @@ from dynamo.cli.parsing import Parser
 def parser() -> Parser:
     """One word: the role."""
     made = Parser("dynamo _child", "One process of a deployment; settings come on standard input.")
-    made.add_argument("role", help="frontend or worker")
+    made.add_argument("role", help="frontend, worker or service")
     return made
 
 
@@ -19,5 +19,8 @@ def run(arguments: Sequence[str]) -> int:
     found = parser().parse(arguments)
 
     from dynamo.services.launch import run_child
+    from dynamo.services.own import SERVICE, run_service
 
+    if found.role == SERVICE:
+        return run_service()
     return run_child(found.role)

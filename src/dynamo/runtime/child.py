@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -28,14 +29,15 @@ LINE_BYTES = 64 << 10
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to keep alive. Lower `stop_order` stops first; `needs_preparation`: it starts when
-    the supervisor's preparation is done; `command`: what to run instead of `dynamo _child ROLE`
-    (it gets the same standard input)."""
+    the supervisor's preparation is done; `task`: what the role needs to know beside the settings;
+    `command`: what to run instead of `dynamo _child ROLE` (it gets the same standard input)."""
 
     role: str
     name: str
     settings: Settings
     stop_order: int = 0
     needs_preparation: bool = False
+    task: dict[str, Any] = {}
     command: tuple[str, ...] = ()
 
     @property
@@ -152,7 +154,7 @@ class Child:
 
     async def _attend(self, process: subprocess.Popen[bytes], ours: socket.socket) -> int:
         reader, writer = await asyncio.open_connection(sock=ours)
-        start = Start(self.spec.settings, self.spec.name, os.getpid())
+        start = Start(self.spec.settings, self.spec.name, os.getpid(), self.spec.task)
         writer.write(msgspec.json.encode(start) + b"\n")
         self._down = writer
         if self._notice.preparing:

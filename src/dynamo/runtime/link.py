@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,11 +27,12 @@ FOR_SUPERVISOR = "this command is for the supervisor; use `dynamo run`"
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a child is told first."""
+    """What a child is told first. `task`: what its role needs to know beside the settings."""
 
     settings: Settings
     name: str
     supervisor: int
+    task: dict[str, Any] = {}
 
 
 class Notice(msgspec.Struct, frozen=True):

@@ -18,6 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 SPEC = "__dynamo_service__"
 ENDPOINT = "__dynamo_endpoint__"
 HOOK = "__dynamo_hook__"
+ROLE = "dynamo_role"
+"""A class attribute of the services that come with this project: which process they are."""
 ABOUT_KEYS = ("namespace", "model")
 
 
@@ -158,6 +160,11 @@ def spec_of(service: type[Any]) -> ServiceSpec:
         name = getattr(service, "__name__", repr(service))
         raise ConfigError(f"{name} is no service", hint=f"put @service(...) above class {name}")
     return cast("ServiceSpec", vars(service)[SPEC])
+
+
+def role_of(service: type[Any]) -> str:
+    """The role of a ready-made service, or of a class made of one; "" for a user's own."""
+    return str(getattr(service, ROLE, ""))
 
 
 def near(wrong: str, known: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from dynamo.communication.requests import Sink, Window
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, NoWorkers, ProtocolError
-from dynamo.runtime import Client, DistributedRuntime, Instance, Stream
+from dynamo.runtime import Client, DistributedRuntime, Stream
 from dynamo.sdk.declare import EndpointSpec, near, spec_of
 from dynamo.sdk.messages import answer_decoder, encode
 from dynamo.sdk.request import onward
@@ -63,37 +63,34 @@ async def connect(service: type[Any], runtime: DistributedRuntime) -> Handle:
     return Handle(service, clients)
 
 
+async def deliver(
+    client: Client, payload: bytes, context: Context, sink: Sink, window: Window | None = None
+) -> None:
+    """Call whichever instance has the least to do. One that is gone did nothing, so another is
+    asked. Raises `NoWorkers`, and whatever the instance raised."""
+    tries = 0
+    while True:
+        try:
+            instance = client.pick(MODE)
+        except NoWorkers:
+            await client.wait_for_instances(timeout_s=PATIENCE_S)
+            instance = client.pick(MODE)
+        try:
+            return await client.call(instance, payload, context, sink, window=window)
+        except InstanceGone:
+            tries += 1
+            if tries == MAX_TRIES:
+                raise
+
+
 class Caller:
-    """One endpoint, called at whichever instance has the least to do."""
+    """One endpoint of another service."""
 
     __slots__ = ("_client", "_decode")
 
     def __init__(self, endpoint: EndpointSpec, client: Client) -> None:
         self._client = client
         self._decode = answer_decoder(endpoint)
-
-    async def deliver(
-        self, payload: bytes, context: Context, sink: Sink, window: Window | None
-    ) -> None:
-        """One call. An instance that is gone did nothing, so another one is asked. Raises
-        `NoWorkers`, and whatever the instance raised."""
-        client = self._client
-        tries = 0
-        while True:
-            try:
-                instance = client.pick(MODE)
-            except NoWorkers:
-                instance = await self._wait()
-            try:
-                return await client.call(instance, payload, context, sink, window=window)
-            except InstanceGone:
-                tries += 1
-                if tries == MAX_TRIES:
-                    raise
-
-    async def _wait(self) -> Instance:
-        await self._client.wait_for_instances(timeout_s=PATIENCE_S)
-        return self._client.pick(MODE)
 
 
 class Unary(Caller):
@@ -108,7 +105,7 @@ class Unary(Caller):
             answers.append(payload)
             return True
 
-        await self.deliver(encode(request), onward(), sink, None)
+        await deliver(self._client, encode(request), onward(), sink)
         if len(answers) != 1:
             raise ProtocolError(f"{len(answers)} answers to a call that has one")
         return self._decode(answers[0])
@@ -123,6 +120,6 @@ class Streaming(Caller):
         payload, context = encode(request), onward()
 
         async def start(sink: Sink, window: Window) -> None:
-            await self.deliver(payload, context, sink, window)
+            await deliver(self._client, payload, context, sink, window)
 
         return Stream(start, WINDOW_BYTES, self._decode)

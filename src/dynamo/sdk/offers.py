@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 from urllib.parse import quote
 
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.sdk.declare import ServiceSpec
+from dynamo.sdk.declare import role_of, spec_of
+from dynamo.sdk.graph import walk
 
 CHAT = "chat"
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """`model` is answered by the endpoint of that component; `streams`: piece by piece."""
+    """`model` is answered by the endpoint of that component; `streams`: piece by piece;
+    `derived`: with the help of models that are served otherwise."""
 
     model: str
     namespace: str
     component: str
     endpoint: str
     streams: bool
+    derived: bool
 
     @classmethod
-    def of(cls, spec: ServiceSpec, namespace: str) -> Self:
+    def of(cls, service: type[Any], namespace: str) -> Self:
         """What a service with a model offers. Raises `ConfigError` where it has no `chat`."""
+        spec = spec_of(service)
         chat = spec.endpoints.get(CHAT)
         if chat is None:
             raise ConfigError(
                 f"{spec.name} is to answer as model {spec.model!r} and has no endpoint {CHAT!r}",
                 hint="write `@dynamo_endpoint()` above `async def chat(self, request)`",
             )
-        return cls(spec.model, namespace, spec.name, chat.name, chat.streams)
+        derived = any(role_of(one) for one in walk(service))
+        return cls(spec.model, namespace, spec.name, chat.name, chat.streams, derived)
 
 
 def offers_prefix(namespace: str) -> str:

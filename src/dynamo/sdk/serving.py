@@ -25,8 +25,11 @@ from dynamo.sdk.request import enter
 class Attached:
     """One instance in a process. `service`: the user's object."""
 
-    def __init__(self, runtime: DistributedRuntime, spec: ServiceSpec, service: Any) -> None:
+    def __init__(
+        self, runtime: DistributedRuntime, declared: type[Any], spec: ServiceSpec, service: Any
+    ) -> None:
         self.service = service
+        self._declared = declared
         self._runtime = runtime
         self._spec = spec
         self._served: list[Served] = []
@@ -55,7 +58,7 @@ class Attached:
                 await result
 
     async def _offer(self, namespace: str) -> None:
-        offer = Offer.of(self._spec, namespace)
+        offer = Offer.of(self._declared, namespace)
         key = offer_key(
             self._runtime.settings.runtime.namespace, offer.model, self._runtime.instance_id
         )
@@ -84,7 +87,7 @@ async def attach(
         instance.__init__()
     if made is not None:
         spec = replace(spec, starts=(), stops=(), model="")
-    attached = Attached(runtime, spec, instance)
+    attached = Attached(runtime, service, spec, instance)
     await attached.start()
     runtime.at_shutdown(attached.stop)
     return attached

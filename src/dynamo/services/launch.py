@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Protocol
 
@@ -69,7 +69,7 @@ def deployment_specs(settings: Settings) -> list[ProcessSpec]:
             needs_preparation=role == "worker",
         )
         for order, (role, count) in enumerate((("frontend", frontends), ("worker", workers)))
-        for name in _names(role, count)
+        for name in replica_names(role, count)
     ]
 
 
@@ -79,10 +79,12 @@ def serve(
     *,
     prepare: Prepare | None = None,
     logs: Terminal | None = None,
+    specs: Callable[[Settings], Sequence[ProcessSpec]] | None = None,
 ) -> int:
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
-    serves; workers wait for `prepare`. Raises `PortInUse`, which names the owner, `ConfigError`,
-    and what `prepare` raises."""
+    serves; workers wait for `prepare`; `specs`: which processes, given the settings with the port
+    and the deployment's name filled in, else frontends and workers. Raises `PortInUse`, which names
+    the owner, `ConfigError`, and what `prepare` raises."""
     host = settings.server.http_host
     with reserve_port(host, settings.server.http_port) as held:
         port = held.getsockname()[1]
@@ -91,7 +93,7 @@ def serve(
         settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         supervisor = Supervisor(
-            deployment_specs(settings),
+            (specs or deployment_specs)(settings),
             deployment,
             settings,
             address=url,
@@ -101,5 +103,6 @@ def serve(
         return run_supervisor(supervisor, lambda: on_ready(url))
 
 
-def _names(role: str, count: int) -> list[str]:
+def replica_names(role: str, count: int) -> list[str]:
+    """What the processes of one role are called."""
     return [role] if count == 1 else [f"{role}-{at + 1}" for at in range(count)]

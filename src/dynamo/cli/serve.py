@@ -1,0 +1,194 @@
+"""`dynamo serve MODULE:Service`: a graph of services, each in its processes, one command."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dynamo.cli.flags import add_settings, load_settings, read_settings
+from dynamo.cli.parsing import Parser
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Given, Loaded, Settings
+
+if TYPE_CHECKING:
+    from dynamo.runtime.supervisor import Prepare
+    from dynamo.services.options import Options
+    from dynamo.services.plan import Plan
+
+OPTION = re.compile(r"--([A-Z]\w*)\.([\w.-]+)(?:=(.*))?\Z", re.DOTALL)
+
+EXAMPLES = """\
+  cd examples/llm
+  dynamo serve graphs.agg:Frontend -f configs/agg.yaml
+  dynamo serve graphs.agg:Frontend -f configs/agg.yaml --AggregatedWorker.workers=2
+  dynamo serve graphs.agg:AggregatedWorker -f configs/agg.yaml --model-path ./model
+  dynamo serve graphs.agg:AggregatedWorker -f configs/agg.yaml --only
+  dynamo serve graphs.agg:Frontend -f configs/agg.yaml --dry-run"""
+
+
+def parser() -> Parser:
+    """MODULE:Service, how much of its graph, and a flag for every setting that has one."""
+    made = Parser(
+        "dynamo serve",
+        "Serve a graph of services: the named one and all that it depends on or is linked to.\n\n"
+        "--SERVICE.OPTION=VALUE sets an option of one service, as its section of the file does;\n"
+        "SERVICE.workers is how many replicas it has.",
+        EXAMPLES,
+        usage="MODULE:Service [-f FILE] [--only] [--dry-run] [--SERVICE.OPTION=VALUE] [FLAGS]",
+    )
+    made.add_argument("target", metavar="MODULE:Service", help="a class, found from this folder")
+    made.add_argument("--only", action="store_true", help="this service alone, not its graph")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print which processes and planes it comes to"
+    )
+    add_settings(made)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until stopped."""
+    words, options = take_options(arguments)
+    found = parser().parse(words)
+
+    from dynamo.services.own import load_service
+    from dynamo.services.plan import plan
+
+    root = load_service(found.target, str(Path.cwd()))
+    base = load_settings(found)
+
+    def load(extra: Mapping[str, Given]) -> Loaded:
+        return read_settings(found, extra=extra)
+
+    made = plan(root, base, load, options, only=found.only)
+    check(made)
+    if found.dry_run:
+        print("\n".join(described(made)))
+        return 0
+    return serve(made, found.target)
+
+
+def take_options(arguments: Sequence[str]) -> tuple[list[str], Options]:
+    """The arguments without `--Service.option=value`, and those. Raises `ConfigError`."""
+    words: list[str] = []
+    options: dict[str, dict[str, Given]] = {}
+    left = iter(arguments)
+    for word in left:
+        match = OPTION.match(word)
+        if match is None:
+            words.append(word)
+            continue
+        service, key, value = match.groups()
+        if value is None and (value := next(left, None)) is None:
+            raise ConfigError(f"{word} lacks its value", hint=f"write {word}=VALUE")
+        options.setdefault(service, {})[key] = Given(value, f"flag --{service}.{key}")
+    return words, options
+
+
+def check(made: Plan) -> None:
+    """What every start checks first. Raises `ConfigError`, `Unsupported`."""
+    from dynamo.inference.engines import check_kind
+    from dynamo.telemetry.logs import parse_levels
+
+    for part in made.of_role("worker"):
+        check_kind(part.settings.engine.kind)
+    parse_levels(made.settings.logging.level)
+
+
+def serve(made: Plan, target: str) -> int:
+    """Start all of it."""
+    from dynamo.cli.fetch import Bar
+    from dynamo.services.graph import serve_graph
+    from dynamo.telemetry.logs import configure
+
+    settings = made.settings
+    bar = Bar(sys.stderr, as_logs=settings.logging.format == "json")
+    configure(settings.logging.level, settings.logging.format, "supervisor", bar)
+    return serve_graph(
+        made, target, partial(announce, made), prepare=_preparation(made, bar), logs=bar
+    )
+
+
+def announce(made: Plan, url: str) -> None:
+    """Tell that all serve, and how to try it."""
+    from dynamo.cli import run as run_command
+    from dynamo.cli.fetch import names_of
+
+    settings = made.settings
+    workers = made.of_role("worker")
+    names = [name for part in workers for name in names_of(part.settings)] or [made.root]
+    if settings.logging.format == "json":
+        run_command.log_announcement(names, url)
+    elif url and workers:
+        run_command.announce(names, url)
+    else:
+        where = f" at {url}" if url else ""
+        print(f"\n{made.root} serves{where}; end: Ctrl-C, or `dynamo stop`\n", file=sys.stderr)
+
+
+def described(made: Plan) -> list[str]:
+    """The plan, for people."""
+    from dynamo.runtime.deployment import deployment_of
+    from dynamo.sdk.declare import spec_of
+    from dynamo.services.graph import named
+
+    settings = named(made)
+    deployment = deployment_of(settings)
+    rows = [("PROCESS", "REPLICAS", "SERVICES", "ENDPOINTS")]
+    for part in made.parts:
+        specs = [spec_of(one) for one in part.services]
+        names = ", ".join(spec.name for spec in specs)
+        endpoints = ", ".join(
+            f"{spec.namespace or settings.runtime.namespace}.{spec.name}.{endpoint.name}"
+            for spec in specs
+            for endpoint in spec.endpoints.values()
+        )
+        needs = "".join(f" {key}={value}" for key, value in part.resources.items())
+        rows.append((part.name, str(part.replicas), names + needs, endpoints or "-"))
+    lines = table(rows)
+    lines += ["", f"deployment  {deployment.id}"]
+    if made.listens:
+        lines.append(f"http        {_url(settings)}")
+    lines += [f"engine      {_engine(part.settings)}" for part in made.of_role("worker")]
+    planes = settings.runtime
+    lines.append(f"discovery   {planes.discovery or deployment.discovery_url}")
+    lines.append(f"requests    {planes.requests}")
+    lines.append(f"events      {planes.events}")
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest entry."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _url(settings: Settings) -> str:
+    host = settings.server.http_host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.http_port}"
+
+
+def _engine(settings: Settings) -> str:
+    return f"{settings.engine.kind} {settings.model.path or '(the default model)'}"
+
+
+def _preparation(made: Plan, bar: object) -> Prepare | None:
+    """Fetch the models of all workers, one after the other."""
+    from dynamo.services.preparation import preparation
+
+    wanted = [preparation(part.settings, bar) for part in made.of_role("worker")]  # type: ignore[arg-type]
+    needed = [one for one in wanted if one is not None]
+    if not needed:
+        return None
+
+    async def all_of_them(tell: object) -> None:
+        for one in needed:
+            await one(tell)  # type: ignore[arg-type]
+
+    return all_of_them

@@ -1,0 +1,46 @@
+"""A planned graph, started under a supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from msgspec.structs import replace
+
+from dynamo.core.settings import Settings
+from dynamo.runtime.deployment import deployment_of
+from dynamo.runtime.supervisor import Prepare, Supervisor, run_supervisor
+from dynamo.services.launch import serve
+from dynamo.services.plan import Plan, process_specs
+from dynamo.telemetry.logs import Terminal
+
+
+def named(made: Plan) -> Settings:
+    """The shared settings with the deployment's name: its port's where the graph serves models,
+    else the root's."""
+    settings = made.settings
+    if settings.runtime.deployment or made.model:
+        return settings
+    return replace(settings, runtime=replace(settings.runtime, deployment=made.root))
+
+
+def serve_graph(
+    made: Plan,
+    target: str,
+    on_ready: Callable[[str], None],
+    *,
+    prepare: Prepare | None = None,
+    logs: Terminal | None = None,
+) -> int:
+    """Run it until it is stopped; returns the exit code. `on_ready(url)` when all of it serves; the
+    URL is "" where nothing speaks HTTP. Raises like `launch.serve`."""
+    settings = named(made)
+    if made.listens:
+        specs = partial(process_specs, made, target=target)
+        return serve(settings, on_ready, prepare=prepare, logs=logs, specs=specs)
+    deployment = deployment_of(settings)
+    settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
+    supervisor = Supervisor(
+        process_specs(made, settings, target), deployment, settings, out=logs, prepare=prepare
+    )
+    return run_supervisor(supervisor, lambda: on_ready(""))
