@@ -26,8 +26,3 @@ def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int
         parent = xxh3_64_intdigest(token_ids[start : start + size], parent)
         hashes.append(parent)
     return hashes
-
-
-def extend_hash(parent: int, block: bytes) -> int:
-    """The hash of one full block (packed u32) under `parent`."""
-    return xxh3_64_intdigest(block, parent)

@@ -104,7 +104,7 @@ class BatchedEngine(Engine):
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         del context
         if self.failure is not None:
-            raise self.failure
+            raise WorkerFailed(self.failure.message)
         job = Job(reply, asyncio.get_running_loop().create_future())
         sequence = self._sequence(request, job)
         self.scheduler.add(sequence)
@@ -254,4 +254,4 @@ class BatchedEngine(Engine):
         self.failure = failure
         if started:
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-                self._end(sequence, failure)
+                self._end(sequence, WorkerFailed(failure.message))

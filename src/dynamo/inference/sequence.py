@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from dynamo.core.hashing import TOKEN_BYTES, extend_hash, root_hash
+from dynamo.core.hashing import block_hashes, root_hash
 
 if TYPE_CHECKING:
     from dynamo.core.values import GenerateRequest
@@ -53,11 +53,8 @@ class TokenContent(Content):
         if blocks <= done:
             return
         parent = hashes[-1] if hashes else self.root
-        size = self._block_tokens * TOKEN_BYTES
-        packed = self.tokens[done * self._block_tokens : blocks * self._block_tokens].tobytes()
-        for start in range(0, (blocks - done) * size, size):
-            parent = extend_hash(parent, packed[start : start + size])
-            hashes.append(parent)
+        size = self._block_tokens
+        hashes += block_hashes(self.tokens[done * size : blocks * size].tobytes(), size, parent)
 
     def append(self, token: int) -> None:
         self.tokens.append(token)

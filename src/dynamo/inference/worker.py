@@ -16,7 +16,7 @@ from dynamo.core.codec import ReplyWriter, decode_request
 from dynamo.core.errors import ProtocolError
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import Tasks, run_all
-from dynamo.core.values import EngineInfo, KvEvent
+from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.files import FileServer
 from dynamo.inference.load_report import LoadReport, encode_load
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
 encode_events = msgspec.msgpack.Encoder().encode
-decode_events = msgspec.msgpack.Decoder(list[KvEvent]).decode
 """Payloads of `kv_events`: a msgpack list of KvEvent, one list a step."""
 
 

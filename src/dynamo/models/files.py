@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.core.errors import ModelUnavailable, NotFound
+from dynamo.core.errors import ModelUnavailable
 
 Progress = Callable[[str, int, int], None]
 """What is being done, bytes done, bytes in all (0: unknown). Called from any thread."""
@@ -141,25 +141,6 @@ def keep(ref: FileRef, content: bytes) -> Path:
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, content)
     return path
-
-
-class Shelf:
-    """The files that a worker offers to frontends on other hosts, and no others."""
-
-    def __init__(self, *refs: FileRef) -> None:
-        self._paths = {ref.sha256: Path(ref.path) for ref in refs}
-
-    def read(self, sha256: str, offset: int = 0, size_bytes: int = 1 << 20) -> bytes:
-        """A part of a file; empty at its end. Raises NotFound for a hash that is not offered."""
-        path = self._paths.get(sha256)
-        if path is None:
-            raise NotFound(f"no file with hash {sha256[:12]}… is offered here")
-        try:
-            with path.open("rb") as source:
-                source.seek(offset)
-                return source.read(size_bytes)
-        except OSError as error:
-            raise NotFound(f"{path.name} is gone: {error.strerror}") from error
 
 
 def _not_writable(path: Path, error: OSError) -> ModelUnavailable:

@@ -4,10 +4,9 @@ import threading
 
 import pytest
 
-from dynamo.core.errors import ModelUnavailable, NotFound
+from dynamo.core.errors import ModelUnavailable
 from dynamo.models.files import (
     FileRef,
-    Shelf,
     cache_dir,
     file_ref,
     find,
@@ -60,20 +59,6 @@ def test_files_are_found_by_content(tmp_path):
     assert keep(FileRef("../evil", ref.sha256, 2), b"{}").parent == kept.parent
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         file_ref(tmp_path / "none")
-
-
-def test_a_shelf_offers_nothing_else(tmp_path):
-    path = tmp_path / "t"
-    path.write_bytes(b"0123456789")
-    ref = file_ref(path)
-    shelf = Shelf(ref)
-    assert shelf.read(ref.sha256, 2, 3) == b"234"
-    assert shelf.read(ref.sha256, 10) == b""
-    with pytest.raises(NotFound):
-        shelf.read("0" * 64)
-    path.unlink()
-    with pytest.raises(NotFound, match="gone"):
-        shelf.read(ref.sha256)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
