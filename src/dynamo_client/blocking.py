@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import ssl
 import time
 
 from dynamo_client.config import Origin
@@ -22,6 +21,8 @@ class BlockingNetwork(Network):
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if origin.secure:
+                import ssl
+
                 context = ssl.create_default_context()
                 sock = context.wrap_socket(sock, server_hostname=origin.host)
         except BaseException:

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 from dynamo_client import calls
-from dynamo_client.aio import AsyncNetwork
 from dynamo_client.calls import Message, Prompt
 from dynamo_client.config import DynamoConfig
 from dynamo_client.session import Ask, Session
@@ -20,6 +19,8 @@ class DynamoClient:
     """`async with DynamoClient(config) as client`. Made without I/O; serves many tasks at once."""
 
     def __init__(self, config: DynamoConfig | None = None) -> None:
+        from dynamo_client.aio import AsyncNetwork  # asyncio takes long to import
+
         self.config = config or DynamoConfig()
         self._session = Session(self.config, AsyncNetwork())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from email.utils import parsedate_to_datetime
 
 from dynamo_client.config import DynamoConfig
 from dynamo_client.errors import (
@@ -54,7 +53,7 @@ def retry_after_s(value: str) -> float | None:
     try:
         return max(0.0, float(value))
     except ValueError:
-        pass
+        from email.utils import parsedate_to_datetime
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import dynamo_client.client
+import dynamo_client.sync
 from dynamo_client import DynamoConfig
 
 MODELS = ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "Llama-2-7b-chat-hf")
@@ -227,3 +228,19 @@ def test_snippets(
     monkeypatch.setattr(dynamo_client.client, "DynamoConfig", lambda: DynamoConfig(url))
     run(LATENCY, url)
     assert capsys.readouterr().out.count("tokens/s") == 3
+
+
+def test_the_page_about_the_client(
+    mock_deployment: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "client.md"
+    blocks = page.read_text().split("```python\n")[1:]
+    monkeypatch.setattr(
+        dynamo_client.sync, "DynamoConfig", lambda: DynamoConfig(mock_deployment.url)
+    )
+    assert len(blocks) == 2
+
+    for block in blocks:
+        source = block.partition("```")[0].replace(ADDRESS, mock_deployment.url)
+        exec(compile(source, str(page), "exec"), {"__name__": "__main__"})
+        assert capsys.readouterr().out.strip()
