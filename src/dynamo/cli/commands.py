@@ -28,6 +28,7 @@ COMMANDS = {
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
     "config": Command("dynamo.cli.config", "explain a configuration; the schema of its files"),
+    "bench": Command("dynamo.cli.bench", "measure a server: latency, throughput, goodput"),
     "_child": Command("dynamo.cli.child", "one process of a deployment", hidden=True),
 }
 

@@ -1,1 +1,19 @@
-"""Care of a deployment: what is wrong with this machine."""
+"""Care of a deployment: what is wrong with this machine, and how fast a server is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynamo.operations.bench.latency import benchmark_latency
+
+__all__ = ["benchmark_latency"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load what they need on first use."""
+    if name == "benchmark_latency":
+        from dynamo.operations.bench.latency import benchmark_latency
+
+        return benchmark_latency
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,8 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +35,7 @@ from dynamo.runtime.status import status_of
 from dynamo.telemetry.logs import configure
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Main = Callable[[DistributedRuntime], Awaitable[None]]
 STARTING = "start"
@@ -57,6 +59,14 @@ def run_process(
         parent.die_with_parent()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(main, settings, role, name, parent))
+
+
+def run_on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run one coroutine on the kind of loop that processes use, and return what it returns."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 async def _run(

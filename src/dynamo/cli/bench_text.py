@@ -1,0 +1,118 @@
+"""What `dynamo bench` shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+    from dynamo.operations.bench.compare import Difference
+    from dynamo.operations.bench.figures import Result
+    from dynamo.operations.bench.measure import Measurement
+    from dynamo.operations.bench.plan import Load
+
+WIDTH = 24
+LINE_S = 5.0
+CLEAR = "\r\x1b[K"
+SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, out: TextIO, load: Load) -> None:
+        self._out = out
+        self._load = load
+        self._tty = out.isatty()
+        self._told = time.monotonic()
+
+    def __call__(self, measurement: Measurement, seconds: float) -> None:
+        """How far it is after `seconds`."""
+        if not self._tty and time.monotonic() - self._told < LINE_S:
+            return
+        self._told = time.monotonic()
+        done = len(measurement.samples)
+        share = self._share(done, seconds)
+        line = (
+            f"[{'#' * round(share * WIDTH):<{WIDTH}}] {seconds:.0f} s  {done} done  "
+            f"{measurement.in_flight} in flight  {measurement.texts / seconds:.0f} events/s"
+        )
+        self._out.write(f"{CLEAR}{line}" if self._tty else f"{line}\n")
+        self._out.flush()
+
+    def _share(self, done: int, seconds: float) -> float:
+        shares = [0.0]
+        if self._load.requests:
+            shares.append(done / self._load.requests)
+        if self._load.duration_s:
+            shares.append(seconds / self._load.duration_s)
+        return min(1.0, max(shares))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._tty:
+            self._out.write(CLEAR)
+            self._out.flush()
+
+
+def as_text(result: Result, url: str) -> str:
+    """The figures for a reader."""
+    return "\n".join(_lines(result, url))
+
+
+def _lines(result: Result, url: str) -> Iterator[str]:
+    yield f"{url}  {result.name}".rstrip()
+    failed = f", {result.failed} failed" if result.failed else ""
+    yield (
+        f"{result.requests} requests in {result.seconds:g} s{failed}: "
+        f"{result.requests_per_s:g} requests/s, {result.output_tokens_per_s:g} tokens/s"
+    )
+    yield (
+        f"prompts {result.prompt_tokens} tokens, {result.cached_ratio:.1%} of them cached; "
+        f"answers {result.output_tokens}, {result.events_per_token:g} events a token"
+    )
+    yield ""
+    yield f"{'ms':<6}" + "".join(f"{name:>10}" for name in COLUMNS)
+    for key, title in SPREADS:
+        spread = getattr(result, key)
+        yield f"{title:<6}" + "".join(f"{getattr(spread, name):>10.2f}" for name in COLUMNS)
+    yield from _below(result)
+
+
+def _below(result: Result) -> Iterator[str]:
+    if result.goodput is not None:
+        good = result.goodput
+        yield f"\ngoodput {good.requests_per_s:g} requests/s, {good.ratio:.1%} of all requests"
+    if result.processes:
+        yield ""
+    for role, cpu in result.processes.items():
+        yield (
+            f"cpu {role:<11} {cpu.cpu_s:8.2f} s  {cpu.us_per_token:8.2f} us/token  "
+            f"{cpu.us_per_request:10.1f} us/request"
+        )
+    for error, count in result.errors.items():
+        yield f"failed {count:>6}  {error}"
+
+
+def comparison(files: Sequence[str], rows: Sequence[Difference], differing: Sequence[str]) -> str:
+    """A table, and what was asked for differently."""
+    width = max([len(row.figure) for row in rows] + [8])
+    lines = [f"{'':<{width}}  {files[0]:>14}  {files[1]:>14}"]
+    for row in rows:
+        change = "" if row.change is None else f"{row.change:+.1%}"
+        word = {True: "better", False: "worse", None: ""}[row.better]
+        values = f"{row.first:>14g}  {row.second:>14g}"
+        lines.append(f"{row.figure:<{width}}  {values}  {change:>8} {word}".rstrip())
+    if differing:
+        lines.append(f"\nnot asked alike: {', '.join(differing)}")
+    return "\n".join(lines)

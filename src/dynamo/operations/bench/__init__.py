@@ -1,0 +1,1 @@
+"""Measure an OpenAI-compatible server from outside: load, latencies, throughput, goodput."""

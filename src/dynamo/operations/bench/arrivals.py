@@ -1,0 +1,47 @@
+"""When requests come."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from dynamo.operations.bench.plan import Load, Session, Shape, Turn
+
+
+def made_up(shape: Shape) -> Iterator[Session]:
+    """Conversations without end, all of one shape."""
+    turn = Turn(shape.input_tokens, shape.output_tokens)
+    while True:
+        yield Session([turn] * shape.turns, history=shape.turns > 1)
+
+
+def arrivals(load: Load) -> Iterator[float]:
+    """Seconds from the begin at which sessions start: by chance (Poisson), or evenly; the rate
+    grows evenly from `rate` to `rate_to` over `duration_s`."""
+    chance = random.Random(load.seed)
+    slope = ((load.rate_to or load.rate) - load.rate) / load.duration_s if load.duration_s else 0.0
+    due = 0.0
+    while True:
+        due += 1.0 if load.even else chance.expovariate(1.0)
+        at = _when(due, load.rate, slope)
+        if at is None or (load.duration_s and at > load.duration_s):
+            return
+        yield at
+
+
+def _when(count: float, rate: float, slope: float) -> float | None:
+    """When a rate that grows by `slope` has brought `count` requests; None: never."""
+    if abs(slope) < 1e-12:
+        return count / rate
+    root = rate * rate + 2 * slope * count
+    return (math.sqrt(root) - rate) / slope if root >= 0 else None
+
+
+def timed(sessions: Iterator[Session] | Sequence[Session], load: Load) -> Iterator[Session]:
+    """Each session with a start: its own, unless a rate is asked for."""
+    if not load.rate:
+        yield from sessions
+        return
+    for start_s, session in zip(arrivals(load), sessions, strict=False):
+        yield Session(session.turns, start_s, session.history)

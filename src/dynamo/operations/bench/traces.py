@@ -1,0 +1,114 @@
+"""Requests that were recorded elsewhere."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import ConfigError
+from dynamo.operations.bench.plan import Session, Turn
+
+HUMAN = ("human", "user")
+MODEL = ("gpt", "chatgpt", "assistant", "bard")
+Count = Callable[[str], int]
+
+
+class Row(msgspec.Struct):
+    """A line of a Mooncake trace. Times in milliseconds; `delay` after the row before of the same
+    session ended."""
+
+    input_length: int
+    output_length: int
+    timestamp: float = 0.0
+    hash_ids: list[int | str] = []
+    session_id: int | str | None = None
+    delay: float = 0.0
+
+
+def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[Session]:
+    """Sessions of a trace, JSON lines (.gz too), by their starts; `rows` only the first so many;
+    times are divided by `speed`. Raises `ConfigError`. Blocks."""
+    together: dict[str, list[Row]] = {}
+    decoder = msgspec.json.Decoder(Row)
+    for at, line in enumerate(_lines(path)):
+        if rows and at >= rows:
+            break
+        try:
+            row = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{path}:{at + 1}: {error}",
+                hint="wanted lines of {timestamp, input_length, output_length, hash_ids}",
+            ) from None
+        key = f"row {at}" if row.session_id is None else f"session {row.session_id}"
+        together.setdefault(key, []).append(row)
+    sessions = [_session(found, speed) for found in together.values()]
+    return sorted(sessions, key=lambda session: session.start_s or 0.0)
+
+
+def _session(rows: Sequence[Row], speed: float) -> Session:
+    turns = [
+        Turn(
+            row.input_length,
+            max(1, row.output_length),
+            delay_s=row.delay / 1000 / speed if at else 0.0,
+            hash_ids=row.hash_ids,
+        )
+        for at, row in enumerate(rows)
+    ]
+    return Session(turns, start_s=rows[0].timestamp / 1000 / speed)
+
+
+def read_sharegpt(path: str, count: Count, *, turns: int = 1, rows: int = 0) -> Sequence[Session]:
+    """Conversations of a ShareGPT file, cut to `turns` questions (0: all); an answer is as long as
+    the file's. Raises `ConfigError`. Blocks."""
+    sessions: list[Session] = []
+    for conversation in _conversations(path):
+        if rows and len(sessions) >= rows:
+            break
+        found = list(_questions(conversation, count))
+        if found:
+            sessions.append(Session(found[: turns or None], history=True))
+    if not sessions:
+        raise ConfigError(f"{path}: no conversations", hint="a list of {conversations: [...]}")
+    return sessions
+
+
+def _questions(conversation: Iterable[Any], count: Count) -> Iterator[Turn]:
+    question = ""
+    for message in conversation:
+        who = str(message.get("from") or message.get("role"))
+        said = str(message.get("value") or message.get("content") or "")
+        if who in HUMAN:
+            question = said
+        elif who in MODEL and question and said:
+            yield Turn(count(question), max(1, count(said)), text=question, answer=said)
+            question = ""
+
+
+def _conversations(path: str) -> Iterator[Iterable[Any]]:
+    lines = list(_lines(path))
+    try:
+        if lines and lines[0].lstrip().startswith(b"["):
+            found = msgspec.json.decode(b"\n".join(lines))
+        else:
+            found = [msgspec.json.decode(line) for line in lines]
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}", hint="wanted a ShareGPT file, JSON") from None
+    for one in found:
+        if isinstance(one, dict):
+            yield one.get("conversations") or one.get("conversation") or one.get("messages") or ()
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) if path.endswith(".gz") else Path(path).open("rb") as file:
+            for line in file:
+                if line.strip():
+                    yield line
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None

@@ -1,0 +1,212 @@
+"""Connections to the server: HTTP/1.1 with as little work a token as possible, since what measures
+must not take the processor from what is measured. A chunked event stream is not taken apart: whole
+events are counted in it as they come, and its end is told by its last bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from time import monotonic as now
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.operations.bench.plan import Target
+from dynamo.operations.bench.sample import Sample
+
+HEAD_END = b"\r\n\r\n"
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+_CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
+_EVENTS = re.compile(rb"\r\ncontent-type: *text/event-stream", re.IGNORECASE)
+_CHUNK = re.compile(rb"([0-9a-fA-F]+)[^\r]*\r\n")
+
+
+class Unreachable(DynamoError):
+    """The server that is to be measured cannot be reached, or lacks what measuring needs."""
+
+    code = "unreachable"
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time; its answer goes to a `Sample`."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._done: asyncio.Future[None] | None = None
+        self._head = b""
+        self._streams = False
+        self._before = b""
+        self._body: list[bytes] = []
+        self._left = -1
+        self._close = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def ask(self, request: bytes, sample: Sample) -> asyncio.Future[None]:
+        """Send; the future is done when the answer is complete or the connection lost."""
+        self._sample = sample
+        self._streams = False
+        self._head = self._before = b""
+        self._body = []
+        self._left = -1
+        self._done = asyncio.get_running_loop().create_future()
+        sample.began = now()
+        self._transport.write(request)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        at = now()
+        if self._streams:
+            self._sample.feed(data, at)
+            if data.endswith(LAST_CHUNK) or (
+                len(data) < len(LAST_CHUNK) and (self._before + data).endswith(LAST_CHUNK)
+            ):
+                self._finish(at)
+            self._before = data
+        elif self._done is not None:
+            self._begin(data, at)
+
+    def _begin(self, data: bytes, at: float) -> None:
+        """Until the head is read, and for bodies that are no event stream."""
+        if self._sample.status:
+            self._collect(data, at)
+            return
+        self._head += data
+        head, end, rest = self._head.partition(HEAD_END)
+        if not end:
+            return
+        self._sample.status = int(head[9:12])
+        self._close = _CLOSE.search(head) is not None or head.startswith(b"HTTP/1.0")
+        chunked = _CHUNKED.search(head) is not None
+        self._streams = self._sample.status == 200 and _EVENTS.search(head) is not None
+        if self._streams:
+            if rest:
+                self.data_received(rest)
+            return
+        length = _LENGTH.search(head)
+        self._left = int(length[1]) if length else -2 if chunked else -1
+        self._collect(rest, at)
+
+    def _collect(self, data: bytes, at: float) -> None:
+        self._body.append(data)
+        body = b"".join(self._body)
+        if self._left == -2 and body.endswith((LAST_CHUNK, b"0\r\n\r\n")):
+            self._finish(at, unchunked(body))
+        elif self._left >= 0 and len(body) >= self._left:
+            self._finish(at, body)
+
+    def _finish(self, at: float, body: bytes = b"") -> None:
+        done, self._done = self._done, None
+        self._streams = False
+        self._sample.finish(at, body)
+        if self._sample.keep and body:
+            self._sample.body.append(body)
+        if self._close:
+            self.abort()
+        if done is not None and not done.done():
+            done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        if self._done is None:
+            return
+        if not self._close or error is not None:
+            self._sample.error = "connection lost"
+        self._finish(now(), b"".join(self._body))
+
+    def abort(self) -> None:
+        """Close at once."""
+        self.closed = True
+        self._transport.abort()
+
+
+class Server:
+    """The target's connections, reused."""
+
+    def __init__(self, target: Target) -> None:
+        parts = urlsplit(target.url if "//" in target.url else f"http://{target.url}")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ConfigError(f"not a URL: {target.url!r}", hint="such as http://127.0.0.1:8000")
+        self._target = target
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = parts.scheme == "https"
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._free: list[Connection] = []
+        self._headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        if target.api_key:
+            self._headers += f"Authorization: Bearer {target.api_key}\r\n"
+
+    def request(self, path: str, body: Any, method: str = "POST") -> bytes:
+        """The bytes of one request; `body` is anything msgspec encodes, None: none."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        head = f"{method} {self._base}{path} HTTP/1.1\r\n{self._headers}"
+        return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+    async def send(self, request: bytes, sample: Sample) -> None:
+        """Send on a free or a new connection; what goes wrong stands in the sample."""
+        connection = None
+        try:
+            connection = await self._connection()
+            done = connection.ask(request, sample)
+            async with asyncio.timeout(self._target.timeout_s or None):
+                await done
+        except TimeoutError:
+            sample.error = "timeout"
+        except OSError as error:
+            sample.error = f"cannot connect: {error.strerror or error}"
+            sample.began = sample.began or now()
+            sample.ended = now()
+        finally:
+            if connection is not None and sample.ended == 0.0:
+                connection.abort()
+                sample.ended = now()
+            elif connection is not None and not connection.closed:
+                self._free.append(connection)
+
+    async def call(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
+        """Status and JSON (None: no JSON) of one plain request. Raises `Unreachable`."""
+        from array import array
+
+        sample = Sample(array("d"), keep=True)
+        await self.send(self.request(path, body, method), sample)
+        if not sample.status:
+            raise Unreachable(
+                f"{self._target.url}: {sample.error}",
+                hint="is it running? `dynamo ps` lists the deployments of this host",
+            )
+        try:
+            return sample.status, msgspec.json.decode(b"".join(sample.body))
+        except msgspec.DecodeError:
+            return sample.status, None
+
+    def close(self) -> None:
+        """Close every idle connection."""
+        for connection in self._free:
+            connection.abort()
+        self._free.clear()
+
+    async def _connection(self) -> Connection:
+        while self._free:
+            connection = self._free.pop()
+            if not connection.closed:
+                return connection
+        loop = asyncio.get_running_loop()
+        tls = True if self._tls else None
+        _, made = await loop.create_connection(Connection, self._host, self._port, ssl=tls)
+        return made
+
+
+def unchunked(body: bytes) -> bytes:
+    """A chunked body's content."""
+    parts = []
+    at = 0
+    while (found := _CHUNK.match(body, at)) and (size := int(found[1], 16)):
+        parts.append(body[found.end() : found.end() + size])
+        at = found.end() + size + 2
+    return b"".join(parts)
