@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,25 @@ def test_a_message_beyond_the_context_is_an_error(
     assert ended.returncode == 1
     assert "error: " in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_ctrl_c_ends_an_answer(tiny_model: Path, environ: dict[str, str]) -> None:
+    slow = ["--timing", "constant:1,500", "--sampling.max_tokens", "1000"]
+    command = [*DYNAMO, "run", "in=text", "out=mock", str(tiny_model), *slow]
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+    )
+    os.close(theirs)
+    assert child.stdout is not None
+    while child.stdout.read(1) != b">":
+        pass
+    os.write(ours, b"the quick\n")
+    child.stdout.read(len(" w"))  # the prompt's space, and the answer has begun
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=20)  # well before the time to drain
+    os.close(ours)
+
+    assert child.returncode == 0, err.decode()
+    assert b"error" not in err
+    assert b"cancelled after the drain" not in err

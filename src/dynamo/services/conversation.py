@@ -46,10 +46,12 @@ async def converse(
     async with Tasks(on_failure=lambda _: None) as tasks:  # both results are taken below
         ends = tasks.start(supervisor.run(), "supervisor")
         talk = tasks.start(_talk(settings, lines, write), "conversation")
-        await asyncio.wait([ends, talk], return_when=asyncio.FIRST_COMPLETED)
+        stopped = tasks.start(supervisor.stopping.wait(), "stopped")  # Ctrl-C ends an answer, too
+        await asyncio.wait([ends, talk, stopped], return_when=asyncio.FIRST_COMPLETED)
         talk.cancel()
         await asyncio.wait([talk])
-        supervisor.stop()
+        if not supervisor.stopping.is_set():
+            supervisor.stop()
         code = await ends
     if not talk.cancelled():
         talk.result()
@@ -72,8 +74,10 @@ async def _answer(gateway: Gateway, said: Sequence[dict[str, str]], write: Write
     name, served = gateway.find(DEFAULT)
     reply = Spoken(write)
     request = ChatRequest(model=name, messages=tuple(said))
-    await served.processor.chat(request, Context(request_id=secrets.token_hex(8)), reply)
-    write("\n")
+    try:
+        await served.processor.chat(request, Context(request_id=secrets.token_hex(8)), reply)
+    finally:
+        write("\n")
     return "".join(reply.parts)
 
 
