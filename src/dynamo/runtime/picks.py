@@ -72,7 +72,7 @@ class Picks:
     def pick(self, mode: str, allowed: Container[str] | None = None) -> Slot:
         """One candidate (of those in `allowed`). Raises `NoWorkers`; `ConfigError` for a mode that
         does not exist."""
-        choose = MODES.get(mode) or _mode(mode)
+        choose = MODES.get(mode) or MODES[mode_name(mode)]
         if allowed is None:
             slots, counts = self._slots, self._counts
         else:
@@ -135,11 +135,12 @@ MODES: dict[str, Callable[[Picks, list[Slot], list[int]], Slot]] = {
 }
 
 
-def _mode(mode: str) -> Callable[[Picks, list[Slot], list[int]], Slot]:
-    plain = mode.replace("-", "_")
-    found = MODES.get(ALIASES.get(plain, plain))
-    if found is None:
+def mode_name(mode: str) -> str:
+    """The key of `MODES` that is meant; `-` and `_` are alike. Raises `ConfigError`."""
+    plain = mode.strip().lower().replace("-", "_")
+    name = ALIASES.get(plain, plain)
+    if name not in MODES:
         near = difflib.get_close_matches(plain, MODES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(MODES)}"
         raise ConfigError(f"no pick is called {mode!r}", hint=hint)
-    return found
+    return name

@@ -68,7 +68,7 @@ class MemoryEvents(Events):
         for subscription in list(self._subscriptions):
             self._unsubscribe(subscription)
         for source in self._sources:
-            source.disappear()
+            await source.outlet.close()
         self._place.planes.discard(self)
         if not self._place.planes:
             _places.pop(self._name, None)

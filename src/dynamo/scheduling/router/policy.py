@@ -9,13 +9,10 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.errors import ConfigError
-from dynamo.core.settings.schema_router import ROUTER_MODES
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
-
-MODE_ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
+from dynamo.runtime.picks import mode_name
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -53,12 +50,3 @@ class BasicPolicy(Policy):
             return Decision(self._client.pick(self._mode), self._mode, len(live))
         allowed = live.keys() - tried
         return Decision(self._client.pick(self._mode, allowed), self._mode, len(allowed))
-
-
-def mode_name(mode: str) -> str:
-    """The mode's one name. Raises ConfigError."""
-    plain = mode.strip().lower().replace("-", "_")
-    name = MODE_ALIASES.get(plain, plain)
-    if name not in ROUTER_MODES:
-        raise ConfigError(f"unknown router mode {mode!r}", hint=f"one of {', '.join(ROUTER_MODES)}")
-    return name

@@ -149,10 +149,12 @@ class EventsConformance:
     async def test_a_publisher_that_closes_is_gone(self, join: Join) -> None:
         publisher, subscriber, heard = await join(), await join(), Heard()
         await subscriber.subscribe("", heard)
-        await publisher.source("kv", "w", lambda: [b"one"])
+        source = await publisher.source("kv", "w", lambda: [b"one"])
         await heard.until_payload(b"one")
+        source.publish(b"last")
         await publisher.close()
         await heard.until_kind("gone")
+        assert heard.payloads() == [b"last"]
 
     async def test_who_unsubscribed_hears_no_more(self, join: Join) -> None:
         member, heard, other = await join(), Heard(), Heard()
