@@ -78,17 +78,25 @@ def free_port() -> int:
 
 
 class Deployment:
-    """`dynamo run ...` as a user starts it, with state and log of its own."""
+    """`dynamo run ...` (or another command) as a user starts it, with state and log of its own;
+    `folder`: where."""
 
-    def __init__(self, arguments: list[str], home: Path, environ: dict[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        home: Path,
+        environ: dict[str, str],
+        command: str = "run",
+        folder: Path | None = None,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = home / f"run-{self.port}.log"
         self.environ = os.environ | environ
-        command = [sys.executable, "-m", "dynamo", "run", *arguments, "--http-port", str(self.port)]
+        words = [sys.executable, "-m", "dynamo", command, *arguments, "--http-port", str(self.port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=self.environ, cwd=home
+                words, stdout=log, stderr=subprocess.STDOUT, env=self.environ, cwd=folder or home
             )
 
     def wait_ready(self, timeout_s: float = 45) -> None:
@@ -159,8 +167,11 @@ def start(tmp_path: Path, runtime_environ: dict[str, str]) -> Iterator[Start]:
     """`start("out=mock", MODEL, ...)` -> a ready Deployment, stopped after the test."""
     running: list[Deployment] = []
 
-    def begin(*arguments: object, ready: bool = True) -> Deployment:
-        one = Deployment([str(a) for a in arguments], tmp_path, runtime_environ)
+    def begin(
+        *arguments: object, ready: bool = True, command: str = "run", folder: Path | None = None
+    ) -> Deployment:
+        words = [str(a) for a in arguments]
+        one = Deployment(words, tmp_path, runtime_environ, command, folder)
         running.append(one)
         if ready:
             one.wait_ready()

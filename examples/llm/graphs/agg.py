@@ -1,7 +1,7 @@
 """Workers that compute prompts and answers: frontend, processor, workers.
 
-    dynamo serve graphs.agg:Frontend -f configs/agg.yaml
-    dynamo serve graphs.agg:AggregatedWorker -f configs/agg.yaml --model-path FOLDER
+dynamo serve graphs.agg:Frontend -f configs/agg.yaml
+dynamo serve graphs.agg:AggregatedWorker -f configs/agg.yaml --model-path FOLDER
 """
 
 from dynamo.sdk import service

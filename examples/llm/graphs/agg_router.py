@@ -1,6 +1,6 @@
 """Several workers, and a router that chooses among them.
 
-    dynamo serve graphs.agg_router:Frontend -f configs/agg_router.yaml
+dynamo serve graphs.agg_router:Frontend -f configs/agg_router.yaml
 """
 
 from dynamo.sdk import service

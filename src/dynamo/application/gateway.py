@@ -65,10 +65,11 @@ class Gateway:
         self._reason = reason
 
     def add(self, served: Served) -> None:
-        """Serve a model; a name that is there is replaced."""
+        """Serve a model; a name that is there is replaced. Derived ones stand behind the others."""
         for name in served.names:
             self._preparing.pop(name, None)
             self._models[name] = served
+        self._models = dict(sorted(self._models.items(), key=lambda one: one[1].derived))
 
     def remove(self, name: str) -> None:
         """Serve it no longer, under any of its names."""
@@ -114,8 +115,7 @@ class Gateway:
             )
         self.require_ready()
         if name == DEFAULT:
-            every = self._models.values()
-            served = next((one for one in every if not one.derived), next(iter(every)))
+            served = next(iter(self._models.values()))
             return served.names[0], served
         raise ModelNotFound(
             f"there is no model {name[:200]!r}; there is {_listed(self._models)}", param="model"

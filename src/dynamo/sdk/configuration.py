@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import msgspec
@@ -24,7 +24,7 @@ class ServiceArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def configuration_of(service: type[Any], section: Mapping[str, Any]) -> Any:
     """What the service's `config` becomes: of the type that the class annotates it with, or a
     plain dict. Raises `ConfigError` that names the key."""
-    own = own_part(service, section)
+    own = own_part(section)
     kind = config_type(service)
     if kind is None:
         return own
@@ -41,7 +41,7 @@ def configuration_of(service: type[Any], section: Mapping[str, Any]) -> Any:
 
 def service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
     """Replicas and resources as the section gives them. Raises `ConfigError`."""
-    given = {**_shorthand(service, section), **(section.get(ARGS) or {})}
+    given = section.get(ARGS) or {}
     name = spec_of(service).name
     for key in given.keys() - set(ServiceArgs.__struct_fields__):
         known = ServiceArgs.__struct_fields__
@@ -55,10 +55,9 @@ def service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
     return args
 
 
-def own_part(service: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
+def own_part(section: Mapping[str, Any]) -> dict[str, Any]:
     """The section without what says how the service runs."""
-    short = _shorthand(service, section)
-    return {key: value for key, value in section.items() if key != ARGS and key not in short}
+    return {key: value for key, value in section.items() if key != ARGS}
 
 
 def config_type(service: type[Any]) -> type[Any] | None:
@@ -74,12 +73,12 @@ def config_type(service: type[Any]) -> type[Any] | None:
     return kind if isinstance(kind, type) and kind is not dict else None
 
 
-def _shorthand(service: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """`workers` and `resources` of the section itself, unless the service has such keys."""
+def full_key(service: type[Any], key: str) -> str:
+    """`workers` and `resources` mean those of `ServiceArgs`, unless the service has such keys."""
     kind = config_type(service)
     own = kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
-    fields = ServiceArgs.__struct_fields__
-    return {key: section[key] for key in fields if key in section and key not in own}
+    head = key.partition(".")[0]
+    return f"{ARGS}.{key}" if head in ServiceArgs.__struct_fields__ and head not in own else key
 
 
 def _check_keys(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str) -> None:
@@ -94,20 +93,3 @@ def _check_keys(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str
             and isinstance(value, dict)
         ):
             _check_keys(inner, value, f"{where}.{key}")
-
-
-def merged(sections: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
-    """Later sections win, key by key, as deep as both are mappings."""
-    result: dict[str, Any] = {}
-    for section in sections:
-        _merge(result, section)
-    return result
-
-
-def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for key, value in more.items():
-        before = into.get(key)
-        if isinstance(before, dict) and isinstance(value, Mapping):
-            _merge(before, value)
-        else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value

@@ -10,6 +10,8 @@ from dynamo.application import Application, Gateway
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.models import Models
+from dynamo.services.offered import Offers
+from dynamo.services.processing import Processing
 from dynamo.services.siblings import Siblings
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class Frontend:
         runtime.at_shutdown(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._models.follow()
+        Offers(runtime, gateway).follow()
+        await Processing(runtime, gateway).start()
         runtime.metrics.gauge(
             "dynamo_frontend_workers",
             "Instances that serve a model",

@@ -17,10 +17,10 @@ from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.processor import Processor
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.fetch import ensure_file
+from dynamo.services.model_names import MODELS
 
 log = logging.getLogger(__name__)
 
-MODELS = "models"
 WORKER = "worker"
 WAITING = "no model is ready yet: no worker has announced one"
 

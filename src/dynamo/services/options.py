@@ -10,7 +10,7 @@ import msgspec
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Given, Loaded
 from dynamo.core.settings.names import spellings
-from dynamo.sdk.configuration import ARGS
+from dynamo.sdk.configuration import ARGS, full_key
 from dynamo.sdk.declare import near, role_of
 
 Options = Mapping[str, Mapping[str, Given]]
@@ -40,12 +40,14 @@ def check_names(options: Options, services: Sequence[type[Any]], ready: Sequence
             )
 
 
-def section_of(name: str, file: Options, flags: Options) -> dict[str, Any]:
+def section_of(service: type[Any], file: Options, flags: Options) -> dict[str, Any]:
     """The section of a user's service, flags over file; a dotted key is a nested one."""
     section: dict[str, Any] = {}
-    for given in (file.get(name, {}), flags.get(name, {})):
-        for key, one in given.items():
-            _put(section, key.split("."), _plain(one.raw))
+    for key, one in sorted(file.get(service.__name__, {}).items()):
+        path = full_key(service, key).split(".") if "." not in key else [key]
+        _put(section, path, one.raw)
+    for key, one in flags.get(service.__name__, {}).items():
+        _put(section, full_key(service, key).split("."), _plain(one.raw))
     return section
 
 

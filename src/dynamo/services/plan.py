@@ -138,7 +138,7 @@ def _part(
         if loaded.origins["engine.workers"] == "default":
             workers = spec.workers
         return Part("worker", (service,), workers, loaded.settings, resources=spec.resources)
-    section = section_of(spec.name, base.services, flags)
+    section = section_of(service, base.services, flags)
     args = service_args(service, section)
     configuration_of(service, section)
     return Part(

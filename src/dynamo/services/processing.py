@@ -1,0 +1,61 @@
+"""The Processor's endpoints: the models of a frontend's process, for services that call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dynamo.application import Gateway
+from dynamo.application.pieces import PieceReply, WholeReply, read_plain
+from dynamo.communication.requests import Outgoing
+from dynamo.core.text import ChatRequest
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.sdk.declare import spec_of
+from dynamo.services.components import Processor
+from dynamo.services.model_names import plain_model
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class Processing:
+    """Answers `Processor.chat` and `Processor.answer` over the request plane."""
+
+    def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
+        self._runtime = runtime
+        self._gateway = gateway
+        self._unknown_roles = runtime.settings.server.unknown_roles
+
+    async def start(self) -> None:
+        """Serve both until the runtime shuts down."""
+        spec = spec_of(Processor)
+        component = self._runtime.namespace().component(spec.name)
+        await component.endpoint(spec.endpoints["chat"].name).serve(self._chat)
+        await component.endpoint(spec.endpoints["answer"].name).serve(self._answer)
+
+    async def _chat(self, payload: bytes, out: Outgoing) -> None:
+        request, processor = self._read(payload)
+        head = {
+            "id": f"chatcmpl-{out.context.request_id}",
+            "created": int(self._runtime.clock.wall()),
+            "model": request.model,
+        }
+
+        def send(chunk: dict[str, Any]) -> bool:
+            return out.send(_encode(chunk))
+
+        await processor.chat(request, out.context, PieceReply(send, head, request.options.n))
+
+    async def _answer(self, payload: bytes, out: Outgoing) -> None:
+        request, processor = self._read(payload)
+        options = msgspec.structs.replace(request.options, n=1)
+        reply = WholeReply()
+        await processor.chat(msgspec.structs.replace(request, options=options), out.context, reply)
+        out.send(_encode(reply.answer))
+
+    def _read(self, payload: bytes) -> tuple[ChatRequest, Any]:
+        body = _decode(payload)
+        wanted = body.get("model") if isinstance(body, dict) else None
+        name, served = plain_model(self._gateway, wanted)
+        return read_plain(body, name, self._unknown_roles), served.processor
