@@ -81,5 +81,6 @@ class Engine(ABC):
         del listener
 
     def held_blocks(self) -> Sequence[KvEvent]:
-        """A dump: events that rebuild the present state from nothing."""
+        """A dump: events that rebuild the present state from nothing. The next events may say again
+        what it says already (a block stored or removed); applying them twice changes nothing."""
         return ()

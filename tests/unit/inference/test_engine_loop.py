@@ -20,6 +20,17 @@ async def ask(engine, request, reply):
     return reply
 
 
+def apply(view, events):
+    """What a listener makes of events."""
+    for event in events:
+        if isinstance(event, BlocksStored):
+            view.update(event.hashes)
+        elif isinstance(event, BlocksRemoved):
+            view.difference_update(event.hashes)
+        else:
+            view.clear()
+
+
 async def test_a_request_is_answered_in_order(make_engine, make_request, heard):
     engine = make_engine()
     await engine.start()
@@ -130,16 +141,7 @@ async def test_cancelled_anywhere_nothing_is_lost(make_engine, make_request, hea
     await engine.start()
     held = set()
 
-    def follow(events):
-        for event in events:
-            if isinstance(event, BlocksStored):
-                held.update(event.hashes)
-            elif isinstance(event, BlocksRemoved):
-                held.difference_update(event.hashes)
-            else:
-                held.clear()
-
-    engine.on_kv_events(follow)
+    engine.on_kv_events(lambda events: apply(held, events))
     async with Tasks() as tasks:
         running = [
             tasks.start(ask(engine, make_request(range(n, n + 14), max_tokens=25), heard()))
@@ -386,4 +388,28 @@ async def test_a_dead_loop_fails_everybody_and_says_so(
     assert len({id(error) for error in errors}) == 3  # a shared one would gather tracebacks
     assert told == [True]
     assert engine.failure is not None
+    await engine.stop()
+
+
+async def test_a_dump_and_what_follows_it_come_to_what_is_held(make_engine, make_request, heard):
+    """Wherever the dump falls: also within a step, whose events were not told yet."""
+    engine = make_engine(num_blocks=12, block_size=4, max_num_batched_tokens=8, max_num_seqs=3)
+    await engine.start()
+    views = []
+
+    engine.on_kv_events(lambda events: [apply(view, events) for view in views])
+    async with Tasks() as tasks:
+        running = [
+            tasks.start(ask(engine, make_request(range(n, n + 14), max_tokens=9), heard()))
+            for n in range(12)
+        ]
+        while not all(task.done() for task in running):
+            views.append(set())
+            apply(views[-1], engine.held_blocks())
+            if len(views) % 9 == 0:
+                engine.clear_blocks()
+            await asyncio.sleep(0)
+    assert len(views) > 50
+    held = {block for event in engine.held_blocks() for block in event.hashes}
+    assert all(view == held for view in views)
     await engine.stop()
