@@ -24,6 +24,7 @@ COMMANDS = {
     "run": Command("dynamo.cli.run", "serve a model: frontend and workers, one command"),
     "chat": Command("dynamo.cli.chat", "talk with a served model in the terminal"),
     "serve": Command("dynamo.cli.serve", "serve a graph of services: yours and ready-made ones"),
+    "call": Command("dynamo.cli.call", "call one endpoint of a service that runs"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),

@@ -126,7 +126,10 @@ def announce(made: Plan, url: str) -> None:
         run_command.announce(names, url)
     else:
         where = f" at {url}" if url else ""
-        print(f"\n{made.root} serves{where}; end: Ctrl-C, or `dynamo stop`\n", file=sys.stderr)
+        print(f"\n{made.root} serves{where}\n", file=sys.stderr)
+        for endpoint in _endpoints(made)[:1]:
+            print(f"try:  dynamo call {endpoint} JSON", file=sys.stderr)
+        print("end:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
 
 
 def described(made: Plan) -> list[str]:
@@ -158,6 +161,19 @@ def described(made: Plan) -> list[str]:
     lines.append(f"requests    {planes.requests}")
     lines.append(f"events      {planes.events}")
     return lines
+
+
+def _endpoints(made: Plan) -> list[str]:
+    """Those of users' services, callers first."""
+    from dynamo.sdk.declare import spec_of
+
+    namespace = made.settings.runtime.namespace
+    return [
+        f"{spec.namespace or namespace}.{spec.name}.{endpoint.name}"
+        for part in made.of_role("service")
+        for spec in map(spec_of, part.services)
+        for endpoint in spec.endpoints.values()
+    ]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

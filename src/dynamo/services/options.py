@@ -35,8 +35,11 @@ def check_names(options: Options, services: Sequence[type[Any]], ready: Sequence
     for name, given in options.items():
         if name not in known:
             where = next((one.where for one in given.values()), "file")
+            own = services[-1].__name__
+            below = f"write it below a service's name: `{own}:`, then, indented, `{ARGS}:`"
             raise ConfigError(
-                f"no service of this graph is called {name!r} ({where})", hint=near(name, known)
+                f"no service of this graph is called {name!r} ({where})",
+                hint=below if name == ARGS else near(name, known),
             )
 
 
