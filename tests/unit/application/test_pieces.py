@@ -1,0 +1,132 @@
+"""Chat between services: requests as plain values, chunks to text and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dynamo.application.pieces import (
+    PieceReader,
+    PieceReply,
+    WholeReply,
+    plain_request,
+    read_plain,
+)
+from dynamo.core.errors import InvalidRequest, ProtocolError, Unsupported
+from dynamo.core.text import TextFinish, TextReply, TokenText
+from dynamo.core.values import Started
+
+
+class Told(TextReply):
+    """Everything, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def prompt(self, prompt_tokens: int) -> None:
+        self.calls.append(("prompt", prompt_tokens))
+
+    def begin(self, choice: int, started: Started) -> None:
+        self.calls.append(("begin", choice))
+
+    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+        self.calls.append((choice, delta))
+        return True
+
+    def finish(self, choice: int, end: TextFinish) -> None:
+        self.calls.append(("finish", choice, end.reason, end.completion_tokens))
+
+
+def say(reply: TextReply) -> None:
+    reply.prompt(7)
+    reply.begin(0, Started(worker="w"))
+    reply.text(0, "he")
+    reply.text(0, "llo")
+    reply.finish(0, TextFinish("length", 2))
+
+
+def test_chunks_there_and_back() -> None:
+    chunks: list[dict[str, Any]] = []
+    say(PieceReply(lambda chunk: not chunks.append(chunk), {"id": "x", "model": "m"}, 1))
+    told = Told()
+    reader = PieceReader(told)
+    for chunk in chunks:
+        assert reader.take(chunk)
+    reader.end()
+
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["usage"]["total_tokens"] == 9
+    assert told.calls == [
+        *(("prompt", 7), ("begin", 0), (0, "he"), (0, "llo"), ("finish", 0, "length", 2))
+    ]
+
+
+def test_texts_of_a_service_stand_around_the_models() -> None:
+    told = Told()
+    reader = PieceReader(told)
+    reader.take("first ")
+    say(PieceReply(reader.take, {}, 1))
+    reader.take(" last")
+    reader.end()
+
+    assert told.calls == [
+        *(("begin", 0), (0, "first "), (0, "he"), (0, "llo"), (0, " last")),
+        *(("prompt", 7), ("finish", 0, "length", 2)),
+    ]
+
+
+def test_a_completion_and_an_empty_answer() -> None:
+    told = Told()
+    reader = PieceReader(told)
+    reader.take({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+    reader.end()
+    empty = Told()
+    PieceReader(empty).end()
+
+    assert (0, "yes") in told.calls
+    assert empty.calls == [("begin", 0), ("prompt", 0), ("finish", 0, "stop", 0)]
+
+
+@pytest.mark.parametrize("piece", [7, None, {"choices": 1}, {"choices": [{"delta": "x"}]}])
+def test_what_is_no_piece_is_told(piece: Any) -> None:
+    with pytest.raises(ProtocolError, match="texts or with OpenAI's chunks"):
+        PieceReader(Told()).take(piece)
+
+
+def test_the_whole_at_once() -> None:
+    reply = WholeReply()
+    say(reply)
+
+    assert reply.answer["content"] == "hello"
+    assert reply.answer["finish_reason"] == "length"
+    assert reply.answer["usage"]["prompt_tokens"] == 7
+
+
+def test_a_request_there_and_back_is_the_same() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "n": 2,
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "stop": ["a", "b"],
+        "cache_salt": "s",
+        "seed": 3,
+        "logit_bias": {5: 1.5},
+        "include_stop_str_in_output": True,
+    }
+    request = read_plain(body, "m", "reject")
+
+    assert read_plain(plain_request(request), "m", "reject") == request
+    assert plain_request(request)["temperature"] == 0.5
+
+
+def test_wrong_requests_name_the_field() -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        read_plain({"messages": [], "temperature": 9}, "m", "reject")
+    with pytest.raises(InvalidRequest, match="a mapping"):
+        read_plain([1], "m", "reject")
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(Unsupported, match="logprobs"):
+        read_plain({"messages": messages, "logprobs": True}, "m", "reject")
