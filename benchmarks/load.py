@@ -48,9 +48,18 @@ def rss_mb(pid: int) -> float:
 
 
 def vocabulary(folder: str) -> list[str]:
-    """Lower-case words that are one token after a space in the tokenizer of `folder`."""
-    data = json.loads((Path(folder) / "tokenizer.json").read_text())
+    """Lower-case words that are one token after a space in the tokenizer of `folder`, or of the
+    default model."""
+    path = Path(folder) / "tokenizer.json" if folder else default_tokenizer()
+    data = json.loads(path.read_text())
     return sorted(w[1:] for w in data["model"]["vocab"] if re.fullmatch("Ġ[a-z]{4,}", w))
+
+
+def default_tokenizer() -> Path:
+    """The default model's, fetched if need be."""
+    from dynamo.models.resolve import find_model
+
+    return Path(find_model("").card().tokenizer.path)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -278,7 +287,9 @@ def main() -> None:
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="default")
-    parser.add_argument("--vocabulary", required=True, help="folder with tokenizer.json")
+    parser.add_argument(
+        "--vocabulary", default="", help="folder with tokenizer.json; default: the default model's"
+    )
     parser.add_argument("-c", type=int, default=1, help="requests in flight (closed loop)")
     parser.add_argument("--rate", type=float, default=0, help="requests a second (Poisson) instead")
     parser.add_argument("--isl", type=int, default=128)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Memory of the frontend: idle, after 20,000 requests, after 100,000.
 
-benchmarks/memory.py --model MODEL_DIR
+benchmarks/memory.py [--model MODEL_DIR]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default="", help="folder; default: the default model")
     args = parser.parse_args()
     server = start_ours(args.model, 4, 1_000_000, "round_robin")
     resident = lambda: {pid: round(rss_mb(pid), 2) for pid in server.frontend}  # noqa: E731

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
+import importlib.util
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -116,20 +119,41 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--grpc", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.serve and asked.grpc:
+        asyncio.run(grpc_hop().serve(asked.serve, BODY))
+        return
     if asked.serve:
         uvloop.run(serve(asked.serve))
         return
-    with tempfile.TemporaryDirectory() as place:
-        far = [sys.executable, __file__, "--serve", place]
-        with subprocess.Popen(far, stdin=subprocess.PIPE) as process:
-            try:
-                found = uvloop.run(measure(place, asked))
-            finally:
-                process.terminate() if process.stdin is None else process.stdin.close()
+    with far_end() as place:
+        found = uvloop.run(measure(place, asked))
     show("dynamo.sdk", found, (f" (bar {UNARY_BAR_US:g})", f" (bar {ITEM_BAR_US:g})"))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
     print(f"far end's peak memory {peak} MiB")
+    if importlib.util.find_spec("grpc"):
+        with far_end("--grpc") as place:
+            hop = grpc_hop().with_calls(place, BODY, lambda *calls: rounds(*calls, asked))
+            show("grpc.aio", asyncio.run(hop))
+
+
+def grpc_hop() -> Any:
+    """The same through grpc.aio; needs grpc."""
+    return importlib.import_module("sdk_hop_grpc")
+
+
+@contextmanager
+def far_end(*words: str) -> Iterator[str]:
+    """Run the serving process meanwhile; gives the folder that both know."""
+    with tempfile.TemporaryDirectory() as place:
+        far = [sys.executable, __file__, "--serve", place, *words]
+        with subprocess.Popen(far, stdin=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            try:
+                yield place
+            finally:
+                process.stdin.close()
 
 
 if __name__ == "__main__":

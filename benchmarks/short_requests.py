@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """P99 of short requests: 64 in, 8 out, 20 a second (Poisson), least_loaded over 4 mock workers.
 
-    benchmarks/short_requests.py --model MODEL_DIR [--duration 30]
+    benchmarks/short_requests.py [--model MODEL_DIR] [--duration 30]
 
 Also prints the pauses of the frontend's event loop (garbage collection included) from /metrics.
 """
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default="", help="folder; default: the default model")
     parser.add_argument("--duration", type=float, default=30)
     args = parser.parse_args()
     server = start_ours(args.model, 4, 1, "least_loaded")

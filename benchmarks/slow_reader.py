@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One client that reads nothing for 10 s, among 256 streams: what the others and the memory feel.
 
-    benchmarks/slow_reader.py --model MODEL_DIR [--rounds 3]
+    benchmarks/slow_reader.py [--model MODEL_DIR] [--rounds 3]
 
 The slow client sets SO_RCVBUF to 4 KiB, asks for `--tokens` tokens (over 1 MB of events), reads
 nothing for 10 s, then everything. Its text must be whole, or end with `slow_reader`.
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default="", help="folder; default: the default model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8000)
     parser.add_argument("--speedup", type=float, default=8, help="of the mock workers")
