@@ -140,7 +140,7 @@ def log_announcement(names: Sequence[str], url: str) -> None:
 def curl(url: str) -> str:
     """A request that works as it stands."""
     body = (
-        '{"model": "default", "messages": '
+        '{"model": "default", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
