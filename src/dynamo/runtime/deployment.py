@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 ProcessState = Literal["starting", "ready", "draining"]
 PROCESSES = "processes"
+DISCOVERY = "discovery"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
@@ -52,7 +53,7 @@ class Deployment(msgspec.Struct, frozen=True):
     @property
     def discovery_url(self) -> str:
         """The `file:` discovery plane of its processes."""
-        return f"file:{self.folder / 'discovery'}"
+        return f"file:{self.folder / DISCOVERY}"
 
     def prepare(self) -> None:
         """Make the folder. Raises `ConfigError` where it is somebody else's. Blocks."""
@@ -70,6 +71,12 @@ class Deployment(msgspec.Struct, frozen=True):
     def remove(self, record: ProcessRecord) -> None:
         """Forget a process. Blocks."""
         self._path(record.instance).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove the folder if nobody is left in it. Blocks."""
+        for folder in (self.folder / PROCESSES, self.folder / DISCOVERY, self.folder):
+            with contextlib.suppress(OSError):  # not empty: others live there, or were killed
+                folder.rmdir()
 
     def processes(self) -> Sequence[ProcessRecord]:
         """Live processes, supervisor first, then by role and name; records of dead ones are

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dynamo.communication.http.errors import PortInUse
 from dynamo.core.errors import ConfigError
+from dynamo.runtime.deployment import live_processes
 from dynamo.runtime.pids import command
 
 LISTEN = "0A"
@@ -39,9 +40,16 @@ def port_owner(port: int) -> Owner | None:
 
 def name_owner(error: PortInUse) -> PortInUse:
     """The same error, which says who listens there, where that can be seen."""
-    if owner := port_owner(error.port):
+    owner = port_owner(error.port)
+    if owner is None:
+        return error
+    ours = next((one.deployment for one in live_processes() if one.pid == owner.pid), "")
+    if ours:
+        error.message += f": deployment {ours} (process {owner.pid}) serves there"
+        error.hint = f"choose another with --http-port, or end that one: `dynamo stop {ours}`"
+    else:
         error.message += f": process {owner.pid} ({owner.command}) listens there"
-        error.args = (error.message,)
+    error.args = (error.message,)
     return error
 
 

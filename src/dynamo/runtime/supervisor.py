@@ -135,6 +135,7 @@ class Supervisor:
             await self._status.stop()
             if self._record is not None:
                 await self._clock.offload(self._deployment.remove, self._record)
+                await self._clock.offload(self._deployment.clear)
         if self._unprepared is not None:
             raise self._unprepared
         return 0 if self.failure is None else self.failure.code

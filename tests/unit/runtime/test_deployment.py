@@ -153,3 +153,26 @@ def test_a_reserved_port_is_shared_with_children_alone() -> None:
                 accepted.close()  # closes first, so that TIME_WAIT stays on this side
                 assert caller.recv(1) == b""
     assert claim_port("127.0.0.1", port) == port
+
+
+def test_a_folder_that_nobody_uses_is_removed(deployment: Deployment) -> None:
+    record = record_of(deployment)
+    deployment.write(record)
+    deployment.clear()
+    assert deployment.processes() == [record]
+
+    deployment.remove(record)
+    deployment.clear()
+    assert not deployment.folder.exists()
+    deployment.clear()
+
+
+def test_a_port_in_use_names_the_deployment(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deployment.folder.parents[1]))
+    deployment.write(record_of(deployment))
+    with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(PortInUse) as caught:
+        claim_port("127.0.0.1", held.getsockname()[1])
+    assert f"deployment http-8000 (process {os.getpid()}) serves there" in caught.value.message
+    assert "`dynamo stop http-8000`" in caught.value.hint
