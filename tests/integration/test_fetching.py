@@ -162,3 +162,15 @@ def test_a_wrong_path_fails_before_anything_starts(start: Callable[..., Deployme
     first, second = one.log.read_text().splitlines()
     assert first == "error: there is no file or folder ./not/there.gguf"
     assert second.startswith("hint: ")
+
+
+def test_what_a_worker_cannot_load_is_the_last_thing_said(
+    start: Callable[..., Deployment], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"not a model")
+    one = start(broken, ready=False)
+    assert one.process.wait(20) == 1
+    said = one.log.read_text()
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == f"error: {broken} is not a GGUF file"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessState
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
+USAGE = 2
+"""Exit code of a command that was given something impossible."""
 FOR_SUPERVISOR = "this command is for the supervisor; use `dynamo run`"
 
 
@@ -51,6 +53,11 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     fatal: str = ""
     hint: str = ""
     code: int = 1
+
+    def error(self) -> DynamoError:
+        """What `fatal` was when it was raised, as far as the command is concerned."""
+        kind = ConfigError if self.code == USAGE else ModelUnavailable
+        return kind(self.fatal, hint=self.hint)
 
 
 class ParentLink:

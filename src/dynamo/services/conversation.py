@@ -38,7 +38,7 @@ async def converse(
     settings: Settings, lines: Lines, write: Write, logs: TextIO = sys.stderr
 ) -> int:
     """Answer every message of `lines`, with what was said before it, until they end. Returns the
-    exit code. Raises what an answer raises."""
+    exit code. Raises what an answer raises, and what keeps a worker from ever starting."""
     settings = _own_deployment(settings)
     set_levels(settings.logging.level)
     specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER]
@@ -53,6 +53,8 @@ async def converse(
         if not supervisor.stopping.is_set():
             supervisor.stop()
         code = await ends
+    if supervisor.failure is not None:
+        raise supervisor.failure.error()
     if not talk.cancelled():
         talk.result()
     return code

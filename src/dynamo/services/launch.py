@@ -84,7 +84,7 @@ def serve(
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
     serves; workers wait for `prepare`; `specs`: which processes, given the settings with the port
     and the deployment's name filled in, else frontends and workers. Raises `PortInUse`, which names
-    the owner, `ConfigError`, and what `prepare` raises."""
+    the owner, `ConfigError`, what `prepare` raises, and what keeps a process from ever starting."""
     host = settings.server.http_host
     with reserve_port(host, settings.server.http_port) as held:
         port = held.getsockname()[1]
@@ -100,7 +100,10 @@ def serve(
             out=logs,
             prepare=prepare,
         )
-        return run_supervisor(supervisor, lambda: on_ready(url))
+        code = run_supervisor(supervisor, lambda: on_ready(url))
+    if supervisor.failure is not None:
+        raise supervisor.failure.error()  # the last line says why, not one amid the logs
+    return code
 
 
 def replica_names(role: str, count: int) -> list[str]:
