@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,4 +105,22 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m dynamo run --help | head -n 1 >/dev/null"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
 
+    assert ended.stderr == ""
+
+
+def test_ctrl_c_amid_imports_is_no_traceback() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from dynamo.__main__ import main\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'dynamo.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == -signal.SIGINT
     assert ended.stderr == ""
