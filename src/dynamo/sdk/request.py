@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from contextvars import ContextVar
 
@@ -9,6 +10,8 @@ from msgspec.structs import replace
 
 from dynamo.core.context import Context
 
+_PROCESS = secrets.token_hex(8)
+_numbers = itertools.count(1)
 _current: ContextVar[Context | None] = ContextVar("dynamo_request", default=None)
 
 
@@ -21,8 +24,10 @@ def onward() -> Context:
     """What accompanies a call made now: the request being answered, else a new one."""
     context = _current.get()
     if context is None:
-        return Context(request_id=secrets.token_hex(8))
-    return replace(context, attempt=0, timeout_s=None) if context.attempt else context
+        return Context(request_id=f"{_PROCESS}{next(_numbers):08x}")
+    if context.attempt or context.timeout_s is not None:  # neither is that of the next call
+        return replace(context, attempt=0, timeout_s=None)
+    return context
 
 
 def request_id() -> str:

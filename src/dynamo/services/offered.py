@@ -41,7 +41,7 @@ class Offers:
         self._gateway = gateway
         self._prefix = offers_prefix(runtime.settings.runtime.namespace)
         self._offers: defaultdict[str, dict[str, Offer]] = defaultdict(dict)
-        self._served: dict[str, Offer] = {}
+        self._served: dict[str, tuple[Offer, Client]] = {}
 
     def follow(self) -> None:
         """From now on until the runtime shuts down."""
@@ -76,7 +76,8 @@ class Offers:
 
     async def _attend(self, model: str) -> None:
         offers = self._offers[model]
-        if not offers or self._served.get(model) in offers.values():
+        before = self._served.get(model)
+        if not offers or (before is not None and before[0] in offers.values()):
             return
         offer = next(iter(offers.values()))
         there = self._gateway.models.get(model)
@@ -89,11 +90,13 @@ class Offers:
         component = runtime.namespace(offer.namespace).component(offer.component)
         client = await component.endpoint(offer.endpoint).client()
         processor = Offered(offer, client, self._gateway, runtime.settings.server.unknown_roles)
-        self._served[model] = offer
+        self._served[model] = (offer, client)
         made = int(runtime.clock.wall())
         self._gateway.add(Served((model,), processor, made, 0, OWNER, offer.derived))
         if not offer.derived:
             runtime.health.well_again(MODELS)
+        if before is not None:
+            await before[1].close()
         log.info("model offered", extra={"fields": {"model": model, "service": offer.component}})
 
 
