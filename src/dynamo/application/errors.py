@@ -45,6 +45,7 @@ TYPES = {
     504: "timeout_error",
 }
 DEFAULT_RETRY_AFTER_S = 1.0
+AGAIN = "nothing is wrong with the request: send it again"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -70,9 +71,8 @@ def status_of(error: DynamoError) -> int:
 def error_body(error: DynamoError, request_id: str) -> bytes:
     """`{"error": {...}}`."""
     kind = TYPES.get(status_of(error), "invalid_request_error")
-    body = ErrorBody(
-        error.message, kind, error.code, error.param, error.hint or None, request_id or None
-    )
+    hint = error.hint or (AGAIN if error.retryable else None)
+    body = ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
     return msgspec.json.encode({"error": body})
 
 

@@ -223,6 +223,7 @@ async def test_an_error_in_the_middle_ends_the_stream(site: Any, connect: Any) -
         assert answer.status == 200
         *_, error, done = answer.events
         assert error["error"]["code"] == "worker_failed"
+        assert "send it again" in error["error"]["hint"]
         assert error["error"]["request_id"] == answer.headers["x-request-id"]
         assert done == "[DONE]"
         site.processor.fails = ""
@@ -234,6 +235,7 @@ async def test_an_error_in_the_middle_of_a_whole_answer(site: Any, connect: Any)
     site.processor.fails = "after"
     answer = await ask(connect, site)
     assert (answer.status, answer.error["code"]) == (503, "worker_failed")
+    assert "send it again" in answer.error["hint"]
 
 
 async def test_a_bug_is_500_without_a_traceback(
