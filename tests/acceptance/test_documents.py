@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +84,8 @@ class Reader:
         if command.startswith(ELSEWHERE):
             return
         command = self._other_ports(command)
+        if command == "dynamo stop":  # the user who runs the tests may have others
+            command += f" {self.ports['8000']}"
         if command.startswith(SERVES):
             self._serve(command)
         else:
@@ -94,13 +97,16 @@ class Reader:
         if self._serving is None:
             return
         if self._serving.poll() is None:
-            self._serving.send_signal(signal.SIGINT)
+            os.killpg(self._serving.pid, signal.SIGINT)  # as a terminal does: `make` hears it, too
         try:
-            assert self._serving.wait(PATIENCE_S) == 0, self._log.read_text()
+            code = self._serving.wait(PATIENCE_S)
+            assert code in {0, -signal.SIGINT}, self._log.read_text()
+            assert "Traceback" not in self._log.read_text(), self._log.read_text()
         finally:
-            self._serving.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._serving.pid, signal.SIGKILL)
+            self._serving.wait()
             self._serving = None
-        assert "Traceback" not in self._log.read_text()
 
     def _serve(self, command: str) -> None:
         self.end()
@@ -111,6 +117,7 @@ class Reader:
                 stderr=log,
                 env=self._environ,
                 cwd=ROOT if command.startswith("make") else self._folder,
+                start_new_session=True,
             )
         until = time.monotonic() + PATIENCE_S
         while not any(map(healthy, self.ports.values())):
