@@ -194,3 +194,16 @@ def mock_deployment(
     one.wait_ready()
     yield one
     one.stop()
+
+
+@pytest.fixture(autouse=True)
+def ready_made_services_stay_unlinked() -> Iterator[None]:
+    """A graph links ready-made classes; in a process of many graphs, each must find them bare."""
+    yield
+    components = sys.modules.get("dynamo.services.components")
+    if components is None:
+        return
+    from dynamo.sdk.declare import spec_of
+
+    for name in ("Frontend", "Processor", "Router", "Worker"):
+        spec_of(getattr(components, name)).links.clear()
