@@ -89,7 +89,13 @@ def _load_flags(made: Parser) -> None:
     group.add_argument(
         "--preset", choices=PRESETS, help="single requests of 50/100, 200/200 and 500/300 tokens"
     )
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="of all that is by chance")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the same prompts again (default: fresh ones, which no cache knows)",
+    )
 
 
 def _shape_flags(made: Parser) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dynamo.operations.bench.plan import Load
 
 WIDTH = 24
-LINE_S = 5.0
+LINE_S = 10.0
 CLEAR = "\r\x1b[K"
 SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")

@@ -136,7 +136,9 @@ def _note(declared: Declared, value: Any) -> str:
     if value not in later:
         return ""
     stand_in = later[value]
-    return f"{value}: {UNUSED}; " + (f"{stand_in} {STANDS_IN}" if stand_in else "a start refuses it")
+    return f"{value}: {UNUSED}; " + (
+        f"{stand_in} {STANDS_IN}" if stand_in else "a start refuses it"
+    )
 
 
 def _entries(

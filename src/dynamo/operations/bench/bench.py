@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -49,6 +50,7 @@ class Bench(msgspec.Struct, frozen=True):
 async def run_bench(bench: Bench, tell: Tell | None = None, clock: Clock | None = None) -> Result:
     """Measure. `tell(measurement, seconds)` now and then. Raises `Unreachable`, `ConfigError`."""
     clock = clock or SystemClock()
+    bench = replace(bench, load=replace(bench.load, seed=bench.load.seed or fresh_seed()))
     server = Server(bench.target)
     try:
         await check(server)
@@ -64,17 +66,22 @@ async def run_bench(bench: Bench, tell: Tell | None = None, clock: Clock | None 
             tasks.start(timeline.keep())
             cpu.start()
             run = await measurement.run(sessions, _limits(bench))
+            cpu.stop()
     finally:
         server.close()
     result = figures(run, bench.objectives)
-    spent = cpu.stop(result.output_tokens, result.requests)
     return replace(
         result,
         name=bench.name,
         settings=_shown(bench),
-        processes=spent,
+        processes=cpu.per(result.output_tokens, result.requests),
         timeline=timeline.per_second,
     )
+
+
+def fresh_seed() -> int:
+    """Another one every time."""
+    return secrets.randbelow(1 << 31) + 1
 
 
 async def check(server: Server) -> None:

@@ -71,6 +71,7 @@ class Measurement:
                     await self._open(every, end)
         finally:
             gc.enable()
+            gc.unfreeze()
         ended = max((one.ended for one in self.samples), default=now())
         return Run(self.samples, self._gaps, self._began, ended, self._peak, self._late_s)
 

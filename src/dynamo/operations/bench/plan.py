@@ -55,7 +55,8 @@ class Shape(msgspec.Struct, frozen=True):
 
 class Load(msgspec.Struct, frozen=True):
     """How requests come. `rate` requests a second, growing evenly to `rate_to`, else `concurrency`
-    at a time; until `duration_s` have passed or `requests` were sent (0: no limit)."""
+    at a time; until `duration_s` have passed or `requests` were sent (0: no limit). `seed` 0: other
+    prompts in every run, so that no cache knows them from the run before."""
 
     concurrency: int = 1
     rate: float = 0.0
@@ -64,7 +65,7 @@ class Load(msgspec.Struct, frozen=True):
     duration_s: float = 10.0
     requests: int = 0
     warmup: int = 0
-    seed: int = 1
+    seed: int = 0
 
 
 class Objectives(msgspec.Struct, frozen=True):

@@ -22,22 +22,26 @@ class Cpu:
         self._roles: dict[str, list[int]] = {}
         for process in _behind(url):
             self._roles.setdefault(process.role, []).append(process.pid)
-        self._before = self._spent()
+        self._before = self._after = self._spent()
 
     def start(self) -> None:
         """Measure from now on."""
         self._before = self._spent()
 
-    def stop(self, tokens: int, requests: int) -> Mapping[str, ProcessCpu]:
-        """By role, what was spent since `start`."""
-        now = self._spent()
+    def stop(self) -> None:
+        """Measure until now."""
+        self._after = self._spent()
+
+    def per(self, tokens: int, requests: int) -> Mapping[str, ProcessCpu]:
+        """By role, what was spent between `start` and `stop`."""
+        spent = {role: self._after[role] - before for role, before in self._before.items()}
         return {
             role: ProcessCpu(
-                cpu_s=round(now[role] - before, 4),
-                us_per_token=round((now[role] - before) / max(1, tokens) * 1e6, 2),
-                us_per_request=round((now[role] - before) / max(1, requests) * 1e6, 1),
+                cpu_s=round(cpu_s, 4),
+                us_per_token=round(cpu_s / max(1, tokens) * 1e6, 2),
+                us_per_request=round(cpu_s / max(1, requests) * 1e6, 1),
             )
-            for role, before in self._before.items()
+            for role, cpu_s in spent.items()
         }
 
     def _spent(self) -> dict[str, float]:

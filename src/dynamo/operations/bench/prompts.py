@@ -9,6 +9,8 @@ from typing import Any
 from dynamo.operations.bench.plan import Shape, Target, Turn
 
 CACHED_BLOCKS = 100_000
+OPENING = 4
+POOL = 1 << 14
 
 
 class Prompts:
@@ -18,6 +20,7 @@ class Prompts:
         self._words = [f" {word}" for word in words]
         self._chance = random.Random(seed)
         self._block_tokens = block_tokens
+        self._pool: list[str] = []
         self._blocks: dict[int | str, Sequence[str]] = {}
         self._shape = shape
         self._shared = round(shape.input_tokens * shape.prefix_share)
@@ -32,8 +35,16 @@ class Prompts:
         if self._shared:
             which = self._chance.randrange(self._shape.prefixes)
             shared = random.Random(f"prefix {which}").choices(self._words, k=self._shared)
-        fresh = max(0, turn.input_tokens - len(shared))
-        return "".join([*shared, *self._chance.choices(self._words, k=fresh)])
+        return "".join([*shared, *self._fresh(max(0, turn.input_tokens - len(shared)))])
+
+    def _fresh(self, count: int) -> list[str]:
+        """Words that no other prompt begins with: a few by chance, then a piece of the pool."""
+        first = self._chance.choices(self._words, k=min(count, OPENING))
+        rest = count - len(first)
+        while len(self._pool) < POOL + rest:
+            self._pool += self._chance.choices(self._words, k=POOL)
+        at = self._chance.randrange(POOL)
+        return first + self._pool[at : at + rest]
 
     def _of_blocks(self, turn: Turn) -> str:
         words: list[str] = []

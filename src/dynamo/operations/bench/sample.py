@@ -21,9 +21,16 @@ TEXT = (
     (b'"reasoning_content":"', b'"reasoning_content":""'),
 )
 """How servers write an event with text, and one whose text is empty."""
+CHAT = TEXT[0][0]
+QUOTE = ord('"')
 EVENT_END = b"\n\n"
-FRAMING = 7
-"""Longest framing after the last event of a read: the chunk's end and the body's."""
+CHUNK_END = b"\n\n\r\n"
+PLAIN = 140
+"""A second event does not fit into so much after the place of the first one's text, as an event has
+at least so much before it."""
+NOWHERE = 1 << 40
+FRAMING = (b"", b"\r\n", b"\r\n0\r\n\r\n")
+"""What may stand after the last event of a read and is no beginning of another."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -39,13 +46,14 @@ class Sample:
     by all requests of a run; `keep`: the body's bytes are kept."""
 
     __slots__ = (
-        "_carry", "_gaps", "began", "body", "ended", "error", "events", "first", "keep", "last",
-        "status", "usage", "written",
+        "_at", "_carry", "_gaps", "began", "body", "ended", "error", "events", "first", "keep",
+        "last", "status", "usage",
     )  # fmt: skip
 
     def __init__(self, gaps: array[float], *, keep: bool = False) -> None:
         self._gaps = gaps
         self._carry = b""
+        self._at = NOWHERE
         self.keep = keep
         self.body: list[bytes] = []
         self.status = 0
@@ -56,24 +64,49 @@ class Sample:
         self.usage: Usage | None = None
         self.error = ""
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Part of an event stream, with or without chunk framing."""
+    def feed(self, data: bytes, now: float) -> bool:
+        """Part of an event stream, with or without chunk framing. True: one plain event with text
+        and nothing else, as most reads are; those are told by where the text stood before."""
+        at = self._at
+        if (
+            at < len(data) < at + PLAIN
+            and data.startswith(CHAT, at)
+            and data[at + len(CHAT)] != QUOTE
+            and data.endswith(CHUNK_END)
+            and self.first is not None
+            and not self._carry
+            and not self.keep
+        ):
+            self._gaps.append(now - self.last)
+            self.last = now
+            self.events += 1
+            return True
+        self._feed(data, now)
+        return False
+
+    def _feed(self, data: bytes, now: float) -> None:
         if self.keep:
             self.body.append(data)
         if self._carry:
             data = self._carry + data
             self._carry = b""
-        end = data.rfind(EVENT_END) + 2
-        if len(data) - end > FRAMING:
-            self._carry = data[end:] if end > 1 else data
-            data = data[:end] if end > 1 else b""
+        end = data.rfind(EVENT_END) + len(EVENT_END)
+        if end < len(EVENT_END):
+            self._carry = data
+            return
+        if data[end:] not in FRAMING:
+            self._carry = data[end:]
+            data = data[:end]
         count = count_texts(data)
+        rest = data
         if count:
             self._stamp(count, now)
-        if b'"usage":' in data:
+            self._at = at if (at := data.find(CHAT)) >= PLAIN else NOWHERE
+            rest = data[max(0, data.rfind(CHAT)) :]
+        if b'"usage":{' in rest or b'"usage": {' in rest:
             self._read_usage(data)
-        if b'data: {"error"' in data or b"event: error" in data:
-            self.error = code_of(data) or "error in the stream"
+        if b'data: {"error"' in rest or b"event: error" in rest:
+            self.error = code_of(rest) or "error in the stream"
 
     def _stamp(self, count: int, now: float) -> None:
         if self.first is None:
@@ -86,7 +119,8 @@ class Sample:
         self.events += count
 
     def _read_usage(self, data: bytes) -> None:
-        for found in events_of(data):
+        at = max(data.rfind(b'"usage":{'), data.rfind(b'"usage": {'))
+        for found in events_of(data[data.rfind(b"data:", 0, at) :]):
             if found.get("usage"):
                 self.usage = usage_of(found["usage"])
 

@@ -62,12 +62,12 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         at = now()
         if self._streams:
-            self._sample.feed(data, at)
-            if data.endswith(LAST_CHUNK) or (
-                len(data) < len(LAST_CHUNK) and (self._before + data).endswith(LAST_CHUNK)
-            ):
+            if self._sample.feed(data, at):
+                self._before = data
+                return
+            self._before = (self._before + data)[-len(LAST_CHUNK) :]
+            if self._before == LAST_CHUNK:
                 self._finish(at)
-            self._before = data
         elif self._done is not None:
             self._begin(data, at)
 

@@ -120,14 +120,16 @@ async def count_tokens(server: Server, model: str, text: str) -> int:
     body = {"model": model, "prompt": text, "add_special_tokens": False}
     status, answer = await server.call("/tokenize", body)
     if status != 200 or not isinstance(answer, dict) or "tokens" not in answer:
-        told = (answer or {}).get("error", {}) if isinstance(answer, dict) else {}
-        why = told.get("message", "") if isinstance(told, dict) else ""
-        raise Unreachable(
-            f"the server does not tell tokens of a text: /tokenize answers {status} {why}".strip(),
-            hint=(told.get("hint") if isinstance(told, dict) else "")
-            or "give the model's tokenizer: --tokenizer FOLDER",
-        )
+        raise _no_tokens(status, answer)
     return len(answer["tokens"])
+
+
+def _no_tokens(status: int, answer: object) -> Unreachable:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    told = error if isinstance(error, dict) else {}
+    hint = "another model is named by --model; a server without /tokenize needs --tokenizer FOLDER"
+    message = f"/tokenize answers {status} {told.get('message') or ''}".strip()
+    return Unreachable(message, hint=told.get("hint") or hint)
 
 
 def _enough(words: Sequence[str]) -> Sequence[str]:

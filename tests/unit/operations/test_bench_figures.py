@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import struct
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from dynamo.core.errors import ConfigError
+from dynamo.operations.bench.arrivals import arrivals, made_up, timed
+from dynamo.operations.bench.compare import compare, differing_settings
+from dynamo.operations.bench.figures import Result, Run, figures, read_result, spread
+from dynamo.operations.bench.picture import draw
+from dynamo.operations.bench.plan import Load, Objectives, Shape, Target, Turn
+from dynamo.operations.bench.prompts import Prompts, body_of
+from dynamo.operations.bench.sample import Sample, Usage
+from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
+
+
+def sample(began: float, first: float, gap: float, events: int, error: str = "") -> Sample:
+    one = Sample(array("d"))
+    one.began, one.first, one.last = began, first, first + gap * (events - 1)
+    one.ended, one.events, one.error = one.last, events, error
+    one.usage = Usage(10, events, 5)
+    return one
+
+
+def result_of(*samples: Sample, **objectives: float) -> Result:
+    gaps = array("d", [0.01, 0.02, 0.03])
+    return figures(Run(list(samples), gaps, 0.0, 2.0), Objectives(**objectives))
+
+
+def test_figures_of_a_run() -> None:
+    found = result_of(
+        sample(0, 0.1, 0.01, 11), sample(1, 1.3, 0.02, 11), sample(1, 1.1, 0, 1, "http 503")
+    )
+
+    assert (found.requests, found.failed, found.errors) == (2, 1, {"http 503": 1})
+    assert found.requests_per_s == 1.0
+    assert found.output_tokens == 22
+    assert found.cached_ratio == 0.5
+    assert found.ttft_ms.p50 == 100.0
+    assert found.ttft_ms.max == 300.0
+    assert found.tpot_ms.p99 == 20.0
+    assert found.itl_ms.mean == 20.0
+    assert found.goodput is None
+
+
+def test_goodput_counts_requests_that_met_both_objectives() -> None:
+    samples = [sample(0, 0.1, 0.01, 11), sample(0, 0.3, 0.01, 11), sample(0, 0.1, 0.05, 11)]
+    found = result_of(*samples, sample(0, 0.1, 0.01, 2, "x"), ttft_ms=200, itl_ms=20).goodput
+
+    assert found is not None
+    assert (found.requests, found.ratio, found.requests_per_s) == (1, 0.25, 0.5)
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    found = spread([at / 1000 for at in range(1, 101)])
+
+    assert (found.p50, found.p90, found.p99, found.max) == (50, 90, 99, 100)
+    assert found.curve[0] == 1
+    assert found.curve[100] == 100
+
+
+def test_a_run_without_answers_has_figures() -> None:
+    assert result_of().ttft_ms.n == 0
+
+
+def test_two_results_are_compared_figure_by_figure(tmp_path: Path) -> None:
+    first = replace(
+        result_of(sample(0, 0.1, 0.01, 11)), settings={"load": {"rate": 1}, "name": "a"}
+    )
+    second = replace(
+        result_of(sample(0, 0.2, 0.01, 11)), settings={"load": {"rate": 2}, "name": "b"}
+    )
+    rows = {one.figure: one for one in compare(first, second)}
+
+    assert rows["ttft_ms.p50"].change == pytest.approx(1.0)
+    assert rows["ttft_ms.p50"].better is False
+    assert rows["requests_per_s"].better is None
+    assert differing_settings(first, second) == ["load.rate"]
+    path = tmp_path / "a.json"
+    path.write_bytes(msgspec.json.encode(first))
+    assert read_result(str(path)).ttft_ms == first.ttft_ms
+
+
+@pytest.mark.parametrize(("text", "word"), [(None, "No such file"), ("[]", "is no result")])
+def test_what_is_no_result_file_is_told(tmp_path: Path, text: str | None, word: str) -> None:
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        read_result(str(path))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "a.png"
+    draw([replace(result_of(sample(0, 0.1, 0.01, 11)), name="a", timeline=[1, 2])], str(path))
+    data = path.read_bytes()
+
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > 1000
+    assert height > 500
+
+
+def test_poisson_keeps_its_rate_and_ramps_grow() -> None:
+    steady = list(arrivals(Load(rate=50, duration_s=100, seed=3)))
+    ramp = list(arrivals(Load(rate=10, rate_to=90, duration_s=100, seed=3)))
+
+    assert len(steady) == pytest.approx(5000, rel=0.05)
+    assert len(ramp) == pytest.approx(5000, rel=0.05)
+    assert sum(at < 50 for at in ramp) == pytest.approx(1500, rel=0.1)
+    assert steady == sorted(steady)
+    assert list(arrivals(Load(rate=50, duration_s=100, seed=3))) == steady
+
+
+def test_even_arrivals_and_a_falling_ramp() -> None:
+    even = Load(rate=2, even=True, duration_s=2)
+
+    assert list(arrivals(even)) == [0.5, 1.0, 1.5, 2.0]
+    assert len(list(arrivals(Load(rate=20, rate_to=0.001, duration_s=10, even=True)))) == 100
+    starts = [one.start_s for one in timed(made_up(Shape()), even)]
+    assert starts == [0.5, 1.0, 1.5, 2.0]
+
+
+WORDS = [f"w{at}" for at in range(50)]
+
+
+def test_prompts_have_as_many_words_as_asked_for() -> None:
+    prompts = Prompts(WORDS, Shape(input_tokens=40, prefix_share=0.5, prefixes=1), 7, 16)
+    one, other = (prompts.text(Turn(40, 1)).split() for _ in range(2))
+
+    assert len(one) == len(other) == 40
+    assert one[:20] == other[:20]
+    assert one[20:] != other[20:]
+
+
+def test_blocks_of_a_trace_are_the_same_words_every_time() -> None:
+    one = Prompts(WORDS, Shape(), 1, 4).text(Turn(10, 1, hash_ids=[1, 2, 3])).split()
+    other = Prompts(WORDS, Shape(), 2, 4).text(Turn(14, 1, hash_ids=[1, 2, 9])).split()
+
+    assert len(one) == 10
+    assert len(other) == 14
+    assert one[:8] == other[:8]
+    assert one[8:] != other[8:10]
+
+
+def test_bodies_of_both_routes() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    chat = body_of(Target(extra={"temperature": 0}), messages, Turn(1, 5))
+    text = body_of(Target(completions=True, ignore_eos=False), messages, Turn(1, 5))
+
+    assert chat["messages"] == messages
+    assert (chat["max_tokens"], chat["temperature"], chat["ignore_eos"]) == (5, 0, True)
+    assert text["prompt"] == "hi"
+    assert "ignore_eos" not in text
+
+
+ROWS: list[dict[str, Any]] = [
+    {"timestamp": 2000, "input_length": 9, "output_length": 0, "hash_ids": [0, 1]},
+    {"timestamp": 1000, "input_length": 5, "output_length": 7, "hash_ids": [0], "session_id": "a"},
+    {"input_length": 6, "output_length": 2, "hash_ids": [0, 2], "session_id": "a", "delay": 500},
+]
+
+
+def test_a_mooncake_trace_with_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    first, second = read_mooncake(str(path), speed=2)
+
+    assert (first.start_s, second.start_s) == (0.5, 1.0)
+    assert [turn.delay_s for turn in first.turns] == [0.0, 0.25]
+    assert second.turns[0].output_tokens == 1
+    assert len(read_mooncake(str(path), rows=2)) == 2
+    assert not first.history
+
+
+def test_a_broken_trace_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"input_length": 1, "output_length": 1}\n{"input_length": "x"}\n')
+    with pytest.raises(ConfigError, match=r"t\.jsonl:2"):
+        read_mooncake(str(path))
+
+
+def test_a_sharegpt_file(tmp_path: Path) -> None:
+    talk = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "one two"},
+        {"from": "gpt", "value": "a b c"},
+        {"from": "human", "value": "three"},
+        {"from": "gpt", "value": "d"},
+    ]
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps([{"conversations": talk}, {"conversations": []}]))
+    count = lambda text: len(text.split())  # noqa: E731
+    (whole,) = read_sharegpt(str(path), count, turns=0)
+    (cut,) = read_sharegpt(str(path), count)
+
+    assert [(one.text, one.output_tokens) for one in whole.turns] == [("one two", 3), ("three", 1)]
+    assert whole.history
+    assert len(cut.turns) == 1
+
+
+def test_sessions_of_a_shape_go_on_for_ever() -> None:
+    (one, *_), *_ = ([s] for s in itertools.islice(made_up(Shape(turns=3)), 2))
+
+    assert len(one.turns) == 3
+    assert one.history

@@ -1,0 +1,129 @@
+"""Answers as they come over a connection, in every split."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dynamo.operations.bench.plan import Target
+from dynamo.operations.bench.sample import Sample, Usage
+from dynamo.operations.bench.wire import Connection, Server, unchunked
+
+ID = '"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
+EVENT = 'data: {%s"model":"m","choices":[{"index":0,"delta":{%s},"finish_reason":null}]}\n\n'
+USAGE = (
+    'data: {"choices":[],"usage":{"prompt_tokens":31,"completion_tokens":3,'
+    '"prompt_tokens_details":{"cached_tokens":16}}}\n\n'
+)
+EVENTS = [
+    EVENT % (ID, '"role":"assistant","content":""'),
+    EVENT % (ID, '"content":" a"'),
+    EVENT % (ID, '"content":" \\"b\\""'),
+    EVENT % (ID, '"content":" c"'),
+    EVENT % (ID, ""),
+    USAGE,
+    "data: [DONE]\n\n",
+]
+STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x\r\n%s\r\n" % (len(one), one.encode()) for one in EVENTS)
+    + b"0\r\n\r\n"
+)
+
+
+class FakeTransport(asyncio.Transport):
+    def __init__(self) -> None:
+        self.sent = b""
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        self.sent += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+Feed = Callable[..., Sample]
+
+
+@pytest.fixture
+async def feed() -> Feed:
+    def all_of(*parts: bytes, keep: bool = False, lost: bool = False) -> Sample:
+        connection = Connection()
+        connection.connection_made(FakeTransport())
+        sample = Sample(array("d"), keep=keep)
+        done = connection.ask(b"GET", sample)
+        for part in parts:
+            connection.data_received(part)
+        if lost:
+            connection.connection_lost(None)
+        assert done.done()
+        return sample
+
+    return all_of
+
+
+def check(sample: Sample) -> None:
+    assert (sample.error, sample.status, sample.events) == ("", 200, 3)
+    assert sample.usage == Usage(31, 3, 16)
+    assert sample.first is not None
+    assert sample.began <= sample.first <= sample.last <= sample.ended
+
+
+async def test_a_stream_in_one_read_or_one_a_chunk(feed: Feed) -> None:
+    check(feed(STREAM))
+    cuts = [0, *(at + 4 for at in range(len(STREAM)) if STREAM.startswith(b"\n\n\r\n", at))]
+    check(feed(*(STREAM[a:b] for a, b in zip(cuts, [*cuts[1:], len(STREAM)], strict=True))))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 333])
+async def test_a_stream_in_pieces(feed: Feed, size: int) -> None:
+    check(feed(*(STREAM[at : at + size] for at in range(0, len(STREAM), size))))
+
+
+async def test_every_single_cut(feed: Feed) -> None:
+    for at in range(1, len(STREAM)):
+        check(feed(STREAM[:at], STREAM[at:]))
+
+
+async def test_the_text_is_kept_where_it_is_wanted(feed: Feed) -> None:
+    assert feed(STREAM, keep=True).text() == ' a "b" c'
+
+
+async def test_an_error_has_its_status_and_code(feed: Feed) -> None:
+    body = b'{"error":{"message":"x","code":"overloaded"}}'
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    assert feed(head, body).error == "http 503 overloaded"
+
+
+async def test_an_error_inside_the_stream(feed: Feed) -> None:
+    event = b'data: {"error":{"message":"x","code":"worker_failed"}}\n\n'
+    data = STREAM[: STREAM.index(b" c") - 200]
+    data = data[: data.rindex(b"\n\n\r\n") + 4]
+    end = b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
+
+    assert feed(data, end).error == "worker_failed"
+
+
+async def test_a_lost_connection_and_a_body_until_the_end(feed: Feed) -> None:
+    assert feed(STREAM[:-20], lost=True).error == "connection lost"
+    body = "".join(EVENTS).encode()
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/event-stream\r\n\r\n"
+    check(feed(head, body, lost=True))
+
+
+def test_chunks_are_taken_apart() -> None:
+    assert unchunked(b"3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
+
+
+def test_a_request_bears_host_key_and_length() -> None:
+    request = Server(Target(url="http://h:1/v1", api_key="k")).request("/v1/x", {"a": 1})
+
+    assert request.startswith(b"POST /v1/x HTTP/1.1\r\nHost: h:1\r\n")
+    assert b"Authorization: Bearer k\r\n" in request
+    assert request.endswith(b'Content-Length: 7\r\n\r\n{"a":1}')
