@@ -67,6 +67,17 @@ def _load_flags(made: Parser) -> None:
     group.add_argument("--requests", type=int, default=0, metavar="N", help="send so many")
     group.add_argument("--warmup", type=int, default=0, metavar="N", help="unmeasured ones first")
     group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the same prompts again (default: fresh ones, which no cache knows)",
+    )
+    _trace_flags(group)
+
+
+def _trace_flags(group: Any) -> None:
+    group.add_argument(
         "--trace",
         metavar="FILE",
         help="a Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
@@ -88,13 +99,6 @@ def _load_flags(made: Parser) -> None:
     group.add_argument("--sharegpt", metavar="FILE", help="conversations of a ShareGPT file")
     group.add_argument(
         "--preset", choices=PRESETS, help="single requests of 50/100, 200/200 and 500/300 tokens"
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the same prompts again (default: fresh ones, which no cache knows)",
     )
 
 
