@@ -87,6 +87,7 @@ async def test_a_service_in_two_replicas_is_called_by_another(
     )
     await asyncio.to_thread(until, lambda: "Greeter serves" in serve.log.read_text())
     async with client_of(runtime_environ, "hello", "hello.Greeter.greet") as client:
+        await client.wait_for_instances(2, timeout_s=30)
         answers = [await client.generate({"name": "ann", "text": "x"}) for _ in range(8)]
 
         assert {one["text"] for one in answers} == {"ANN"}
