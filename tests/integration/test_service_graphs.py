@@ -87,13 +87,14 @@ async def test_a_service_in_two_replicas_is_called_by_another(
     )
     await asyncio.to_thread(until, lambda: "Greeter serves" in serve.log.read_text())
     async with client_of(runtime_environ, "hello", "hello.Greeter.greet") as client:
-        await client.wait_for_instances(2, timeout_s=30)
-        answers = [await client.generate({"name": "ann", "text": "x"}) for _ in range(8)]
+        answers: list[Any] = []
+        async with asyncio.timeout(30):  # the second replica may start later than the caller
+            while len({one["pid"] for one in answers}) < 2:
+                answers.append(await client.generate({"name": "ann", "text": "x"}))
 
         assert {one["text"] for one in answers} == {"ANN"}
         assert {one["greeting"] for one in answers} == {"good day"}
         pids = {one["pid"] for one in answers}
-        assert len(pids) == 2
 
         os.kill(min(pids), signal.SIGKILL)
         with suppress(WorkerFailed):  # it may have been sent to the one that died
