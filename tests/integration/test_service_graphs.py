@@ -97,12 +97,11 @@ async def test_a_service_in_two_replicas_is_called_by_another(
         pids = {one["pid"] for one in answers}
 
         os.kill(min(pids), signal.SIGKILL)
+        await asyncio.to_thread(until, lambda: "process died" in serve.log.read_text())
         with suppress(WorkerFailed):  # it may have been sent to the one that died
             await client.generate({"name": "bob", "text": "x"})
         after = [await client.generate({"name": "bob", "text": "x"}) for _ in range(20)]
         assert {one["text"] for one in after} == {"BOB"}
-
-        await asyncio.to_thread(until, lambda: "process died" in serve.log.read_text())
     async with client_of(runtime_environ, "hello", "hello.Greeter.spell") as client:
         assert [one async for one in client.generate({"name": "eve"})] == ["e", "v", "e"]
     assert serve.stop(signal.SIGTERM) == 0
