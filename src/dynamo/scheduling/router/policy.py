@@ -15,12 +15,78 @@ from dynamo.runtime.instances import Instance
 from dynamo.runtime.picks import mode_name
 
 
+class Ticket:
+    """The life of one placed request, as its policy follows it. The router drives it; `emitted` is
+    only counted, so that a token costs next to nothing."""
+
+    __slots__ = ("emitted",)
+
+    def __init__(self) -> None:
+        self.emitted = 0
+
+    def first_token(self) -> None:
+        """Called once, before the first tokens are counted."""
+
+    def end(self) -> None:
+        """Called once, however the request ended."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One worker that could have been chosen. `cost`: the lowest wins; `terms`: what it is the sum
+    of, by name, in the policy's unit (milliseconds for predicted times)."""
+
+    worker: str
+    overlap_blocks: int
+    cost: float
+    terms: dict[str, float]
+
+
 class Decision(msgspec.Struct, frozen=True):
-    """One choice. `candidates`: how many instances it was made among."""
+    """One choice. `candidates`: how many instances it was made among; `table`: the best of them,
+    best first, as they were when the choice fell; `overlap_blocks`: leading blocks of the prompt
+    that the instance is expected to hold; `waited_s`: in the router, for a better moment; `view`:
+    how well the instance's cache is known (exact, stale, approximate; "" = not looked at)."""
 
     instance: Instance
     mode: str
     candidates: int
+    table: tuple[Candidate, ...] = ()
+    overlap_blocks: int = 0
+    prompt_blocks: int = 0
+    best_overlap_blocks: int = 0
+    predicted_ttft_s: float | None = None
+    waited_s: float = 0.0
+    view: str = ""
+    ticket: Ticket | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of a decision. `ttft_s`: from the router to the first token (None = none came);
+    `error`: the code of what it ended with ("" = well, or the reader had enough)."""
+
+    ttft_s: float | None
+    duration_s: float
+    cached_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the answer came to its end."""
+        return not self.error
+
+
+class Observer(ABC):
+    """Hears of every decision and what came of it. On the loop: be quick."""
+
+    @abstractmethod
+    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+        """A worker was chosen; the request goes there now."""
+
+    @abstractmethod
+    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+        """The request left that worker."""
 
 
 class Policy(ABC):
@@ -31,6 +97,9 @@ class Policy(ABC):
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         """One instance that is not in `tried` (ids). Raises `NoWorkers`."""
+
+    async def close(self) -> None:
+        """Release what it holds; requests that still wait fail with `NoWorkers`."""
 
 
 class BasicPolicy(Policy):
