@@ -32,6 +32,7 @@ STATUS = {
     "overloaded": 503,
     "worker_failed": 503,
     "instance_gone": 503,
+    "worker_leaving": 503,
     "deadline_exceeded": 504,
 }
 TYPES = {

@@ -11,7 +11,8 @@ import msgspec
 class Context(msgspec.Struct, frozen=True, omit_defaults=True):
     """`timeout_s` is what is left when the value was made (clocks differ between hosts).
 
-    `attempt` tells one try of a request from the next; `trace` is a W3C traceparent.
+    `attempt` tells one try of a request from the next; `trace` is a W3C traceparent; `avoid`:
+    instances that failed it before.
     """
 
     request_id: str
@@ -19,3 +20,4 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True):
     timeout_s: float | None = None
     trace: str = ""
     metadata: dict[str, str] = {}
+    avoid: tuple[str, ...] = ()

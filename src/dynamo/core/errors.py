@@ -122,12 +122,20 @@ class WorkerFailed(DynamoError):
 
     code = "worker_failed"
     retryable = True
+    instance: str = ""
+    """Its id, where that is known."""
 
 
 class InstanceGone(WorkerFailed):
     """The instance that was addressed is not there any more (another incarnation answers)."""
 
     code = "instance_gone"
+
+
+class WorkerLeaving(WorkerFailed):
+    """The instance was taken out of service while it worked; another one goes on."""
+
+    code = "worker_leaving"
 
 
 class PoisonedRequest(DynamoError):

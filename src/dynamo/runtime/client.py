@@ -36,7 +36,8 @@ class Client:
         self._requests = requests
         self._on_close = on_close
         self._slots: dict[str, Slot] = {}
-        self._picks = Picks(rng or Random())
+        self.rng = rng or Random()
+        self._picks = Picks(self.rng)
         view.on_change(self._refresh)
         self._refresh()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 
+from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
 from dynamo.core.reply import Operator, Reply, Send
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.router import BasicPolicy, Router
 from dynamo.telemetry import Registry
 
@@ -32,10 +34,18 @@ def assemble(operators: Sequence[Operator], last: Send) -> Send:
     return Pipeline(operators, last).send
 
 
-def standard_pipeline(client: Client, mode: str, metrics: Registry | None = None) -> Send:
-    """What a frontend sends by: the router in `mode`, ending in dispatch to one of `client`'s
-    instances. Raises ConfigError for an unknown mode."""
-    operators: list[Operator] = []
+def standard_pipeline(
+    client: Client,
+    mode: str,
+    metrics: Registry | None = None,
+    *,
+    clock: Clock | None = None,
+    migration_limit: int = 16,
+) -> Send:
+    """What a frontend sends by: migration, the router in `mode`, ending in dispatch to one of
+    `client`'s instances. Raises ConfigError for an unknown mode."""
+    migration = Migration(clock or SystemClock(), client.rng, metrics, limit=migration_limit)
+    operators: list[Operator] = [migration]
     router = Router(BasicPolicy(client, mode), Dispatch(client).send, metrics)
     return assemble(operators, router.send)
 

@@ -63,7 +63,13 @@ class Models:
             return bool(instance.capabilities.get("model") == name)
 
         client = await component.endpoint("generate").client(serves)
-        send = standard_pipeline(client, runtime.settings.router.mode, runtime.metrics)
+        send = standard_pipeline(
+            client,
+            runtime.settings.router.mode,
+            runtime.metrics,
+            clock=runtime.clock,
+            migration_limit=runtime.settings.router.migration_limit,
+        )
         processor = await runtime.clock.offload(
             Processor, card, tokenizer, template, send, runtime.settings.sampling, runtime.clock
         )

@@ -81,6 +81,14 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             not_yet=(("kv", "least_loaded"),),
         ),
     ] = "round_robin"
+    migration_limit: Annotated[
+        int,
+        setting(
+            "how often one request may go on at another worker when its own fails; 0: never",
+            flag="--migration-limit",
+            ge=0,
+        ),
+    ] = 16
     host: Annotated[str, setting("address of a router of its own", unused=True)] = "127.0.0.1"
     port: Annotated[int, setting("port of a router of its own", ge=0, le=65535, unused=True)] = 8001
     replicas: Annotated[int, setting("routers of their own", ge=0, unused=True)] = 0
