@@ -11,7 +11,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.migration import Migration
-from dynamo.scheduling.router import BasicPolicy, Router
+from dynamo.scheduling.router import BasicPolicy, Observer, Policy, Router
 from dynamo.telemetry import Registry
 
 
@@ -36,17 +36,21 @@ def assemble(operators: Sequence[Operator], last: Send) -> Send:
 
 def standard_pipeline(
     client: Client,
-    mode: str,
+    policy: Policy | str,
     metrics: Registry | None = None,
     *,
     clock: Clock | None = None,
     migration_limit: int = 16,
+    observers: Sequence[Observer] = (),
 ) -> Send:
-    """What a frontend sends by: migration, the router in `mode`, ending in dispatch to one of
-    `client`'s instances. Raises ConfigError for an unknown mode."""
-    migration = Migration(clock or SystemClock(), client.rng, metrics, limit=migration_limit)
+    """What a frontend sends by: migration, the router by `policy` (or a basic mode's name), ending
+    in dispatch to one of `client`'s instances. Raises ConfigError for an unknown mode."""
+    clock = clock or SystemClock()
+    migration = Migration(clock, client.rng, metrics, limit=migration_limit)
     operators: list[Operator] = [migration]
-    router = Router(BasicPolicy(client, mode), Dispatch(client).send, metrics)
+    chosen = BasicPolicy(client, policy) if isinstance(policy, str) else policy
+    dispatch = Dispatch(client).send
+    router = Router(chosen, dispatch, metrics, clock=clock, observers=observers)
     return assemble(operators, router.send)
 
 

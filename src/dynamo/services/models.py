@@ -15,6 +15,8 @@ from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.processor import Processor
+from dynamo.scheduling.router import Policy
+from dynamo.scheduling.router.opening import open_policy
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.fetch import ensure_file
 from dynamo.services.model_names import MODELS
@@ -33,6 +35,7 @@ class Models:
         self._runtime = runtime
         self._gateway = gateway
         self._clients: dict[str, Client] = {}
+        self._policies: dict[str, Policy] = {}
         self._waiting("", WAITING)
         runtime.health.on_change(self._heard)
 
@@ -63,9 +66,16 @@ class Models:
             return bool(instance.capabilities.get("model") == name)
 
         client = await component.endpoint("generate").client(serves)
+        policy = await open_policy(
+            runtime.settings.router,
+            client,
+            runtime.events,
+            runtime.clock,
+            block_tokens=card.block_tokens,
+        )
         send = standard_pipeline(
             client,
-            runtime.settings.router.mode,
+            policy,
             runtime.metrics,
             clock=runtime.clock,
             migration_limit=runtime.settings.router.migration_limit,
@@ -75,10 +85,14 @@ class Models:
         )
         self._gateway.add(Served(card.names, processor, card.created, card.context_tokens))
         before = self._clients.pop(name, None)
+        old_policy = self._policies.pop(name, None)
         self._clients[name] = client
+        self._policies[name] = policy
         client.on_change(lambda: self._look(name, client))
         self._look(name, client)
         runtime.health.well_again(MODELS)
+        if old_policy is not None:
+            await old_policy.close()
         if before is not None:
             await before.close()
         log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})

@@ -9,7 +9,9 @@ import msgspec
 from dynamo.core.settings.declare import setting
 from dynamo.core.settings.schema_cluster import Resources
 
-ROUTER_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
+BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
+ROUTER_MODES = (*BASIC_MODES, "kv")
+ROUTER_POLICIES = ("predicted", "block_cost", "composite", "argmin_ttft", "affinity")
 SPELLINGS = (
     ("basic", "round_robin"),
     ("weighted", "weighted_round_robin"),
@@ -34,7 +36,7 @@ class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     algorithm: Annotated[
         str,
         setting(
-            "between workers of equal score", choices=ROUTER_MODES, spellings=SPELLINGS, unused=True
+            "between workers of equal score", choices=BASIC_MODES, spellings=SPELLINGS, unused=True
         ),
     ] = "random"
     health_check_interval: Annotated[
@@ -78,9 +80,17 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             choices=ROUTER_MODES,
             spellings=SPELLINGS,
             aliases=("type", "load_balance_strategy", "router.routing_strategy.type"),
-            not_yet=(("kv", "least_loaded"),),
         ),
     ] = "round_robin"
+    policy: Annotated[
+        str,
+        setting(
+            "what decides in mode kv: predicted time, Dynamo's block cost, the weights of "
+            "routing_strategy, time to first token alone, or where a conversation was before",
+            flag="--router-policy",
+            choices=ROUTER_POLICIES,
+        ),
+    ] = "predicted"
     migration_limit: Annotated[
         int,
         setting(

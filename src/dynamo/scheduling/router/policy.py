@@ -98,7 +98,7 @@ class Policy(ABC):
     ) -> Decision:
         """One instance that is not in `tried` (ids). Raises `NoWorkers`."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release what it holds; requests that still wait fail with `NoWorkers`."""
 
 

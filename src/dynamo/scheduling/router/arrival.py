@@ -1,0 +1,52 @@
+"""A request that has not been placed yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+from dynamo.scheduling.router.prompt import Prompt
+
+if TYPE_CHECKING:
+    from dynamo.scheduling.router.policy import Decision
+
+
+class Arrival:
+    """`overlaps`: worker -> leading blocks of the prompt that it holds (as far as is known at
+    `looked_s`); `barred`: workers that it must not go to; `decided`: resolved when it is placed."""
+
+    __slots__ = (
+        "barred",
+        "block_tokens",
+        "decided",
+        "id",
+        "looked_s",
+        "overlaps",
+        "owner",
+        "prompt",
+        "submitted_s",
+    )
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        prompt: Prompt,
+        block_tokens: int,
+        now: float,
+        barred: AbstractSet[str] = frozenset(),
+    ) -> None:
+        self.id = id
+        self.prompt = prompt
+        self.block_tokens = block_tokens
+        self.barred = barred
+        self.submitted_s = now
+        self.looked_s = now
+        self.overlaps: dict[str, int] = {}
+        self.owner: Any = None
+        self.decided: asyncio.Future[Decision] | None = None
+
+    def new_tokens(self, worker: str) -> int:
+        """Tokens of the prompt that `worker` would compute; the last one always."""
+        tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
+        return max(1, tokens)

@@ -1,0 +1,61 @@
+"""What it costs to send a request to a worker: the interface, and predicted time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.fleet import Book
+
+
+class Cost(ABC):
+    """Prices a worker for a request; the lowest wins. `joint`: what waits is placed together, and
+    may wait a moment for a worker that is nearly free."""
+
+    joint = False
+
+    @abstractmethod
+    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+        """What the cost is the sum of, by name."""
+
+    def cost(self, request: Arrival, book: Book, now: float) -> float:
+        """The sum of the terms."""
+        return sum(self.terms(request, book, now).values())
+
+    def row(self, request: Arrival, books: list[Book], now: float) -> list[float]:
+        """The cost of every one of `books`."""
+        cost = self.cost
+        return [cost(request, book, now) for book in books]
+
+
+class PredictedCost(Cost):
+    """Predicted time to first token, in milliseconds, plus two prices: what the prefill takes from
+    the answers that are being written there (the younger, the more its pace suffers), and what a
+    duplicate costs later (it evicts something that must be computed again)."""
+
+    joint = True
+
+    def __init__(self, harm: float = 5.0, eviction: float = 0.5) -> None:
+        self._harm = harm
+        self._eviction = eviction
+
+    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+        book.survey(now)
+        new = request.new_tokens(book.name)
+        service = book.service_ms(new)
+        return {
+            "queue": book.backlog_ms(now),
+            "prefill": service,
+            "harm": self._harm * service * book.youth,
+            "eviction": self._eviction * book.timing.prefill.slope * new,
+        }
+
+    def cost(self, request: Arrival, book: Book, now: float) -> float:
+        book.survey(now)
+        new = request.new_tokens(book.name)
+        slope = book.timing.prefill.slope * new
+        service = -(-new // book.token_budget) * book.step_ms + slope
+        cost = service * (1.0 + self._harm * book.youth) + self._eviction * slope
+        if book.open_count and book.free_s > now:
+            cost += (book.free_s - now) * 1e3
+        return cost

@@ -1,0 +1,251 @@
+"""The router's own book: what it placed on each worker, what has come of it, and so when that
+worker will be free. It needs no word from the workers, which are late by nature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from dynamo.core.values import EngineInfo, Load
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.router.policy import Ticket
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.timing import Timing
+
+BATCHED_TOKENS = 8_192
+"""Prompt tokens of one step, of a worker that does not tell."""
+
+SURVEY_S = 0.02
+"""How old the sums over a worker's requests may be."""
+
+SAME_STEP_S = 0.001
+"""First tokens nearer than this came from one step."""
+
+YOUNG_TOKENS = 50.0
+"""An answer this long is hurt half as much by a pause as one that has just begun."""
+
+
+class Active(Ticket):
+    """A request placed on a worker, until it ends. `new_tokens`: of its prompt, to be computed;
+    `due_s`: when its first token is expected."""
+
+    __slots__ = (
+        "book",
+        "due_s",
+        "first_s",
+        "hashes",
+        "id",
+        "new_tokens",
+        "on_end",
+        "on_first",
+        "placed_s",
+        "prefill_before_ms",
+        "prompt_tokens",
+    )
+
+    def __init__(self, id: str, book: Book, prompt: Prompt, new_tokens: int, now: float) -> None:  # noqa: A002
+        super().__init__()
+        self.id = id
+        self.book = book
+        self.prompt_tokens = prompt.tokens
+        self.hashes = prompt.hashes
+        self.new_tokens = new_tokens
+        self.placed_s = now
+        self.due_s = now
+        self.first_s: float | None = None
+        self.prefill_before_ms = 0.0
+        self.on_first: Callable[[Active], None] = _nobody
+        self.on_end: Callable[[Active], None] = _nobody
+
+    def first_token(self) -> None:
+        self.on_first(self)
+
+    def end(self) -> None:
+        self.on_end(self)
+
+
+def _nobody(active: Active) -> None:
+    del active
+
+
+class Book:
+    """One worker as the router sees it. Times in seconds of the router's clock, durations in
+    milliseconds where the name says so.
+
+    `open_tokens`, `open_count`: prompts whose first token is still out; `free_s`: when the last of
+    those is expected to come; `context`: tokens of all that decode; `youth`: the sum over active
+    requests of 1 / (tokens emitted + 50); `load`: as last reported by the worker.
+    """
+
+    __slots__ = (
+        "_group",
+        "_surveyed_s",
+        "active",
+        "context",
+        "free_s",
+        "info",
+        "instance",
+        "load",
+        "load_s",
+        "name",
+        "open_count",
+        "open_tokens",
+        "prefill_ms",
+        "step_ms",
+        "timing",
+        "token_budget",
+        "youth",
+    )
+
+    def __init__(self, name: str, instance: Instance, timing: Timing) -> None:
+        self.name = name
+        self.timing = timing
+        self.active: dict[str, Active] = {}
+        self.open_tokens = 0
+        self.open_count = 0
+        self.free_s = 0.0
+        self.prefill_ms = 0.0
+        self.context = 0
+        self.youth = 0.0
+        self.step_ms = timing.prefill.base
+        self.load: Load | None = None
+        self.load_s = 0.0
+        self._surveyed_s = float("-inf")
+        self._group = (0.0, 0.0, 0)
+        self.announce(instance)
+
+    def announce(self, instance: Instance) -> None:
+        """Discovery says (again) what it is."""
+        self.instance = instance
+        about = instance.capabilities.get("engine")
+        self.info = msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
+        self.token_budget = self.info.max_num_batched_tokens if self.info else BATCHED_TOKENS
+
+    def survey(self, now: float) -> None:
+        """Bring the sums up to date, unless they are fresh."""
+        if now - self._surveyed_s < SURVEY_S:
+            return
+        self._surveyed_s = now
+        context, youth = 0, 0.0
+        for active in self.active.values():
+            emitted = active.emitted
+            youth += 1.0 / (emitted + YOUNG_TOKENS)
+            if emitted:
+                context += active.prompt_tokens + emitted
+        self.context = context
+        self.youth = youth
+        decode_ms = self.timing.decode.at(1.0, context) if context else 0.0
+        self.step_ms = self.timing.prefill.base + decode_ms
+
+    def service_ms(self, new_tokens: int) -> float:
+        """T(n): from the start of a prompt's first step to its first token."""
+        steps = -(-new_tokens // self.token_budget)
+        return steps * self.step_ms + self.timing.prefill.slope * new_tokens
+
+    def backlog_ms(self, now: float) -> float:
+        """How long the prefills that are open will still take."""
+        return max(0.0, self.free_s - now) * 1e3 if self.open_count else 0.0
+
+    def place(self, active: Active, now: float) -> None:
+        """The request goes there now."""
+        self.survey(now)
+        took_ms = self.service_ms(active.new_tokens)
+        begins = max(now, self.free_s) if self.open_count else now
+        self.free_s = active.due_s = begins + took_ms * 1e-3
+        self.open_count += 1
+        self.open_tokens += active.new_tokens
+        self.active[active.id] = active
+        self._surveyed_s = float("-inf")
+
+    def first_token(self, active: Active, now: float) -> None:
+        """Its prefill is done."""
+        if active.first_s is not None or active.id not in self.active:
+            return
+        active.first_s = now
+        self._observe_prefill(active, now)
+        active.prefill_before_ms = self.prefill_ms
+        self._close(active, now)
+
+    def end(self, active: Active, now: float) -> None:
+        """It left, answered or not."""
+        if self.active.pop(active.id, None) is None:
+            return
+        if active.first_s is None:
+            self._close(active, now)
+        else:
+            self._observe_decode(active, now)
+        self._surveyed_s = float("-inf")
+
+    def _close(self, active: Active, now: float) -> None:
+        self.open_count -= 1
+        self.open_tokens -= active.new_tokens
+        self._surveyed_s = float("-inf")
+        if self.open_count == 0:
+            self.free_s = now
+
+    def _observe_prefill(self, active: Active, now: float) -> None:
+        """Prompts whose first tokens come together are one observation, settled when the next
+        comes: the time since the step before (or since placing, where the worker was idle)."""
+        start, end, tokens = self._group
+        if now - end < SAME_STEP_S:
+            self._group = (start, now, tokens + active.new_tokens)
+            return
+        if tokens:
+            self._settle(start, end, tokens)
+        self._group = (max(end, active.placed_s), now, active.new_tokens)
+
+    def _settle(self, start: float, end: float, tokens: int) -> None:
+        steps = -(-tokens // self.token_budget)
+        took_ms = (end - start) * 1e3
+        decode_ms = self.timing.decode.at(1.0, self.context) if self.context else 0.0
+        self.prefill_ms += self.timing.prefill.at(steps, tokens)
+        self.timing.prefill.observe(steps, tokens, took_ms - steps * decode_ms)
+
+    def _observe_decode(self, active: Active, now: float) -> None:
+        """Its mean time between tokens, less what prefills took meanwhile."""
+        if active.first_s is None or active.emitted < 8:
+            return
+        took_ms = (now - active.first_s) * 1e3 - (self.prefill_ms - active.prefill_before_ms)
+        self.timing.decode.observe(1.0, self.context, took_ms / (active.emitted - 1))
+
+
+class Fleet:
+    """The books of all workers, in the order in which they were announced."""
+
+    def __init__(self) -> None:
+        self.books: list[Book] = []
+        self._by_name: dict[str, Book] = {}
+
+    def __getitem__(self, name: str) -> Book:
+        return self._by_name[name]
+
+    def get(self, name: str) -> Book | None:
+        """The book of a worker, if it is there."""
+        return self._by_name.get(name)
+
+    def replace(self, instances: Mapping[str, Instance]) -> list[str]:
+        """These are the workers from now on; the names of those that are gone."""
+        gone = [name for name in self._by_name if name not in instances]
+        for name in gone:
+            del self._by_name[name]
+        for name, instance in instances.items():
+            book = self._by_name.get(name)
+            if book is None:
+                like = _best_known(self._by_name.values())
+                self._by_name[name] = Book(name, instance, Timing(like))
+            elif book.instance is not instance:
+                book.announce(instance)
+        self.books = list(self._by_name.values())
+        return gone
+
+    def reported(self, name: str, load: Load, now: float) -> None:
+        """A worker's own word about its load."""
+        book = self._by_name.get(name)
+        if book is not None:
+            book.load, book.load_s = load, now
+
+
+def _best_known(books: Iterable[Book]) -> Timing | None:
+    known = max(books, key=lambda book: book.timing.prefill.seen, default=None)
+    return known.timing if known is not None and known.timing.prefill.seen else None

@@ -1,0 +1,154 @@
+"""Routing by what the workers hold and do: arrivals of one turn of the loop are placed together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set as AbstractSet
+
+from dynamo.core.clock import Clock
+from dynamo.core.context import Context
+from dynamo.core.errors import NoWorkers
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import GenerateRequest
+from dynamo.runtime.client import Client
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.fleet import Active
+from dynamo.scheduling.router.placement import Placed, Placement
+from dynamo.scheduling.router.policy import Decision, Policy
+from dynamo.scheduling.router.prompt import ReadPrompt
+
+NOBODY = "no instance serves this endpoint now"
+
+
+class KvPolicy(Policy):
+    """Drives a Placement by the loop: runs it once a turn when something has come, and when a
+    worker may have become free for what waits."""
+
+    def __init__(
+        self,
+        client: Client,
+        placement: Placement,
+        read: ReadPrompt,
+        clock: Clock,
+        *,
+        block_tokens: int,
+        name: str = "predicted",
+    ) -> None:
+        self.placement = placement
+        self._client = client
+        self._read = read
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._name = name
+        self._tasks = Tasks()
+        self._armed = False
+        self._due: float | None = None
+        self._timer: asyncio.Task[None] | None = None
+        self._stop_listening = client.on_change(self._announced)
+        self._announced()
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        loop = asyncio.get_running_loop()
+        if not self._client.instances.keys() - tried:
+            raise NoWorkers(NOBODY, retry_after_s=1.0)
+        name = f"{context.request_id}/{request.choice}/{context.attempt}"
+        now = self._clock.now()
+        arrival = Arrival(name, self._read(request), self._block_tokens, now, frozenset(tried))
+        arrival.decided = loop.create_future()
+        self.placement.submit(arrival)
+        self._arm()
+        try:
+            return await arrival.decided
+        except asyncio.CancelledError:
+            _give_back(arrival.decided)
+            raise
+        finally:
+            self.placement.withdraw(arrival)
+
+    async def close(self) -> None:
+        self._stop_listening()
+        self.placement.fleet.replace({})
+        self._fail_stranded()
+        await self._tasks.close()
+
+    def _announced(self) -> None:
+        self.placement.fleet.replace(self._client.instances)
+        self._fail_stranded()
+        if len(self.placement):
+            self._arm()
+
+    def _fail_stranded(self) -> None:
+        for arrival in self.placement.stranded():
+            if arrival.decided is not None and not arrival.decided.done():
+                arrival.decided.set_exception(NoWorkers(NOBODY, retry_after_s=1.0))
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            asyncio.get_running_loop().call_soon(self._place)
+
+    def _place(self) -> None:
+        self._armed = False
+        now = self._clock.now()
+        for placed in self.placement.place(now):
+            self._tell(placed, now)
+        self._wait(self.placement.next_due(now))
+
+    def _tell(self, placed: Placed, now: float) -> None:
+        active, arrival = placed.active, placed.arrival
+        active.on_first, active.on_end = self._first_token, self._ended
+        decided = arrival.decided
+        if decided is None or decided.done():
+            self._ended(active)
+            return
+        book = active.book
+        decided.set_result(
+            Decision(
+                book.instance,
+                self._name,
+                placed.candidates,
+                placed.table,
+                overlap_blocks=arrival.overlaps.get(book.name, 0),
+                prompt_blocks=len(arrival.prompt.hashes),
+                best_overlap_blocks=max(arrival.overlaps.values(), default=0),
+                predicted_ttft_s=active.due_s - now,
+                waited_s=now - arrival.submitted_s,
+                view=self.placement.view.mode(book.name),
+                ticket=active,
+            )
+        )
+
+    def _first_token(self, active: Active) -> None:
+        self.placement.first_token(active, self._clock.now())
+        if len(self.placement):
+            self._arm()
+
+    def _ended(self, active: Active) -> None:
+        self.placement.ended(active, self._clock.now())
+        if len(self.placement):
+            self._arm()
+
+    def _wait(self, due: float | None) -> None:
+        """One timer, for the earliest moment that is of interest."""
+        if due is None or (self._timer is not None and self._due is not None and self._due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        self._timer = self._tasks.start(self._wake(due), "placement timer")
+
+    async def _wake(self, due: float) -> None:
+        await self._clock.sleep_until(due)
+        self._timer = self._due = None
+        if len(self.placement):
+            self._arm()
+
+
+def _give_back(decided: asyncio.Future[Decision]) -> None:
+    """Nobody will come for that place any more."""
+    if decided.done() and not decided.cancelled() and decided.exception() is None:
+        ticket = decided.result().ticket
+        if ticket is not None:
+            ticket.end()

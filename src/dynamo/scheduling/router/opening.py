@@ -1,0 +1,63 @@
+"""The policy that the settings ask for, put together."""
+
+from __future__ import annotations
+
+from random import Random
+
+from dynamo.communication.events import Events
+from dynamo.core.clock import Clock
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.runtime.client import Client
+from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.router.costs import Cost, PredictedCost
+from dynamo.scheduling.router.fleet import Fleet
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.policy import BasicPolicy, Policy
+from dynamo.scheduling.router.prompt import ReadPrompt, prompt_reader
+
+KV = "kv"
+EVENTS = ".kv_events"
+
+
+def make_cost(settings: RouterSettings) -> Cost:
+    """The cost that `router.policy` names. Raises ConfigError."""
+    if settings.policy == "predicted":
+        return PredictedCost()
+    raise ConfigError(f"no router policy is called {settings.policy!r}")
+
+
+def make_placement(
+    settings: RouterSettings, view: CacheView, rng: Random, fleet: Fleet | None = None
+) -> Placement:
+    """What places, over `view`, as the settings say. Raises ConfigError."""
+    return Placement(fleet or Fleet(), view, make_cost(settings), rng)
+
+
+def kv_policy(
+    client: Client,
+    placement: Placement,
+    clock: Clock,
+    *,
+    block_tokens: int,
+    name: str = "predicted",
+    read: ReadPrompt | None = None,
+) -> KvPolicy:
+    """The policy of mode `kv` over `placement`."""
+    reader = read or prompt_reader(block_tokens)
+    return KvPolicy(client, placement, reader, clock, block_tokens=block_tokens, name=name)
+
+
+async def open_policy(
+    settings: RouterSettings, client: Client, events: Events, clock: Clock, *, block_tokens: int
+) -> Policy:
+    """What chooses among `client`'s instances. In mode `kv` it follows their events from now on,
+    until it is closed. Raises ConfigError for an unknown mode or policy."""
+    if settings.mode != KV:
+        return BasicPolicy(client, settings.mode)
+    view = CacheView(clock, block_tokens=block_tokens)
+    component = client.path.rsplit(".", 1)[0]
+    await view.follow(events, component + EVENTS)
+    placement = make_placement(settings, view, client.rng)
+    return kv_policy(client, placement, clock, block_tokens=block_tokens, name=settings.policy)

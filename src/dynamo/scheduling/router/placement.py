@@ -1,0 +1,256 @@
+"""Who goes where, and who waits a moment: pure and synchronous, so that the router of a frontend,
+one of its own and the simulator share it.
+
+Joint placement by regret: of all that wait, the one that would lose most by not getting its best
+worker goes first, then the costs are looked at again. Source: the regret heuristic for generalised
+assignment (Martello and Toth).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.costs import Cost
+from dynamo.scheduling.router.fleet import Active, Book, Fleet
+from dynamo.scheduling.router.policy import Candidate
+from dynamo.scheduling.router.prompt import common_blocks
+
+TABLE_ROWS = 16
+"""Candidates kept for explanation."""
+
+WINDOW_PAIRS = 4_096
+"""(Request, worker) pairs that are weighed together; later arrivals wait their turn."""
+
+TIE = 1e-3
+"""Costs nearer than this share of the best are equal, and chance decides."""
+
+
+class View(Protocol):
+    """What is known of the workers' caches."""
+
+    def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
+        """Worker -> leading blocks of the prompt that it holds, or soon will."""
+
+    def routed(self, worker: str, hashes: Sequence[int]) -> None:
+        """A prompt goes to `worker`."""
+
+    def settled(self, worker: str, hashes: Sequence[int]) -> None:
+        """The first token of a prompt that went there came, or never will."""
+
+    def mode(self, worker: str) -> str:
+        """How that worker's cache is known."""
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """A request whose best worker has more than `backlog_s` of prefill before it stays in the
+    router, for at most `longest_s`: elsewhere may become better, and nothing is lost before the
+    worker is nearly free. `refresh_s`: how old a look at the caches may be."""
+
+    backlog_s: float = 0.05
+    longest_s: float = 3.0
+    refresh_s: float = 0.1
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """A request and where it goes."""
+
+    arrival: Arrival
+    active: Active
+    table: tuple[Candidate, ...]
+    candidates: int
+
+
+Select = Callable[[Sequence[float], Random], int]
+"""Costs -> the index of the one to take."""
+
+
+def lowest(costs: Sequence[float], rng: Random) -> int:
+    """The lowest; among equals any."""
+    best = min(costs)
+    limit = best + abs(best) * TIE
+    equal = [index for index, cost in enumerate(costs) if cost <= limit]
+    return equal[0] if len(equal) == 1 else equal[int(rng.random() * len(equal))]
+
+
+class Placement:
+    """Owns what waits; places it on `fleet`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        view: View,
+        cost: Cost,
+        rng: Random,
+        *,
+        select: Select = lowest,
+        patience: Patience | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.view = view
+        self.cost = cost
+        self._rng = rng
+        self._select = select
+        self._patience = patience or Patience()
+        self._waiting: dict[str, Arrival] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, arrival: Arrival) -> None:
+        """Wait for `place`."""
+        arrival.overlaps = self.view.overlaps(arrival.prompt.hashes)
+        self._waiting[arrival.id] = arrival
+
+    def withdraw(self, arrival: Arrival) -> None:
+        """It does not want to be placed any more."""
+        if self._waiting.get(arrival.id) is arrival:
+            del self._waiting[arrival.id]
+
+    def stranded(self) -> list[Arrival]:
+        """Those for whom no worker is left; they wait no more."""
+        books = self.fleet.books
+        lost = [
+            one
+            for one in self._waiting.values()
+            if not books or (one.barred and all(book.name in one.barred for book in books))
+        ]
+        for one in lost:
+            del self._waiting[one.id]
+        return lost
+
+    def place(self, now: float) -> list[Placed]:
+        """All that may go now, in the order in which they go."""
+        waiting = [one for one in self._waiting.values() if self._eligible(one)]
+        if not waiting or not self.fleet.books:
+            return []
+        if self.cost.joint:
+            return self._jointly(waiting, now)
+        return [self._alone(one, now) for one in waiting]
+
+    def first_token(self, active: Active, now: float) -> None:
+        """The prompt is computed."""
+        active.book.first_token(active, now)
+        self.view.settled(active.book.name, active.hashes)
+
+    def ended(self, active: Active, now: float) -> None:
+        """The request left its worker."""
+        if active.first_s is None:
+            self.view.settled(active.book.name, active.hashes)
+        active.book.end(active, now)
+
+    def next_due(self, now: float) -> float | None:
+        """When `place` should be called again if nothing happens before; None: never."""
+        if not self._waiting:
+            return None
+        patience = self._patience
+        oldest = min(one.submitted_s for one in self._waiting.values())
+        due = oldest + patience.longest_s
+        for book in self.fleet.books:
+            if book.open_count and now < (at := book.free_s - patience.backlog_s) < due:
+                due = at
+        return max(due, now)
+
+    def _eligible(self, arrival: Arrival) -> bool:
+        return not arrival.barred or any(
+            book.name not in arrival.barred for book in self.fleet.books
+        )
+
+    def _books_for(self, arrival: Arrival) -> list[Book]:
+        books, barred = self.fleet.books, arrival.barred
+        return [book for book in books if book.name not in barred] if barred else books
+
+    def _alone(self, arrival: Arrival, now: float) -> Placed:
+        books = self._books_for(arrival)
+        costs = self.cost.row(arrival, books, now)
+        return self._go(arrival, books, costs, self._select(costs, self._rng), now)
+
+    def _jointly(self, waiting: list[Arrival], now: float) -> list[Placed]:
+        window = max(1, WINDOW_PAIRS // len(self.fleet.books))
+        rows = [self._row(one, now) for one in waiting[:window]]
+        placed = []
+        while rows:
+            best = max(rows, key=lambda row: row.regret)
+            rows.remove(best)
+            if self._better_wait(best, now):
+                continue
+            done = self._go(best.arrival, best.books, best.costs, best.at, now)
+            placed.append(done)
+            for row in rows:
+                row.changed(done, self.cost, now, self._rng)
+        return placed
+
+    def _row(self, arrival: Arrival, now: float) -> Row:
+        if now - arrival.looked_s > self._patience.refresh_s:
+            arrival.looked_s = now
+            arrival.overlaps = self.view.overlaps(arrival.prompt.hashes)
+        books = self._books_for(arrival)
+        return Row(arrival, books, self.cost.row(arrival, books, now), self._rng)
+
+    def _better_wait(self, row: Row, now: float) -> bool:
+        patience = self._patience
+        backlog_s = row.books[row.at].backlog_ms(now) * 1e-3
+        return backlog_s > patience.backlog_s and now - row.arrival.submitted_s < patience.longest_s
+
+    def _go(
+        self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
+    ) -> Placed:
+        book = books[at]
+        table = self._table(arrival, books, costs, at, now)
+        active = Active(arrival.id, book, arrival.prompt, arrival.new_tokens(book.name), now)
+        book.place(active, now)
+        self.view.routed(book.name, arrival.prompt.hashes)
+        del self._waiting[arrival.id]
+        return Placed(arrival, active, table, len(books))
+
+    def _table(
+        self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
+    ) -> tuple[Candidate, ...]:
+        order = sorted(range(len(books)), key=costs.__getitem__)[:TABLE_ROWS]
+        if at not in order:
+            order[-1] = at
+        overlaps, terms = arrival.overlaps, self.cost.terms
+        return tuple(
+            Candidate(
+                books[index].name,
+                overlaps.get(books[index].name, 0),
+                costs[index],
+                terms(arrival, books[index], now),
+            )
+            for index in order
+        )
+
+
+class Row:
+    """One waiting request with its costs. `regret`: what not getting its best worker would cost."""
+
+    __slots__ = ("arrival", "at", "books", "costs", "regret")
+
+    def __init__(
+        self, arrival: Arrival, books: list[Book], costs: list[float], rng: Random
+    ) -> None:
+        self.arrival = arrival
+        self.books = books
+        self.costs = costs
+        self._rank(rng)
+
+    def changed(self, placed: Placed, cost: Cost, now: float, rng: Random) -> None:
+        """Another request went to a worker: it has more to do, and will hold what both share."""
+        book = placed.active.book
+        arrival = self.arrival
+        shared = common_blocks(arrival.prompt.hashes, placed.active.hashes)
+        if shared > arrival.overlaps.get(book.name, 0):
+            arrival.overlaps[book.name] = shared
+        if book in self.books:
+            self.costs[self.books.index(book)] = cost.cost(arrival, book, now)
+            self._rank(rng)
+
+    def _rank(self, rng: Random) -> None:
+        costs = self.costs
+        self.at = lowest(costs, rng)
+        best = costs[self.at]
+        self.regret = min((c for i, c in enumerate(costs) if i != self.at), default=best) - best

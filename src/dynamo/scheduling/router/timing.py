@@ -1,0 +1,94 @@
+"""How long a worker takes, learnt from what it did: nothing needs to be configured."""
+
+from __future__ import annotations
+
+FORGET = 0.98
+"""An observation counts half after 34 more."""
+
+PRIOR_WEIGHT = 0.1
+"""What the start values count for, in observations, at either of two points."""
+
+BELIEVED_RATIO = 4.0
+"""An observation further off than this (after the first few) is taken as this far off: a request
+that waited for memory says little about speed."""
+
+FIRST_FEW = 8
+
+
+class Line:
+    """y = base u + slope x with both at least 0, by recursive least squares of relative errors
+    under exponential forgetting. The first observation scales the start values; their proportion
+    then counts as a weak prior. y in milliseconds."""
+
+    __slots__ = ("_prior", "_sums", "_x0", "base", "seen", "slope")
+
+    def __init__(self, base: float, slope: float, x0: float) -> None:
+        """`x0`: a typical x, where the prior is anchored beside 0."""
+        self.base = base
+        self.slope = slope
+        self.seen = 0
+        self._x0 = x0
+        self._prior = (base, slope)
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def at(self, u: float, x: float) -> float:
+        """The present estimate."""
+        return self.base * u + self.slope * x
+
+    def observe(self, u: float, x: float, y: float) -> None:
+        """`y` > 0 was measured at (u, x)."""
+        expected = self.at(u, x)
+        if y <= 0.0 or expected <= 0.0:
+            return
+        if self.seen == 0:
+            ratio = y / expected
+            self._prior = (self._prior[0] * ratio, self._prior[1] * ratio)
+        elif self.seen >= FIRST_FEW:
+            y = min(max(y, expected / BELIEVED_RATIO), expected * BELIEVED_RATIO)
+        self.seen += 1
+        weight = 1.0 / (y * y)
+        uu, ux, xx, uy, xy = (FORGET * part for part in self._sums)
+        wu, wx = weight * u, weight * x
+        self._sums = (uu + wu * u, ux + wu * x, xx + wx * x, uy + wu * y, xy + wx * y)
+        self._solve()
+
+    def _solve(self) -> None:
+        uu, ux, xx, uy, xy = self._sums
+        base0, slope0 = self._prior
+        for x in (0.0, self._x0):
+            y = base0 + slope0 * x
+            weight = PRIOR_WEIGHT / (y * y)
+            uu += weight
+            ux += weight * x
+            xx += weight * x * x
+            uy += weight * y
+            xy += weight * x * y
+        determinant = uu * xx - ux * ux
+        if determinant <= 1e-9 * uu * xx:
+            return
+        base = (uy * xx - xy * ux) / determinant
+        slope = (xy * uu - uy * ux) / determinant
+        if base < 0.0:
+            base, slope = 0.0, xy / xx
+        elif slope < 0.0:
+            base, slope = uy / uu, 0.0
+        self.base, self.slope = base, slope
+
+
+class Timing:
+    """One worker's times. Start values are those of a mid-sized model on one GPU.
+
+    `prefill`: u = chunks (steps), x = new tokens; `decode`: u = 1, x = tokens of context of all
+    that decode, for one step.
+    """
+
+    __slots__ = ("decode", "prefill")
+
+    def __init__(self, like: Timing | None = None) -> None:
+        """`like`: another worker of the same kind, whose times are the start values."""
+        if like is None:
+            self.prefill = Line(15.0, 0.02, 1_000.0)
+            self.decode = Line(6.0, 5e-5, 20_000.0)
+        else:
+            self.prefill = Line(like.prefill.base, like.prefill.slope, 1_000.0)
+            self.decode = Line(like.decode.base, like.decode.slope, 20_000.0)
