@@ -22,4 +22,13 @@ def load_backend(table: Mapping[str, str], url: str, plane: str) -> Any:
             hint=f"did you mean {near[0]}:?" if near else f"known: {known}",
         )
     module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("dynamo"):
+            raise
+        extra = scheme.removesuffix("s") if scheme == "etcds" else scheme
+        raise ConfigError(
+            f"{plane} plane: {url!r} needs the library {error.name}",
+            hint=f"pip install 'dynamo-python[{extra}]'",
+        ) from None

@@ -138,6 +138,13 @@ class WorkerLeaving(WorkerFailed):
     code = "worker_leaving"
 
 
+class PlaneAway(DynamoError):
+    """A server that a plane needs (etcd, NATS) cannot be reached now."""
+
+    code = "plane_away"
+    retryable = True
+
+
 class PoisonedRequest(DynamoError):
     """A request that killed several workers."""
 

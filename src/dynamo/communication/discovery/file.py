@@ -14,6 +14,7 @@ from dynamo.communication.discovery.feed import Feed
 from dynamo.communication.discovery.folder import MAX_RECORD_BYTES, Lease, Reader, open_root
 from dynamo.communication.discovery.looker import Looker
 from dynamo.communication.discovery.plane import Discovery
+from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.core.errors import ConfigError, TooLarge
 
 P = ParamSpec("P")
@@ -36,8 +37,9 @@ class FileDiscovery(Discovery):
         self._looker = Looker(root, self._take, self._check_lease)
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """Make the folder if it is missing. Raises `ConfigError`."""
+        del options  # the kernel tells who died: there is no time-to-live
         path = url.partition(":")[2]
         if not path.strip("/"):
             raise ConfigError("file: names no folder", hint="file:/run/user/1000/dynamo/NAME")

@@ -9,6 +9,7 @@ from typing import Self
 from dynamo.communication.directory import Change, Watch
 from dynamo.communication.discovery.feed import Feed
 from dynamo.communication.discovery.plane import Discovery
+from dynamo.communication.options import DEFAULT, PlaneOptions
 
 
 class _Place:
@@ -40,8 +41,9 @@ class MemoryDiscovery(Discovery):
         self._lost: list[Callable[[], None]] = []
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """Join the place that the URL names."""
+        del options
         return cls(url.partition(":")[2])
 
     async def put(self, key: str, value: bytes) -> None:

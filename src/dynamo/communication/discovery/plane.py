@@ -8,10 +8,13 @@ from contextlib import AbstractAsyncContextManager
 
 from dynamo.communication.backends import load_backend
 from dynamo.communication.directory import Change, Watch
+from dynamo.communication.options import DEFAULT, PlaneOptions
 
 BACKENDS = {
     "memory": "dynamo.communication.discovery.memory:MemoryDiscovery",
     "file": "dynamo.communication.discovery.file:FileDiscovery",
+    "etcd": "dynamo.communication.discovery.etcd:EtcdDiscovery",
+    "etcds": "dynamo.communication.discovery.etcd:EtcdDiscovery",
 }
 
 
@@ -24,6 +27,11 @@ class Discovery(ABC):
     Keys are slash-separated text. Every record that this object put is deleted by `close`, and
     disappears by itself within the lease's TTL (at once for memory:, file:) when the process dies.
     """
+
+    @property
+    def trouble(self) -> str:
+        """Why the plane's server cannot be reached now; "" when all is well."""
+        return ""
 
     @abstractmethod
     async def put(self, key: str, value: bytes) -> None:
@@ -52,7 +60,7 @@ class Discovery(ABC):
         """Delete this process's records and release the lease."""
 
 
-async def open_discovery(url: str) -> Discovery:
+async def open_discovery(url: str, options: PlaneOptions = DEFAULT) -> Discovery:
     """Open a backend by URL. Raises `ConfigError` for an unknown scheme."""
-    plane: Discovery = await load_backend(BACKENDS, url, "discovery").open(url)
+    plane: Discovery = await load_backend(BACKENDS, url, "discovery").open(url, options)
     return plane

@@ -1,0 +1,208 @@
+"""One connection to one etcd server: typed calls, and errors that say what to do about them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from aetcd import rpc
+from grpc import ssl_channel_credentials
+
+from dynamo.communication.directory import Change
+from dynamo.communication.options import PlaneOptions, Tls
+from dynamo.core.errors import PlaneAway, TooLarge
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+_CHANNEL: Final = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.enable_retries", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+_NEEDS_LEADER: Final = ("hasleader", "true")
+_NO_LEASE: Final = "requested lease not found"
+_TOO_LARGE: Final = "request is too large"
+
+
+class LeaseGone(Exception):
+    """The server does not know the lease (any more)."""
+
+
+class Compacted(Exception):
+    """The server has forgotten the revisions that were asked for: read the state anew."""
+
+
+class Server(msgspec.Struct, frozen=True):
+    """Where one etcd server is."""
+
+    host: str
+    port: int
+    tls: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class EtcdServer:
+    """Calls of one channel. All raise `PlaneAway` when the server does not answer, or cannot."""
+
+    def __init__(self, where: Server, options: PlaneOptions) -> None:
+        self.where = where
+        self._options = options
+        self._timeout_s = options.dial_timeout_s
+        self._metadata: tuple[tuple[str, str], ...] = (_NEEDS_LEADER,)
+        self._channel: Any = None
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect, authenticate, and see that it answers with a quorum behind it."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, writer = await asyncio.open_connection(self.where.host, self.where.port)
+                writer.close()
+        except (OSError, TimeoutError) as error:
+            raise PlaneAway(f"etcd at {self.where}: {error or 'no answer'}") from None
+        target = str(self.where)
+        if self.where.tls:
+            credentials = await asyncio.to_thread(_credentials, self._options.server_tls)
+            self._channel = rpc.secure_channel(target, credentials, options=_CHANNEL)
+        else:
+            self._channel = rpc.insecure_channel(target, options=_CHANNEL)
+        if self._options.user:
+            await self._authenticate()
+        await self.read("\0")
+
+    async def close(self) -> None:
+        """Cut every call."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def grant(self, ttl_s: float) -> int:
+        """A new lease."""
+        request = rpc.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
+        answer = await self._call(rpc.LeaseStub(self._channel).LeaseGrant, request)
+        return int(answer.ID)
+
+    async def refresh(self, lease: int) -> None:
+        """Raises `LeaseGone`."""
+        call = rpc.LeaseStub(self._channel).LeaseKeepAlive(metadata=self._metadata)
+        with _told(self.where):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
+                    answer = await call.read()
+            except TimeoutError:
+                raise PlaneAway(f"etcd at {self.where}: no answer") from None
+            finally:
+                call.cancel()
+        if not isinstance(answer, rpc.LeaseKeepAliveResponse):
+            raise PlaneAway(f"etcd at {self.where} ended the call")
+        if not answer.TTL:
+            raise LeaseGone
+
+    async def revoke(self, lease: int) -> None:
+        """Its records go with it."""
+        request = rpc.LeaseRevokeRequest(ID=lease)
+        await self._call(rpc.LeaseStub(self._channel).LeaseRevoke, request)
+
+    async def put(self, key: str, value: bytes, lease: int) -> None:
+        """Raises `LeaseGone`, `TooLarge`."""
+        request = rpc.PutRequest(key=key.encode(), value=value, lease=lease)
+        await self._call(rpc.KVStub(self._channel).Put, request)
+
+    async def delete(self, key: str, lease: int) -> None:
+        """Delete the record if it is that lease's."""
+        own = rpc.Compare(
+            key=key.encode(),
+            target=rpc.Compare.CompareTarget.LEASE,
+            result=rpc.Compare.CompareResult.EQUAL,
+            lease=lease,
+        )
+        remove = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode()))
+        request = rpc.TxnRequest(compare=[own], success=[remove])
+        await self._call(rpc.KVStub(self._channel).Txn, request)
+
+    async def read(self, prefix: str) -> tuple[int, Mapping[str, bytes]]:
+        """The revision, and every record below `prefix` in it."""
+        key, end = _range(prefix)
+        request = rpc.RangeRequest(key=key, range_end=end)
+        answer = await self._call(rpc.KVStub(self._channel).Range, request)
+        records = {_text(one.key): bytes(one.value) for one in answer.kvs}
+        return int(answer.header.revision), records
+
+    async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Sequence[Change], None]:
+        """Changes from `revision` on, in order. Raises `Compacted`. Never ends by itself."""
+        key, end = _range(prefix)
+        create = rpc.WatchCreateRequest(
+            key=key, range_end=end, start_revision=revision, fragment=True
+        )
+        call = rpc.WatchStub(self._channel).Watch(metadata=self._metadata)
+        with _told(self.where):
+            try:
+                await call.write(rpc.WatchRequest(create_request=create))
+                async for answer in call:
+                    if answer.compact_revision:
+                        raise Compacted
+                    if answer.canceled:
+                        raise PlaneAway(f"etcd at {self.where}: {answer.cancel_reason}")
+                    if answer.events:
+                        yield [_change(event) for event in answer.events]
+            finally:
+                call.cancel()
+        raise PlaneAway(f"etcd at {self.where} ended the watch")
+
+    async def _authenticate(self) -> None:
+        options = self._options
+        request = rpc.AuthenticateRequest(name=options.user, password=options.password)
+        answer = await self._call(rpc.AuthStub(self._channel).Authenticate, request)
+        self._metadata = (_NEEDS_LEADER, ("token", answer.token))
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        with _told(self.where):
+            return await method(request, timeout=self._timeout_s, metadata=self._metadata)
+
+
+@contextmanager
+def _told(where: Server) -> Iterator[None]:
+    """gRPC's errors as ours. It cancels whoever waits for a call of a channel that is closed."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PlaneAway(f"etcd at {where}: the connection was closed") from None
+    except rpc.AioRpcError as error:
+        details = error.details() or error.code().name
+        if _NO_LEASE in details:
+            raise LeaseGone from None
+        if _TOO_LARGE in details:
+            raise TooLarge(f"etcd at {where}: {details}") from None
+        raise PlaneAway(f"etcd at {where}: {details}") from None
+
+
+def _range(prefix: str) -> tuple[bytes, bytes]:
+    """Key and end of all keys below `prefix`; etcd's "\\0" is every key from there on."""
+    key = prefix.encode()
+    if not key:
+        return b"\0", b"\0"
+    return key, key[:-1] + bytes([key[-1] + 1])
+
+
+def _change(event: Any) -> Change:
+    gone = event.type == rpc.Event.EventType.DELETE
+    return Change(_text(event.kv.key), None if gone else bytes(event.kv.value))
+
+
+def _text(key: bytes) -> str:
+    return key.decode(errors="replace")
+
+
+def _credentials(tls: Tls) -> Any:
+    """Blocks."""
+    read = [Path(path).read_bytes() if path else None for path in (tls.ca, tls.key, tls.cert)]
+    return ssl_channel_credentials(*read)
