@@ -79,7 +79,8 @@ def settings_page() -> str:
         "too (`15s`, `2m`, `300ms`); bare numbers are in the unit shown. In names and modes `-` "
         "and `_` are equal. An unknown key is an error that names the nearest one. `dynamo config "
         "explain FILE` prints every effective value and where it came from. Settings take effect "
-        "at a start; none is read again while serving.\n"
+        "at a start; those **changed while serving** also when the file is written, or the "
+        "supervisor gets SIGHUP.\n"
     )
     short = ", ".join(f"`{name}` (`{key}`)" for name, key in SHORT_NAMES.items())
     parts.append(f"Short names in the environment: {short}, `DYNAMO_CONFIG_PATH` (the file).\n")
@@ -107,6 +108,8 @@ def _setting_row(one: Declared, entry_of: str = "") -> Sequence[str]:
         notes.append(f"one of {', '.join(f'`{choice}`' for choice in about.choices)}")
     if about.ge is not None or about.le is not None:
         notes.append(_bounds(about.ge, about.le))
+    if about.reload:
+        notes.append("**changed while serving**")
     if about.unused:
         notes.append("**not in use yet**")
     if about.not_yet:

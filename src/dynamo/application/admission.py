@@ -45,9 +45,17 @@ class Admission:
                 self._waiting.remove(place)
             raise
 
+    def limit_to(self, limit: int, waiting_limit: int) -> None:
+        """Other limits from now on. What runs goes on; what waits is not refused afterwards."""
+        self.limit, self.waiting_limit = limit, waiting_limit
+        self._fill()
+
     def leave(self) -> None:
         """Give the place to whoever waits longest."""
         self.running -= 1
+        self._fill()
+
+    def _fill(self) -> None:
         while self._waiting and self.running < self.limit:
             place = self._waiting.popleft()
             if not place.done():

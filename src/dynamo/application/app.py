@@ -78,6 +78,11 @@ class Application:
         self._ids = RequestIds()
         self._routes = self._table(gateway, server)
 
+    def limit(self, server: Server) -> None:
+        """From now on these limits hold, and this of `log_requests`."""
+        self.generation.limit(server)
+        self._log_requests = server.log_requests
+
     def _table(self, gateway: Gateway, server: Server) -> Routes:
         models, tokens = Models(gateway), Tokens(gateway, server.unknown_roles)
         status, keyed = self._status, self._keyed

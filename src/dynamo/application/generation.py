@@ -45,6 +45,12 @@ class Generation:
         self.admission = Admission(server.max_concurrent_requests, server.max_waiting_requests)
         self.deadlines = Deadlines(clock, server.request_timeout)
 
+    def limit(self, server: Server) -> None:
+        """From now on these limits hold; a request's deadline is that of its beginning."""
+        self.admission.limit_to(server.max_concurrent_requests, server.max_waiting_requests)
+        if server.request_timeout != self.deadlines.limit_s:
+            self.deadlines = Deadlines(self._clock, server.request_timeout)
+
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
@@ -111,7 +117,8 @@ class Generation:
     async def _limited(
         self, exchange: Exchange, work: Callable[[Context], Awaitable[None]]
     ) -> None:
-        deadline = self.deadlines.start()
+        deadlines = self.deadlines
+        deadline = deadlines.start()
         try:
             await self.admission.enter()
             try:
@@ -121,10 +128,10 @@ class Generation:
             finally:
                 self.admission.leave()
         except asyncio.CancelledError:
-            self.deadlines.translate(deadline)
+            deadlines.translate(deadline)
             raise
         finally:
-            self.deadlines.stop(deadline)
+            deadlines.stop(deadline)
 
 
 def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> None:

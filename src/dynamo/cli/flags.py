@@ -59,8 +59,13 @@ def read_settings(
 ) -> Loaded:
     """`load_settings` without a word."""
     flags = {key: value for key, value in vars(found).items() if isinstance(value, Given)}
-    path = found.config or environ.get(CONFIG_PATH, "")
+    path = file_of(found, environ)
     return load(flags | dict(extra or {}), environ, _read(path) if path else None)
+
+
+def file_of(found: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+    """The configuration file that a flag or the environment names; "" = none."""
+    return str(found.config or environ.get(CONFIG_PATH, ""))
 
 
 def tell_unused(loaded: Loaded) -> None:

@@ -6,15 +6,20 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dynamo.cli.batch_options import add_flags as add_batch_flags
 from dynamo.cli.batch_options import options as batch_options
-from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.flags import add_settings, file_of, load_settings, read_settings
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, Unsupported
-from dynamo.core.settings import Given, Settings
+from dynamo.core.settings import Given, Loaded, Settings
 
-INPUTS = ("http", "text")
+if TYPE_CHECKING:
+    from dynamo.runtime.child import ProcessSpec
+
+TEXT = "text"
+INPUTS = ("http", TEXT)
 KNOWN = "in=http, in=text, in=batch:FILE.jsonl"
 BATCH = "batch"
 INPUTS_NOT_YET = ("endpoint", "none")
@@ -53,11 +58,13 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
     found = parser().parse(arguments)
     source, extra = read_words(found.words)
-    settings = checked(found, extra)
+    settings = checked(load_settings(found, extra=extra))
 
     if source.startswith(BATCH):
         return serve_batch(settings, source.partition(":")[2], found)
-    return START[source](settings)
+    if source == TEXT:
+        return serve_text(settings)
+    return serve_http(settings, found, extra)
 
 
 def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
@@ -80,21 +87,21 @@ def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
     return source, extra
 
 
-def checked(found: argparse.Namespace, extra: Mapping[str, Given]) -> Settings:
-    """The settings, complete and possible. Raises `ConfigError` and `Unsupported`."""
+def checked(loaded: Loaded) -> Settings:
+    """The settings, which are possible. Raises `ConfigError` and `Unsupported`."""
     from dynamo.inference.engines import check_kind
     from dynamo.telemetry.logs import parse_levels
 
-    settings = load_settings(found, extra=extra).settings
+    settings = loaded.settings
     check_kind(settings.engine.kind)
     parse_levels(settings.logging.level)
     return settings
 
 
-def serve_http(settings: Settings) -> int:
-    """The whole deployment, on an HTTP port."""
+def serve_http(settings: Settings, found: argparse.Namespace, extra: Mapping[str, Given]) -> int:
+    """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from."""
     from dynamo.cli.fetch import Bar, names_of
-    from dynamo.services.launch import serve
+    from dynamo.services.launch import Source, deployment_specs, serve
     from dynamo.services.preparation import preparation
     from dynamo.telemetry.logs import configure
 
@@ -103,7 +110,12 @@ def serve_http(settings: Settings) -> int:
     bar = Bar(sys.stderr, as_logs=as_json)
     configure(settings.logging.level, settings.logging.format, "supervisor", bar)
     tell = partial(log_announcement if as_json else announce, names)
-    return serve(settings, tell, prepare=preparation(settings, bar), logs=bar)
+
+    def again() -> tuple[Settings, Callable[[Settings], Sequence[ProcessSpec]]]:
+        return checked(read_settings(found, extra=extra)), deployment_specs
+
+    source = Source(again, file_of(found))
+    return serve(settings, tell, prepare=preparation(settings, bar), logs=bar, source=source)
 
 
 def serve_text(settings: Settings) -> int:
@@ -118,9 +130,6 @@ def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int
     from dynamo.cli.batch import start
 
     return start(settings, batch_options(path, found))
-
-
-START: Mapping[str, Callable[[Settings], int]] = {"http": serve_http, "text": serve_text}
 
 
 def announce(names: Sequence[str], url: str) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.cli.flags import add_settings, load_settings, read_settings
+from dynamo.cli.flags import add_settings, file_of, load_settings, read_settings
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Given, Loaded, Settings
 
 if TYPE_CHECKING:
+    from dynamo.runtime.child import ProcessSpec
     from dynamo.runtime.supervisor import Prepare
     from dynamo.services.options import Options
     from dynamo.services.plan import Plan
@@ -58,17 +60,20 @@ def run(arguments: Sequence[str]) -> int:
     from dynamo.services.plan import plan
 
     root = load_service(found.target, str(Path.cwd()))
-    base = load_settings(found)
 
     def load(extra: Mapping[str, Given]) -> Loaded:
         return read_settings(found, extra=extra)
 
-    made = plan(root, base, load, options, only=found.only)
-    check(made)
+    def planned(base: Loaded) -> Plan:
+        made = plan(root, base, load, options, only=found.only)
+        check(made)
+        return made
+
+    made = planned(load_settings(found))
     if found.dry_run:
         print("\n".join(described(made)))
         return 0
-    return serve(made, found.target)
+    return serve(made, lambda: planned(load({})), found)
 
 
 def take_options(arguments: Sequence[str]) -> tuple[list[str], Options]:
@@ -98,18 +103,25 @@ def check(made: Plan) -> None:
     parse_levels(made.settings.logging.level)
 
 
-def serve(made: Plan, target: str) -> int:
-    """Start all of it."""
+def serve(made: Plan, again: Callable[[], Plan], found: argparse.Namespace) -> int:
+    """Start all of it. `again` makes the plan anew, of what the settings have become."""
     from dynamo.cli.fetch import Bar
     from dynamo.services.graph import serve_graph
+    from dynamo.services.launch import Source
+    from dynamo.services.plan import process_specs
     from dynamo.telemetry.logs import configure
 
     settings = made.settings
     bar = Bar(sys.stderr, as_logs=settings.logging.format == "json")
     configure(settings.logging.level, settings.logging.format, "supervisor", bar)
-    return serve_graph(
-        made, target, partial(announce, made), prepare=_preparation(made, bar), logs=bar
-    )
+
+    def read() -> tuple[Settings, Callable[[Settings], Sequence[ProcessSpec]]]:
+        now = again()
+        return now.settings, partial(process_specs, now, target=found.target)
+
+    source = Source(read, file_of(found))
+    tell = partial(announce, made)
+    return serve_graph(made, source, tell, prepare=_preparation(made, bar), logs=bar)
 
 
 def announce(made: Plan, url: str) -> None:

@@ -94,8 +94,16 @@ class Child:
         """Start it no more."""
         self._stopping.set()
 
-    def notify(self, notice: Notice) -> None:
-        """Tell it, now and whenever it starts anew."""
+    def prepare(self, preparing: str) -> None:
+        """Tell it what the deployment waits for, now and whenever it starts anew."""
+        self._notify(msgspec.structs.replace(self._notice, preparing=preparing))
+
+    def reload(self, settings: Settings) -> None:
+        """Let it run with these settings from now on."""
+        self.spec = msgspec.structs.replace(self.spec, settings=settings)
+        self._notify(msgspec.structs.replace(self._notice, settings=settings))
+
+    def _notify(self, notice: Notice) -> None:
         self._notice = notice
         if self._down is not None:
             self._down.write(msgspec.json.encode(notice) + b"\n")
@@ -158,7 +166,7 @@ class Child:
         writer.write(msgspec.json.encode(start) + b"\n")
         self._down = writer
         if self._notice.preparing:
-            self.notify(self._notice)
+            self._notify(self._notice)
         try:
             await run_all(self._logs(process), self._reports(reader), self._death(process))
         finally:

@@ -72,6 +72,7 @@ class DistributedRuntime:
         self._served: list[Served] = []
         self._clients: list[Client] = []
         self._leaving: list[Leave] = []
+        self._reloaded: list[Callable[[Settings], None]] = []
         self._opened = AsyncExitStack()
         self._closed = False
 
@@ -141,6 +142,18 @@ class DistributedRuntime:
         if self.failure is None:
             self.failure = error
         self.stopping.cancel()
+
+    def on_settings(self, listener: Callable[[Settings], None]) -> None:
+        """Call `listener` with the settings when some were changed while this process serves."""
+        self._reloaded.append(listener)
+
+    def reload(self, settings: Settings) -> None:
+        """From now on these hold, as far as they may change while a process serves."""
+        if settings == self.settings:
+            return
+        self.settings = settings
+        for listener in self._reloaded:
+            listener(settings)
 
     def adopt(self, served: Served) -> None:
         """From now on `served` ends with this runtime. Raises `ConfigError` for a second one."""

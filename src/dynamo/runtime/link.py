@@ -37,10 +37,12 @@ class Start(msgspec.Struct, frozen=True):
     task: dict[str, Any] = {}
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """What a child is told later: what the deployment still waits for; "" = nothing."""
+class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a child is told later. `preparing`: what the deployment still waits for, "" = nothing;
+    `settings`: those that hold from now on, None = those of the start."""
 
     preparing: str = ""
+    settings: Settings | None = None
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):

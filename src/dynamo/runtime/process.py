@@ -32,7 +32,7 @@ from dynamo.runtime.pauses import LoopPauses
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.sockets import name_owner
 from dynamo.runtime.status import status_of
-from dynamo.telemetry.logs import configure
+from dynamo.telemetry.logs import configure, set_levels
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -139,6 +139,7 @@ class Process:
         runtime = self._runtime
         runtime.supervised = self._parent is not None
         runtime.health.unwell(STARTING, "the process is starting")
+        runtime.on_settings(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
             self._parent.on_notice(self._noticed)
         await self._status.start()
@@ -161,6 +162,8 @@ class Process:
             await runtime.clock.offload(self._deployment.remove, self._record)
 
     def _noticed(self, notice: Notice) -> None:
+        if notice.settings is not None:
+            self._runtime.reload(notice.settings)
         if notice.preparing:
             self._runtime.health.unwell(PREPARATION, notice.preparing)
         else:

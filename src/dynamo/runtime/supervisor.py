@@ -20,8 +20,9 @@ from dynamo.core.tasks import Tasks, first_of
 from dynamo.runtime.child import Child, ProcessSpec
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
 from dynamo.runtime.health import PREPARATION
-from dynamo.runtime.link import Notice, Report
+from dynamo.runtime.link import Report
 from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.reload import Reload, has_terminal
 from dynamo.runtime.status import StatusServer
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import Terminal
@@ -66,9 +67,10 @@ class LogLines:
 
 class Supervisor:
     """Starts `specs`, those that need it after `prepare`, restarts what dies, stops all on SIGTERM
-    or SIGINT: in order of `stop_order`, each with time to drain; a second signal kills. `ready` is
-    set when every process serves; `failure` is the report of a process that can never start, which
-    ends the deployment."""
+    or SIGINT: in order of `stop_order`, each with time to drain; a second signal kills. SIGHUP has
+    the settings read again, by `reload`; that of a terminal that is gone stops. `ready` is set when
+    every process serves; `failure` is the report of a process that can never start, which ends the
+    deployment."""
 
     def __init__(
         self,
@@ -80,8 +82,11 @@ class Supervisor:
         clock: Clock | None = None,
         out: Terminal | None = None,
         prepare: Prepare | None = None,
+        reload: Reload | None = None,
     ) -> None:
         metrics = Registry()
+        self._reload = reload
+        self._terminal = has_terminal()
         self.ready = asyncio.Event()
         self.failure: Report | None = None
         self._prepare = prepare
@@ -122,8 +127,10 @@ class Supervisor:
                 }
                 preparation = tasks.start(self._do_prepare(), PREPARATION)
                 await self._tell("starting")
+                reloading = tasks.start(self._follow(), "reload")
                 await self._serve()
                 preparation.cancel()
+                reloading.cancel()
                 await self._tell("draining")
                 for child in self.children:
                     child.hold()
@@ -150,8 +157,19 @@ class Supervisor:
         return self._stop
 
     def _signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    async def _follow(self) -> None:
+        if self._reload is not None:
+            await self._reload.follow(self.children, self._clock)
+
+    def _hung_up(self) -> None:
+        if self._reload is None or (self._terminal and not has_terminal()):
+            self.stop()
+        else:
+            self._reload.ask()
 
     async def _keep(self, child: Child) -> None:
         if child.spec.needs_preparation:
@@ -176,7 +194,7 @@ class Supervisor:
             return
         self._preparing = preparing
         for child in self.children:
-            child.notify(Notice(preparing))
+            child.prepare(preparing)
 
     async def _serve(self) -> None:
         await first_of(self._stop.wait(), self.ready.wait())

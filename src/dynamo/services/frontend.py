@@ -35,6 +35,7 @@ class Frontend:
             facts=self._facts,
             metrics_text=Siblings(runtime).metrics,
         )
+        runtime.on_settings(lambda settings: application.limit(settings.server))
         http = HttpServer(
             application.handle,
             HttpLimits.of(server),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.supervisor import Prepare, Supervisor, run_supervisor
-from dynamo.services.launch import serve
-from dynamo.services.plan import Plan, process_specs
+from dynamo.services.launch import Source, reload_of, serve
+from dynamo.services.plan import Plan
 from dynamo.telemetry.logs import Terminal
 
 
@@ -26,21 +25,27 @@ def named(made: Plan) -> Settings:
 
 def serve_graph(
     made: Plan,
-    target: str,
+    source: Source,
     on_ready: Callable[[str], None],
     *,
     prepare: Prepare | None = None,
     logs: Terminal | None = None,
 ) -> int:
-    """Run it until it is stopped; returns the exit code. `on_ready(url)` when all of it serves; the
-    URL is "" where nothing speaks HTTP. Raises like `launch.serve`."""
+    """Run it until it is stopped; returns the exit code. `source`: which processes there are, also
+    for changes while it serves; `on_ready(url)` when all of it serves; the URL is "" where nothing
+    speaks HTTP. Raises like `launch.serve`."""
     settings = named(made)
+    _, specs = source.read()
     if made.listens:
-        specs = partial(process_specs, made, target=target)
-        return serve(settings, on_ready, prepare=prepare, logs=logs, specs=specs)
+        return serve(settings, on_ready, prepare=prepare, logs=logs, specs=specs, source=source)
     deployment = deployment_of(settings)
     settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
     supervisor = Supervisor(
-        process_specs(made, settings, target), deployment, settings, out=logs, prepare=prepare
+        specs(settings),
+        deployment,
+        settings,
+        out=logs,
+        prepare=prepare,
+        reload=reload_of(source, settings.server.http_port, deployment.id),
     )
     return run_supervisor(supervisor, lambda: on_ready(""))

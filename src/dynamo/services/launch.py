@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -15,6 +15,7 @@ from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.link import ParentLink
+from dynamo.runtime.reload import Reload
 from dynamo.runtime.sockets import reserve_port
 from dynamo.runtime.supervisor import Prepare, Supervisor, run_supervisor
 from dynamo.telemetry.logs import Terminal
@@ -23,6 +24,17 @@ ROLES = {
     "frontend": "dynamo.services.frontend:Frontend",
     "worker": "dynamo.services.worker:Worker",
 }
+
+
+Specs = Callable[[Settings], Sequence[ProcessSpec]]
+"""The processes, given the settings with the port and the deployment's name filled in."""
+
+
+class Source(NamedTuple):
+    """Where the settings come from: `read` reads them again; `file`: that they name, "" = none."""
+
+    read: Callable[[], tuple[Settings, Specs]]
+    file: str = ""
 
 
 class Service(Protocol):
@@ -79,18 +91,18 @@ def serve(
     *,
     prepare: Prepare | None = None,
     logs: Terminal | None = None,
-    specs: Callable[[Settings], Sequence[ProcessSpec]] | None = None,
+    specs: Specs | None = None,
+    source: Source | None = None,
 ) -> int:
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
-    serves; workers wait for `prepare`; `specs`: which processes, given the settings with the port
-    and the deployment's name filled in, else frontends and workers. Raises `PortInUse`, which names
-    the owner, `ConfigError`, what `prepare` raises, and what keeps a process from ever starting."""
+    serves; workers wait for `prepare`; `specs`: which processes, else frontends and workers;
+    `source`: for changes while it serves. Raises `PortInUse`, which names the owner, `ConfigError`,
+    what `prepare` raises, and what keeps a process from ever starting."""
     host = settings.server.http_host
     with reserve_port(host, settings.server.http_port) as held:
         port = held.getsockname()[1]
-        settings = replace(settings, server=replace(settings.server, http_port=port))
-        deployment = deployment_of(settings)
-        settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
+        deployment = deployment_of(complete(settings, port))
+        settings = complete(settings, port, deployment.id)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         supervisor = Supervisor(
             (specs or deployment_specs)(settings),
@@ -99,11 +111,29 @@ def serve(
             address=url,
             out=logs,
             prepare=prepare,
+            reload=source and reload_of(source, port, deployment.id),
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
         raise supervisor.failure.error()  # the last line says why, not one amid the logs
     return code
+
+
+def complete(settings: Settings, port: int, deployment: str = "") -> Settings:
+    """With the port that is listened on and the deployment's name (else as it was)."""
+    name = deployment or settings.runtime.deployment
+    server = replace(settings.server, http_port=port)
+    return replace(settings, server=server, runtime=replace(settings.runtime, deployment=name))
+
+
+def reload_of(source: Source, port: int, deployment: str) -> Reload:
+    """How a deployment's settings are read again."""
+
+    def read() -> Sequence[ProcessSpec]:
+        settings, specs = source.read()
+        return specs(complete(settings, port, deployment))
+
+    return Reload(read, source.file)
 
 
 def replica_names(role: str, count: int) -> list[str]:

@@ -14,6 +14,13 @@ from dynamo.core.settings.names import declared_settings
 HIDDEN = "***"
 
 
+def value_at(settings: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
 class Explained(msgspec.Struct, frozen=True):
     """One effective value. `origin`: "default", "flag --x", "environment X" or "file:line"."""
 
@@ -33,9 +40,7 @@ def explain(loaded: Loaded) -> Iterator[Explained]:
 
 
 def _explain(loaded: Loaded, declared: Declared, root: Any, prefix: str) -> Iterator[Explained]:
-    value = root
-    for part in declared.key.split("."):
-        value = getattr(value, part)
+    value = value_at(root, declared.key)
     key = f"{prefix}{declared.key}"
     if declared.entries is not None and value:
         for at, entry in enumerate(value):

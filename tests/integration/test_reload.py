@@ -1,0 +1,56 @@
+"""A deployment's file, changed while it serves."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FILE = """
+server: {{log_requests: {log}, request_timeout: {limit}}}
+engine: {{kind: mock, speedup_ratio: 0.01, workers: {workers}}}
+logging: {{level: {level}, format: json}}
+"""
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+
+
+def until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def write(file: Path, **values: Any) -> None:
+    given = {"log": "false", "limit": "5m", "workers": 1, "level": "info"} | values
+    file.write_text(FILE.format(**given))
+
+
+def test_what_is_safe_changes_and_the_rest_is_told(
+    start: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    write(file)
+    running = start(tiny_model, "-f", file)
+
+    write(file, log="true", limit="300ms", workers=2, level="dynamo.services=debug")
+    until(lambda: '"setting":"logging.level"' in running.log.read_text())
+    status, answer = running.post("/v1/chat/completions", ASK)
+
+    assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+    log = running.log.read_text()
+    assert '"path":"/v1/chat/completions"' in log
+    (told,) = [line for line in log.splitlines() if '"engine.workers"' in line]
+    assert "a changed setting needs a restart" in told
+    assert len([one for one in running.processes() if one["role"] == "worker"]) == 1
+
+    file.write_text("server: {log_request: true}")
+    until(lambda: "settings cannot be read again" in running.log.read_text())
+    assert "did you mean 'server.log_requests'?" in running.log.read_text()
+    write(file, log="true", limit="300ms", level="dynamo.services=debug")
+    until(lambda: running.log.read_text().count("settings read again: nothing changed"))
+    running.process.send_signal(signal.SIGHUP)
+    until(lambda: running.log.read_text().count("settings read again: nothing changed") == 2)
+    assert running.stop() == 0
