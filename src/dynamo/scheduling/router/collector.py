@@ -1,0 +1,174 @@
+"""What routing did, over time: the last decisions in a buffer, reports and alerts from them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from dynamo.scheduling.router.collector_record import RoutingRecord
+from dynamo.scheduling.router.collector_report import (
+    Aggregates,
+    Bottleneck,
+    Trend,
+    aggregated,
+    recommendations,
+    summary,
+    trends,
+)
+from dynamo.scheduling.router.collector_rules import RULES, bottlenecks
+
+log = logging.getLogger(__name__)
+
+
+class CollectorConfig(msgspec.Struct, frozen=True):
+    """`buffer_size`: decisions kept; alerts look at the last `window_s`, every `check_s`, once
+    `least` decisions are there; `thresholds` replaces those of single rules, by name."""
+
+    buffer_size: int = 10_000
+    window_s: float = 60.0
+    check_s: float = 5.0
+    least: int = 20
+    thresholds: dict[str, float] = {}
+
+
+class Alert(msgspec.Struct, frozen=True):
+    """A rule that is broken now. `since`: Unix time."""
+
+    name: str
+    message: str
+    value: float
+    threshold: float
+    since: float
+
+
+class PerformanceReport(msgspec.Struct, frozen=True):
+    """Routing in `time_range` (Unix seconds from, to). `aggregated_metrics`: by aggregator;
+    `trends`: how the second half differs from the first; `recommendations`: what to do about the
+    `bottlenecks`, worst first."""
+
+    time_range: tuple[float, float]
+    aggregated_metrics: Aggregates
+    trends: dict[str, Trend]
+    bottlenecks: list[Bottleneck]
+    recommendations: list[str]
+    raw_data_summary: dict[str, Any]
+    alerts: list[Alert] = []
+
+
+class RoutingMetricsCollector:
+    """Bounded by `buffer_size`. `config`: a `CollectorConfig`, or anything with a `buffer_size`."""
+
+    def __init__(
+        self, config: Any = None, *, wall: Callable[[], float] = time.time, workers: int = 0
+    ) -> None:
+        """`workers`: how many there are, where some may never be chosen."""
+        if not isinstance(config, CollectorConfig):
+            config = CollectorConfig(getattr(config, "buffer_size", CollectorConfig().buffer_size))
+        self.config: CollectorConfig = config
+        self.workers = workers
+        self._wall = wall
+        self._buffer: deque[RoutingRecord] = deque(maxlen=config.buffer_size)
+        self._alerts: dict[str, Alert] = {}
+        self._listeners: list[Callable[[Alert], None]] = []
+        self._checked = 0.0
+
+    @property
+    def alerts(self) -> Sequence[Alert]:
+        """What is wrong now, oldest first."""
+        return tuple(self._alerts.values())
+
+    def on_alert(self, listener: Callable[[Alert], None]) -> None:
+        """Call `listener` with every alert when it begins."""
+        self._listeners.append(listener)
+
+    def record(self, record: RoutingRecord) -> None:
+        """Keep one decision; cheap."""
+        self._buffer.append(record)
+        if record.timestamp - self._checked >= self.config.check_s:
+            self._checked = record.timestamp
+            self.check(record.timestamp)
+
+    async def record_routing_decision(self, decision_context: Any) -> None:
+        """Keep what any object with these attributes tells: request_id, selected_worker (an id, or
+        something with one), cache_hit_ratio, decision_time, worker_load, queue_length."""
+        worker = decision_context.selected_worker
+        self.record(
+            RoutingRecord(
+                timestamp=self._wall(),
+                request_id=decision_context.request_id,
+                selected_worker=str(getattr(worker, "id", worker)),
+                cache_hit_ratio=decision_context.cache_hit_ratio,
+                decision_latency=decision_context.decision_time,
+                worker_load=decision_context.worker_load,
+                queue_length=decision_context.queue_length,
+            )
+        )
+
+    async def generate_performance_report(
+        self, time_range: tuple[float, float] | float | None = None
+    ) -> PerformanceReport:
+        """`report`, as a coroutine."""
+        return self.report(time_range)
+
+    def report(self, time_range: tuple[float, float] | float | None = None) -> PerformanceReport:
+        """Of the records between two Unix times, of the last so many seconds, or of all kept."""
+        now = self._wall()
+        if isinstance(time_range, int | float):
+            time_range = (now - time_range, now)
+        records = list(self._since(time_range[0] if time_range else 0.0))
+        if time_range is not None:
+            records = [one for one in records if one.timestamp <= time_range[1]]
+        first = records[0].timestamp if records else now
+        start, end = time_range or (first, now)
+        metrics = aggregated(records, end - start, self.workers)
+        found = bottlenecks(metrics, self.config.thresholds)
+        tendencies = trends(records, start, end)
+        return PerformanceReport(
+            time_range=(start, end),
+            aggregated_metrics=metrics,
+            trends=tendencies,
+            bottlenecks=found,
+            recommendations=recommendations(metrics, tendencies, found),
+            raw_data_summary=summary(records),
+            alerts=list(self.alerts),
+        )
+
+    def check(self, now: float) -> None:
+        """Begin and end alerts by what the last `window_s` tell."""
+        records = list(self._since(now - self.config.window_s))
+        if len(records) < self.config.least:
+            self._alerts.clear()
+            return
+        metrics = aggregated(records, self.config.window_s, self.workers)
+        found = {one.name: one for one in bottlenecks(metrics, self.config.thresholds)}
+        for name in [name for name in self._alerts if name not in found]:
+            del self._alerts[name]
+            log.info("routing is well again", extra={"fields": {"alert": name}})
+        for name, one in found.items():
+            since = self._alerts[name].since if name in self._alerts else now
+            alert = Alert(name, one.evidence, one.value, one.threshold, since)
+            new = name not in self._alerts
+            self._alerts[name] = alert
+            if new:
+                self._begin(alert)
+
+    def active(self) -> Mapping[tuple[str, ...], float]:
+        """1 for every rule that is broken, else 0, by name: for a gauge."""
+        return {(name,): float(name in self._alerts) for name in RULES}
+
+    def _begin(self, alert: Alert) -> None:
+        fields = {"alert": alert.name, "value": round(alert.value, 4), "evidence": alert.message}
+        log.warning("routing alert", extra={"fields": fields})
+        for listener in self._listeners:
+            listener(alert)
+
+    def _since(self, start: float) -> Iterator[RoutingRecord]:
+        """In order of time."""
+        late = takewhile(lambda one: one.timestamp >= start, reversed(self._buffer))
+        return reversed(list(late))

@@ -1,0 +1,28 @@
+"""One routing decision, as the collector keeps it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`timestamp`: Unix time. Ratios are shares of the prompt's blocks: held by the worker that was
+    chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`), and ever computed before by
+    anybody (`seen_ratio`; None = not known). `decision_latency`: seconds, waiting in the router
+    included; `worker_load`: requests at the chosen worker; `ttft_s`: None = no token came."""
+
+    timestamp: float
+    request_id: str
+    selected_worker: str
+    cache_hit_ratio: float
+    decision_latency: float
+    worker_load: float
+    queue_length: int
+    prompt_blocks: int = 1
+    reachable_ratio: float = 0.0
+    seen_ratio: float | None = None
+    view: str = ""
+    ttft_s: float | None = None
+    predicted_ttft_s: float | None = None
+    output_tokens: int = 0
+    failed: bool = False

@@ -1,0 +1,191 @@
+"""From decisions to a report: aggregates, trends, what to do. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo.scheduling.router.collector_record import RoutingRecord
+
+Aggregates = dict[str, dict[str, float]]
+Records = Sequence[RoutingRecord]
+
+STEADY = 0.1
+"""A change smaller than this share is none."""
+HALF_LEAST = 5
+"""Decisions that each half of a trend needs."""
+
+
+class Trend(msgspec.Struct, frozen=True):
+    """The second half of the time against the first."""
+
+    direction: Literal["rising", "falling", "steady"]
+    before: float
+    after: float
+
+
+class Bottleneck(msgspec.Struct, frozen=True):
+    """A rule that is broken. `advice`: what to do."""
+
+    name: str
+    evidence: str
+    value: float
+    threshold: float
+    advice: str
+
+
+def aggregated(records: Records, seconds: float, workers: int = 0) -> Aggregates:
+    """Every aggregator's numbers; times in milliseconds."""
+    return {
+        "latency": latency(records),
+        "throughput": throughput(records, seconds),
+        "cache_hit": cache_hit(records),
+        "load_balance": load_balance(records, workers),
+    }
+
+
+def latency(records: Records) -> dict[str, float]:
+    """Of decisions, of first tokens, and how far off first tokens were predicted."""
+    decisions = [one.decision_latency * 1e3 for one in records]
+    firsts = [one.ttft_s * 1e3 for one in records if one.ttft_s is not None]
+    errors = [
+        abs(one.predicted_ttft_s - one.ttft_s) / one.ttft_s
+        for one in records
+        if one.ttft_s and one.predicted_ttft_s is not None
+    ]
+    return {
+        **_spread("decision_ms", decisions),
+        **_spread("ttft_ms", firsts),
+        "ttft_prediction_error": fmean(errors) if errors else 0.0,
+    }
+
+
+def throughput(records: Records, seconds: float) -> dict[str, float]:
+    """Rates over `seconds`."""
+    count = len(records)
+    seconds = max(seconds, 1e-9)
+    return {
+        "requests": count,
+        "requests_per_s": count / seconds,
+        "output_tokens_per_s": sum(one.output_tokens for one in records) / seconds,
+        "failed_ratio": sum(one.failed for one in records) / count if count else 0.0,
+        "queue_length_mean": fmean(one.queue_length for one in records) if records else 0.0,
+        "queue_length_max": max((one.queue_length for one in records), default=0),
+    }
+
+
+def cache_hit(records: Records) -> dict[str, float]:
+    """Shares of prompt blocks. What was asked for before and is nowhere any more was lost to
+    eviction; what lies with another worker than the chosen one, to routing; the rest is cold."""
+    blocks = sum(one.prompt_blocks for one in records)
+    if not blocks:
+        return dict.fromkeys(("hit", "reachable", "routing_loss", "inexact"), 0.0)
+    hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in records) / blocks
+    best = sum(one.reachable_ratio * one.prompt_blocks for one in records) / blocks
+    reachable = max(hit, best)
+    inexact = sum(one.view in {"stale", "approximate"} for one in records) / len(records)
+    found = {
+        "hit": hit,
+        "reachable": reachable,
+        "routing_loss": reachable - hit,
+        "inexact": inexact,
+    }
+    known = [one for one in records if one.seen_ratio is not None]
+    if known:
+        of = sum(one.prompt_blocks for one in known)
+        seen = sum((one.seen_ratio or 0.0) * one.prompt_blocks for one in known) / max(of, 1)
+        seen = max(seen, reachable)
+        found |= {"seen": seen, "eviction_loss": seen - reachable, "cold": 1.0 - seen}
+    return found
+
+
+def load_balance(records: Records, workers: int = 0) -> dict[str, float]:
+    """How evenly prompts' uncached blocks and requests lie. `imbalance`: the busiest over mean."""
+    counts = Counter(one.selected_worker for one in records)
+    work: Counter[str] = Counter()
+    for one in records:
+        new = one.prompt_blocks * (1.0 - one.cache_hit_ratio)
+        work[one.selected_worker] += int(new * 1000)
+    known = max(workers, len(counts))
+    idle = [0.0] * (known - len(counts))
+    return {
+        "workers": known,
+        "workers_idle": len(idle),
+        "request_imbalance": _imbalance([*map(float, counts.values()), *idle]),
+        "imbalance": _imbalance([*map(float, work.values()), *idle]),
+        "load_mean": fmean(one.worker_load for one in records) if records else 0.0,
+        "load_spread": pstdev(one.worker_load for one in records) if records else 0.0,
+    }
+
+
+MEASURES: Mapping[str, Callable[[Records, float], float]] = {
+    "cache_hit_ratio": lambda records, _: cache_hit(records)["hit"],
+    "decision_ms": lambda records, _: latency(records)["decision_ms_mean"],
+    "ttft_ms": lambda records, _: latency(records)["ttft_ms_mean"],
+    "requests_per_s": lambda records, seconds: len(records) / max(seconds, 1e-9),
+    "queue_length": lambda records, _: throughput(records, 1.0)["queue_length_mean"],
+}
+
+
+def trends(records: Records, start: float, end: float) -> dict[str, Trend]:
+    """What rises and what falls; empty while there is too little to tell."""
+    middle = (start + end) / 2
+    before = [one for one in records if one.timestamp < middle]
+    after = [one for one in records if one.timestamp >= middle]
+    if min(len(before), len(after)) < HALF_LEAST:
+        return {}
+    half = (end - start) / 2
+    return {
+        name: _trend(measure(before, half), measure(after, half))
+        for name, measure in MEASURES.items()
+    }
+
+
+def recommendations(
+    metrics: Aggregates, tendencies: Mapping[str, Trend], found: Sequence[Bottleneck]
+) -> list[str]:
+    """What to do, most urgent first; one line that all is well where it is."""
+    advice = [one.advice for one in found]
+    queue = tendencies.get("queue_length")
+    if queue is not None and queue.direction == "rising" and queue.after >= 1:
+        advice.append("The queue grows: add workers before requests are rejected.")
+    if not advice and metrics["throughput"]["requests"]:
+        advice.append("Nothing to do: no rule is broken.")
+    return advice
+
+
+def summary(records: Records) -> dict[str, Any]:
+    """What a report was made of."""
+    return {
+        "decisions": len(records),
+        "first": records[0].timestamp if records else None,
+        "last": records[-1].timestamp if records else None,
+        "by_worker": dict(Counter(one.selected_worker for one in records)),
+        "failed": sum(one.failed for one in records),
+    }
+
+
+def _trend(before: float, after: float) -> Trend:
+    size = max(abs(before), abs(after))
+    if abs(after - before) <= STEADY * size:
+        return Trend("steady", before, after)
+    return Trend("rising" if after > before else "falling", before, after)
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    values = sorted(values) or [0.0]
+    last = len(values) - 1
+    return {
+        f"{name}_mean": fmean(values),
+        f"{name}_p50": values[last // 2],
+        f"{name}_p99": values[round(last * 0.99)],
+    }
+
+
+def _imbalance(values: list[float]) -> float:
+    mean = fmean(values) if values else 0.0
+    return max(values) / mean if mean else 1.0

@@ -1,0 +1,84 @@
+"""The rules of good routing: what is measured, from which value on it is wrong, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from dynamo.scheduling.router.collector_report import Aggregates, Bottleneck
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """Broken above `threshold`. `where`: aggregator and number; `evidence` takes the value."""
+
+    where: tuple[str, str]
+    threshold: float
+    evidence: str
+    advice: str
+
+
+RULES: Mapping[str, Rule] = {
+    "failures": Rule(
+        ("throughput", "failed_ratio"),
+        0.01,
+        "{:.1%} of requests ended with an error",
+        "Look at the workers' logs: requests fail there.",
+    ),
+    "queueing": Rule(
+        ("throughput", "queue_length_mean"),
+        4.0,
+        "{:.1f} requests wait in the router on average",
+        "Add workers: those there are do not keep up.",
+    ),
+    "routing_loss": Rule(
+        ("cache_hit", "routing_loss"),
+        0.15,
+        "{:.1%} of prompt blocks lie with another worker than the one that was chosen",
+        "Holders of hot prefixes are too busy: add workers, or price load lower "
+        "(docs/how-to/routing.md).",
+    ),
+    "eviction_loss": Rule(
+        ("cache_hit", "eviction_loss"),
+        0.15,
+        "{:.1%} of prompt blocks were computed before and are held nowhere any more",
+        "Give workers more KV memory, or a tier behind it; choose the `reuse` eviction.",
+    ),
+    "imbalance": Rule(
+        ("load_balance", "imbalance"),
+        2.0,
+        "the busiest worker computes {:.1f} times the mean",
+        "A hot prefix has one holder: price load higher, or choose the `predicted` policy.",
+    ),
+    "inexact_view": Rule(
+        ("cache_hit", "inexact"),
+        0.2,
+        "{:.1%} of decisions were made without an exact view of the worker's cache",
+        "See /health for workers that send no KV events, or whose events are late.",
+    ),
+    "slow_decisions": Rule(
+        ("latency", "decision_ms_p99"),
+        1000.0,
+        "1 in 100 decisions takes {:.0f} ms or more, waiting included",
+        "Requests are held in the router: add workers, or let them queue at the workers.",
+    ),
+    "prediction": Rule(
+        ("latency", "ttft_prediction_error"),
+        1.0,
+        "first tokens come {:.0%} earlier or later than predicted, on average",
+        "Calibration is off: it needs some minutes of traffic, or workers share a machine.",
+    ),
+}
+
+
+def bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> list[Bottleneck]:
+    """The rules that are broken, worst first. `thresholds` replaces those of single rules."""
+    found = []
+    for name, rule in RULES.items():
+        aggregator, number = rule.where
+        value = metrics[aggregator].get(number, 0.0)
+        threshold = thresholds.get(name, rule.threshold)
+        if value > threshold:
+            evidence = rule.evidence.format(value)
+            found.append(Bottleneck(name, evidence, value, threshold, rule.advice))
+    return sorted(found, key=lambda one: one.value / max(one.threshold, 1e-9), reverse=True)

@@ -1,0 +1,155 @@
+"""Why a request went where it went: the last decisions, kept to be asked for."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.core.clock import Clock
+from dynamo.core.values import GenerateRequest
+from dynamo.scheduling.router.policy import Candidate, Decision, Observer, Outcome
+
+KEPT = 1000
+_SUFFIX = re.compile(r"[-.][0-9a-f]+(\.[0-9]+)?\Z")
+"""What a frontend hangs on a client's id: a counter, then the prompt's place in the body."""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision, as people and programs read it. `at`: Unix time; `router`: the process that
+    chose; `costs`: the table of candidates, best first, each with every term of its cost;
+    `outcome`: None while the worker still answers; `why`: all of it in a sentence."""
+
+    request_id: str
+    choice: int
+    model: str
+    at: float
+    router: str
+    worker: str
+    mode: str
+    view: str
+    candidates: int
+    waited_ms: float
+    prompt_blocks: int
+    overlap_blocks: int
+    best_overlap_blocks: int
+    predicted_ttft_ms: float | None
+    costs: tuple[Candidate, ...]
+    outcome: Outcome | None
+    why: str
+
+
+class Explained(Observer):
+    """The last `kept` requests of one process with all their choices and attempts."""
+
+    def __init__(self, clock: Clock, router: str = "", kept: int = KEPT) -> None:
+        self._clock = clock
+        self._router = router
+        self._kept = kept
+        self._requests: OrderedDict[str, list[_Entry]] = OrderedDict()
+
+    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+        entry = _Entry(request.request_id, request.choice, request.model, self._clock.wall())
+        entry.decision = decision
+        self._requests.setdefault(request.request_id, []).append(entry)
+        if len(self._requests) > self._kept:
+            self._requests.popitem(last=False)
+
+    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+        for entry in self._requests.get(request.request_id, ()):
+            if entry.decision is decision:
+                entry.decision = replace(decision, ticket=None)  # it may hold a whole prompt
+                entry.outcome = outcome
+
+    def find(self, request_id: str) -> list[Explanation]:
+        """Every decision for a request, in order; empty where nothing is known (any more). A
+        client's own id finds the last request that bore it."""
+        entries = self._requests.get(request_id) or self._by_client(request_id)
+        return [entry.explanation(self._router) for entry in entries]
+
+    def last(self, count: int) -> list[Explanation]:
+        """The newest decisions, newest first."""
+        found: list[Explanation] = []
+        for entries in reversed(self._requests.values()):
+            found += [entry.explanation(self._router) for entry in reversed(entries)]
+            if len(found) >= count:
+                break
+        return found[:count]
+
+    def _by_client(self, given: str) -> list[_Entry]:
+        found: list[_Entry] = []
+        base = ""
+        for name, entries in reversed(self._requests.items()):
+            if not (name.startswith(given) and _SUFFIX.fullmatch(name, len(given))):
+                continue
+            own = name[: len(given)] + name[len(given) :].split(".")[0]
+            base = base or own
+            if own == base:
+                found = entries + found
+        return found
+
+
+class _Entry:
+    __slots__ = ("at", "choice", "decision", "model", "outcome", "request_id")
+
+    decision: Decision
+
+    def __init__(self, request_id: str, choice: int, model: str, at: float) -> None:
+        self.request_id = request_id
+        self.choice = choice
+        self.model = model
+        self.at = at
+        self.outcome: Outcome | None = None
+
+    def explanation(self, router: str) -> Explanation:
+        made = self.decision
+        predicted_s = made.predicted_ttft_s
+        return Explanation(
+            request_id=self.request_id,
+            choice=self.choice,
+            model=self.model,
+            at=self.at,
+            router=router,
+            worker=made.instance.id,
+            mode=made.mode,
+            view=made.view,
+            candidates=made.candidates,
+            waited_ms=made.waited_s * 1e3,
+            prompt_blocks=made.prompt_blocks,
+            overlap_blocks=made.overlap_blocks,
+            best_overlap_blocks=made.best_overlap_blocks,
+            predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
+            costs=made.table,
+            outcome=self.outcome,
+            why=why(made),
+        )
+
+
+def why(made: Decision) -> str:
+    """A decision in a sentence."""
+    among = f"of {made.candidates} worker" + ("s" if made.candidates != 1 else "")
+    if not made.table:
+        return f"{made.mode} took {made.instance.id} {among}, without a look at what workers hold"
+    chosen = next((one for one in made.table if _instance(one) == made.instance.id), None)
+    parts = [f"{made.instance.id} {among}"]
+    if chosen is not None:
+        parts.append(f"cost {chosen.cost:.4g}")
+        others = [one for one in made.table if one is not chosen]
+        if others:
+            parts.append(f"the next best {others[0].worker} {others[0].cost:.4g}")
+    if made.prompt_blocks:
+        parts.append(f"it holds {made.overlap_blocks} of the prompt's {made.prompt_blocks} blocks")
+        if made.best_overlap_blocks > made.overlap_blocks:
+            parts.append(f"another holds {made.best_overlap_blocks}")
+    if made.waited_s:
+        parts.append(f"after {made.waited_s * 1e3:.0f} ms in the router")
+    if made.view and made.view != "exact":
+        parts.append(f"its cache is known only as {made.view}")
+    return ", ".join(parts)
+
+
+def _instance(candidate: Candidate) -> str:
+    """The instance of a worker, which may be one rank of it."""
+    return candidate.worker.split("/", 1)[0]

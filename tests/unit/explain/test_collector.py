@@ -1,0 +1,137 @@
+"""The collector of routing decisions: report, trends, bottlenecks, alerts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo.scheduling.router.collector import (
+    Alert,
+    CollectorConfig,
+    PerformanceReport,
+    RoutingMetricsCollector,
+)
+from dynamo.scheduling.router.collector_record import RoutingRecord
+from dynamo.scheduling.router.collector_rules import RULES
+
+
+def record(at: float, worker: str = "a", **more: Any) -> RoutingRecord:
+    plain: dict[str, Any] = {
+        "cache_hit_ratio": 0.5,
+        "reachable_ratio": 0.5,
+        "decision_latency": 0.001,
+        "worker_load": 1.0,
+        "queue_length": 0,
+        "prompt_blocks": 10,
+        "ttft_s": 0.1,
+    }
+    return RoutingRecord(
+        timestamp=at, request_id=f"r{at}", selected_worker=worker, **(plain | more)
+    )
+
+
+def collector_of(*records: RoutingRecord, wall: float = 100.0) -> RoutingMetricsCollector:
+    collector = RoutingMetricsCollector(wall=lambda: wall)
+    for one in records:
+        collector.record(one)
+    return collector
+
+
+async def test_the_decision_context_of_the_original_is_taken_and_reported() -> None:
+    collector = RoutingMetricsCollector(SimpleNamespace(buffer_size=3), wall=lambda: 50.0)
+    for number in range(5):
+        context = SimpleNamespace(
+            request_id=str(number),
+            selected_worker=SimpleNamespace(id=f"w{number % 2}"),
+            cache_hit_ratio=0.25,
+            decision_time=0.002,
+            worker_load=0.5,
+            queue_length=1,
+        )
+        await collector.record_routing_decision(context)
+    report = await collector.generate_performance_report((0, 100))
+    assert isinstance(report, PerformanceReport)
+    assert report.raw_data_summary["decisions"] == 3
+    assert set(report.aggregated_metrics) == {
+        "latency",
+        "throughput",
+        "cache_hit",
+        "load_balance",
+    }
+    assert report.aggregated_metrics["cache_hit"]["hit"] == pytest.approx(0.25)
+    assert report.aggregated_metrics["latency"]["decision_ms_p99"] == pytest.approx(2)
+
+
+def test_a_cold_workload_an_eviction_and_a_routing_loss_are_told_apart() -> None:
+    cold = collector_of(record(1, cache_hit_ratio=0, reachable_ratio=0, seen_ratio=0.05)).report()
+    assert cold.bottlenecks == []
+    assert cold.aggregated_metrics["cache_hit"]["cold"] == pytest.approx(0.95)
+
+    evicted = collector_of(
+        record(1, cache_hit_ratio=0.1, reachable_ratio=0.1, seen_ratio=0.9)
+    ).report()
+    assert [one.name for one in evicted.bottlenecks] == ["eviction_loss"]
+    assert "eviction" in evicted.recommendations[0]
+
+    routed = collector_of(
+        record(1, cache_hit_ratio=0.1, reachable_ratio=0.8, seen_ratio=0.8)
+    ).report()
+    assert [one.name for one in routed.bottlenecks] == ["routing_loss"]
+    assert routed.aggregated_metrics["cache_hit"]["routing_loss"] == pytest.approx(0.7)
+
+
+def test_trends_compare_the_halves_of_the_time() -> None:
+    early = [record(at, cache_hit_ratio=0.2, queue_length=0) for at in range(10)]
+    late = [record(50 + at, cache_hit_ratio=0.8, queue_length=3) for at in range(10)]
+    report = collector_of(*early, *late, wall=60).report((0, 60))
+    assert report.trends["cache_hit_ratio"].direction == "rising"
+    assert report.trends["queue_length"].direction == "rising"
+    assert report.trends["ttft_ms"].direction == "steady"
+    assert any("queue grows" in line for line in report.recommendations)
+
+
+def test_a_report_is_of_its_range() -> None:
+    collector = collector_of(record(10), record(20), record(90), wall=100)
+    assert collector.report((15, 30)).raw_data_summary["decisions"] == 1
+    assert collector.report(15).raw_data_summary["decisions"] == 1
+    assert collector.report().raw_data_summary["decisions"] == 3
+
+
+def test_the_busiest_worker_and_the_idle_are_seen() -> None:
+    records = [record(at, "a", cache_hit_ratio=0) for at in range(9)]
+    collector = collector_of(*records, record(9, "b", cache_hit_ratio=0))
+    collector.workers = 4
+    report = collector.report()
+    assert report.aggregated_metrics["load_balance"]["workers_idle"] == 2
+    assert report.aggregated_metrics["load_balance"]["imbalance"] == pytest.approx(3.6)
+    assert "imbalance" in [one.name for one in report.bottlenecks]
+
+
+def test_an_alert_begins_once_and_ends() -> None:
+    heard: list[Alert] = []
+    config = CollectorConfig(check_s=1.0, window_s=10.0, least=2, thresholds={"failures": 0.3})
+    collector = RoutingMetricsCollector(config, wall=lambda: 0.0)
+    collector.on_alert(heard.append)
+    for at in range(5):
+        collector.record(record(float(at), failed=True))
+    assert [one.name for one in heard] == ["failures"]
+    assert collector.alerts[0].value == 1.0
+    assert collector.active()["failures",] == 1
+    for at in range(20, 25):
+        collector.record(record(float(at)))
+    assert collector.alerts == ()
+    assert set(collector.active().values()) == {0.0}
+
+
+def test_nothing_recorded_is_a_report_too() -> None:
+    report = collector_of().report()
+    assert report.recommendations == []
+    assert report.bottlenecks == []
+
+
+def test_every_rule_says_what_to_do() -> None:
+    for rule in RULES.values():
+        assert rule.evidence.format(1.0)
+        assert rule.advice.endswith(".")
