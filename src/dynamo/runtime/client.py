@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from random import Random
 from types import MappingProxyType
 from typing import Any
 
 from dynamo.communication.requests import Requests, Sink, Window
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone, NoWorkers
+from dynamo.core.errors import DynamoError, InstanceGone, NoWorkers
 from dynamo.runtime.instances import Instance, InstanceView
+from dynamo.runtime.interruptible import Interruptible
 from dynamo.runtime.picks import Picks, Slot
 from dynamo.runtime.streams import Stream, encode_item
 
@@ -35,6 +36,7 @@ class Client:
         self._view = view
         self._requests = requests
         self._on_close = on_close
+        self.on_work: Callable[[], None] | None = None
         self._slots: dict[str, Slot] = {}
         self.rng = rng or Random()
         self._picks = Picks(self.rng)
@@ -85,17 +87,46 @@ class Client:
         window: Window | None = None,
     ) -> None:
         """Call that instance; see `Requests.call` for what is promised and raised."""
-        slot = self._slots.get(instance.id) or Slot(instance)
+        slot = self._slots.get(instance.id) or self._adopt(instance)
         self._picks.took(slot)
+        if self.on_work is not None:
+            self.on_work()
         try:
-            await self._requests.call(
-                instance.address, self.path, payload, context, sink, window=window
-            )
+            with Interruptible(slot.calls):
+                await self._requests.call(
+                    instance.address, self.path, payload, context, sink, window=window
+                )
         except InstanceGone:
             self._view.withhold(instance.address)
             raise
         finally:
             self._picks.gave(slot)
+            if not slot.in_flight and slot.index < 0:
+                self._slots.pop(instance.id, None)
+
+    def busy(self) -> Iterator[Instance]:
+        """The instances that work on calls of this client, those that have left too."""
+        for slot in tuple(self._slots.values()):
+            if slot.in_flight:
+                yield slot.instance
+
+    def interrupt(self, instance_id: str, error: DynamoError) -> int:
+        """End the calls that the instance works on: each raises a copy of `error`, and the instance
+        is told that its caller left. How many there were."""
+        slot = self._slots.get(instance_id)
+        calls = tuple(slot.calls) if slot is not None else ()
+        for call in calls:
+            call.interrupt(type(error)(error.message, hint=error.hint))
+        return len(calls)
+
+    def withhold(self, instance: Instance) -> None:
+        """Leave it out until it answers a probe or discovery announces it again."""
+        self._view.withhold(instance.address)
+
+    def on_left(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
+        """Call `callback` with every instance that discovery names no more. Returns the way to stop
+        that."""
+        return self._view.on_left(callback)
 
     def generate(
         self, request: Any, *, mode: str = "round_robin", context: Context | None = None
@@ -136,6 +167,11 @@ class Client:
             await self.call(choose(), encode_item(request), about, sink, window=window)
 
         return Stream(start)
+
+    def _adopt(self, instance: Instance) -> Slot:
+        """A slot for an instance that is no candidate (any more)."""
+        slot = self._slots[instance.id] = Slot(instance)
+        return slot
 
     def _refresh(self) -> None:
         live = self._view.live

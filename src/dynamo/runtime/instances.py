@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 PING = "_ping"
 PROBE_S = 0.25
-PROBE_CAP_S = 5.0
+PROBE_CAP_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 REWATCH_S = 0.5
 
@@ -124,6 +124,7 @@ class InstanceView:
         self._withheld: set[str] = set()
         self._probing: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
+        self._mourners: list[Callable[[Instance], None]] = []
         self._seen = asyncio.Event()
         self._closed = False
         self._stop_listening: Callable[[], None] | None = None
@@ -146,6 +147,12 @@ class InstanceView:
         """Call `callback` whenever `live` changed. Returns the way to stop that."""
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
+
+    def on_left(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
+        """Call `callback` with every instance that discovery names no more, after `live` changed.
+        Returns the way to stop that."""
+        self._mourners.append(callback)
+        return lambda: self._mourners.remove(callback)
 
     def withhold(self, address: str) -> None:
         """Leave out every instance at `address` for now."""
@@ -190,6 +197,9 @@ class InstanceView:
         self._withheld &= known.keys()
         self._seen.set()
         self._refresh()
+        for name in before.keys() - known.keys():
+            for mourner in tuple(self._mourners):
+                mourner(before[name])
 
     def _refresh(self) -> None:
         live = {name: one for name, one in self._known.items() if name not in self._withheld}

@@ -11,17 +11,19 @@ from random import Random
 
 from dynamo.core.errors import ConfigError, NoWorkers
 from dynamo.runtime.instances import Instance
+from dynamo.runtime.interruptible import Interruptible
 
 ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
 
 
 class Slot:
-    """One instance as the picks see it. `in_flight`: calls of this client that it works on;
-    `weight`: its capability of that name (1 where it has none)."""
+    """One instance as the picks see it. `calls`: those of this client that it works on, `in_flight`
+    their number; `weight`: its capability of that name (1 where it has none)."""
 
-    __slots__ = ("credit", "in_flight", "index", "instance", "weight")
+    __slots__ = ("calls", "credit", "in_flight", "index", "instance", "weight")
 
     def __init__(self, instance: Instance) -> None:
+        self.calls: set[Interruptible] = set()
         self.in_flight = 0
         self.index = -1
         self.credit = 0.0

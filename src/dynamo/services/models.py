@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dynamo.application import Gateway, Served
 from dynamo.models.card import ModelCard
@@ -13,6 +13,7 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.instances import Instance
+from dynamo.runtime.watch import Watch
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.processor import Processor
 from dynamo.scheduling.router import Policy
@@ -35,6 +36,8 @@ class Models:
         self._runtime = runtime
         self._gateway = gateway
         self._clients: dict[str, Client] = {}
+        self._unwatch: dict[str, Callable[[], None]] = {}
+        self._watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
         self._policies: dict[str, Policy] = {}
         self._waiting("", WAITING)
         runtime.health.on_change(self._heard)
@@ -66,6 +69,7 @@ class Models:
             return bool(instance.capabilities.get("model") == name)
 
         client = await component.endpoint("generate").client(serves)
+        unwatch = self._watch.follow(client)
         policy = await open_policy(
             runtime.settings.router,
             client,
@@ -93,7 +97,8 @@ class Models:
         runtime.health.well_again(MODELS)
         if old_policy is not None:
             await old_policy.close()
-        if before is not None:
+        if before is not None and unwatch_before is not None:
+            unwatch_before()
             await before.close()
         log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})
 

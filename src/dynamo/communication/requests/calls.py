@@ -29,12 +29,14 @@ class Remote(Protocol):
 
 
 class Calls:
-    """Calls over one connection; stream ids grow and are never used again."""
+    """Calls over one connection; stream ids grow and are never used again. `frames`: how many were
+    delivered."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
         self._loop = asyncio.get_running_loop()
         self._last = 0
+        self.frames = 0
         self._sinks: dict[int, Sink] = {}
         self._ends: dict[int, asyncio.Future[None]] = {}
         self._failed: DynamoError | None = None
@@ -72,6 +74,7 @@ class Calls:
 
     def deliver(self, items: Iterable[Item]) -> None:
         """Feed what arrived to the sinks; what is late for a call that left is dropped."""
+        self.frames += 1
         find = self._sinks.get
         for stream, flags, payload in items:
             sink = find(stream)

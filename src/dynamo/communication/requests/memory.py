@@ -64,6 +64,15 @@ class MemoryRequests(Requests):
         wire = self._wires.get(address) or self._connect(address)
         await wire.calls.call(endpoint, payload, context, sink, window)
 
+    def heard(self, address: str) -> int:
+        wire = self._wires.get(address)
+        return 0 if wire is None else wire.calls.frames
+
+    def break_off(self, address: str) -> None:
+        wire = self._wires.get(address)
+        if wire is not None:
+            wire.cut()
+
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)
         return lambda: self._broken.remove(callback)

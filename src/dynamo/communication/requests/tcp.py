@@ -77,6 +77,15 @@ class TcpRequests(Requests):
             peer = await self._connect(address)
         await peer.calls.call(endpoint, payload, context, sink, window)
 
+    def heard(self, address: str) -> int:
+        peer = self._dialled.get(address)
+        return 0 if peer is None else peer.calls.frames
+
+    def break_off(self, address: str) -> None:
+        peer = self._dialled.get(address)
+        if peer is not None:
+            peer.link.abort()
+
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)
         return lambda: self._broken.remove(callback)
