@@ -28,7 +28,7 @@ YOUNG_TOKENS = 50.0
 
 class Active(Ticket):
     """A request placed on a worker, until it ends. `new_tokens`: of its prompt, to be computed;
-    `due_s`: when its first token is expected."""
+    `due_s`: when its first token is expected; `observed`: its times may teach."""
 
     __slots__ = (
         "book",
@@ -37,6 +37,7 @@ class Active(Ticket):
         "hashes",
         "id",
         "new_tokens",
+        "observed",
         "on_end",
         "on_first",
         "placed_s",
@@ -55,6 +56,7 @@ class Active(Ticket):
         self.due_s = now
         self.first_s: float | None = None
         self.prefill_before_ms = 0.0
+        self.observed = True
         self.on_first: Callable[[Active], None] = _nobody
         self.on_end: Callable[[Active], None] = _nobody
 
@@ -158,12 +160,21 @@ class Book:
         self.active[active.id] = active
         self._surveyed_s = float("-inf")
 
+    def join(self, active: Active, emitted: int, now: float) -> None:
+        """A request that another router sent here is being answered already."""
+        active.observed = False
+        active.emitted = emitted
+        active.first_s = now
+        self.active[active.id] = active
+        self._surveyed_s = float("-inf")
+
     def first_token(self, active: Active, now: float) -> None:
         """Its prefill is done."""
         if active.first_s is not None or active.id not in self.active:
             return
         active.first_s = now
-        self._observe_prefill(active, now)
+        if active.observed:
+            self._observe_prefill(active, now)
         active.prefill_before_ms = self.prefill_ms
         self._close(active, now)
 
@@ -173,7 +184,7 @@ class Book:
             return
         if active.first_s is None:
             self._close(active, now)
-        else:
+        elif active.observed:
             self._observe_decode(active, now)
         self._surveyed_s = float("-inf")
 
