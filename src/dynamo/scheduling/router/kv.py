@@ -16,6 +16,7 @@ from dynamo.scheduling.router.fleet import Active
 from dynamo.scheduling.router.placement import Placed, Placement
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt
+from dynamo.scheduling.router.replicas import Own, Replicas
 
 NOBODY = "no instance serves this endpoint now"
 
@@ -34,7 +35,9 @@ class KvPolicy(Policy):
         block_tokens: int,
         name: str = "predicted",
     ) -> None:
+        """`replicas`, once set, is told of every request that goes out."""
         self.placement = placement
+        self.replicas: Replicas | None = None
         self._client = client
         self._read = read
         self._clock = clock
@@ -73,6 +76,11 @@ class KvPolicy(Policy):
         self._fail_stranded()
         await self._tasks.close()
 
+    def look_again(self) -> None:
+        """A worker may have become freer, by what another router says."""
+        if len(self.placement):
+            self._arm()
+
     def _announced(self) -> None:
         self.placement.fleet.replace(self._client.instances)
         self._fail_stranded()
@@ -104,6 +112,8 @@ class KvPolicy(Policy):
             self._ended(active)
             return
         book = active.book
+        if self.replicas is not None:
+            self.replicas.routed(own_of(active))
         decided.set_result(
             Decision(
                 book.instance,
@@ -122,13 +132,15 @@ class KvPolicy(Policy):
 
     def _first_token(self, active: Active) -> None:
         self.placement.first_token(active, self._clock.now())
-        if len(self.placement):
-            self._arm()
+        if self.replicas is not None:
+            self.replicas.first_token(active.id)
+        self.look_again()
 
     def _ended(self, active: Active) -> None:
         self.placement.ended(active, self._clock.now())
-        if len(self.placement):
-            self._arm()
+        if self.replicas is not None:
+            self.replicas.ended(active.id)
+        self.look_again()
 
     def _wait(self, due: float | None) -> None:
         """One timer, for the earliest moment that is of interest."""
@@ -144,6 +156,18 @@ class KvPolicy(Policy):
         self._timer = self._due = None
         if len(self.placement):
             self._arm()
+
+
+def own_of(active: Active) -> Own:
+    """What other routers are told of a request that was placed here."""
+    return Own(
+        active.id,
+        active.book.name,
+        active,
+        prompt_tokens=active.prompt_tokens,
+        new_tokens=active.new_tokens,
+        hashes=active.hashes,
+    )
 
 
 def _give_back(decided: asyncio.Future[Decision]) -> None:
