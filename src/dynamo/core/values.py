@@ -105,21 +105,27 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: int = 0
 
 
-class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
+Tier = Literal["device", "host", "disk", "shared"]
+"""Where a block lies: the accelerator's memory, its host's, a disk's, a store that all reach."""
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True):
     """Full blocks that are now held; a chain, the first hangs under `parent` (0 = the root)."""
 
     parent: int
     hashes: tuple[int, ...]
+    tier: Tier = "device"
 
 
-class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    """Blocks that are not held any more."""
+class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed", omit_defaults=True):
+    """Blocks that are not held any more in a tier."""
 
     hashes: tuple[int, ...]
+    tier: Tier = "device"
 
 
 class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """Nothing is held any more."""
+    """Nothing is held any more, in no tier."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
+
+import msgspec
 
 from dynamo.communication.events import Event, Events
 from dynamo.core.clock import Clock
+from dynamo.core.kv_events import KV_EVENTS, decode_changes
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
+from dynamo.scheduling.index.predictions import Predictions
+from dynamo.scheduling.index.tiers import Below, TieredIndex
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["exact", "stale", "approximate"]
-"""exact: the worker's events are complete. stale: a gap is being repaired. approximate: it sends no
-events, so that only predictions tell."""
+"""exact: the worker's events are complete. stale: a gap is being repaired; what was known is
+believed on, predictions beside it. approximate: it sends no events, only predictions tell."""
 
 DEFAULT_TTL_S: Final = 120.0
+PREDICTION_SHARE: Final = 4
+PREDICTED_BLOCK_BYTES: Final = 160
 
 
 class CacheView:
     """Overlaps of a prompt with every worker's cache.
 
     A worker is named "instance", or "instance/rank" where it has data-parallel ranks. `ttl_s`: how
-    long a prediction is believed of a worker that sends no events.
+    long a prediction is believed where no events come. Of `budget_bytes` a quarter is for
+    predictions.
     """
 
     def __init__(
@@ -34,49 +46,129 @@ class CacheView:
     ) -> None:
         self._clock = clock
         self.block_tokens = block_tokens
-        self._ttl_s = ttl_s
-        self.index = KvIndex(budget_bytes)
+        predicted_bytes = budget_bytes // PREDICTION_SHARE
+        self.tiers = TieredIndex(budget_bytes - predicted_bytes)
+        self._predictions = Predictions(ttl_s, max_blocks=predicted_bytes // PREDICTED_BLOCK_BYTES)
         self._modes: dict[str, Mode] = {}
+        self._incomplete: set[str] = set()
+        self._unsubscribe: list[Callable[[], None]] = []
+        self.heard: Counter[str] = Counter()
+        self.lost: Callable[[], int] = lambda: 0
+
+    @property
+    def index(self) -> KvIndex:
+        """Blocks in the devices' memory, as events tell."""
+        return self.tiers.device
+
+    @property
+    def predicted_blocks(self) -> int:
+        """Blocks of prompts that were routed and are not yet for events to tell."""
+        return self._predictions.blocks
 
     async def follow(self, events: Events, subject_prefix: str) -> None:
-        """Hear every `kv_events` source under the prefix, until `close`."""
-        del events, subject_prefix
+        """Hear every source of KV events under the prefix, until `close`."""
+        self.lost = events.lost
+        self._unsubscribe.append(await events.subscribe(subject_prefix, self.hear))
 
     def close(self) -> None:
         """Hear no more."""
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        self._unsubscribe.clear()
 
     def apply(self, worker: str, changes: Sequence[KvEvent]) -> None:
         """What a worker says of its cache. From now on it is known exactly."""
-        index = self.index
-        self._modes[worker] = "exact"
+        tiers, heard = self.tiers, self.heard
         for change in changes:
             if isinstance(change, BlocksStored):
-                index.store(worker, change.parent, change.hashes)
+                tiers.tier(change.tier).store(worker, change.parent, change.hashes)
+                heard["stored"] += len(change.hashes)
             elif isinstance(change, BlocksRemoved):
-                index.remove(worker, change.hashes)
+                tiers.tier(change.tier).remove(worker, change.hashes)
+                heard["removed"] += len(change.hashes)
             else:
-                index.clear(worker)
+                tiers.drop(worker)
+                heard["cleared"] += 1
+        if self._modes.get(worker) != "exact" and worker not in self._incomplete:
+            self._become(worker, "exact")
 
     def drop(self, worker: str) -> None:
         """The worker is no more."""
-        self.index.drop(worker)
-        self._modes.pop(worker, None)
+        self.tiers.drop(worker)
+        self._predictions.drop(worker)
+        self._incomplete.discard(worker)
+        if self._modes.pop(worker, None) is not None:
+            log.info("worker's cache forgotten", extra={"fields": {"worker": worker}})
 
     def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
-        """worker -> blocks of the longest prefix of `hashes` that it holds, or will hold by what
-        was routed there (> 0 only)."""
-        return self.index.match(hashes)
+        """worker -> blocks of the longest prefix of `hashes` that it holds on its device, or will
+        hold by what was routed there (> 0 only)."""
+        found = self.tiers.device.match(hashes)
+        for worker, depth in self._predictions.overlaps(hashes, self._clock.now()).items():
+            if depth > found.get(worker, 0):
+                found[worker] = depth
+        return found
+
+    def below(self, hashes: Sequence[int], overlaps: Mapping[str, int]) -> Mapping[str, Below]:
+        """worker -> blocks in lower tiers right after its `overlaps`."""
+        return self.tiers.below(hashes, overlaps)
 
     def routed(self, worker: str, hashes: Sequence[int]) -> None:
-        """A prompt was sent to the worker: it will hold these blocks."""
+        """A prompt was sent to the worker: it will hold these blocks. The caller leaves `hashes` as
+        they are."""
+        if worker not in self._modes:
+            self._become(worker, "approximate")
+        self._predictions.routed(worker, hashes, self._clock.now())
 
     def settled(self, worker: str, hashes: Sequence[int]) -> None:
         """The first token of a routed prompt came, or it failed: its blocks are now for events to
-        tell."""
+        tell. Where none come, they are believed on."""
+        keep = self._modes.get(worker) != "exact"
+        self._predictions.settled(worker, hashes, self._clock.now(), keep=keep)
 
     def mode(self, worker: str) -> Mode:
         """How far the view of this worker can be trusted."""
         return self._modes.get(worker, "approximate")
 
-    def _hear(self, event: Event) -> None:
-        raise NotImplementedError
+    def modes(self, workers: Iterable[str] = ()) -> dict[str, Mode]:
+        """The mode of every worker that was heard of or sent to, and of `workers`."""
+        return {worker: self.mode(worker) for worker in sorted({*self._modes, *workers})}
+
+    def hear(self, event: Event) -> None:
+        """One event of the plane."""
+        if not event.subject.endswith(KV_EVENTS):
+            return
+        self.heard[event.kind] += 1
+        worker = event.publisher
+        if event.kind == "gone":
+            self.drop(worker)
+        elif event.kind == "stale":
+            self._become(worker, "stale")
+        else:
+            if event.kind == "dump":
+                self._incomplete.discard(worker)
+                self.tiers.drop(worker)
+            self._take(worker, event.payload)
+
+    def _take(self, worker: str, payload: bytes) -> None:
+        try:
+            changes = decode_changes(payload)
+        except msgspec.DecodeError as error:
+            self.heard["undecodable"] += 1
+            fields = {"worker": worker, "error": str(error)}
+            log.exception("KV event not understood", extra={"fields": fields})
+            self._incomplete.add(worker)
+            self._become(worker, "stale")
+            return
+        self.apply(worker, changes)
+
+    def _become(self, worker: str, mode: Mode) -> None:
+        if self._modes.get(worker) == mode:
+            return
+        self._modes[worker] = mode
+        if mode == "exact":
+            self._predictions.told(worker, self._clock.now())
+        level = logging.INFO if mode == "exact" else logging.WARNING
+        log.log(
+            level, "view of a worker's cache", extra={"fields": {"worker": worker, "mode": mode}}
+        )

@@ -135,6 +135,14 @@ class KvIndex:
         """The workers that hold a block."""
         return self._sets.members((self._gets[block & 255](block) or 0) & self._sets.live)
 
+    def is_held(self, block: int) -> bool:
+        """Whether anybody holds a block."""
+        return bool((self._gets[block & 255](block) or 0) & self._sets.live)
+
+    def holds(self, worker: str, block: int) -> bool:
+        """Whether `worker` holds a block."""
+        return bool((self._gets[block & 255](block) or 0) & self._sets.bit(worker))
+
     def held(self, worker: str) -> set[int]:
         """Every block of a worker. Walks the whole map."""
         bit = self._sets.bit(worker)
@@ -210,7 +218,7 @@ class KvIndex:
                 self._sets.forget(self._sweeping)
         elif self._dropped:
             self._sweeping, self._dropped, self._swept = self._dropped, 0, 0
-        self._branches.tidy(self._is_held)
+        self._branches.tidy(self._is_known)
 
     def _sweep(self, shard: dict[int, int]) -> None:
         dropped, sets = self._sweeping, self._sets
@@ -226,5 +234,5 @@ class KvIndex:
         self.blocks -= len(gone)
         self._branches.gone(gone)
 
-    def _is_held(self, block: int) -> bool:
+    def _is_known(self, block: int) -> bool:
         return block in self._shards[block & 255]

@@ -1,0 +1,74 @@
+"""Blocks below the device's memory: host, disk, and a store that every worker reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from dynamo.core.values import Tier
+from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
+
+LOWER: Final[tuple[Tier, ...]] = ("host", "disk", "shared")
+BUDGET_SHARE: Final = 8
+"""Each lower tier in use takes an eighth of the budget from the device's index."""
+
+
+class Below(msgspec.Struct, frozen=True):
+    """Blocks of a prompt that follow what the device holds, by the fastest tier that has each."""
+
+    host: int = 0
+    disk: int = 0
+    shared: int = 0
+
+
+class TieredIndex:
+    """One index a tier, under one budget; those below the device come into being when used."""
+
+    def __init__(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
+        self._budget_bytes = budget_bytes
+        self.tiers: dict[Tier, KvIndex] = {"device": KvIndex(budget_bytes)}
+        self.device = self.tiers["device"]
+
+    def tier(self, name: Tier) -> KvIndex:
+        """The index of one tier."""
+        found = self.tiers.get(name)
+        if found is None:
+            share = self._budget_bytes // BUDGET_SHARE
+            self.tiers[name] = found = KvIndex(share)
+            self.device.budget_bytes -= share
+        return found
+
+    def drop(self, worker: str) -> None:
+        """The worker is no more, or holds nothing, in no tier."""
+        for index in self.tiers.values():
+            index.drop(worker)
+
+    def below(self, hashes: Sequence[int], device: Mapping[str, int]) -> dict[str, Below]:
+        """For every worker with blocks of lower tiers right after its overlap on the device
+        (`device`: worker -> blocks): how many, in order, until the first that nobody has."""
+        lower = {tier: self.tiers[tier] for tier in LOWER if tier in self.tiers}
+        if not lower:
+            return {}
+        workers = {name for index in lower.values() for name in index.workers} | device.keys()
+        found = {}
+        for worker in workers:
+            counts = _walk(lower, worker, hashes, device.get(worker, 0))
+            if counts:
+                found[worker] = Below(**counts)
+        return found
+
+
+def _walk(
+    lower: Mapping[Tier, KvIndex], worker: str, hashes: Sequence[int], start: int
+) -> dict[Tier, int]:
+    counts: dict[Tier, int] = {}
+    for block in hashes[start:]:
+        for tier, index in lower.items():
+            if index.is_held(block) if tier == "shared" else index.holds(worker, block):
+                counts[tier] = counts.get(tier, 0) + 1
+                break
+        else:
+            return counts
+    return counts
