@@ -217,6 +217,7 @@ class InstanceView:
                 if await self._answers(address):
                     back = {one.id for one in self._known.values() if one.address == address}
                     self._withheld -= back
+                    log.info("instance answers again", extra={"fields": {"address": address}})
                     self._refresh()
                 delay_s = min(delay_s * 2, PROBE_CAP_S)
         finally:

@@ -89,16 +89,19 @@ class Models:
         )
         self._gateway.add(Served(card.names, processor, card.created, card.context_tokens))
         before = self._clients.pop(name, None)
+        unwatch_before = self._unwatch.pop(name, None)
         old_policy = self._policies.pop(name, None)
         self._clients[name] = client
+        self._unwatch[name] = unwatch
         self._policies[name] = policy
         client.on_change(lambda: self._look(name, client))
         self._look(name, client)
         runtime.health.well_again(MODELS)
         if old_policy is not None:
             await old_policy.close()
-        if before is not None and unwatch_before is not None:
+        if unwatch_before is not None:
             unwatch_before()
+        if before is not None:
             await before.close()
         log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})
 
