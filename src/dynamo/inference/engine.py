@@ -31,13 +31,15 @@ EventListener = Callable[[Listed[KvEvent]], None]
 
 
 class Job:
-    """One request in work: where its tokens go, and who waits for its end."""
+    """One request in work: where its tokens go, and who waits for its end. `begun`: the reply knows
+    that it is in the batch."""
 
-    __slots__ = ("done", "reply")
+    __slots__ = ("begun", "done", "reply")
 
     def __init__(self, reply: Reply, done: asyncio.Future[None]) -> None:
         self.reply = reply
         self.done = done
+        self.begun = False
 
     def end(self, error: BaseException | None = None) -> None:
         """Let the waiting request return, or raise."""
@@ -81,6 +83,7 @@ class BatchedEngine(Engine):
         self._eviction = eviction
         self._tasks = Tasks(self._died)
         self._wake = asyncio.Event()
+        self._suspects: set[Sequence] = set()
         self._listeners: list[EventListener] = []
         self._mourners: list[Callable[[], None]] = []
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
@@ -102,18 +105,20 @@ class BatchedEngine(Engine):
         return info
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        del context
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
         job = Job(reply, asyncio.get_running_loop().create_future())
         sequence = self._sequence(request, job)
         self.scheduler.add(sequence)
+        if context.attempt:
+            self._suspects.add(sequence)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_tokens
         self._wake.set()
         try:
             await job.done
         finally:
+            self._suspects.discard(sequence)
             self.scheduler.remove(sequence)
 
     def load(self) -> Load:
@@ -182,11 +187,30 @@ class BatchedEngine(Engine):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            if self._suspects:
+                await self._tell_admitted(plan)
             result = await self._compute(plan)
             if result is not None:
                 self.scheduler.complete(plan, result.tokens)
                 self._deliver(plan, result)
             self._tell_events()
+
+    async def _tell_admitted(self, plan: StepPlan) -> None:
+        """A request that failed elsewhere is told when it enters the batch, and hears it before the
+        step is computed: should that be the last of this worker, it is known who was in it."""
+        admitted = self._suspects.intersection(chunk.sequence for chunk in plan.chunks)
+        for sequence in admitted:
+            self._begin(sequence)
+        self._suspects -= admitted
+        await asyncio.sleep(0)
+
+    def _begin(self, sequence: Sequence) -> None:
+        job: Job = sequence.owner
+        if not job.begun:
+            job.begun = True
+            job.reply.begin(
+                Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
+            )
 
     async def _compute(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1
@@ -221,9 +245,7 @@ class BatchedEngine(Engine):
         given = sequence.length - sequence.prompt_tokens
         if given == 1:
             self.counters.cached_tokens += sequence.cached_tokens
-            reply.begin(
-                Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
-            )
+            self._begin(sequence)
         if token in sequence.stop_ids and sequence.length > sequence.min_length:
             reply.finish(Finish("stop", given - 1, token))
             self._end(sequence)
