@@ -94,7 +94,8 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine does now. Tokens and blocks are counts; `prefill_tokens`: to compute."""
+    """What an engine does now. Tokens and blocks are counts; `prefill_tokens`: to compute;
+    `cached_blocks`: held under a name, in use or not."""
 
     running: int = 0
     waiting: int = 0
@@ -103,6 +104,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     total_blocks: int = 0
     decode_tokens: int = 0
     steps: int = 0
+    cached_blocks: int = 0
 
 
 Tier = Literal["device", "host", "disk", "shared"]
