@@ -30,6 +30,7 @@ COMMANDS = {
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
     "config": Command("dynamo.cli.config", "explain a configuration; the schema of its files"),
     "bench": Command("dynamo.cli.bench", "measure a server: latency, throughput, goodput"),
+    "replay": Command("dynamo.cli.replay", "what a trace would do on a cluster: a simulation"),
     "_child": Command("dynamo.cli.child", "one process of a deployment", hidden=True),
 }
 

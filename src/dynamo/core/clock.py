@@ -31,6 +31,11 @@ class Clock(ABC):
     async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run blocking or long work off the loop (inline in the simulator)."""
 
+    def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` on the loop when `now()` reaches `when`. Returns the way to stop that."""
+        delay_s = max(0.0, when - self.now())
+        return asyncio.get_running_loop().call_later(delay_s, callback).cancel
+
     async def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`."""
         await self.sleep_until(self.now() + seconds)

@@ -9,7 +9,7 @@ nano-vllm.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Sequence as Listed
 from typing import Literal
 
@@ -78,6 +78,7 @@ class StepScheduler:
         self._released: list[Sequence] = []
         self._arrivals = 0
         self._busy = False
+        self._changed = True
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises `InvalidRequest` for an empty one, and
@@ -93,6 +94,7 @@ class StepScheduler:
         sequence.max_length = min(sequence.max_length, self.context_tokens)
         self._arrivals += 1
         sequence.arrival = self._arrivals
+        self._changed = True
         insort(self.waiting, sequence, key=turn)
 
     def remove(self, sequence: Sequence) -> None:
@@ -101,6 +103,7 @@ class StepScheduler:
         if sequence.ended:
             return
         sequence.ended = True
+        self._changed = True
         if sequence in self.running:
             self.running.remove(sequence)
             self._give_back(sequence)
@@ -109,6 +112,7 @@ class StepScheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do."""
+        self._changed = False
         draft = Draft(self.limits.max_num_batched_tokens)
         self._plan_running(draft)
         if self.waiting and not draft.preempted:
@@ -141,6 +145,40 @@ class StepScheduler:
             if chunk.samples:
                 sequence.content.append(token)
                 sequence.length += 1
+
+    def steady_steps(self, plan: StepPlan) -> int:
+        """How many steps would follow `plan`, the last one completed, in which every sequence only
+        decodes one more token, none ends and none waits for blocks. 0 where something has changed
+        since it was planned, or it did more than decode. Whoever waits now could not be admitted
+        then, and cannot be while blocks only get fewer."""
+        running = self.running
+        if self._changed or not plan.decode_seqs == len(plan.chunks) == len(running):
+            return 0
+        steps = min(sequence.max_length - sequence.length for sequence in running) - 1
+        if self._blocks_for(steps) <= self.pool.available:
+            return steps
+        return bisect_right(range(steps), self.pool.available, key=self._blocks_for) - 1
+
+    def advance(self, steps: int) -> None:
+        """`steps` steps of `steady_steps` were computed; what they sampled was token 0."""
+        block_tokens = self._block_tokens
+        for sequence in self.running:
+            sequence.computed = computed = sequence.computed + steps
+            sequence.length += steps
+            need = -(-computed // block_tokens) - len(sequence.blocks)
+            if need > 0:
+                sequence.blocks += self.pool.allocate(need)
+            sequence.content.repeat(0, steps)
+            if computed // block_tokens > sequence.registered:
+                self._register(sequence, computed // block_tokens)
+
+    def _blocks_for(self, steps: int) -> int:
+        """Blocks that so many more tokens of every running sequence want."""
+        block_tokens = self._block_tokens
+        return sum(
+            max(0, -(-(sequence.computed + steps) // block_tokens) - len(sequence.blocks))
+            for sequence in self.running
+        )
 
     def prefill_tokens(self) -> int:
         """Prompt tokens that are still to be computed."""
@@ -227,7 +265,7 @@ class StepScheduler:
         while need > self.pool.available:
             victim = self.running.pop()
             self._preempt(victim)
-            draft.preempted = True
+            draft.preempted = self._changed = True
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.allocate(need)

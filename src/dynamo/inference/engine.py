@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Listed
+
+import msgspec
 
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, WorkerFailed
@@ -23,11 +25,16 @@ from dynamo.core.values import (
 from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
 from dynamo.inference.blocks import BlockPool
 from dynamo.inference.eviction import Eviction
+from dynamo.inference.leap import Leaper
 from dynamo.inference.runner import Runner, StepPlan, StepResult
-from dynamo.inference.sequence import Sequence, TokenContent
+from dynamo.inference.sequence import Content, Sequence, TokenContent
 
 log = logging.getLogger(__name__)
 EventListener = Callable[[Listed[KvEvent]], None]
+Known = Callable[[GenerateRequest], tuple[Content, int, int]]
+"""The content of a request's prompt, its length, and that of its answer."""
+Settled = Callable[[], Awaitable[None]]
+"""Returns when nothing else happens at this instant."""
 
 
 class Job:
@@ -64,6 +71,14 @@ class Counters:
         self.generated_tokens = 0
 
 
+class Simulation(msgspec.Struct, frozen=True):
+    """What an engine is given under virtual time."""
+
+    known: Known
+    settled: Settled
+    leaper: Leaper
+
+
 class BatchedEngine(Engine):
     """Continuous batching over a block pool, computed by a runner."""
 
@@ -75,12 +90,14 @@ class BatchedEngine(Engine):
         hits_from: HitsFrom = "computed",
         prefix_caching: bool = True,
         eviction: Eviction | None = None,
+        simulation: Simulation | None = None,
     ) -> None:
         self._runner = runner
         self._eos = frozenset(eos_token_ids)
         self._hits_from: HitsFrom = hits_from
         self._prefix_caching = prefix_caching
         self._eviction = eviction
+        self._simulation = simulation
         self._tasks = Tasks(self._died)
         self._wake = asyncio.Event()
         self._suspects: set[Sequence] = set()
@@ -99,6 +116,8 @@ class BatchedEngine(Engine):
         )
         limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, info.context_tokens)
         self.scheduler = StepScheduler(self._pool, limits, hits_from=self._hits_from)
+        if self._simulation is not None:
+            self._simulation.leaper.attach(self.scheduler, self._deliver_leap)
         self._vocab_size = info.vocab_size
         self.failure = None
         self._tasks.start(self._run(), "engine steps")
@@ -109,6 +128,7 @@ class BatchedEngine(Engine):
             raise WorkerFailed(self.failure.message)
         job = Job(reply, asyncio.get_running_loop().create_future())
         sequence = self._sequence(request, job)
+        self._interrupt()
         self.scheduler.add(sequence)
         if context.attempt:
             self._suspects.add(sequence)
@@ -119,11 +139,14 @@ class BatchedEngine(Engine):
             await job.done
         finally:
             self._suspects.discard(sequence)
-            self.scheduler.remove(sequence)
+            if not sequence.ended:
+                self._interrupt()
+                self.scheduler.remove(sequence)
 
     def load(self) -> Load:
         if self.failure is not None:
             return Load()
+        self.catch_up()
         scheduler, pool = self.scheduler, self._pool
         return Load(
             running=len(scheduler.running),
@@ -131,6 +154,7 @@ class BatchedEngine(Engine):
             prefill_tokens=scheduler.prefill_tokens(),
             active_blocks=pool.active,
             total_blocks=pool.num_blocks,
+            cached_blocks=pool.cached,
             decode_tokens=sum(sequence.computed for sequence in scheduler.running),
             steps=self.counters.steps,
         )
@@ -156,7 +180,19 @@ class BatchedEngine(Engine):
         self._tell_events()
         return count
 
+    def catch_up(self) -> None:
+        """Under virtual time: hand out every token that is computed by now."""
+        if self._simulation is not None:
+            self._simulation.leaper.catch_up()
+
+    def _interrupt(self) -> None:
+        if self._simulation is not None:
+            self._simulation.leaper.interrupt()
+
     def _sequence(self, request: GenerateRequest, job: Job) -> Sequence:
+        if self._simulation is not None:
+            known, prompt_tokens, answer_tokens = self._simulation.known(request)
+            return Sequence(known, prompt_tokens, answer_tokens, request=request, owner=job)
         content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
         tokens = content.tokens
         if tokens and self._vocab_size and max(tokens) >= self._vocab_size:
@@ -184,8 +220,7 @@ class BatchedEngine(Engine):
         while True:
             plan = self.scheduler.schedule()
             if plan is None:
-                self._wake.clear()
-                await self._wake.wait()
+                await self._idle()
                 continue
             if self._suspects:
                 await self._tell_admitted(plan)
@@ -194,6 +229,14 @@ class BatchedEngine(Engine):
                 self.scheduler.complete(plan, result.tokens)
                 self._deliver(plan, result)
             self._tell_events()
+            if self._simulation is not None:
+                await self._simulation.leaper.leap(plan)
+
+    async def _idle(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+        if self._simulation is not None:
+            await self._simulation.settled()
 
     async def _tell_admitted(self, plan: StepPlan) -> None:
         """A request that failed elsewhere is told when it enters the batch, and hears it before the
@@ -238,6 +281,17 @@ class BatchedEngine(Engine):
                     self._end(sequence, error)
             index += 1
         self.counters.generated_tokens += index
+
+    def _deliver_leap(self, steps: int) -> None:
+        """So many steps were taken at once; the running sequences have a token of each."""
+        ids = (0,) * steps
+        running = self.scheduler.running.copy()
+        for sequence in running:
+            if not sequence.owner.reply.tokens(ids):
+                self._end(sequence)
+        self.counters.steps += steps
+        self.counters.generated_tokens += steps * len(running)
+        self._tell_events()
 
     def _give(self, sequence: Sequence, token: int, extra: TokenLogprobs | None) -> None:
         """Hand one token to its request, and end it where it ends."""

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from dynamo.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from dynamo.inference.block import Block
 
@@ -51,3 +53,53 @@ class LeastRecentlyUsed(Eviction):
 
     def pop(self) -> Block:
         return self._blocks.popitem(last=False)[1]
+
+
+class ReuseAware(Eviction):
+    """Least recently used, but a block that more than one request has wanted may stay unused for
+    as long again as blocks last now: `lifetime`, the mean age at which they are given up. Time is
+    counted in blocks given back, so that an idle engine forgets nothing."""
+
+    def __init__(self, window: int = 4096) -> None:
+        """`window`: over so many victims is the lifetime averaged."""
+        self._once: OrderedDict[int, tuple[Block, int]] = OrderedDict()
+        self._shared: OrderedDict[int, tuple[Block, int]] = OrderedDict()
+        self._time = 0
+        self._lifetime = 0.0
+        self._step = 1.0 / window
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._shared)
+
+    def add(self, block: Block) -> None:
+        self._time += 1
+        queue = self._shared if block.hits else self._once
+        queue[block.id] = (block, self._time)
+
+    def remove(self, block: Block) -> None:
+        if self._once.pop(block.id, None) is None:
+            del self._shared[block.id]
+
+    def pop(self) -> Block:
+        queue = self._once or self._shared
+        if self._once and self._shared:
+            oldest, shared = _head(self._once), _head(self._shared)
+            if shared + self._lifetime < oldest:
+                queue = self._shared
+        block, since = queue.popitem(last=False)[1]
+        self._lifetime += (self._time - since - self._lifetime) * self._step
+        return block
+
+
+def _head(queue: OrderedDict[int, tuple[Block, int]]) -> int:
+    return next(iter(queue.values()))[1]
+
+
+EVICTIONS: dict[str, type[Eviction]] = {"lru": LeastRecentlyUsed, "reuse": ReuseAware}
+
+
+def make_eviction(name: str) -> Eviction:
+    """The policy of that name. Raises `ConfigError`."""
+    if name not in EVICTIONS:
+        raise ConfigError(f"no eviction is called {name!r}", hint=f"known: {', '.join(EVICTIONS)}")
+    return EVICTIONS[name]()

@@ -74,3 +74,16 @@ class Runner(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Release everything; a step in hand may be abandoned."""
+
+
+class PredictableRunner(Runner):
+    """Knows how long steps will take: a simulation may take many of them at once."""
+
+    @abstractmethod
+    def decode_ends(self, seqs: int, context: int, steps: int) -> list[float]:
+        """When (on the engine's clock) each of the next steps would end, were they only to decode
+        `seqs` sequences; `context`: the sum of their lengths in the first."""
+
+    @abstractmethod
+    def skip_to(self, when: float) -> None:
+        """The steps up to the one that ends at `when` were taken without `step`."""

@@ -34,6 +34,11 @@ class Content(ABC):
     def append(self, token: int) -> None:
         """The next token was sampled."""
 
+    def repeat(self, token: int, count: int) -> None:
+        """`token` was sampled `count` times."""
+        for _ in range(count):
+            self.append(token)
+
 
 class TokenContent(Content):
     """Token ids, prompt and output; block identity as in `core.hashing`."""

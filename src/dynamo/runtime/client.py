@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -87,18 +88,25 @@ class Client:
         window: Window | None = None,
     ) -> None:
         """Call that instance; see `Requests.call` for what is promised and raised."""
+        with self.counted(instance) as slot:
+            try:
+                with Interruptible(slot.calls):
+                    await self._requests.call(
+                        instance.address, self.path, payload, context, sink, window=window
+                    )
+            except InstanceGone:
+                self._view.withhold(instance.address)
+                raise
+
+    @contextmanager
+    def counted(self, instance: Instance) -> Iterator[Slot]:
+        """What happens within is a call of that instance, to the picks."""
         slot = self._slots.get(instance.id) or self._adopt(instance)
         self._picks.took(slot)
         if self.on_work is not None:
             self.on_work()
         try:
-            with Interruptible(slot.calls):
-                await self._requests.call(
-                    instance.address, self.path, payload, context, sink, window=window
-                )
-        except InstanceGone:
-            self._view.withhold(instance.address)
-            raise
+            yield slot
         finally:
             self._picks.gave(slot)
             if not slot.in_flight and slot.index < 0:

@@ -25,12 +25,12 @@ def test_dynamo_s_polynomials():
 
 def test_constant_and_file(tmp_path):
     plan = StepPlan((None, None, None), new_tokens=100, decode_seqs=2, decode_context=50)
-    assert read_timing("constant:0.5,3")(plan, 1) == 53
+    assert read_timing("constant:0.5,3").step_ms(plan, 1) == 53
     file = tmp_path / "linear.json"
     file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c2": 2, "c3": 0.5}))
-    assert read_timing(str(file))(plan, 1) == pytest.approx(1 + 10 + 6 + 25)
+    assert read_timing(str(file)).step_ms(plan, 1) == pytest.approx(1 + 10 + 6 + 25)
     file.write_text(json.dumps({"type": "polynomials", "prefill": [1, 2], "decode": [4]}))
-    assert read_timing(str(file))(plan, 100) == 205
+    assert read_timing(str(file)).step_ms(plan, 100) == 205
 
 
 @pytest.mark.parametrize("text", ["constant:1", "constant:a,b", "constant:-1,2", "/no/such/file"])

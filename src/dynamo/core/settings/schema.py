@@ -219,6 +219,16 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             aliases=("model.enable_prefix_caching", "cache.enable_prefix_caching"),
         ),
     ] = True
+    eviction: Annotated[
+        str,
+        setting(
+            "which cached block is given up first: the least recently used, or that, with more "
+            "time for what several requests have wanted (reuse)",
+            flag="--eviction",
+            choices=("reuse", "lru"),
+            aliases=("cache.eviction",),
+        ),
+    ] = "reuse"
     threads: Annotated[
         int, setting("threads of one native worker; 0: all cores", flag="--threads", ge=0)
     ] = 0

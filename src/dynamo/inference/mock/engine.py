@@ -8,6 +8,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.settings.schema import Engine as EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.eviction import make_eviction
 from dynamo.inference.mock.runner import MockRunner
 from dynamo.inference.mock.timing import read_timing
 
@@ -30,8 +31,26 @@ def make_mock(
     vocab_size: int = 0,
 ) -> BatchedEngine:
     """A mock engine that speaks in `words` (ids). Raises `ConfigError` for a wrong timing."""
+    info = make_info(settings, context_tokens=context_tokens, vocab_size=vocab_size)
+    runner = MockRunner(
+        info,
+        words,
+        read_timing(settings.timing),
+        clock,
+        speedup_ratio=settings.speedup_ratio,
+    )
+    return BatchedEngine(
+        runner,
+        hits_from="scheduled",
+        prefix_caching=settings.prefix_caching,
+        eviction=make_eviction(settings.eviction),
+    )
+
+
+def make_info(settings: EngineSettings, *, context_tokens: int, vocab_size: int = 0) -> EngineInfo:
+    """What such an engine is."""
     num_blocks = settings.num_blocks or NUM_BLOCKS
-    info = EngineInfo(
+    return EngineInfo(
         engine="mock",
         block_tokens=settings.block_size,
         num_blocks=num_blocks,
@@ -40,14 +59,6 @@ def make_mock(
         max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
         vocab_size=vocab_size,
     )
-    runner = MockRunner(
-        info,
-        words,
-        read_timing(settings.timing),
-        clock,
-        speedup_ratio=settings.speedup_ratio,
-    )
-    return BatchedEngine(runner, hits_from="scheduled", prefix_caching=settings.prefix_caching)
 
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:

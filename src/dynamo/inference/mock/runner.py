@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as Listed
+from itertools import accumulate
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo, TokenLogprobs
 from dynamo.inference.mock.timing import Timing
 from dynamo.inference.mock.tokens import Voice
-from dynamo.inference.runner import Chunk, Runner, StepPlan, StepResult
+from dynamo.inference.runner import Chunk, PredictableRunner, StepPlan, StepResult
 
 LONGEST_LAG_S = 0.05
 """A loop that falls further behind its modelled times than this does not catch up."""
 
 
-class MockRunner(Runner):
+class MockRunner(PredictableRunner):
     """Steps end at absolute times, one after the other, so that pacing does not drift. Where less
-    than `shortest_sleep_s` is left no timer is armed; the loop gets its turn all the same."""
+    than `shortest_sleep_s` is left no timer is armed; the loop gets its turn all the same. Without
+    `words` every token is 0."""
 
     def __init__(
         self,
@@ -44,12 +46,24 @@ class MockRunner(Runner):
     async def step(self, plan: StepPlan) -> StepResult:
         now = self._clock.now()
         begin = max(self._due, now - LONGEST_LAG_S) if plan.continues else now
-        self._due = begin + self._timing(plan, self._capacity_tokens) * self._seconds_per_ms
+        self._due = begin + self._timing.step_ms(plan, self._capacity_tokens) * self._seconds_per_ms
         if self._due - now >= self._shortest_sleep_s:
             await self._clock.sleep_until(self._due)
         else:
             await asyncio.sleep(0)
+        if not self._words:
+            return StepResult([0 for chunk in plan.chunks if chunk.samples])
         return self._say(plan.chunks)
+
+    def decode_ends(self, seqs: int, context: int, steps: int) -> list[float]:
+        times = self._timing.decode_ms(seqs, context, steps, self._capacity_tokens)
+        scale = self._seconds_per_ms
+        ends = list(accumulate([time * scale for time in times], initial=self._due))
+        del ends[0]
+        return ends
+
+    def skip_to(self, when: float) -> None:
+        self._due = when
 
     async def stop(self) -> None:
         """Nothing is held."""

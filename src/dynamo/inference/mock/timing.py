@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,8 +10,7 @@ import msgspec
 from dynamo.core.errors import ConfigError
 from dynamo.inference.runner import StepPlan
 
-Timing = Callable[[StepPlan, int], float]
-"""(plan, KV capacity in tokens) -> milliseconds."""
+QUADRATIC = 3
 
 
 class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
@@ -31,6 +30,19 @@ class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
             took += evaluate(self.decode, plan.decode_context / capacity_tokens)
         return max(took, self.floor_ms)
 
+    def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
+        """The times of `steps` steps that only decode `seqs` sequences; `context`: the sum of their
+        lengths in the first one, which grows by `seqs` a step."""
+        lengths = range(context, context + seqs * steps, seqs)
+        floor, coefficients = self.floor_ms, self.decode
+        if len(coefficients) == QUADRATIC:
+            c0, c1, c2 = coefficients
+            shares = [length / capacity_tokens for length in lengths]
+            times = [(c2 * share + c1) * share + c0 for share in shares]
+        else:
+            times = [evaluate(coefficients, length / capacity_tokens) for length in lengths]
+        return times if min(times) >= floor else [max(time, floor) for time in times]
+
 
 class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
     """c0 + c1 x new prompt tokens + c2 x sequences in the step + c3 x context of those that
@@ -47,6 +59,16 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linea
         batch = self.c2 * len(plan.chunks) + self.c3 * plan.decode_context
         return self.c0 + self.c1 * plan.new_tokens + batch
 
+    def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
+        """The times of `steps` steps that only decode `seqs` sequences; `context`: the sum of their
+        lengths in the first one, which grows by `seqs` a step."""
+        del capacity_tokens
+        base = self.c0 + self.c2 * seqs
+        return [base + self.c3 * (context + step * seqs) for step in range(steps)]
+
+
+Timing = Polynomials | Linear
+"""A model of an engine's speed. `capacity_tokens`: of its KV cache."""
 
 DYNAMO = Polynomials(
     prefill=(16.50142, 1.518344e-2, 4.209989e-7), decode=(5.74, 54.01, -25.74), floor_ms=1.0
@@ -67,11 +89,11 @@ def read_timing(text: str) -> Timing:
     {"type": "linear", c0, c1, c2, c3} or {"type": "polynomials", prefill, decode, floor_ms}.
     Raises `ConfigError`."""
     if text in {"", "dynamo"}:
-        return DYNAMO.step_ms
+        return DYNAMO
     if text.startswith("constant:"):
-        return read_constant(text.removeprefix("constant:")).step_ms
+        return read_constant(text.removeprefix("constant:"))
     try:
-        return msgspec.json.decode(Path(text).read_bytes(), type=Linear | Polynomials).step_ms
+        return msgspec.json.decode(Path(text).read_bytes(), type=Linear | Polynomials)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"timing {text!r}: {error}",

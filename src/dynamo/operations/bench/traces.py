@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,24 @@ def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[S
     """Sessions of a trace, JSON lines (.gz too), by their starts; `rows` only the first so many;
     times are divided by `speed`. Raises `ConfigError`. Blocks."""
     together: dict[str, list[Row]] = {}
+    for at, row in enumerate(islice(read_rows(path), rows or None)):
+        key = f"row {at}" if row.session_id is None else f"session {row.session_id}"
+        together.setdefault(key, []).append(row)
+    sessions = [_session(found, speed) for found in together.values()]
+    return sorted(sessions, key=lambda session: session.start_s or 0.0)
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """The lines of a Mooncake trace (.gz too). Raises `ConfigError`. Blocks."""
     decoder = msgspec.json.Decoder(Row)
     for at, line in enumerate(_lines(path)):
-        if rows and at >= rows:
-            break
         try:
-            row = decoder.decode(line)
+            yield decoder.decode(line)
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"{path}:{at + 1}: {error}",
                 hint="wanted lines of {timestamp, input_length, output_length, hash_ids}",
             ) from None
-        key = f"row {at}" if row.session_id is None else f"session {row.session_id}"
-        together.setdefault(key, []).append(row)
-    sessions = [_session(found, speed) for found in together.values()]
-    return sorted(sessions, key=lambda session: session.start_s or 0.0)
 
 
 def _session(rows: Sequence[Row], speed: float) -> Session:

@@ -1,0 +1,189 @@
+"""`dynamo replay`: what a trace would do on a cluster, under virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.parsing import Parser
+from dynamo.cli.replay_text import Progress, as_text
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Loaded
+
+if TYPE_CHECKING:
+    from dynamo.core.settings.schema import Engine
+    from dynamo.operations.replay.replay import Plan
+
+DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
+"""Of the engine's settings, where nobody says otherwise: a replay is of a cluster."""
+
+EXAMPLES = """\
+  dynamo replay conversation.jsonl
+  dynamo replay conversation.jsonl.gz --router-mode kv --speed 3 --json a.json
+  dynamo replay agents.jsonl --trace-block-size 64 --workers 4 --num-blocks 8192 --plot a.png
+  dynamo replay trace.jsonl --timing constant:0.02,5 --eviction lru --decisions placed.jsonl"""
+
+
+def parser() -> Parser:
+    """The trace, flags of the replay, and the settings of router and workers."""
+    made = Parser(
+        "dynamo replay",
+        "What a trace would do on a cluster: router, caches and schedulers as they are, simulated "
+        "engines, virtual time.\nA trace is in Mooncake's form: a line {timestamp (ms), "
+        "input_length, output_length, hash_ids} a request;\nlines of one session_id run one after "
+        "the other, each `delay` ms after the one before ended.",
+        EXAMPLES,
+        usage="TRACE [FLAGS]",
+    )
+    made.add_argument("trace", metavar="TRACE", help="JSON lines, plain or .gz")
+    _arrival_flags(made.add_argument_group("replay"))
+    _output_flags(made.add_argument_group("output"))
+    add_settings(made)
+    return made
+
+
+def _arrival_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--trace-block-size",
+        type=_positive_int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens that one of the trace's hash_ids stands for (default: 512)",
+    )
+    group.add_argument(
+        "--speed",
+        type=_positive,
+        default=1.0,
+        metavar="X",
+        help="requests come so many times as fast (default: 1)",
+    )
+    group.add_argument(
+        "--smear",
+        type=_not_negative,
+        default=0.0,
+        metavar="SECONDS",
+        help="each comes later by chance, by up to so much of the trace's time",
+    )
+    group.add_argument("--rows", type=int, default=0, metavar="N", help="only the first N lines")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of all chance (default: 0)"
+    )
+
+
+def _output_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", metavar="OUT", help="write the result there (-: print it)")
+    group.add_argument(
+        "--decisions", metavar="FILE", help="a line {request, worker, placed_ms} a request"
+    )
+    group.add_argument("--plot", metavar="PNG", help="draw it")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Replay; 1 if a request was not answered."""
+    found = parser().parse(arguments)
+    loaded = load_settings(found)
+
+    from dynamo.operations.replay.picture import check_drawable, draw
+    from dynamo.operations.replay.replay import Replay
+    from dynamo.operations.replay.trace import Arrivals, read_trace
+
+    if found.plot:
+        check_drawable()
+    plan = _plan(found, loaded)
+    arrivals = Arrivals(found.speed, found.smear, found.seed)
+    conversations = read_trace(found.trace, arrivals, found.rows)
+    with Progress(sys.stderr, sum(len(one.turns) for one in conversations)) as progress:
+        result, log = Replay(plan, progress).run(conversations)
+    if found.decisions:
+        _write(found.decisions, map(msgspec.json.encode, log.placings))
+    if found.json:
+        _write(found.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
+    if found.plot:
+        draw(result, log, found.plot)
+    if found.json != "-":
+        print(as_text(result))
+    return 0 if result.completed == result.requests else 1
+
+
+def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
+    from dynamo.inference.mock.engine import make_info
+    from dynamo.inference.mock.timing import read_timing
+    from dynamo.operations.replay.cluster import Workers
+    from dynamo.operations.replay.replay import Plan
+
+    engine = _with_defaults(loaded)
+    context_tokens = loaded.settings.model.context_tokens or sys.maxsize
+    info = make_info(engine, context_tokens=context_tokens)
+    routing = loaded.settings.router
+    about = {
+        "workers": engine.workers,
+        "router_mode": routing.mode,
+        "router_policy": routing.policy if routing.mode == "kv" else "",
+        "eviction": engine.eviction,
+        "timing": engine.timing,
+        "speed": found.speed,
+        "smear_s": found.smear,
+        "trace_block_size": found.trace_block_size,
+        "seed": found.seed,
+        "num_blocks": info.num_blocks,
+        "block_size": info.block_tokens,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+    }
+    return Plan(
+        trace=Path(found.trace).name,
+        workers=Workers(engine.workers, info, read_timing(engine.timing), engine.eviction),
+        routing=routing,
+        trace_block_tokens=found.trace_block_size,
+        seed=found.seed,
+        about=about,
+    )
+
+
+def _with_defaults(loaded: Loaded) -> Engine:
+    engine = loaded.settings.engine
+    unsaid = {
+        name: value
+        for name, value in DEFAULTS.items()
+        if loaded.origins.get(f"engine.{name}", "default") == "default"
+    }
+    engine = replace(engine, **unsaid)
+    if engine.workers < 1:
+        raise ConfigError("a replay wants at least one worker", hint="--workers N")
+    return engine
+
+
+def _write(path: str, lines: Iterable[bytes]) -> None:
+    whole = b"".join(line + b"\n" for line in lines)
+    if path == "-":
+        print(whole.decode(), end="")
+        return
+    try:
+        Path(path).write_bytes(whole)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("more than 0 is wanted")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    return int(_positive(text))
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("a negative time")
+    return value

@@ -1,0 +1,161 @@
+"""Simulated workers and the router before them, as a deployment has them; only the wire is left
+out: what the router sends is handed to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from itertools import count
+from random import Random
+from typing import Self
+
+import msgspec
+
+from dynamo.communication.discovery import open_discovery
+from dynamo.communication.requests import open_requests
+from dynamo.core.context import Context
+from dynamo.core.reply import Reply
+from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.values import EngineInfo, GenerateRequest
+from dynamo.core.virtual_time import VirtualClock
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.leap import Leaper
+from dynamo.inference.mock.simulated import make_simulated
+from dynamo.inference.mock.timing import Timing
+from dynamo.operations.replay.flight import FlightLog
+from dynamo.runtime.client import Client
+from dynamo.runtime.instances import (
+    Instance,
+    InstanceView,
+    encode_instance,
+    instance_key,
+    workers_prefix,
+)
+from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router import BasicPolicy, Policy, Router
+from dynamo.scheduling.router.opening import KV, kv_policy, make_placement
+
+NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"
+_places = count()
+
+
+class Workers(msgspec.Struct, frozen=True):
+    """How many, each with `engine`, as fast as `timing` says."""
+
+    number: int
+    engine: EngineInfo
+    timing: Timing
+    eviction: str
+
+
+class Cluster:
+    """`async with Cluster(...)`: started. `router.send` is a `Send`."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        routing: RouterSettings,
+        log: FlightLog,
+        clock: VirtualClock,
+        rng: Random,
+    ) -> None:
+        self._workers = workers
+        self._routing = routing
+        self._log = log
+        self._clock = clock
+        self._rng = rng
+        self._stack = AsyncExitStack()
+        self._leapers: list[Leaper] = []
+        self.engines: list[BatchedEngine] = []
+
+    async def __aenter__(self) -> Self:
+        place = f"memory:replay-{next(_places)}"
+        self._discovery = await open_discovery(place)
+        self._stack.push_async_callback(self._discovery.close)
+        self._requests = await open_requests("memory:")
+        self._stack.push_async_callback(self._requests.close)
+        for number in range(self._workers.number):
+            await self._add(number)
+        self._client = await self._connect()
+        self._policy = self._make_policy()
+        self._stack.push_async_callback(self._policy.close)
+        self.router = Router(self._policy, self._dispatch, clock=self._clock)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def catch_up(self) -> None:
+        """Hand out every token that is computed by now."""
+        for leaper in self._leapers:
+            leaper.catch_up()
+
+    async def _add(self, number: int) -> None:
+        workers = self._workers
+        engine, leaper = make_simulated(
+            workers.engine,
+            workers.timing,
+            self._clock,
+            known=self._log.known,
+            settled=self._clock.settled,
+            eviction=workers.eviction,
+        )
+        info = await engine.start()
+        self._stack.push_async_callback(engine.stop)
+        self.engines.append(engine)
+        self._leapers.append(leaper)
+        instance = Instance(
+            id=str(number),
+            address=f"memory://{number}",
+            namespace=NAMESPACE,
+            component=COMPONENT,
+            endpoint=ENDPOINT,
+            capabilities={"engine": msgspec.to_builtins(info)},
+        )
+        await self._discovery.put(instance_key(instance), encode_instance(instance))
+
+    async def _connect(self) -> Client:
+        prefix = workers_prefix(NAMESPACE, COMPONENT, ENDPOINT)
+        view = InstanceView(self._discovery, self._requests, prefix, self._clock)
+        await view.start()
+        client = Client(f"{NAMESPACE}.{COMPONENT}.{ENDPOINT}", view, self._requests, self._rng)
+        self._stack.push_async_callback(client.close)
+        return client
+
+    def _make_policy(self) -> Policy:
+        if self._routing.mode != KV:
+            return BasicPolicy(self._client, self._routing.mode)
+        block_tokens = self._workers.engine.block_tokens
+        view = CacheView(self._clock, block_tokens=block_tokens)
+        for number, engine in enumerate(self.engines):
+            self._tell(engine, view, str(number))
+        placement = make_placement(self._routing, view, self._rng)
+        return kv_policy(
+            self._client,
+            placement,
+            self._clock,
+            block_tokens=block_tokens,
+            name=self._routing.policy,
+            read=self._log.read,
+        )
+
+    def _tell(self, engine: BatchedEngine, view: CacheView, name: str) -> None:
+        view.apply(name, ())
+        engine.on_kv_events(lambda changes: view.apply(name, changes))
+
+    async def _dispatch(
+        self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
+    ) -> None:
+        """A `SendTo`."""
+        number = int(instance.id)
+        self._log.placed(request, number, self._leapers[number])
+        with self._client.counted(instance):
+            await self.engines[number].generate(request, context, reply)
+
+
+def requests_per_worker(log: FlightLog, number: int) -> Sequence[int]:
+    """How many requests each worker got."""
+    counts = [0] * number
+    for placing in log.placings:
+        counts[placing.worker] += 1
+    return counts

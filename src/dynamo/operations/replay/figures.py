@@ -1,0 +1,103 @@
+"""What a replay says at its end."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+BIN = 1000.0
+"""Gaps are counted by their logarithm, in steps of 0.1 %."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Result(msgspec.Struct, frozen=True):
+    """`reuse_first_admission`: share of prompt tokens that a cache held when their request was
+    first admitted; `tpot_ms`: a request's mean time between tokens, `itl_ms`: every single one;
+    `duration_s`: virtual; `wall_s`, `cpu_s`: what the replay took."""
+
+    trace: str
+    settings: Mapping[str, object]
+    requests: int
+    completed: int
+    reuse_first_admission: float
+    ttft_ms: Spread
+    tpot_ms: Spread
+    itl_ms: Spread
+    e2e_ms: Spread
+    output_tokens_per_s: float
+    duration_s: float
+    preemptions: int
+    evictions: int
+    requests_per_worker: Sequence[int]
+    errors: Mapping[str, int]
+    wall_s: float
+    cpu_s: float
+
+
+class Gaps:
+    """Times between tokens, counted."""
+
+    def __init__(self) -> None:
+        self._bins: dict[int, int] = {}
+        self._sum = 0.0
+        self._count = 0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        """`times` gaps of `seconds`."""
+        at = round(math.log(seconds) * BIN) if seconds > 0 else -(1 << 30)
+        self._bins[at] = self._bins.get(at, 0) + times
+        self._sum += seconds * times
+        self._count += times
+
+    def spread(self) -> Spread:
+        """Percentiles within 0.1 %."""
+        if not self._count:
+            return Spread(0.0, 0.0, 0.0, 0.0)
+        points = [self._at(share) for share in (0.5, 0.9, 0.99)]
+        return Spread(_ms(self._sum / self._count), *map(_ms, points))
+
+    def _at(self, share: float) -> float:
+        left = int(self._count * share)
+        for at in sorted(self._bins):
+            left -= self._bins[at]
+            if left < 0:
+                return math.exp(at / BIN)
+        return 0.0
+
+
+def spread(seconds: array[float]) -> Spread:
+    """The distribution of times in seconds."""
+    if not seconds:
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(seconds)
+    count = len(ordered)
+    points = [ordered[int(count * share)] for share in (0.5, 0.9, 0.99)]
+    return Spread(_ms(mean(ordered)), *map(_ms, points))
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic; 0 of nothing."""
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def counted(values: Iterable[str]) -> dict[str, int]:
+    """How often each."""
+    counts: dict[str, int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

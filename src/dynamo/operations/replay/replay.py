@@ -1,0 +1,112 @@
+"""Runs a trace on a simulated cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from random import Random
+
+import msgspec
+
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
+from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.operations.replay.cluster import Cluster, Workers, requests_per_worker
+from dynamo.operations.replay.figures import Result, spread
+from dynamo.operations.replay.flight import FlightLog, Progress
+from dynamo.operations.replay.trace import Blocks, Conversation
+
+SAMPLING = Sampling()
+STOPS = Stops()
+"""The same for all: no policy may see how long an answer will be."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is replayed on what. `about`: the settings, for the result."""
+
+    trace: str
+    workers: Workers
+    routing: RouterSettings
+    trace_block_tokens: int = 512
+    seed: int = 0
+    about: Mapping[str, object] = {}
+
+
+class Replay:
+    """One replay; `run` it once."""
+
+    def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
+        self._plan = plan
+        self._progress = progress
+
+    def run(self, conversations: Iterable[Conversation]) -> tuple[Result, FlightLog]:
+        """Replay `conversations`, which come in order of their start. Raises `Deadlock`."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        log = run_virtually(lambda clock: self._replay(clock, conversations))
+        took = (time.perf_counter() - wall, time.process_time() - cpu)
+        return self._result(log, *took), log
+
+    async def _replay(
+        self, clock: VirtualClock, conversations: Iterable[Conversation]
+    ) -> FlightLog:
+        plan = self._plan
+        block_tokens = plan.workers.engine.block_tokens
+        log = FlightLog(clock, Blocks(plan.trace_block_tokens, block_tokens), block_tokens)
+        rng = Random(plan.seed)
+        async with (
+            Cluster(plan.workers, plan.routing, log, clock, rng) as cluster,
+            Tasks() as tasks,
+        ):
+            clock.on_jump(cluster.catch_up)
+            for conversation in conversations:
+                if conversation.start_s > clock.now():
+                    await clock.sleep_until(conversation.start_s)
+                tasks.start(self._converse(conversation, cluster, log, clock))
+                if self._progress is not None:
+                    self._progress(log)
+            await tasks.join()
+            self._duration_s = clock.now()
+            self._preemptions = sum(one.scheduler.preemptions for one in cluster.engines)
+            self._evictions = sum(one.scheduler.pool.evictions for one in cluster.engines)
+        return log
+
+    async def _converse(
+        self, conversation: Conversation, cluster: Cluster, log: FlightLog, clock: VirtualClock
+    ) -> None:
+        for turn in conversation.turns:
+            if turn.delay_s:
+                await clock.sleep(turn.delay_s)
+            flight = log.depart(turn)
+            name = str(turn.row)
+            request = GenerateRequest(name, self._plan.trace, b"", SAMPLING, STOPS)
+            error = ""
+            try:
+                await cluster.router.send(request, Context(name), flight)
+            except DynamoError as failure:
+                error = failure.code
+            log.landed(turn, error)
+
+    def _result(self, log: FlightLog, wall_s: float, cpu_s: float) -> Result:
+        plan = self._plan
+        return Result(
+            trace=plan.trace,
+            settings=plan.about,
+            requests=log.requests,
+            completed=log.completed,
+            reuse_first_admission=log.cached_tokens / max(1, log.prompt_tokens),
+            ttft_ms=spread(log.ttft_s),
+            tpot_ms=spread(log.tpot_s),
+            itl_ms=log.gaps.spread(),
+            e2e_ms=spread(log.e2e_s),
+            output_tokens_per_s=log.output_tokens / max(1e-9, self._duration_s),
+            duration_s=self._duration_s,
+            preemptions=self._preemptions,
+            evictions=self._evictions,
+            requests_per_worker=requests_per_worker(log, plan.workers.number),
+            errors=log.errors,
+            wall_s=round(wall_s, 3),
+            cpu_s=round(cpu_s, 3),
+        )
