@@ -1,0 +1,223 @@
+"""What a reader gets whose workers die: the same tokens, once, and right counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.core.codec import pack_ids, unpack_ids
+from dynamo.core.context import Context
+from dynamo.core.errors import (
+    ContextLengthExceeded,
+    DynamoError,
+    InstanceGone,
+    InvalidRequest,
+    NoWorkers,
+    PoisonedRequest,
+    WorkerFailed,
+    WorkerLeaving,
+)
+from dynamo.core.reply import Reply
+from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.scheduling.migration import RECOVERY_S, Migration
+from dynamo.telemetry import Registry
+from dynamo.testing.replies import CollectedReply
+
+CONTEXT = Context(request_id="r", timeout_s=100.0)
+NEVER = 1 << 30
+
+
+def request(max_tokens: int = 20, **stops: Any) -> GenerateRequest:
+    return GenerateRequest("r", "m", pack_ids([5, 6, 7]), Sampling(), Stops(max_tokens, **stops))
+
+
+class Worker:
+    """Every token is a function of all before it. Each call of `send` takes the next of `lives`:
+    how many tokens it says before it raises `error`."""
+
+    def __init__(self, lives: Iterable[int], error: type[DynamoError] = WorkerFailed) -> None:
+        self.lives = iter(lives)
+        self.error = error
+        self.requests: list[GenerateRequest] = []
+        self.contexts: list[Context] = []
+        self.names = "worker-1"
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        self.requests.append(request)
+        self.contexts.append(context)
+        left = next(self.lives, NEVER)
+        known = list(unpack_ids(request.token_ids))
+        if left >= 0:
+            reply.begin(Started(self.names, prompt_tokens=len(known)))
+        for _ in range(min(left, request.stops.max_tokens)):
+            known.append(hash(tuple(known)) % 1000)
+            if not reply.tokens((known[-1],)):
+                return
+        if left <= request.stops.max_tokens:
+            error = self.error("died")
+            if isinstance(error, WorkerFailed):
+                error.instance = f"i{len(self.requests)}"
+            raise error
+        reply.finish(Finish("length", request.stops.max_tokens))
+
+
+def expected(count: int) -> list[int]:
+    known = [5, 6, 7]
+    for _ in range(count):
+        known.append(hash(tuple(known)) % 1000)
+    return known[3:]
+
+
+def migrate(
+    worker: Any,
+    asked: GenerateRequest | None = None,
+    reply: CollectedReply | None = None,
+    *,
+    limit: int = 16,
+    metrics: Registry | None = None,
+) -> CollectedReply:
+    read = reply or CollectedReply()
+
+    async def main(clock: VirtualClock) -> None:
+        operator = Migration(clock, Random(1), metrics, limit=limit)
+        await operator.send(asked or request(), CONTEXT, read, worker.send)
+
+    run_virtually(main)
+    return read
+
+
+@given(st.lists(st.integers(1, 20), max_size=8))
+def test_however_workers_die_the_answer_is_the_same(lives: list[int]) -> None:
+    read = migrate(Worker(lives))
+    assert read.ids == expected(20)
+    assert read.end == Finish("length", 20)
+
+
+def test_the_next_worker_is_told_what_was_said_and_what_is_still_wanted() -> None:
+    worker = Worker([4, 3])
+    migrate(worker, request(min_tokens=5))
+    first, second, third = worker.requests
+    assert second.token_ids == first.token_ids + pack_ids(expected(4))
+    assert (second.resumed, second.stops.max_tokens, second.stops.min_tokens) == (4, 16, 1)
+    assert (third.resumed, third.stops.max_tokens, third.stops.min_tokens) == (7, 13, 0)
+    assert worker.contexts[2].avoid == ("i1", "i2")
+    assert len({context.attempt for context in worker.contexts}) == 3
+
+
+def test_a_reader_hears_of_one_beginning() -> None:
+    worker = Worker([4])
+    read = migrate(worker)
+    assert read.started == Started("worker-1", prompt_tokens=3)
+
+
+def test_a_reader_that_has_enough_ends_it() -> None:
+    worker = Worker([4])
+    read = migrate(worker, reply=CollectedReply(enough=6))
+    assert read.ids == expected(6)
+    assert read.end is None
+
+
+def test_all_was_said_but_the_end() -> None:
+    worker = Worker([20])
+    read = migrate(worker)
+    assert len(worker.requests) == 1
+    assert (read.ids, read.end) == (expected(20), Finish("length", 20))
+
+
+def test_an_answer_that_fills_the_engine_has_ended() -> None:
+    class Full(Worker):
+        async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+            if self.requests:
+                raise ContextLengthExceeded("no room")
+            await super().send(request, context, reply)
+
+    read = migrate(Full([4]))
+    assert (read.ids, read.end) == (expected(4), Finish("length", 4))
+
+
+def test_a_request_that_kills_workers_is_stopped_at_the_third() -> None:
+    worker = Worker([0] * 10)
+    with pytest.raises(PoisonedRequest):
+        migrate(worker)
+    assert len(worker.requests) == 3
+
+
+def test_dying_at_the_same_token_is_poison_too() -> None:
+    worker = Worker([7, 0, 0, 0])
+    with pytest.raises(PoisonedRequest):
+        migrate(worker)
+    assert len(worker.requests) == 3
+
+
+def test_who_still_waited_for_its_turn_is_not_guilty() -> None:
+    worker = Worker([0, -1, -1, -1, -1, 0])
+    assert migrate(worker).ids == expected(20)
+
+
+@pytest.mark.parametrize("error", [InstanceGone, WorkerLeaving])
+def test_a_worker_that_leaves_does_not_count_as_dead(error: type[DynamoError]) -> None:
+    worker = Worker([0] * 6, error)
+    assert migrate(worker).ids == expected(20)
+
+
+def test_retries_are_bounded() -> None:
+    worker = Worker([1] * 10)
+    with pytest.raises(WorkerFailed, match="died"):
+        migrate(worker, limit=4)
+    assert len(worker.requests) == 5
+
+
+def test_migration_can_be_turned_off() -> None:
+    with pytest.raises(WorkerFailed):
+        migrate(Worker([4]), limit=0)
+
+
+def test_what_is_wrong_with_the_request_is_not_tried_again() -> None:
+    worker = Worker([3], InvalidRequest)
+    with pytest.raises(InvalidRequest):
+        migrate(worker)
+    assert len(worker.requests) == 1
+
+
+class Absent(Worker):
+    """After its first life nobody is there for `away` calls."""
+
+    def __init__(self, lives: Iterable[int], away: int) -> None:
+        super().__init__(lives)
+        self.away = away
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        if self.requests and self.away > 0:
+            self.away -= 1
+            raise NoWorkers("nobody")
+        await super().send(request, context, reply)
+
+
+def test_where_the_only_worker_died_the_next_one_is_waited_for() -> None:
+    assert migrate(Absent([4], away=40)).ids == expected(20)
+
+
+def test_but_not_for_ever() -> None:
+    with pytest.raises(WorkerFailed, match=f"{RECOVERY_S:g} s"):
+        migrate(Absent([4], away=NEVER))
+
+
+def test_without_any_worker_the_answer_comes_at_once() -> None:
+    class Nobody:
+        async def send(self, *_: Any) -> None:
+            raise NoWorkers("nobody")
+
+    with pytest.raises(NoWorkers):
+        migrate(Nobody())
+
+
+def test_what_happened_is_counted() -> None:
+    metrics = Registry()
+    migrate(Worker([4, 2]), metrics=metrics)
+    assert 'dynamo_migrations_total{reason="worker_failed"} 2' in metrics.render()
