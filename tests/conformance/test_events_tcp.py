@@ -122,7 +122,7 @@ async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbag
     heard = Heard()
     await plane.subscribe("kv", heard)
     source = await plane.source("kv", "w")
-    reader, writer = await asyncio.open_connection("127.0.0.1", plane._listen.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", parse_address(plane._wires.address).port)
     writer.write(garbage)
     try:
         while await reader.read(65536):

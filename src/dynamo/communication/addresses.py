@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
+import socket
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,21 +31,32 @@ def new_incarnation() -> str:
 
 
 def parse_listen(url: str) -> tuple[str, int]:
-    """Host and port of a plane's URL; `tcp:` alone is any port on loopback.
-
-    Raises `ConfigError`, also for an address beyond loopback: that needs a secret.
-    """
+    """Host and port of a URL; `tcp:` alone is any port on loopback. Raises `ConfigError`."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "127.0.0.1", parts.port or 0
     except ValueError as error:
         raise ConfigError(f"{url!r} is no address: {error}", hint="tcp://127.0.0.1:0") from error
-    if not is_loopback(host):
-        raise ConfigError(
-            f"{url!r} listens beyond this machine, which needs a secret",
-            hint="planes between machines are not supported yet; use tcp://127.0.0.1:0",
-        )
     return host, port
+
+
+def reachable_host(listens: str, given: str = "") -> str:
+    """The host that others are told: `given`, else the one that is listened on, else (for every
+    address: 0.0.0.0, ::) the one by which this machine sends."""
+    if given:
+        return given
+    try:
+        if not ipaddress.ip_address(listens).is_unspecified:
+            return listens
+    except ValueError:
+        return listens
+    family, far = (
+        (socket.AF_INET6, "2001:db8::1") if ":" in listens else (socket.AF_INET, "192.0.2.1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((far, 9))  # sends nothing: it only asks the routes
+        return str(probe.getsockname()[0])
+    return "::1" if ":" in listens else "127.0.0.1"
 
 
 def parse_address(text: str) -> Address:

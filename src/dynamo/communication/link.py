@@ -10,7 +10,6 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from dynamo.communication.addresses import Address
 from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Splitter
 from dynamo.core.errors import ProtocolError
 
@@ -169,14 +168,6 @@ class Link(asyncio.Protocol):
     def _about(self) -> dict[str, object]:
         peer = self.transport.get_extra_info("peername") if self.transport is not None else None
         return {"peer": str(peer)}
-
-
-async def listen(accept: Callable[[], Link], at: Address) -> tuple[asyncio.Server, Address]:
-    """Listen; port 0 is any. The server, and where it is."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(accept, at.host, at.port)
-    port = server.sockets[0].getsockname()[1]
-    return server, Address(at.host, port, at.incarnation)
 
 
 async def close_links(links: Sequence[Link]) -> None:

@@ -12,6 +12,7 @@ from dynamo.communication.events.outlet import Outlet, new_epoch
 from dynamo.communication.events.plane import Dump, Events, Listener, Source
 from dynamo.communication.events.tracker import Tracker
 from dynamo.communication.link import Flusher
+from dynamo.communication.options import DEFAULT, PlaneOptions
 
 _places: dict[str, _Place] = {}
 
@@ -42,9 +43,9 @@ class MemoryEvents(Events):
         self.lossy: Callable[[int], bool] | None = None
 
     @classmethod
-    async def open(cls, url: str, directory: Directory) -> Self:
+    async def open(cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT) -> Self:
         """Join the place that the URL names; the directory is not needed."""
-        del directory
+        del directory, options
         return cls(url.partition(":")[2])
 
     async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:

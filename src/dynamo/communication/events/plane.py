@@ -10,10 +10,12 @@ import msgspec
 
 from dynamo.communication.backends import load_backend
 from dynamo.communication.directory import Directory
+from dynamo.communication.options import DEFAULT, PlaneOptions
 
 BACKENDS = {
     "memory": "dynamo.communication.events.memory:MemoryEvents",
     "tcp": "dynamo.communication.events.tcp:TcpEvents",
+    "nats": "dynamo.communication.events.nats:NatsEvents",
 }
 
 
@@ -54,6 +56,11 @@ class Source(ABC):
 class Events(ABC):
     """Sources and subscriptions. (epoch, sequence): the epoch is new for every Source object."""
 
+    @property
+    def trouble(self) -> str:
+        """Why the plane's server cannot be reached now; "" when all is well."""
+        return ""
+
     @abstractmethod
     async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
         """Start publishing `subject` as `publisher` (an instance id). With `dump`, late joiners and
@@ -75,7 +82,7 @@ class Events(ABC):
         """Close every source and subscription."""
 
 
-async def open_events(url: str, directory: Directory) -> Events:
-    """Open a backend by URL; `tcp:` finds its publishers through `directory`."""
-    plane: Events = await load_backend(BACKENDS, url, "event").open(url, directory)
+async def open_events(url: str, directory: Directory, options: PlaneOptions = DEFAULT) -> Events:
+    """Open a backend by URL; publishers are found through `directory`. Raises `ConfigError`."""
+    plane: Events = await load_backend(BACKENDS, url, "event").open(url, directory, options)
     return plane

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -19,7 +18,7 @@ from dynamo.communication.events.messages import (
     unpack_place,
 )
 from dynamo.communication.events.outlet import Outlet
-from dynamo.communication.handshake import HANDSHAKE_S, pack_hello, read_hello
+from dynamo.communication.greeting import Welcome
 from dynamo.communication.link import Flusher, Link
 from dynamo.core.errors import ProtocolError
 
@@ -36,16 +35,15 @@ class Follower:
         flusher: Flusher,
         incarnation: str,
         on_lost: Callable[[Follower], None],
+        secret: str = "",
     ) -> None:
         self.link = Link(self, flusher)
         self.link.on_relief = self._catch_up
         self._outlets = outlets
-        self._incarnation = incarnation
+        self._welcome = Welcome(self.link, PLANE, incarnation, secret)
         self._on_lost = on_lost
         self._follows: set[int] = set()
         self._missed: set[int] = set()
-        self._greeted = False
-        self._patience = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.link.abort)
 
     def send(self, number: int, frames: Sequence[bytes]) -> None:
         """Live events of one source."""
@@ -70,12 +68,8 @@ class Follower:
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
         del count
-        if not self._greeted:
-            read_hello(kind, body, PLANE)
-            self._patience.cancel()
-            self._greeted = True
-            self.link.greeted()
-            self.link.write(pack_hello(PLANE, self._incarnation))
+        if not self._welcome.done:
+            self._welcome.read(kind, body)
         elif kind == FOLLOW:
             self._follow(*unpack_place(body))
         else:
@@ -83,7 +77,7 @@ class Follower:
 
     def on_lost(self, error: Exception | None) -> None:
         del error
-        self._patience.cancel()
+        self._welcome.lost()
         self._on_lost(self)
 
     def _follow(self, number: int, after: int) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
+import msgspec
+
+from dynamo.communication.events.broadcast import Broadcast
 from dynamo.communication.events.messages import (
     AT,
     DUMP,
@@ -20,9 +24,23 @@ from dynamo.communication.events.messages import (
 )
 from dynamo.communication.events.outlet import CatchUp
 from dynamo.communication.events.tracker import Tracker
+from dynamo.communication.frames import MAX_FRAME_BYTES, Frame, Splitter
 from dynamo.communication.greeting import Greeting
 from dynamo.communication.link import Flusher, Link
+from dynamo.communication.wires import Wires
 from dynamo.core.errors import ProtocolError
+
+MAX_HELD: Final = 1024
+"""Batches that wait for an answer; of more, the oldest are dropped and repaired."""
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """How publishers are reached. `lossy`: see `TcpEvents`."""
+
+    wires: Wires
+    flusher: Flusher
+    broadcast: Broadcast | None
+    lossy: Callable[[int], bool] | None
 
 
 class _Answer:
@@ -42,16 +60,38 @@ class Following:
     def __init__(
         self,
         incarnation: str,
-        flusher: Flusher,
         on_gone: Callable[[int], None],
-        lossy: Callable[[int], bool] | None,
+        reach: Reach,
     ) -> None:
-        self.link = Link(self, flusher)
+        self.link = Link(self, reach.flusher)
         self.trackers: dict[int, Tracker] = {}
-        self.greeting = Greeting(self.link, PLANE, incarnation)
+        self.greeting = Greeting(self.link, PLANE, incarnation, reach.wires.secret)
+        self._incarnation = incarnation
         self._on_gone = on_gone
-        self._lossy = lossy
+        self._reach = reach
         self._answers: dict[int, _Answer] = {}
+        self._held: dict[int, list[tuple[int, list[bytes]]]] = {}
+        self._tuned: dict[int, Callable[[], None]] = {}
+
+    def follow(self, subject: str, number: int, tracker: Tracker) -> None:
+        """Pass on what a source says."""
+        self.trackers[number] = tracker
+        broadcast = self._reach.broadcast
+        if broadcast is not None and number not in self._tuned:
+            take = Splitter(MAX_FRAME_BYTES).feed
+            self._tuned[number] = broadcast.tune(
+                subject, self._incarnation, number, lambda data: self._heard(take(data))
+            )
+        tracker.start()
+
+    def forget(self, number: int) -> None:
+        """No more of it. With the last source the connection closes."""
+        self.trackers.pop(number, None)
+        self._held.pop(number, None)
+        if (leave := self._tuned.pop(number, None)) is not None:
+            leave()
+        if not self.trackers:
+            self.link.close()
 
     def ask(self, number: int, after: int) -> None:
         """Have a tracker caught up."""
@@ -66,9 +106,9 @@ class Following:
             self.greeting.read(kind, body)
         elif kind == EVENTS:
             number, first, payloads = unpack_events(body, count)
-            tracker = self.trackers.get(number)
-            if tracker is not None and not (self._lossy and self._lossy(first)):
-                tracker.events(first, payloads)
+            lossy = self._reach.lossy
+            if not (lossy and lossy(first)):
+                self._events(number, first, payloads)
         elif kind in {REPLAY, DUMP}:
             self._collect(kind, *unpack_events(body, count))
         elif kind == AT:
@@ -85,6 +125,27 @@ class Following:
     def on_lost(self, error: Exception | None) -> None:
         del error
         self.greeting.lost()
+        for leave in self._tuned.values():
+            leave()
+        self._tuned.clear()
+
+    def _heard(self, frames: Sequence[Frame]) -> None:
+        """By broadcast, which may overtake an answer."""
+        try:
+            for kind, count, body in frames:
+                if kind in {EVENTS, SKIPPED, GONE}:
+                    self.on_frame(kind, count, body)
+        except ProtocolError:
+            self.link.abort()
+
+    def _events(self, number: int, first: int, payloads: list[bytes]) -> None:
+        """New ones wait while an answer is under way: it may end before them."""
+        if number in self._answers:
+            held = self._held.setdefault(number, [])
+            held.append((first, payloads))
+            del held[:-MAX_HELD]
+        elif (tracker := self.trackers.get(number)) is not None:
+            tracker.events(first, payloads)
 
     def _collect(self, kind: int, number: int, first: int, payloads: list[bytes]) -> None:
         answer = self._answers.get(number)
@@ -101,3 +162,5 @@ class Following:
         if tracker is not None and answer is not None:
             first = last + 1 if answer.first is None else answer.first
             tracker.repair(CatchUp(last, first, answer.payloads, answer.dump))
+            for batch in self._held.pop(number, ()):
+                self._events(number, *batch)

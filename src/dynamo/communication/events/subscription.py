@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from dynamo.communication.addresses import parse_address
 from dynamo.communication.directory import Change, Directory
 from dynamo.communication.events.plane import Listener
 from dynamo.communication.events.records import ROOT, SourceKey, parse_key, parse_record
-from dynamo.communication.events.subscriber import Following
+from dynamo.communication.events.subscriber import Following, Reach
 from dynamo.communication.events.tracker import Tracker
-from dynamo.communication.link import Flusher
 from dynamo.core.errors import InstanceGone, ProtocolError
 from dynamo.core.tasks import Tasks
 
@@ -54,16 +51,14 @@ class Subscription:
         prefix: str,
         listener: Listener,
         directory: Directory,
-        flusher: Flusher,
         tasks: Tasks,
-        lossy: Callable[[int], bool] | None,
+        reach: Reach,
     ) -> None:
         self._prefix = prefix
         self._listener = listener
         self._directory = directory
-        self._flusher = flusher
         self._tasks = tasks
-        self._lossy = lossy
+        self._reach = reach
         self._running: set[asyncio.Task[Any]] = set()
         self._sources: dict[tuple[str, str], _Followed] = {}
         self._links: dict[str, Following] = {}
@@ -147,8 +142,7 @@ class Subscription:
         self._sources[key.subject, key.publisher] = _Followed(key, address, number, tracker)
         link = self._links.get(address)
         if link is not None:
-            link.trackers[number] = tracker
-            tracker.start()
+            link.follow(key.subject, number, tracker)
         elif address not in self._dialling:
             self._dialling.add(address)
             self._run(self._keep_connected(address))
@@ -183,9 +177,7 @@ class Subscription:
     def _forget(self, source: _Followed) -> None:
         link = self._links.get(source.address)
         if link is not None:
-            link.trackers.pop(source.number, None)
-            if not link.trackers:
-                link.link.close()
+            link.forget(source.number)
 
     def _at(self, address: str) -> list[_Followed]:
         return [source for source in self._sources.values() if source.address == address]
@@ -213,15 +205,14 @@ class Subscription:
             self._dialling.discard(address)
 
     async def _stay_connected(self, address: str) -> None:
-        there = parse_address(address)
+        wires = self._reach.wires
         link = Following(
-            there.incarnation, self._flusher, partial(self._told_gone, address), self._lossy
+            wires.incarnation_of(address), partial(self._told_gone, address), self._reach
         )
-        await link.greeting.connect(there)
+        await link.greeting.connect(partial(wires.dial, address=address))
         self._links[address] = link
         for source in self._at(address):
-            link.trackers[source.number] = source.tracker
-            source.tracker.start()
+            link.follow(source.key.subject, source.number, source.tracker)
         if not link.trackers:
             link.link.close()
         try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from dynamo.communication.frames import pack_batches, pack_frame
-from dynamo.communication.handshake import HANDSHAKE_S, pack_hello, read_hello
+from dynamo.communication.greeting import Welcome
 from dynamo.communication.link import Flusher, Link
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.messages import (
@@ -33,23 +32,21 @@ class Accepted:
         flusher: Flusher,
         incarnation: str,
         on_lost: Callable[[Accepted], None],
+        secret: str = "",
     ) -> None:
         self.link = Link(self, flusher)
         self.link.before_write = self._frames
         self._endpoints = endpoints
-        self._incarnation = incarnation
+        self._welcome = Welcome(self.link, PLANE, incarnation, secret)
         self._on_lost = on_lost
         self._outbox = Outbox(self.link.arm)
-        self._greeted = False
         self._leaving = False
         self._last = 0
-        loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(HANDSHAKE_S, self.link.abort)
 
     def go_away(self) -> None:
         """Tell the caller, as soon as we speak, to open no more streams here."""
         self._leaving = True
-        if self._greeted:
+        if self._welcome.done:
             self.link.write(pack_frame(GOAWAY))
 
     def on_connect(self) -> None:
@@ -57,8 +54,9 @@ class Accepted:
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
         del count
-        if not self._greeted:
-            self._greet(kind, body)
+        if not self._welcome.done:
+            if self._welcome.read(kind, body) and self._leaving:
+                self.go_away()
         elif kind == OPEN:
             self._open(body)
         elif kind == CANCEL:
@@ -73,22 +71,9 @@ class Accepted:
 
     def on_lost(self, error: Exception | None) -> None:
         del error
-        self._patience.cancel()
+        self._welcome.lost()
         self._outbox.leave_all()
         self._on_lost(self)
-
-    def _greet(self, kind: int, body: bytes) -> None:
-        self.link.write(pack_hello(PLANE, self._incarnation))
-        try:
-            read_hello(kind, body, PLANE)
-        except ProtocolError:
-            self.link.flush()  # so that a peer of another version learns which one this is
-            raise
-        self._patience.cancel()
-        self._greeted = True
-        self.link.greeted()
-        if self._leaving:
-            self.go_away()
 
     def _open(self, body: bytes) -> None:
         number, head, payload = unpack_open(body)

@@ -30,10 +30,11 @@ class Dialled:
         *,
         on_retired: Callable[[Dialled], None],
         on_lost: Callable[[Dialled], None],
+        secret: str = "",
     ) -> None:
         self.link = Link(self, flusher)
         self.calls = Calls(self)
-        self.greeting = Greeting(self.link, PLANE, incarnation)
+        self.greeting = Greeting(self.link, PLANE, incarnation, secret)
         self._on_retired = on_retired
         self._on_lost = on_lost
         self._retired = False

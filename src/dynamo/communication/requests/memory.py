@@ -11,6 +11,7 @@ from typing import Self
 
 from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.frames import END, MAX_PAYLOAD_BYTES
+from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.communication.requests.calls import Calls
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
@@ -32,9 +33,9 @@ class MemoryRequests(Requests):
         self._broken: list[Callable[[str], None]] = []
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """All of `memory:` is one network."""
-        del url
+        del url, options
         plane = cls()
         _planes[plane.address] = plane
         return plane

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
 from dynamo.communication.backends import load_backend
+from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.core.context import Context
 
 BACKENDS = {
     "memory": "dynamo.communication.requests.memory:MemoryRequests",
     "tcp": "dynamo.communication.requests.tcp:TcpRequests",
+    "nats": "dynamo.communication.requests.nats:NatsRequests",
 }
 
 Sink = Callable[[bytes], bool]
@@ -58,6 +60,11 @@ exception becomes `InternalError` there and is logged here; being cancelled: the
 
 class Requests(ABC):
     """Both ends of the request plane: serves handlers under one address, calls other addresses."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the plane's server cannot be reached now; "" when all is well."""
+        return ""
 
     @property
     @abstractmethod
@@ -115,7 +122,7 @@ class Requests(ABC):
         """Cancel calls and handlers, close every connection."""
 
 
-async def open_requests(url: str) -> Requests:
+async def open_requests(url: str, options: PlaneOptions = DEFAULT) -> Requests:
     """Open a backend by URL. `tcp://HOST:PORT` with port 0 = any. Raises `ConfigError`."""
-    plane: Requests = await load_backend(BACKENDS, url, "request").open(url)
+    plane: Requests = await load_backend(BACKENDS, url, "request").open(url, options)
     return plane

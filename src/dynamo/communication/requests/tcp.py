@@ -1,4 +1,4 @@
-"""The request plane over TCP: own frames, one connection per (process, address)."""
+"""The request plane in own frames, one connection per (process, address); over TCP unless told."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Self
 
-from dynamo.communication.addresses import Address, new_incarnation, parse_address, parse_listen
-from dynamo.communication.link import Flusher, Link, close_links, listen
+from dynamo.communication.link import Flusher, Link, close_links
+from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.communication.requests.accepted import Accepted
 from dynamo.communication.requests.dialled import Dialled
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
+from dynamo.communication.wires import TcpWires, Wires
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError, WorkerFailed
 from dynamo.core.tasks import Tasks
@@ -22,14 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class TcpRequests(Requests):
-    """`tcp://HOST:PORT`; port 0 is any."""
+    """`tcp://HOST:PORT`; port 0 is any. Planes over other wires may share its `endpoints`."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._listen = Address(host, port, new_incarnation())
-        self._server: asyncio.Server | None = None
+    def __init__(self, wires: Wires, endpoints: Endpoints | None = None) -> None:
+        self._wires = wires
         self._opening = asyncio.Lock()
         self._flusher = Flusher()
-        self._endpoints = Endpoints()
+        self._endpoints = Endpoints() if endpoints is None else endpoints
         self._accepted: set[Accepted] = set()
         self._dialled: dict[str, Dialled] = {}
         self._open: set[Dialled] = set()
@@ -39,28 +39,36 @@ class TcpRequests(Requests):
         self._closed = False
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """Nothing listens before the first `serve`. Raises `ConfigError`."""
-        return cls(*parse_listen(url))
+        return cls(await TcpWires.open(url, options))
 
     @property
     def address(self) -> str:
-        return str(self._listen)
+        return self._wires.address
 
     async def serve(self, endpoint: str, handler: Handler) -> None:
         self._endpoints.serve(endpoint, handler)
+        await self.listen()
+
+    async def listen(self) -> None:
+        """Take connections, for what is served now and later."""
         async with self._opening:
-            if self._server is None:
-                self._server, self._listen = await listen(self._accept, self._listen)
+            if not self._wires.listening:
+                await self._wires.listen(self._accept)
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
         served = self._endpoints.refuse(endpoint)
         if served is None:
             return
         if not self._endpoints:
-            for peer in self._accepted:
-                peer.go_away()
+            self.go_away()
         await served.drain(drain_s)
+
+    def go_away(self) -> None:
+        """Tell callers to open no more streams here."""
+        for peer in self._accepted:
+            peer.go_away()
 
     async def call(
         self,
@@ -92,8 +100,7 @@ class TcpRequests(Requests):
 
     async def close(self) -> None:
         self._closed = True
-        if self._server is not None:
-            self._server.close()
+        self._wires.stop()
         await self._endpoints.close()
         await self._tasks.close()
         for peer in self._open:
@@ -102,8 +109,7 @@ class TcpRequests(Requests):
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
-        if self._server is not None:
-            self._server.close()
+        self._wires.stop()
         for link in self._links():
             link.abort()
 
@@ -111,8 +117,9 @@ class TcpRequests(Requests):
         return [peer.link for peer in self._open] + [peer.link for peer in self._accepted]
 
     def _accept(self) -> Link:
+        wires = self._wires
         peer = Accepted(
-            self._endpoints, self._flusher, self._listen.incarnation, self._accepted.discard
+            self._endpoints, self._flusher, wires.incarnation, self._accepted.discard, wires.secret
         )
         self._accepted.add(peer)
         return peer.link
@@ -137,17 +144,18 @@ class TcpRequests(Requests):
 
     async def _dial(self, address: str) -> Dialled | DynamoError:
         try:
-            there = parse_address(address)
+            incarnation = self._wires.incarnation_of(address)
         except InstanceGone as error:
             return error
         peer = Dialled(
-            there.incarnation,
+            incarnation,
             self._flusher,
             on_retired=partial(self._retired, address),
             on_lost=partial(self._lost, address),
+            secret=self._wires.secret,
         )
         try:
-            await peer.greeting.connect(there)
+            await peer.greeting.connect(partial(self._wires.dial, address=address))
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
             self._tell_broken(address)
             return InstanceGone(f"{address} cannot be reached: {error or 'no answer'}")
