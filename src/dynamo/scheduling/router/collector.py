@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import msgspec
@@ -28,12 +29,14 @@ log = logging.getLogger(__name__)
 
 class CollectorConfig(msgspec.Struct, frozen=True):
     """`buffer_size`: decisions kept; alerts look at the last `window_s`, every `check_s`, once
-    `least` decisions are there; `thresholds` replaces those of single rules, by name."""
+    `least` decisions are there, and at no more than the last `most`, which takes under a
+    millisecond; `thresholds` replaces those of single rules, by name."""
 
     buffer_size: int = 10_000
     window_s: float = 60.0
     check_s: float = 5.0
     least: int = 20
+    most: int = 200
     thresholds: dict[str, float] = {}
 
 
@@ -117,13 +120,12 @@ class RoutingMetricsCollector:
         return self.report(time_range)
 
     def report(self, time_range: tuple[float, float] | float | None = None) -> PerformanceReport:
-        """Of the records between two Unix times, of the last so many seconds, or of all kept."""
+        """Of the records between two Unix times, of the last so many seconds, or of all kept. Some
+        milliseconds: may be asked in a thread."""
         now = self._wall()
         if isinstance(time_range, int | float):
             time_range = (now - time_range, now)
-        records = list(self._since(time_range[0] if time_range else 0.0))
-        if time_range is not None:
-            records = [one for one in records if one.timestamp <= time_range[1]]
+        records = self._between(*(time_range or (0.0, inf)))
         first = records[0].timestamp if records else now
         start, end = time_range or (first, now)
         metrics = aggregated(records, end - start, self.workers)
@@ -141,11 +143,11 @@ class RoutingMetricsCollector:
 
     def check(self, now: float) -> None:
         """Begin and end alerts by what the last `window_s` tell."""
-        records = list(self._since(now - self.config.window_s))
+        records = self._between(now - self.config.window_s, now)[-self.config.most :]
         if len(records) < self.config.least:
             self._alerts.clear()
             return
-        metrics = aggregated(records, self.config.window_s, self.workers)
+        metrics = aggregated(records, now - records[0].timestamp, self.workers)
         found = {one.name: one for one in bottlenecks(metrics, self.config.thresholds)}
         for name in [name for name in self._alerts if name not in found]:
             del self._alerts[name]
@@ -168,7 +170,12 @@ class RoutingMetricsCollector:
         for listener in self._listeners:
             listener(alert)
 
-    def _since(self, start: float) -> Iterator[RoutingRecord]:
-        """In order of time."""
-        late = takewhile(lambda one: one.timestamp >= start, reversed(self._buffer))
-        return reversed(list(late))
+    def _between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
+        """In order of time. The copy is made in one step, so that a thread may ask."""
+        kept = tuple(self._buffer)
+        first = bisect_left(kept, start, key=_timestamp)
+        return kept[first : bisect_right(kept, end, key=_timestamp)]
+
+
+def _timestamp(record: RoutingRecord) -> float:
+    return record.timestamp

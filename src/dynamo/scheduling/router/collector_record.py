@@ -8,8 +8,9 @@ import msgspec
 class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`timestamp`: Unix time. Ratios are shares of the prompt's blocks: held by the worker that was
     chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`), and ever computed before by
-    anybody (`seen_ratio`; None = not known). `decision_latency`: seconds, waiting in the router
-    included; `worker_load`: requests at the chosen worker; `ttft_s`: None = no token came."""
+    anybody (`seen_ratio`; None = not known); of its tokens those that the engine found in the end
+    (`achieved_ratio`). `decision_latency`: seconds, waiting in the router included; `worker_load`:
+    requests at the chosen worker; `ttft_s`: None = no token came."""
 
     timestamp: float
     request_id: str
@@ -21,6 +22,7 @@ class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_blocks: int = 1
     reachable_ratio: float = 0.0
     seen_ratio: float | None = None
+    achieved_ratio: float | None = None
     view: str = ""
     ttft_s: float | None = None
     predicted_ttft_s: float | None = None

@@ -94,6 +94,7 @@ def cache_hit(records: Records) -> dict[str, float]:
         "routing_loss": reachable - hit,
         "inexact": inexact,
     }
+    found |= _achieved(records)
     known = [one for one in records if one.seen_ratio is not None]
     if known:
         of = sum(one.prompt_blocks for one in known)
@@ -101,6 +102,17 @@ def cache_hit(records: Records) -> dict[str, float]:
         seen = max(seen, reachable)
         found |= {"seen": seen, "eviction_loss": seen - reachable, "cold": 1.0 - seen}
     return found
+
+
+def _achieved(records: Records) -> dict[str, float]:
+    """What engines found, of prompts that were computed; and what was expected there in vain."""
+    done = [one for one in records if one.achieved_ratio is not None and one.ttft_s is not None]
+    of = sum(one.prompt_blocks for one in done)
+    if not of:
+        return {}
+    hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in done) / of
+    achieved = sum((one.achieved_ratio or 0.0) * one.prompt_blocks for one in done) / of
+    return {"achieved": achieved, "expected_in_vain": max(0.0, hit - achieved)}
 
 
 def load_balance(records: Records, workers: int = 0) -> dict[str, float]:

@@ -56,6 +56,12 @@ RULES: Mapping[str, Rule] = {
         "{:.1%} of decisions were made without an exact view of the worker's cache",
         "See /health for workers that send no KV events, or whose events are late.",
     ),
+    "expected_in_vain": Rule(
+        ("cache_hit", "expected_in_vain"),
+        0.15,
+        "{:.1%} of prompt blocks were expected at the worker and were not there",
+        "Blocks are evicted while requests wait for them: give workers more KV memory.",
+    ),
     "slow_decisions": Rule(
         ("latency", "decision_ms_p99"),
         1000.0,

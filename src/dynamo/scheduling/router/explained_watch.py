@@ -1,0 +1,120 @@
+"""Hears of every decision and what came of it; feeds the collector, the explanations and the
+metrics, so that a cold workload and a loss by routing can be told apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from dynamo.core.clock import Clock
+from dynamo.core.values import GenerateRequest
+from dynamo.scheduling.router.collector import RoutingMetricsCollector
+from dynamo.scheduling.router.collector_record import RoutingRecord
+from dynamo.scheduling.router.collector_seen import SeenPrefixes
+from dynamo.scheduling.router.explained import Explained
+from dynamo.scheduling.router.policy import Decision, Observer, Outcome
+from dynamo.telemetry import Registry
+
+UNFAILED = ("", "cancelled")
+BLOCK_TOKENS = 16
+"""What a prompt is measured in where nobody looked at its blocks."""
+
+
+class RoutingWatch(Observer):
+    """One for a process. `waiting`: how many requests are held in the router now."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        registry: Registry,
+        name: str = "",
+        *,
+        waiting: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._clock = clock
+        self._waiting = waiting
+        self._seen = SeenPrefixes()
+        self._open: dict[int, tuple[int, int, int]] = {}
+        self.explained = Explained(clock, name)
+        self.collector = RoutingMetricsCollector(wall=clock.wall)
+        self.active: Counter[str] = Counter()
+        self.routed: Counter[str] = Counter()
+        self._metrics(registry)
+
+    def _metrics(self, registry: Registry) -> None:
+        counter = registry.counter
+        self._prompt = counter("dynamo_router_prompt_blocks_total", "Prompt blocks routed")
+        self._known = counter(
+            "dynamo_router_seen_blocks_total",
+            "Prompt blocks that were asked for before: what unlimited memory would hit",
+        )
+        self._reachable = counter(
+            "dynamo_router_reachable_blocks_total", "Prompt blocks that the best holder held"
+        )
+        self._hit = counter(
+            "dynamo_router_hit_blocks_total", "Prompt blocks that the chosen worker held"
+        )
+        self._cached = counter(
+            "dynamo_router_cached_tokens_total", "Prompt tokens that engines took from their caches"
+        )
+        self._tokens = counter("dynamo_router_prompt_tokens_total", "Prompt tokens of answers")
+        registry.gauge(
+            "dynamo_router_waiting_requests",
+            "Requests held in the router for a worker",
+            callback=self._waiting,
+        )
+        registry.gauge(
+            "dynamo_router_alert",
+            "1 while a rule of good routing is broken",
+            ("alert",),
+            callback=self.collector.active,
+            merge="max",
+        )
+
+    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+        worker = decision.instance.id
+        load = self.active[worker]
+        self.active[worker] = load + 1
+        self.routed[worker] += 1
+        hashes = getattr(decision.ticket, "hashes", ())
+        seen = self._seen.add(hashes) if hashes else 0
+        self._open[id(decision)] = (load, self._waiting(), seen)
+        if decision.prompt_blocks:
+            self._prompt.inc(decision.prompt_blocks)
+            self._known.inc(max(seen, decision.best_overlap_blocks))
+            self._reachable.inc(decision.best_overlap_blocks)
+            self._hit.inc(decision.overlap_blocks)
+        self.explained.decided(request, decision)
+
+    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+        worker = decision.instance.id
+        load, queue, seen = self._open.pop(id(decision), (0, 0, 0))
+        self.active[worker] -= 1
+        if not self.active[worker]:
+            del self.active[worker]
+        if outcome.ttft_s is not None:
+            self._cached.inc(outcome.cached_tokens)
+            self._tokens.inc(outcome.prompt_tokens)
+        blocks = decision.prompt_blocks
+        cached = outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0
+        self.collector.record(
+            RoutingRecord(
+                timestamp=self._clock.wall(),
+                request_id=request.request_id,
+                selected_worker=worker,
+                cache_hit_ratio=decision.overlap_blocks / blocks if blocks else cached,
+                decision_latency=decision.waited_s,
+                worker_load=load,
+                queue_length=queue,
+                prompt_blocks=blocks or outcome.prompt_tokens // BLOCK_TOKENS,
+                reachable_ratio=decision.best_overlap_blocks / blocks if blocks else cached,
+                seen_ratio=seen / blocks if blocks else None,
+                achieved_ratio=cached,
+                view=decision.view,
+                ttft_s=outcome.ttft_s,
+                predicted_ttft_s=decision.predicted_ttft_s,
+                output_tokens=outcome.output_tokens,
+                failed=outcome.error not in UNFAILED,
+            )
+        )
+        self.explained.ended(request, decision, outcome)
