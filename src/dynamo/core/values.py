@@ -111,6 +111,14 @@ Tier = Literal["device", "host", "disk", "shared"]
 """Where a block lies: the accelerator's memory, its host's, a disk's, a store that all reach."""
 
 
+class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker answers to a probe: `requests` in its engine, `steps` computed so far. An idle
+    one has computed a token for it."""
+
+    steps: int = 0
+    requests: int = 0
+
+
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True):
     """Full blocks that are now held; a chain, the first hangs under `parent` (0 = the root)."""
 

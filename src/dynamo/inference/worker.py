@@ -17,6 +17,7 @@ from dynamo.core.errors import ProtocolError
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import EngineInfo
+from dynamo.inference.beat import beat, encode_beat
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.files import FileServer
 from dynamo.inference.load_report import LoadReport, encode_load
@@ -90,6 +91,9 @@ class Worker:
         await self._engine.stop()
 
     async def _generate(self, payload: bytes, outgoing: Outgoing) -> None:
+        if not payload:  # a probe
+            outgoing.send(encode_beat(await beat(self._engine)))
+            return
         try:
             request = decode_request(payload)
         except msgspec.DecodeError as error:

@@ -131,6 +131,14 @@ class Client:
         """Leave it out until it answers a probe or discovery announces it again."""
         self._view.withhold(instance.address)
 
+    def eject(self, instance_id: str) -> bool:
+        """Leave it out until `readmit`. False: it is out already, or half of all are."""
+        return self._view.eject(instance_id)
+
+    def readmit(self, instance_id: str) -> None:
+        """Take it in again."""
+        self._view.readmit(instance_id)
+
     def on_left(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
         """Call `callback` with every instance that discovery names no more. Returns the way to stop
         that."""

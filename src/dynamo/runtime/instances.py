@@ -122,6 +122,7 @@ class InstanceView:
         self._tasks = Tasks()
         self._known: dict[str, Instance] = {}
         self._withheld: set[str] = set()
+        self._ejected: set[str] = set()
         self._probing: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._mourners: list[Callable[[Instance], None]] = []
@@ -166,6 +167,22 @@ class InstanceView:
             self._probing.add(address)
             self._tasks.start(self._probe(address), f"probe {address}")
 
+    def eject(self, instance_id: str) -> bool:
+        """Leave out an instance that is there and not fit, until `readmit`. False where it is not
+        there, is out already, or half of all are ejected: some answer is better than none."""
+        if instance_id in self._ejected or instance_id not in self._known:
+            return False
+        if 2 * (len(self._ejected) + 1) > len(self._known) or len(self.live) <= 1:
+            return False
+        self._ejected.add(instance_id)
+        self._refresh()
+        return True
+
+    def readmit(self, instance_id: str) -> None:
+        """An ejected instance is fit again."""
+        self._ejected.discard(instance_id)
+        self._refresh()
+
     async def _follow(self) -> None:
         while True:
             try:
@@ -195,6 +212,7 @@ class InstanceView:
                 self._withheld.discard(name)
         self._known = known
         self._withheld &= known.keys()
+        self._ejected &= known.keys()
         self._seen.set()
         self._refresh()
         for name in before.keys() - known.keys():
@@ -202,7 +220,8 @@ class InstanceView:
                 mourner(before[name])
 
     def _refresh(self) -> None:
-        live = {name: one for name, one in self._known.items() if name not in self._withheld}
+        out = self._withheld | self._ejected
+        live = {name: one for name, one in self._known.items() if name not in out}
         if live == self.live:
             return
         self.live = live

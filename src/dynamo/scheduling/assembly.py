@@ -10,8 +10,10 @@ from dynamo.core.reply import Operator, Reply, Send
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.health import Health
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.router import BasicPolicy, Observer, Policy, Router
+from dynamo.scheduling.router.router import SendTo
 from dynamo.telemetry import Registry
 
 
@@ -41,6 +43,7 @@ def standard_pipeline(
     *,
     clock: Clock | None = None,
     migration_limit: int = 16,
+    health: Health | None = None,
     observers: Sequence[Observer] = (),
 ) -> Send:
     """What a frontend sends by: migration, the router by `policy` (or a basic mode's name), ending
@@ -49,7 +52,9 @@ def standard_pipeline(
     migration = Migration(clock, client.rng, metrics, limit=migration_limit)
     operators: list[Operator] = [migration]
     chosen = BasicPolicy(client, policy) if isinstance(policy, str) else policy
-    dispatch = Dispatch(client).send
+    dispatch: SendTo = Dispatch(client).send
+    if health is not None:
+        dispatch = health.guard(dispatch)
     router = Router(chosen, dispatch, metrics, clock=clock, observers=observers)
     return assemble(operators, router.send)
 

@@ -23,7 +23,8 @@ from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.supervisor import Supervisor
 from dynamo.services.launch import deployment_specs
-from dynamo.services.models import WORKER, Models
+from dynamo.services.models import Models
+from dynamo.services.way import WORKER
 from dynamo.telemetry.logs import set_levels
 
 Write = Callable[[str], None]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dynamo.application import Gateway, Served
 from dynamo.models.card import ModelCard
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import load_tokenizer
-from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION
-from dynamo.runtime.instances import Instance
 from dynamo.runtime.watch import Watch
-from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.processor import Processor
-from dynamo.scheduling.router import Policy
-from dynamo.scheduling.router.opening import open_policy
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.fetch import ensure_file
 from dynamo.services.model_names import MODELS
+from dynamo.services.way import WORKER, Way
 
 log = logging.getLogger(__name__)
 
-WORKER = "worker"
 WAITING = "no model is ready yet: no worker has announced one"
 
 
@@ -35,10 +30,8 @@ class Models:
     def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
         self._runtime = runtime
         self._gateway = gateway
-        self._clients: dict[str, Client] = {}
-        self._unwatch: dict[str, Callable[[], None]] = {}
+        self._ways: dict[str, Way] = {}
         self._watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
-        self._policies: dict[str, Policy] = {}
         self._waiting("", WAITING)
         runtime.health.on_change(self._heard)
 
@@ -49,7 +42,7 @@ class Models:
 
     def workers(self) -> Mapping[str, int]:
         """How many instances serve each model."""
-        return {name: len(client.instances) for name, client in self._clients.items()}
+        return {name: len(way.client.instances) for name, way in self._ways.items()}
 
     async def _open(self, card: ModelCard) -> None:
         """Everything that turns a model's requests into calls of its workers."""
@@ -65,42 +58,16 @@ class Models:
             ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
         )
 
-        def serves(instance: Instance) -> bool:
-            return bool(instance.capabilities.get("model") == name)
-
-        client = await component.endpoint("generate").client(serves)
-        unwatch = self._watch.follow(client)
-        policy = await open_policy(
-            runtime.settings.router,
-            client,
-            runtime.events,
-            runtime.clock,
-            block_tokens=card.block_tokens,
-        )
-        send = standard_pipeline(
-            client,
-            policy,
-            runtime.metrics,
-            clock=runtime.clock,
-            migration_limit=runtime.settings.router.migration_limit,
-        )
+        way = await Way.open(runtime, self._watch, card)
         processor = await runtime.clock.offload(
-            Processor, card, tokenizer, template, send, runtime.settings.sampling, runtime.clock
+            Processor, card, tokenizer, template, way.send, runtime.settings.sampling, runtime.clock
         )
         self._gateway.add(Served(card.names, processor, card.created, card.context_tokens))
-        before = self._clients.pop(name, None)
-        unwatch_before = self._unwatch.pop(name, None)
-        old_policy = self._policies.pop(name, None)
-        self._clients[name] = client
-        self._unwatch[name] = unwatch
-        self._policies[name] = policy
-        client.on_change(lambda: self._look(name, client))
-        self._look(name, client)
+        before = self._ways.pop(name, None)
+        self._ways[name] = way
+        way.client.on_change(lambda: self._look(name, way))
+        self._look(name, way)
         runtime.health.well_again(MODELS)
-        if old_policy is not None:
-            await old_policy.close()
-        if unwatch_before is not None:
-            unwatch_before()
         if before is not None:
             await before.close()
         log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})
@@ -118,10 +85,10 @@ class Models:
         if not self._gateway.models:
             self._runtime.health.unwell(MODELS, f"{name}: {reason}" if name else reason)
 
-    def _look(self, name: str, client: Client) -> None:
-        if self._clients.get(name) is not client:
+    def _look(self, name: str, way: Way) -> None:
+        if self._ways.get(name) is not way:
             return
-        if client.instances:
+        if way.client.instances:
             self._runtime.health.well_again(name)
         else:
             self._runtime.health.unwell(name, "no worker serves this model now")

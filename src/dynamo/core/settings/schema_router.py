@@ -42,15 +42,14 @@ class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     health_check_interval: Annotated[
         float,
         setting(
-            "between probes of an idle worker",
+            "between probes of a worker",
             unit="seconds",
             ge=0.1,
             aliases=("router.health_check_interval",),
-            unused=True,
         ),
     ] = 10.0
     unhealthy_threshold: Annotated[
-        int, setting("failed probes until a worker is withheld", ge=1, unused=True)
+        int, setting("probes without an answer, in a row, until a worker is ejected", ge=1)
     ] = 3
 
 

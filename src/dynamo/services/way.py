@@ -1,0 +1,68 @@
+"""The way from one model's processor to its workers: client, watch, health, policy, pipeline."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Self
+
+from dynamo.core.reply import Send
+from dynamo.models.card import ModelCard
+from dynamo.runtime.client import Client
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.instances import Instance
+from dynamo.runtime.watch import Watch
+from dynamo.scheduling.assembly import standard_pipeline
+from dynamo.scheduling.health import Health
+from dynamo.scheduling.router.opening import open_policy
+
+WORKER = "worker"
+
+
+class Way:
+    """Made by `open`; `close` it when the model is served in another way."""
+
+    def __init__(self, client: Client, send: Send, held: AsyncExitStack) -> None:
+        self.client = client
+        self.send = send
+        self._held = held
+
+    @classmethod
+    async def open(cls, runtime: DistributedRuntime, watch: Watch, card: ModelCard) -> Self:
+        """To the workers that serve the card's model. Raises `ConfigError`."""
+        name, settings = card.name, runtime.settings.router
+
+        def serves(instance: Instance) -> bool:
+            return bool(instance.capabilities.get("model") == name)
+
+        async with AsyncExitStack() as held:
+            endpoint = runtime.namespace().component(WORKER).endpoint("generate")
+            client = await endpoint.client(serves)
+            held.push_async_callback(client.close)
+            held.callback(watch.follow(client))
+            health = Health(
+                client,
+                runtime.clock,
+                runtime.rng,
+                runtime.metrics,
+                interval_s=settings.load_balancing.health_check_interval,
+                threshold=settings.load_balancing.unhealthy_threshold,
+            )
+            held.push_async_callback(health.close)
+            policy = await open_policy(
+                settings, client, runtime.events, runtime.clock, block_tokens=card.block_tokens
+            )
+            held.push_async_callback(policy.close)
+            send = standard_pipeline(
+                client,
+                policy,
+                runtime.metrics,
+                clock=runtime.clock,
+                migration_limit=settings.migration_limit,
+                health=health,
+            )
+            health.start()
+            return cls(client, send, held.pop_all())
+
+    async def close(self) -> None:
+        """Calls under way go on."""
+        await self._held.aclose()

@@ -1,0 +1,231 @@
+"""Who is ejected, who comes back, and that half of the workers always stay; on virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from dynamo.communication.requests import Outgoing
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError, InvalidRequest, NoWorkers, WorkerFailed, WorkerLeaving
+from dynamo.core.reply import Reply
+from dynamo.core.settings import Settings
+from dynamo.core.values import Beat, GenerateRequest, Sampling, Stops
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker
+from dynamo.scheduling.health import STUCK_S, Health
+from dynamo.testing.replies import CollectedReply
+
+ENDPOINT = "dynamo.worker.generate"
+REQUEST = GenerateRequest("r", "m", b"\0\0\0\0", Sampling(), Stops())
+CONTEXT = Context(request_id="r")
+
+
+class Ward:
+    """Workers whose answer to a probe is `beats[name]()`, and a client under `health`."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.opened: list[DistributedRuntime] = []
+        self.ill: set[str] = set()
+        self.error: DynamoError = WorkerFailed("broken")
+        self.steps = 0
+        self.requests = 0
+        self.probes = 0
+
+    async def open(self) -> DistributedRuntime:
+        settings = Settings()
+        place = f"memory:{id(self)}"
+        planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
+        runtime = await DistributedRuntime.create(
+            replace(settings, runtime=planes), clock=self.clock
+        )
+        self.opened.append(runtime)
+        return runtime
+
+    async def start(self, workers: int) -> tuple[Client, Health]:
+        for _ in range(workers):
+            await self.worker()
+        runtime = await self.open()
+        client = await runtime.endpoint(ENDPOINT).client()
+        await client.wait_for_instances(workers)
+        self.health = Health(client, self.clock, Random(1), runtime.metrics)
+        self.health.start()
+        self.send = self.health.guard(self.answer)
+        return client, self.health
+
+    async def worker(self) -> None:
+        runtime = await self.open()
+
+        async def handle(payload: bytes, out: Outgoing) -> None:
+            self.probes += 1
+            if runtime.instance_id in self.ill:
+                raise self.error
+            out.send(msgspec.msgpack.encode(Beat(self.steps, self.requests)))
+
+        await runtime.endpoint(ENDPOINT).serve(handle)
+
+    async def answer(
+        self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
+    ) -> None:
+        if instance.id in self.ill:
+            raise self.error
+
+    async def ask(self, instance: Instance, times: int = 1) -> None:
+        for _ in range(times):
+            await self.clock.sleep(1.0)
+            with contextlib.suppress(DynamoError):
+                await self.send(instance, REQUEST, CONTEXT, CollectedReply())
+
+    async def close(self) -> None:
+        await self.health.close()
+        for runtime in reversed(self.opened):
+            await runtime.shutdown(0)
+
+
+def scene(play: Callable[[Ward], Awaitable[Any]]) -> None:
+    async def main(clock: VirtualClock) -> None:
+        ward = Ward(clock)
+        try:
+            await play(ward)
+        finally:
+            await ward.close()
+
+    run_virtually(main)
+
+
+def test_three_failures_eject_and_a_probe_brings_it_back() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(3)
+        bad = next(iter(client.instances.values()))
+        ward.ill.add(bad.id)
+        await ward.ask(bad, 2)
+        assert bad.id in client.instances
+        await ward.ask(bad)
+        assert bad.id not in client.instances
+        await ward.clock.sleep(20.0)
+        assert bad.id not in client.instances
+        ward.ill.clear()
+        await ward.clock.sleep(LONGEST_OPEN_S)
+        assert bad.id in client.instances
+
+    scene(play)
+
+
+def test_a_success_between_failures_forgives_them() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(3)
+        one = next(iter(client.instances.values()))
+        for _ in range(5):
+            ward.ill.add(one.id)
+            await ward.ask(one, 2)
+            ward.ill.clear()
+            await ward.ask(one)
+        assert one.id in client.instances
+
+    scene(play)
+
+
+def test_half_open_one_failure_is_enough() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(3)
+        bad = next(iter(client.instances.values()))
+        ward.ill.add(bad.id)
+        await ward.ask(bad, 3)
+        ward.ill.clear()
+        await ward.clock.sleep(2.0)
+        assert bad.id in client.instances
+        ward.ill.add(bad.id)
+        await ward.ask(bad)
+        assert bad.id not in client.instances
+
+    scene(play)
+
+
+@pytest.mark.parametrize(("workers", "left"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_half_of_all_stay_whatever_happens(workers: int, left: int) -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(workers)
+        everybody = list(client.instances.values())
+        ward.ill.update(one.id for one in everybody)
+        for one in everybody:
+            await ward.ask(one, 4)
+        assert len(client.instances) == left
+
+    scene(play)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), WorkerLeaving("bye"), NoWorkers("none")])
+def test_what_is_not_the_workers_fault_does_not_count(error: DynamoError) -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        one = next(iter(client.instances.values()))
+        ward.ill.add(one.id)
+        ward.error = error
+        await ward.ask(one, 5)
+        assert one.id in client.instances
+
+    scene(play)
+
+
+def test_idle_workers_are_probed_and_the_third_failure_ejects() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        bad = next(iter(client.instances))
+        ward.ill.add(bad)
+        await ward.clock.sleep(25.0)
+        assert bad in client.instances
+        await ward.clock.sleep(10.0)
+        assert bad not in client.instances
+        assert ward.probes >= 6
+
+    scene(play)
+
+
+def test_an_engine_that_has_work_and_computes_nothing_is_stuck() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        ward.requests, ward.steps = 1, 7
+        await ward.clock.sleep(STUCK_S - 5.0)
+        assert len(client.instances) == 2
+        await ward.clock.sleep(40.0)
+        assert len(client.instances) == 1
+        ward.steps = 8
+        await ward.clock.sleep(2 * LONGEST_OPEN_S)
+        assert len(client.instances) == 2
+
+    scene(play)
+
+
+def test_a_busy_one_that_gets_on_is_fit_however_slow() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        ward.requests = 50
+        for _ in range(20):
+            ward.steps += 1
+            await ward.clock.sleep(30.0)
+            assert len(client.instances) == 2
+
+    scene(play)
+
+
+def test_an_open_breaker_waits_twice_as_long_each_time_with_jitter() -> None:
+    breaker, rng = Breaker(1), Random(3)
+    waits = [breaker.opened(rng) for _ in range(8)]
+    bounds = [min(FIRST_OPEN_S * 2**at, LONGEST_OPEN_S) for at in range(8)]
+    assert all(bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=True))
+
+
+def test_requests_that_fail_of_one_cause_count_once() -> None:
+    breaker = Breaker(3)
+    assert not any(breaker.failed(0.001 * at) for at in range(50))
+    assert not breaker.failed(1.0)
+    assert breaker.failed(2.0)
