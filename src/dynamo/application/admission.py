@@ -41,7 +41,7 @@ class Admission:
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
                 self.leave()
-            else:
+            elif place in self._waiting:  # not passed over since by one that left
                 self._waiting.remove(place)
             raise
 

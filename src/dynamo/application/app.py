@@ -21,6 +21,7 @@ from dynamo.communication.http import Request, Response
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError
 from dynamo.core.settings.schema import Server
+from dynamo.telemetry.logs import request_id
 from dynamo.telemetry.metrics import Registry
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class Application:
         given = sanitised(request.header("x-request-id"))
         own = self._ids.unique(given) if given else self._ids.new()
         exchange = Exchange(request, response, own, given or own, self._cors.headers(request))
+        request_id.set(own)
         started = self._clock.now()
         status = CLIENT_LEFT
         try:
@@ -135,7 +137,7 @@ class Application:
         except DynamoError as error:
             exchange.fail(error)
         except Exception:
-            log.exception("request failed", extra={"fields": {"request_id": exchange.shown_id}})
+            log.exception("request failed")
             exchange.fail(InternalError("internal error", hint="the server's log says more"))
 
     def _ended(self, exchange: Exchange, status: int, seconds: float) -> None:
@@ -143,13 +145,14 @@ class Application:
         if exchange.model:
             self.metrics.requests.labels(exchange.model, path, str(status)).inc()
         if self._log_requests:
-            fields = {
-                "request_id": exchange.shown_id,
+            fields: dict[str, Any] = {
                 "method": exchange.request.method,
                 "path": path,
                 "status": status,
                 "seconds": round(seconds, 6),
             }
+            if exchange.shown_id != exchange.id:
+                fields["client_id"] = exchange.shown_id
             if exchange.model:
                 fields |= {"model": exchange.model, "stream": exchange.streams}
             if exchange.code:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
@@ -28,6 +29,8 @@ from dynamo.core.settings.schema import Server
 from dynamo.core.tasks import run_all
 from dynamo.core.text import CompletionRequest, TextReply
 
+log = logging.getLogger(__name__)
+
 Work = Callable[[Context, TextReply], Awaitable[None]]
 
 
@@ -38,6 +41,7 @@ class Generation:
         self, server: Server, gateway: Gateway, clock: Clock, metrics: FrontendMetrics
     ) -> None:
         self._unknown_roles = server.unknown_roles
+        self._log_prompts = server.log_prompts
         self._gateway = gateway
         self._clock = clock
         self._metrics = metrics
@@ -46,7 +50,9 @@ class Generation:
         self.deadlines = Deadlines(clock, server.request_timeout)
 
     def limit(self, server: Server) -> None:
-        """From now on these limits hold; a request's deadline is that of its beginning."""
+        """From now on these limits hold, and this of `log_prompts`; a request's deadline is that of
+        its beginning."""
+        self._log_prompts = server.log_prompts
         self.admission.limit_to(server.max_concurrent_requests, server.max_waiting_requests)
         if server.request_timeout != self.deadlines.limit_s:
             self.deadlines = Deadlines(self._clock, server.request_timeout)
@@ -57,6 +63,8 @@ class Generation:
         self._gateway.require_ready()
         model, served = self._gateway.find(body.model)
         request = chat_request(body, model, self._unknown_roles)
+        if self._log_prompts:
+            log.info("prompt", extra={"fields": {"messages": request.messages}})
         usage = include_usage(body)
         form = ChatFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
@@ -74,6 +82,8 @@ class Generation:
         self._gateway.require_ready()
         model, served = self._gateway.find(body.model)
         requests = completion_requests(body, model)
+        if self._log_prompts:
+            log.info("prompt", extra={"fields": {"prompt": body.prompt}})
         usage = include_usage(body)
         form = CompletionFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
@@ -136,6 +146,7 @@ class Generation:
 
 def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> None:
     metrics.duration.observe(seconds)
+    pace.count()
     if not tally.prompt_tokens:
         return
     generated = tally.completion_tokens or pace.events

@@ -1,8 +1,8 @@
 """Logs: text or JSON lines on stderr, levels by module, component and request id in every line.
 
 Everybody logs constant text plus fields through the standard library:
-`log.info("worker joined", extra={"fields": {"instance": id}})`. Prompts and answers are never
-logged.
+`log.info("worker joined", extra={"fields": {"instance": id}})`. Prompts and answers are
+not logged, but by whoever is told to (`server.log_prompts`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 from dynamo.application.admission import Admission
 from dynamo.application.ids import sanitised
 from dynamo.core.errors import Overloaded
+from dynamo.core.settings.schema import Server
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "words", "messages": [{"role": "user", "content": "one two three"}]}
@@ -208,3 +209,35 @@ async def test_one_log_line_a_request(
     good, bad = [record.fields for record in caplog.records]
     assert (good["status"], good["model"], good["stream"]) == (200, "words", False)
     assert (bad["status"], bad["code"]) == (400, "invalid_request")
+
+
+async def test_limits_change_while_it_serves(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1, max_waiting_requests=0)
+    site.processor.gate.clear()
+    async with connect(site.port) as one, connect(site.port) as two, connect(site.port) as three:
+        one.ask("POST", CHAT, BODY)
+        await site.processor.entered.wait()
+        two.ask("POST", CHAT, BODY)
+        assert (await two.answer()).status == 503
+        site.application.limit(Server(max_concurrent_requests=2, request_timeout=0.01))
+        two.ask("POST", CHAT, BODY)
+        three.ask("POST", CHAT, BODY)
+        assert (await two.answer()).error["code"] == "deadline_exceeded"
+        assert (await three.answer()).status == 504
+        site.processor.gate.set()
+        assert (await one.answer()).status == 200
+
+
+async def test_a_higher_limit_lets_in_who_waits(open_site: Any, connect: Any) -> None:
+    site = await open_site(max_concurrent_requests=1)
+    site.processor.gate.clear()
+    async with connect(site.port) as one, connect(site.port) as two:
+        one.ask("POST", CHAT, BODY)
+        await site.processor.entered.wait()
+        two.ask("POST", CHAT, BODY)
+        while not site.application.generation.admission.waiting:
+            await asyncio.sleep(0)
+        site.application.limit(Server(max_concurrent_requests=2))
+        assert site.application.generation.admission.running == 2
+        site.processor.gate.set()
+        assert {(await one.answer()).status, (await two.answer()).status} == {200}

@@ -9,6 +9,7 @@ from dynamo.communication.requests.plane import Handler
 from dynamo.communication.requests.streams import Stream
 from dynamo.core.errors import DynamoError, InstanceGone, InternalError, NotFound, WorkerFailed
 from dynamo.core.tasks import Tasks, run_all
+from dynamo.telemetry.logs import request_id
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,9 @@ class _Served:
         await self._tasks.close()
 
     async def _run(self, payload: bytes, stream: Stream) -> None:
+        request_id.set(stream.context.request_id)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("call", extra={"fields": {"endpoint": self._name}})
         try:
             await self._handler(payload, stream)
         except DynamoError as error:

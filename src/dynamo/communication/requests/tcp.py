@@ -18,6 +18,7 @@ from dynamo.communication.wires import TcpWires, Wires
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError, WorkerFailed
 from dynamo.core.tasks import Tasks
+from dynamo.telemetry.logs import request_id
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class TcpRequests(Requests):
         return result
 
     async def _dial(self, address: str) -> Dialled | DynamoError:
+        request_id.set("")  # the connection outlives the request that needed it first
         try:
             incarnation = self._wires.incarnation_of(address)
         except InstanceGone as error:

@@ -80,6 +80,14 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_requests: Annotated[
         bool, setting("one log line a request", flag="--log-requests", reload=True)
     ] = False
+    log_prompts: Annotated[
+        bool,
+        setting(
+            "one log line a request with its text, which is never logged otherwise",
+            flag="--log-prompts",
+            reload=True,
+        ),
+    ] = False
     unknown_roles: Annotated[
         str, setting("a message of an unknown role", choices=("reject", "warn"))
     ] = "reject"

@@ -154,7 +154,9 @@ class Server:
         try:
             connection = await self._connection()
             done = connection.ask(request, sample)
-            async with asyncio.timeout(self._target.timeout_s or None):
+            if self._target.timeout_s:
+                await asyncio.wait_for(done, self._target.timeout_s)
+            else:
                 await done
         except TimeoutError:
             sample.error = "timeout"

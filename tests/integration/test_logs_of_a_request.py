@@ -1,0 +1,52 @@
+"""What a deployment's logs say of one request, from the frontend to the worker."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "swordfish"}], "max_tokens": 3}
+
+
+def ask(url: str, request_id: str) -> None:
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    path = f"{url}/v1/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(path, json.dumps(BODY).encode(), headers)):
+        pass
+
+
+def test_its_id_is_in_every_process_and_its_text_in_none(
+    start: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUST_LOG", "warn,dynamo::application=info,dynamo.communication=debug")
+    json_logs = ("--log-format", "json", "--log-requests")
+    running = start("out=mock", tiny_model, "--model-name", "tiny", *json_logs)
+
+    ask(running.url, "order-7")
+    assert running.stop() == 0
+
+    text = running.log.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert all({"time", "level", "component", "target", "message"} <= line.keys() for line in lines)
+    mine = [line for line in lines if line.get("request_id", "").startswith("order-7")]
+    assert {(line["component"], line["message"]) for line in mine} >= {
+        ("frontend", "request"),
+        ("worker", "call"),
+    }
+    assert len({line["request_id"].partition(".")[0] for line in mine}) == 1
+    assert {line["target"].split(".")[1] for line in lines} <= {"application", "communication"}
+    assert "swordfish" not in text
+
+
+def test_its_text_is_logged_when_asked_for(start: Any, tiny_model: Path) -> None:
+    running = start("out=echo", tiny_model, "--model-name", "tiny", "--log-prompts")
+
+    ask(running.url, "order-8")
+    assert running.stop() == 0
+
+    (line,) = [line for line in running.log.read_text().splitlines() if "swordfish" in line]
+    assert "request_id=order-8-" in line
