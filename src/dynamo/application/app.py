@@ -15,6 +15,7 @@ from dynamo.application.ids import RequestIds, sanitised
 from dynamo.application.metrics import FrontendMetrics
 from dynamo.application.models import Models
 from dynamo.application.routes import Route, Routes, WrongMethod
+from dynamo.application.routing import RoutingPages, RoutingSource
 from dynamo.application.status import Status
 from dynamo.application.tokens import Tokens
 from dynamo.communication.http import Request, Response
@@ -33,7 +34,8 @@ class Application:
     """`handle` and `on_error` go to an `HttpServer`.
 
     `reasons`: why the process is not well, by name; `facts`: more for /health (workers, planes);
-    `metrics_text`: /metrics of all processes that share the port (default: this one's).
+    `metrics_text`: /metrics of all processes that share the port (default: this one's); `routing`:
+    who answers for /router.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Application:
         reasons: Callable[[], Mapping[str, str]] = dict,
         facts: Callable[[], Mapping[str, Any]] = dict,
         metrics_text: Callable[[], Awaitable[str]] | None = None,
+        routing: RoutingSource | None = None,
     ) -> None:
         async def own_metrics() -> str:
             return registry.render()
@@ -77,16 +80,21 @@ class Application:
         self._keys = Keys(server.api_keys)
         self._cors = Cors(server.cors_origins)
         self._ids = RequestIds()
-        self._routes = self._table(gateway, server)
+        self._routes = self._table(gateway, server, routing)
 
     def limit(self, server: Server) -> None:
         """From now on these limits hold, and this of `log_requests`."""
         self.generation.limit(server)
         self._log_requests = server.log_requests
 
-    def _table(self, gateway: Gateway, server: Server) -> Routes:
+    def _table(self, gateway: Gateway, server: Server, routing: RoutingSource | None) -> Routes:
         models, tokens = Models(gateway), Tokens(gateway, server.unknown_roles)
         status, keyed = self._status, self._keyed
+        pages = RoutingPages(routing).table() if routing is not None else {}
+        explained = {
+            path: {method: keyed(route) for method, route in methods.items()}
+            for path, methods in pages.items()
+        }
         return Routes(
             {
                 "/v1/chat/completions": {"POST": keyed(self.generation.chat)},
@@ -99,6 +107,7 @@ class Application:
                 "/live": {"GET": status.live},
                 "/metrics": {"GET": status.metrics},
                 "/version": {"GET": status.version},
+                **explained,
             }
         )
 

@@ -24,6 +24,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.supervisor import Supervisor
 from dynamo.services.launch import deployment_specs
 from dynamo.services.models import Models
+from dynamo.services.routing import Routing
 from dynamo.services.way import WORKER
 from dynamo.telemetry.logs import set_levels
 
@@ -64,7 +65,7 @@ async def converse(
 async def _talk(settings: Settings, lines: Lines, write: Write) -> None:
     async with await DistributedRuntime.create(settings, role="console") as runtime:
         gateway = Gateway()
-        Models(runtime, gateway).follow()
+        Models(runtime, gateway, Routing(runtime)).follow()
         await _until_well(runtime)
         said: list[dict[str, str]] = []
         async with aclosing(lines()) as messages:

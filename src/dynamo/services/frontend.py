@@ -12,6 +12,8 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.services.models import Models
 from dynamo.services.offered import Offers
 from dynamo.services.processing import Processing
+from dynamo.services.routing import Routing
+from dynamo.services.routing_answers import RoutingAnswers
 from dynamo.services.siblings import Siblings
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,9 @@ class Frontend:
         """Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         gateway = Gateway()
-        self._models = Models(runtime, gateway)
+        routing = Routing(runtime)
+        answers = RoutingAnswers(runtime, routing)
+        self._models = Models(runtime, gateway, routing)
         server = runtime.settings.server
         application = Application(
             server,
@@ -34,6 +38,7 @@ class Frontend:
             reasons=lambda: runtime.health.reasons,
             facts=self._facts,
             metrics_text=Siblings(runtime).metrics,
+            routing=answers,
         )
         runtime.on_settings(lambda settings: application.limit(settings.server))
         http = HttpServer(
@@ -49,6 +54,7 @@ class Frontend:
         self._models.follow()
         Offers(runtime, gateway).follow()
         await Processing(runtime, gateway).start()
+        await answers.start()
         runtime.metrics.gauge(
             "dynamo_frontend_workers",
             "Instances that serve a model",

@@ -16,6 +16,7 @@ from dynamo.scheduling.processor import Processor
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.fetch import ensure_file
 from dynamo.services.model_names import MODELS
+from dynamo.services.routing import Routing
 from dynamo.services.way import WORKER, Way
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,10 @@ class Models:
     """Follows what workers announce and gives it to a gateway; the runtime's health says what is
     still missing."""
 
-    def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
+    def __init__(self, runtime: DistributedRuntime, gateway: Gateway, routing: Routing) -> None:
         self._runtime = runtime
         self._gateway = gateway
+        self._routing = routing
         self._ways: dict[str, Way] = {}
         self._watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
         self._waiting("", WAITING)
@@ -58,7 +60,7 @@ class Models:
             ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
         )
 
-        way = await Way.open(runtime, self._watch, card)
+        way = await Way.open(runtime, self._watch, self._routing, card)
         processor = await runtime.clock.offload(
             Processor, card, tokenizer, template, way.send, runtime.settings.sampling, runtime.clock
         )

@@ -13,7 +13,7 @@ from dynamo.runtime.instances import Instance
 from dynamo.runtime.watch import Watch
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.health import Health
-from dynamo.scheduling.router.opening import open_policy
+from dynamo.services.routing import Routing
 
 WORKER = "worker"
 
@@ -27,7 +27,9 @@ class Way:
         self._held = held
 
     @classmethod
-    async def open(cls, runtime: DistributedRuntime, watch: Watch, card: ModelCard) -> Self:
+    async def open(
+        cls, runtime: DistributedRuntime, watch: Watch, routing: Routing, card: ModelCard
+    ) -> Self:
         """To the workers that serve the card's model. Raises `ConfigError`."""
         name, settings = card.name, runtime.settings.router
 
@@ -48,17 +50,16 @@ class Way:
                 threshold=settings.load_balancing.unhealthy_threshold,
             )
             held.push_async_callback(health.close)
-            policy = await open_policy(
-                settings, client, runtime.events, runtime.clock, block_tokens=card.block_tokens
-            )
-            held.push_async_callback(policy.close)
+            routed = await routing.open(card, client)
+            held.push_async_callback(routed.close)
             send = standard_pipeline(
                 client,
-                policy,
+                routed.policy,
                 runtime.metrics,
                 clock=runtime.clock,
                 migration_limit=settings.migration_limit,
                 health=health,
+                observers=routed.observers,
             )
             health.start()
             return cls(client, send, held.pop_all())

@@ -36,7 +36,7 @@ class CollectorConfig(msgspec.Struct, frozen=True):
     window_s: float = 60.0
     check_s: float = 5.0
     least: int = 20
-    most: int = 200
+    most: int = 128
     thresholds: dict[str, float] = {}
 
 
@@ -125,7 +125,7 @@ class RoutingMetricsCollector:
         now = self._wall()
         if isinstance(time_range, int | float):
             time_range = (now - time_range, now)
-        records = self._between(*(time_range or (0.0, inf)))
+        records = self.between(*(time_range or (0.0, inf)))
         first = records[0].timestamp if records else now
         start, end = time_range or (first, now)
         metrics = aggregated(records, end - start, self.workers)
@@ -141,9 +141,16 @@ class RoutingMetricsCollector:
             alerts=list(self.alerts),
         )
 
+    def with_records(self, records: Sequence[RoutingRecord]) -> RoutingMetricsCollector:
+        """Another collector like this one, alerts included, of other records (in order of time)."""
+        made = RoutingMetricsCollector(self.config, wall=self._wall, workers=self.workers)
+        made._buffer = deque(records)
+        made._alerts = dict(self._alerts)
+        return made
+
     def check(self, now: float) -> None:
         """Begin and end alerts by what the last `window_s` tell."""
-        records = self._between(now - self.config.window_s, now)[-self.config.most :]
+        records = self.between(now - self.config.window_s, now)[-self.config.most :]
         if len(records) < self.config.least:
             self._alerts.clear()
             return
@@ -170,8 +177,9 @@ class RoutingMetricsCollector:
         for listener in self._listeners:
             listener(alert)
 
-    def _between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
-        """In order of time. The copy is made in one step, so that a thread may ask."""
+    def between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
+        """Records of that Unix time, in order. The copy is made in one step, so that a thread may
+        ask."""
         kept = tuple(self._buffer)
         first = bisect_left(kept, start, key=_timestamp)
         return kept[first : bisect_right(kept, end, key=_timestamp)]

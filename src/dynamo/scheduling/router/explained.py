@@ -13,6 +13,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.scheduling.router.policy import Candidate, Decision, Observer, Outcome
 
 KEPT = 1000
+SHOWN_S = 0.001
 _SUFFIX = re.compile(r"[-.][0-9a-f]+(\.[0-9]+)?\Z")
 """What a frontend hangs on a client's id: a counter, then the prompt's place in the body."""
 
@@ -80,15 +81,21 @@ class Explained(Observer):
 
     def _by_client(self, given: str) -> list[_Entry]:
         found: list[_Entry] = []
-        base = ""
+        own = ""
         for name, entries in reversed(self._requests.items()):
-            if not (name.startswith(given) and _SUFFIX.fullmatch(name, len(given))):
-                continue
-            own = name[: len(given)] + name[len(given) :].split(".")[0]
-            base = base or own
-            if own == base:
+            request = own_id(name, given)
+            own = own or request
+            if request and request == own:
                 found = entries + found
         return found
+
+
+def own_id(request_id: str, given: str) -> str:
+    """The unique id of the HTTP request that `request_id` was a part of, if a client gave it the id
+    `given`; "" if it did not."""
+    if not (request_id.startswith(given) and _SUFFIX.fullmatch(request_id, len(given))):
+        return ""
+    return given + request_id[len(given) :].split(".")[0]
 
 
 class _Entry:
@@ -143,7 +150,7 @@ def why(made: Decision) -> str:
         parts.append(f"it holds {made.overlap_blocks} of the prompt's {made.prompt_blocks} blocks")
         if made.best_overlap_blocks > made.overlap_blocks:
             parts.append(f"another holds {made.best_overlap_blocks}")
-    if made.waited_s:
+    if made.waited_s >= SHOWN_S:
         parts.append(f"after {made.waited_s * 1e3:.0f} ms in the router")
     if made.view and made.view != "exact":
         parts.append(f"its cache is known only as {made.view}")

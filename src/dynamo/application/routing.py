@@ -1,0 +1,111 @@
+"""/router/...: why a request went where it went, and how routing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.routes import Route
+from dynamo.application.routing_page import page
+from dynamo.core.errors import InvalidRequest, NotFound
+
+EXPLAIN = "/router/explain/"
+LATEST = "/router/explain"
+REPORT = "/router/report"
+TIMELINE = "/router/timeline"
+VIEW = "/router/view"
+REPORTED_S = 300.0
+HTML = ("content-type", "text/html; charset=utf-8")
+
+
+class RoutingSource(Protocol):
+    """Who knows: `services.routing_answers`."""
+
+    @property
+    def explains(self) -> bool: ...
+    async def explain(self, request_id: str) -> Sequence[Any]: ...
+    async def report(self, seconds: float | None = None) -> Any: ...
+    async def samples(self, since: float = 0.0) -> Sequence[Any]: ...
+
+
+class RoutingPages:
+    """The routes; 404 with a reason in a mode that keeps nothing."""
+
+    def __init__(self, source: RoutingSource) -> None:
+        self._source = source
+
+    def table(self) -> Mapping[str, Mapping[str, Route]]:
+        """By path and method."""
+        return {
+            EXPLAIN: {"GET": self.explain},
+            LATEST: {"GET": self.latest},
+            REPORT: {"GET": self.report},
+            TIMELINE: {"GET": self.timeline},
+            VIEW: {"GET": self.view},
+        }
+
+    async def explain(self, exchange: Exchange) -> None:
+        """GET /router/explain/{request_id}: every decision for a request."""
+        self._check()
+        name = exchange.request.path.removeprefix(EXPLAIN)
+        found = await self._source.explain(name)
+        if not found:
+            raise NotFound(
+                f"nothing is known of a request {name[:100]!r}",
+                hint="the last thousand requests are remembered; the id is the answer's "
+                "x-request-id",
+            )
+        _send(exchange, {"request_id": name, "decisions": found})
+
+    async def latest(self, exchange: Exchange) -> None:
+        """GET /router/explain: the last decisions."""
+        self._check()
+        _send(exchange, {"decisions": await self._source.explain("")})
+
+    async def report(self, exchange: Exchange) -> None:
+        """GET /router/report?seconds=N: of the last N seconds, else of all that is remembered."""
+        self._check()
+        seconds = _number(exchange, "seconds")
+        _send(exchange, await self._source.report(seconds))
+
+    async def timeline(self, exchange: Exchange) -> None:
+        """GET /router/timeline?since=UNIX: samples of every worker."""
+        self._check()
+        since = _number(exchange, "since") or 0.0
+        _send(exchange, {"samples": await self._source.samples(since)})
+
+    async def view(self, exchange: Exchange) -> None:
+        """GET /router/view: the same as a page, which keeps itself up to date."""
+        self._check()
+        samples = await self._source.samples()
+        report = await self._source.report(REPORTED_S)
+        body = page(msgspec.json.encode({"samples": samples, "report": report}), live=True)
+        exchange.response.send(200, (HTML, *exchange.headers), body)
+
+    def _check(self) -> None:
+        if not self._source.explains:
+            raise NotFound(
+                "this router mode looks at no worker, so there is nothing to explain",
+                hint="start with --router-mode kv",
+            )
+
+
+def _send(exchange: Exchange, value: Any) -> None:
+    exchange.send_json(200, msgspec.json.encode(value))
+
+
+def _number(exchange: Exchange, name: str) -> float | None:
+    given = parse_qs(exchange.request.query).get(name)
+    if not given:
+        return None
+    try:
+        value = float(given[-1])
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise InvalidRequest(f"{name}: a number, not {given[-1][:40]!r}", param=name)
+    return value

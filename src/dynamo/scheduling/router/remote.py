@@ -1,0 +1,201 @@
+"""Asks a router of its own which instance gets a request; picks by itself while none answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import msgspec
+
+from dynamo.core.clock import Clock
+from dynamo.core.context import Context
+from dynamo.core.errors import NotFound, NotReady, NoWorkers, ProtocolError, WorkerFailed
+from dynamo.core.values import GenerateRequest
+from dynamo.runtime.client import Client
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy, Ticket
+from dynamo.scheduling.router.prompt import Prompt, ReadPrompt
+from dynamo.scheduling.router.remote_messages import (
+    TAKEN,
+    Answer,
+    decode_answer,
+    encode_ask,
+)
+from dynamo.scheduling.router.replicas import Own, Replicas
+from dynamo.telemetry import Registry
+
+log = logging.getLogger(__name__)
+
+TAKEN_S = 0.25
+"""A router that has not even taken a question by then is asked no more for `AWAY_S`."""
+AWAY_S = 2.0
+MEANWHILE = "least_loaded"
+FAILURES = (
+    WorkerFailed,
+    NoWorkers,
+    NotFound,
+    NotReady,
+    ProtocolError,
+    TimeoutError,
+    msgspec.DecodeError,
+)
+"""What says nothing of the request: another router, or none, may do better."""
+
+
+class RemotePolicy(Policy):
+    """`routers`: a client of the endpoint `choose`; `replicas`: tells all routers what goes out,
+    so that they know of it whoever chose, and forget it when this process dies."""
+
+    def __init__(
+        self,
+        client: Client,
+        routers: Client,
+        replicas: Replicas,
+        read: ReadPrompt,
+        clock: Clock,
+        *,
+        block_tokens: int,
+        metrics: Registry | None = None,
+    ) -> None:
+        self._client = client
+        self._routers = routers
+        self._replicas = replicas
+        self._read = read
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._alone = BasicPolicy(client, MEANWHILE)
+        self._away: dict[str, float] = {}
+        self._asking = True
+        self._picked_alone = (metrics or Registry()).counter(
+            "dynamo_router_unasked_total", "Requests routed without the router, which was away"
+        )
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        prompt = self._read(request)
+        made = await self._asked(request, context, prompt, tried)
+        self._told(made is not None)
+        if made is None:
+            self._picked_alone.inc()
+            made = await self._alone.choose(request, context, tried)
+        name = f"{context.request_id}/{request.choice}/{context.attempt}"
+        ticket = RemoteTicket(self._replicas, name, prompt.hashes)
+        overlap = made.overlap_blocks * self._block_tokens
+        self._replicas.routed(
+            Own(
+                name,
+                made.instance.id,
+                ticket,
+                prompt_tokens=prompt.tokens,
+                new_tokens=max(1, prompt.tokens - overlap),
+                hashes=prompt.hashes,
+            )
+        )
+        return Decision(
+            made.instance,
+            made.mode,
+            made.candidates,
+            overlap_blocks=made.overlap_blocks,
+            prompt_blocks=made.prompt_blocks,
+            best_overlap_blocks=made.best_overlap_blocks,
+            predicted_ttft_s=made.predicted_ttft_s,
+            waited_s=made.waited_s,
+            view=made.view,
+            ticket=ticket,
+        )
+
+    async def close(self) -> None:
+        await self._replicas.close()
+        await self._routers.close()
+
+    async def _asked(
+        self,
+        request: GenerateRequest,
+        context: Context,
+        prompt: Prompt,
+        tried: AbstractSet[str],
+    ) -> Decision | None:
+        """What a router says; None where none can say."""
+        payload = encode_ask(request, prompt, tuple(tried))
+        failed: set[str] = set()
+        while candidates := self._present() - failed:
+            router = self._routers.pick("round_robin", candidates)
+            try:
+                answer = await self._call(router, payload, context)
+            except FAILURES as error:
+                failed.add(router.id)
+                if isinstance(error, TimeoutError):
+                    self._away[router.id] = self._clock.now() + AWAY_S
+                fields = {"router": router.id, "error": str(error) or "it does not answer"}
+                log.warning("a router cannot say", extra={"fields": fields})
+                continue
+            instance = self._client.instances.get(answer.instance)
+            return None if instance is None else _decision(instance, answer)
+        return None
+
+    def _present(self) -> AbstractSet[str]:
+        live = self._routers.instances.keys()
+        if not self._away:
+            return live
+        now = self._clock.now()
+        self._away = {name: until for name, until in self._away.items() if until > now}
+        return live - self._away.keys()
+
+    async def _call(self, router: Instance, payload: bytes, context: Context) -> Answer:
+        answers: list[bytes] = []
+        try:
+            async with asyncio.timeout(TAKEN_S) as patience:
+
+                def sink(item: bytes) -> bool:
+                    if item == TAKEN:
+                        patience.reschedule(None)
+                    else:
+                        answers.append(item)
+                    return True
+
+                await self._routers.call(router, payload, context, sink)
+        except TimeoutError:
+            raise TimeoutError(f"router {router.id} did not answer in {TAKEN_S} s") from None
+        if not answers:
+            raise WorkerFailed(f"router {router.id} ended without an answer")
+        return decode_answer(answers[0])
+
+    def _told(self, asked: bool) -> None:
+        if asked != self._asking:
+            self._asking = asked
+            log.warning("the router answers again" if asked else "no router: picking alone")
+
+
+class RemoteTicket(Ticket):
+    """Tells all routers how the request fares."""
+
+    __slots__ = ("_name", "_replicas", "hashes")
+
+    def __init__(self, replicas: Replicas, name: str, hashes: Sequence[int]) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._name = name
+        self.hashes = hashes
+
+    def first_token(self) -> None:
+        self._replicas.first_token(self._name)
+
+    def end(self) -> None:
+        self._replicas.ended(self._name)
+
+
+def _decision(instance: Instance, answer: Answer) -> Decision:
+    return Decision(
+        instance,
+        answer.mode,
+        answer.candidates,
+        overlap_blocks=answer.overlap_blocks,
+        prompt_blocks=answer.prompt_blocks,
+        best_overlap_blocks=answer.best_overlap_blocks,
+        predicted_ttft_s=answer.predicted_ttft_s,
+        waited_s=answer.waited_s,
+        view=answer.view,
+    )

@@ -1,0 +1,188 @@
+"""How this process routes: a policy for each model, what is remembered of its decisions, and the
+answers to whoever asks for that."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+from dynamo.core.values import Load
+from dynamo.models.card import ModelCard
+from dynamo.runtime.client import Client
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.scheduling.router.adaptive_policy import ADAPTIVE
+from dynamo.scheduling.router.explained_timeline import EVERY_S, Timeline
+from dynamo.scheduling.router.explained_watch import RoutingWatch
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.opening import KV, open_policy
+from dynamo.scheduling.router.policy import Observer, Policy
+from dynamo.scheduling.router.prompt import prompt_reader
+from dynamo.scheduling.router.remote import RemotePolicy
+from dynamo.scheduling.router.remote_messages import CHOOSE
+from dynamo.scheduling.router.replicas import Replicas
+from dynamo.scheduling.router.replicas_follower import BookFollower
+from dynamo.sdk.declare import spec_of
+from dynamo.services.components import Router
+
+WATCHED = (KV, ADAPTIVE)
+"""Modes whose decisions can be explained."""
+
+
+def moves_subject(namespace: str, model: str) -> str:
+    """Where routers tell each other what they send out."""
+    return f"{namespace}.router/{quote(model, safe='')}"
+
+
+class ModelRouting:
+    """One model's policy with what hangs on it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        client: Client,
+        *,
+        loads: LoadView | None = None,
+        replicas: Replicas | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.policy = policy
+        self.observers = observers
+        self._client = client
+        self._loads = loads
+        self._replicas = replicas
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """Ids of the instances that it chooses among."""
+        return tuple(self._client.instances)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are held for a better moment."""
+        return len(self.policy.placement) if isinstance(self.policy, KvPolicy) else 0
+
+    @property
+    def loads(self) -> Mapping[str, Load]:
+        """What workers reported last."""
+        return self._loads.loads if self._loads is not None else {}
+
+    def views(self) -> Mapping[str, str]:
+        """How each worker's cache is known."""
+        if not isinstance(self.policy, KvPolicy):
+            return {}
+        return {name: self.policy.placement.view.mode(name) for name in self.workers}
+
+    async def close(self) -> None:
+        """Route no more."""
+        await self.policy.close()
+        if self._replicas is not None:
+            await self._replicas.close()
+        if self._loads is not None:
+            self._loads.close()
+
+
+class Routing:
+    """One for a process."""
+
+    def __init__(self, runtime: DistributedRuntime) -> None:
+        self._runtime = runtime
+        self._models: dict[str, ModelRouting] = {}
+        self.watch = RoutingWatch(
+            runtime.clock, runtime.metrics, runtime.name, waiting=self._waiting
+        )
+        self.timeline = Timeline(self.watch)
+        self._sampling = False
+
+    @property
+    def explains(self) -> bool:
+        """Whether decisions are remembered in the mode that is set."""
+        return self._runtime.settings.router.mode in WATCHED
+
+    async def open(self, card: ModelCard, client: Client) -> ModelRouting:
+        """Route a model's requests among `client`'s instances from now on, in place of what was
+        open under its name (which stays open until it is closed). Raises `ConfigError`."""
+        settings = self._runtime.settings.router
+        if settings.mode == KV and settings.replicas:
+            made = await self._remote(card, client)
+        else:
+            made = await self._own(card, client)
+        self.add(card.name, made)
+        return made
+
+    def add(self, model: str, made: ModelRouting) -> None:
+        """Keep samples of its workers from now on."""
+        self._models[model] = made
+        if self.explains and not self._sampling:
+            self._sampling = True
+            self._runtime.tasks.start(self._sample(), "routing samples")
+
+    def views(self) -> Mapping[str, Mapping[str, str]]:
+        """By model: how each worker's cache is known."""
+        return {model: views for model, one in self._models.items() if (views := one.views())}
+
+    async def _own(self, card: ModelCard, client: Client) -> ModelRouting:
+        """Choose in this process, in step with the others."""
+        runtime = self._runtime
+        policy = await open_policy(
+            runtime.settings.router,
+            client,
+            runtime.events,
+            runtime.clock,
+            block_tokens=card.block_tokens,
+        )
+        observers = (self.watch,) if self.explains else ()
+        if not isinstance(policy, KvPolicy):
+            return ModelRouting(policy, client, observers=observers)
+        follower = BookFollower(policy.placement, runtime.clock, policy.look_again)
+        replicas = Replicas(runtime.clock, runtime.instance_id, follower)
+        policy.replicas = replicas
+        await replicas.start(runtime.events, self._subject(card))
+        loads = await self.follow_loads(policy, client)
+        return ModelRouting(policy, client, loads=loads, replicas=replicas, observers=observers)
+
+    async def follow_loads(self, policy: KvPolicy, client: Client) -> LoadView:
+        """Workers' reports, into the policy's books."""
+        loads = LoadView(self._runtime.clock)
+        loads.on_report(policy.placement.fleet.reported)
+        await loads.follow(self._runtime.events, client.path.rsplit(".", 1)[0])
+        return loads
+
+    async def _remote(self, card: ModelCard, client: Client) -> ModelRouting:
+        """Ask a router of its own."""
+        runtime = self._runtime
+        component = runtime.namespace().component(spec_of(Router).name)
+        replicas = Replicas(runtime.clock, runtime.instance_id)
+        await replicas.start(runtime.events, self._subject(card))
+        policy = RemotePolicy(
+            client,
+            await component.endpoint(CHOOSE).client(),
+            replicas,
+            prompt_reader(card.block_tokens),
+            runtime.clock,
+            block_tokens=card.block_tokens,
+            metrics=runtime.metrics,
+        )
+        return ModelRouting(policy, client, observers=(self.watch,))
+
+    def _subject(self, card: ModelCard) -> str:
+        return moves_subject(self._runtime.settings.runtime.namespace, card.name)
+
+    def _waiting(self) -> int:
+        return sum(one.waiting for one in self._models.values())
+
+    async def _sample(self) -> None:
+        """On every whole second, so that the samples of several processes can be laid together."""
+        clock = self._runtime.clock
+        while True:
+            await clock.sleep(EVERY_S - clock.wall() % EVERY_S)
+            models = self._models.values()
+            self.watch.collector.workers = sum(len(one.workers) for one in models)
+            self.timeline.sample(
+                round(clock.wall() / EVERY_S) * EVERY_S,
+                [name for one in models for name in one.workers],
+                ChainMap(*(dict(one.loads) for one in models)),
+                views=ChainMap(*(dict(one.views()) for one in models)),
+                waiting=self._waiting(),
+            )
