@@ -95,7 +95,7 @@ def own_id(request_id: str, given: str) -> str:
     `given`; "" if it did not."""
     if not (request_id.startswith(given) and _SUFFIX.fullmatch(request_id, len(given))):
         return ""
-    return given + request_id[len(given) :].split(".")[0]
+    return given + request_id[len(given) :].split(".", maxsplit=1)[0]
 
 
 class _Entry:
