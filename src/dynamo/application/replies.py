@@ -35,32 +35,44 @@ class Format(Protocol):
     ) -> bytes: ...
 
 
-class Pace:
-    """Times of one request's texts, into the histograms."""
+GAPS = 64
+"""Gaps that are counted together: one by one would cost a call a token."""
 
-    __slots__ = ("_gap", "_last", "_metrics", "_now", "_started", "events")
+
+class Pace:
+    """Times of one request's texts, into the histograms. `last`: when text of each choice came;
+    `gaps`: times between texts that are not counted yet. A stream keeps both by itself, from its
+    second text on."""
+
+    __slots__ = ("_gap", "_metrics", "_started", "events", "gaps", "last", "now")
 
     def __init__(
         self, metrics: ModelMetrics, now: Callable[[], float], started: float, choices: int
     ) -> None:
         self._metrics = metrics
         self._gap = metrics.inter_token
-        self._now = now
         self._started = started
-        self._last = [0.0] * choices
+        self.now = now
+        self.last = [0.0] * choices
+        self.gaps: list[float] = []
         self.events = 0
 
     def mark(self, choice: int) -> None:
         """Text of `choice` came now."""
-        clock = self._now  # calling a slot directly is slower in CPython 3.11
-        now = clock()
-        last = self._last[choice]
+        now = self.now()
+        last = self.last[choice]
         if last:
             self._gap.observe(now - last)
-        elif not self.events:
+        elif not any(self.last):
             self._metrics.first_token.observe(now - self._started)
-        self._last[choice] = now
+        self.last[choice] = now
         self.events += 1
+
+    def count(self) -> None:
+        """Count `gaps`."""
+        self._gap.observe_each(self.gaps)
+        self.events += len(self.gaps)
+        self.gaps.clear()
 
 
 class Held:
@@ -127,10 +139,18 @@ class StreamReply(TextReply):
         self._tally.begin(choice, started)
 
     def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        self._pace.mark(choice)
         prefix = self._prefixes[choice]
         if prefix is None:
+            self._pace.mark(choice)
             prefix = self._open(choice)
+        else:
+            pace = self._pace
+            clock, last, gaps = pace.now, pace.last, pace.gaps
+            now = clock()  # calling a slot directly is slower in CPython 3.11
+            gaps.append(now - last[choice])
+            last[choice] = now
+            if len(gaps) == GAPS:
+                pace.count()
         response = self._response
         if response.congested:
             return self._hold(choice, delta, logprobs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
 Callback = Callable[[], float | Mapping[tuple[str, ...], float]]
@@ -69,6 +69,13 @@ class Histogram:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def observe_each(self, values: Iterable[float]) -> None:
+        """Count every one of `values`."""
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
 
     def observe_many(self, value: float, times: int) -> None:
         """Count the same value `times` times (a step's tokens)."""

@@ -52,6 +52,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_armed",
         "_deaf",
+        "_due",
         "_lost",
         "_progress",
         "_queue",
@@ -65,6 +66,8 @@ class Connection(asyncio.Protocol):
         "_written",
         "closing",
         "deadline",
+        "events",
+        "framed",
         "out",
         "paused_at",
         "write",
@@ -77,7 +80,10 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._response: Response | None = None
         self.out: list[bytes] = []
+        self.events: list[bytes] = []
+        self.framed = False
         self._armed = False
+        self._due = shared.flusher.due
         self._deaf = False  # input is thrown away
         self._lost = False
         self.closing = False  # close once everything is sent
@@ -216,22 +222,35 @@ class Connection(asyncio.Protocol):
     # output
 
     def arm(self) -> None:
-        if not self._armed:
-            self._armed = True
-            self._shared.flusher.arm(self)
+        if self._armed:
+            return
+        self._armed = True
+        due = self._due
+        if not due:
+            self._shared.flusher.wake()
+        due.append(self)
 
     def take(self) -> bytes:
         self._armed = False
-        response = self._response
-        if response is not None:
-            response.drain()
-        out = self.out
-        data = out[0] if len(out) == 1 else b"".join(out)
-        out.clear()
+        out, events = self.out, self.events
+        if len(events) == 1 and self.framed and not out:
+            event = events.pop()
+            data = b"%x\r\n%b\r\n" % (len(event), event)
+        else:
+            self.join()
+            data = out[0] if len(out) == 1 else b"".join(out)
+            out.clear()
         if self._lost:
             return b""
         self._written += len(data)
         return data
+
+    def join(self) -> None:
+        events = self.events
+        if events:
+            data = b"".join(events)
+            events.clear()
+            self.out.append(b"%x\r\n%b\r\n" % (len(data), data) if self.framed else data)
 
     def written(self) -> None:
         if self.paused_at is not None:

@@ -26,24 +26,23 @@ class Flusher:
     run: uvloop's `transport.write` sends at once, so joining comes first.
 
     All is prepared before the first byte is sent: the kernel's send path leaves the processor's
-    caches cold, and preparing in between would pay for that once a token.
+    caches cold, and preparing in between would pay for that once a token. To arm a connection is to
+    append it to `due`, once a flush, and to call `wake` where it is the first.
     """
 
-    __slots__ = ("_armed", "_loop")
+    __slots__ = ("_loop", "due")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._armed: list[Flushable] = []
+        self.due: list[Flushable] = []
 
-    def arm(self, connection: Flushable) -> None:
-        """Flush `connection` soon. Arm it once per flush."""
-        armed = self._armed
-        if not armed:
-            self._loop.call_soon(self._flush)
-        armed.append(connection)
+    def wake(self) -> None:
+        """Flush at the end of this turn."""
+        self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        armed, self._armed = self._armed, []
+        armed = self.due[:]
+        self.due.clear()
         ready = [(connection.write, connection.take()) for connection in armed]
         for write, data in ready:
             if data:

@@ -12,9 +12,17 @@ class Link(Protocol):
     """What a response needs of its connection."""
 
     out: list[bytes]
+    """Bytes as they are to be sent."""
+    events: list[bytes]
+    """What follows them: the events of this turn, which become one chunk where the response is
+    `framed`."""
+    framed: bool
 
     def arm(self) -> None:
-        """Send `out`, and what the response holds, once before the loop goes back to sleep."""
+        """Send `out` and `events` once before the loop goes back to sleep."""
+
+    def join(self) -> None:
+        """Move `events` to `out`."""
 
     def backlog(self) -> int:
         """Bytes that the kernel has not taken."""
@@ -30,8 +38,6 @@ class Response:
 
     __slots__ = (
         "_bodiless",
-        "_chunked",
-        "_events",
         "_link",
         "_version",
         "backlog_limit",
@@ -51,8 +57,7 @@ class Response:
         self._link = link
         self._bodiless = method == "HEAD"
         self._version = version
-        self._chunked = False
-        self._events: list[bytes] = []
+        link.framed = False
         self.keep_alive = keep_alive
         self.backlog_limit = backlog_limit
         self.status = 0
@@ -68,7 +73,7 @@ class Response:
     def start(self, status: int, headers: Headers = ()) -> None:
         """Begin a stream: chunked, or until the connection closes for HTTP/1.0."""
         if self._version == "1.1":
-            self._chunked = not self._bodiless
+            self._link.framed = not self._bodiless
             framing = "transfer-encoding: chunked\r\n" + self._connection()
         else:
             self.keep_alive = False
@@ -79,9 +84,12 @@ class Response:
         """One event of a stream. False = nobody will read it."""
         if not self.open:
             return False
-        events = self._events
+        link = self._link
+        events = link.events
         if not events:
-            self._link.arm()
+            if self._bodiless:
+                return True
+            link.arm()
         events.append(data)
         return True
 
@@ -89,11 +97,12 @@ class Response:
         """The stream is complete. Allowed after an overrun, unlike `write`."""
         if self.ended:
             return
-        if tail:
-            self._events.append(tail)
-        self.drain()
-        if self._chunked:
-            self._link.out.append(LAST_CHUNK)
+        link = self._link
+        if tail and not self._bodiless:
+            link.events.append(tail)
+        link.join()
+        if link.framed:
+            link.out.append(LAST_CHUNK)
         self._close()
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
@@ -106,23 +115,6 @@ class Response:
         if body and not self._bodiless:
             self._link.out.append(body)
         self._close()
-
-    def drain(self) -> None:
-        """Move the events of this turn to the connection, as one chunk."""
-        events = self._events
-        if not events:
-            return
-        out = self._link.out
-        if self._chunked and len(events) == 1:
-            event = events[0]
-            out.append(b"%x\r\n%b\r\n" % (len(event), event))
-        elif self._chunked:
-            out.append(b"%x\r\n" % sum(map(len, events)))
-            out += events
-            out.append(b"\r\n")
-        elif not self._bodiless:
-            out += events
-        events.clear()
 
     def _connection(self) -> str:
         if not self.keep_alive:
