@@ -22,6 +22,8 @@ BLOCK_BYTES: Final = 108
 grown."""
 
 EVICT_BLOCKS: Final = 64
+STEP_BLOCKS: Final = 6
+"""Where sets change more often than that, going block by block is quicker than halving."""
 
 Segment = tuple[int, int]
 """(depth, set): the workers of the set hold at least `depth` blocks, fewer of them hold more."""
@@ -122,12 +124,16 @@ class KvIndex:
         if not segments:
             return found
         sets = self._sets
-        rest = sets.live
+        rest, members = sets.live, sets.known
         for depth, held in reversed(segments):
             new = held & rest
             if new:
                 rest ^= new
-                found.update(dict.fromkeys(sets.members(new), depth))
+                names = members.get(new) or sets.members(new)
+                if len(names) == 1:
+                    found[names[0]] = depth
+                else:
+                    found.update(dict.fromkeys(names, depth))
         self._branches.touch(hashes[segments[-1][0] - 1])
         return found
 
@@ -190,6 +196,15 @@ class KvIndex:
                     return found
                 at, held = there, seen
                 ahead.pop()
+            elif at < STEP_BLOCKS * len(found):
+                at += 1
+                block = hashes[at]
+                seen = gets[block & 255](block)
+                if seen is not held and seen != held:
+                    found.append((at, held))
+                    if seen is None:
+                        return found
+                    held = seen
             else:
                 middle = (at + there) >> 1
                 block = hashes[middle]

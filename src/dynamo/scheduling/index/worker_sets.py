@@ -11,7 +11,8 @@ MAX_INTERNED: Final = 16_384
 class WorkerSets:
     """Numbers workers, keeps sets once, names their members.
 
-    A number is used again only after `forget`: until then sets may still hold it.
+    `known`: the names in sets that were asked for. A number is used again only after `forget`:
+    until then sets may still hold it.
     """
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class WorkerSets:
         self._names: list[str] = []
         self._unused: list[int] = []
         self._sets: dict[int, int] = {}
-        self._members: dict[int, tuple[str, ...]] = {}
+        self.known: dict[int, tuple[str, ...]] = {}
         self.live = 0
 
     @property
@@ -60,7 +61,7 @@ class WorkerSets:
             low = dropped & -dropped
             self._unused.append(low.bit_length() - 1)
             dropped ^= low
-        self._members.clear()
+        self.known.clear()
 
     def one(self, workers: int) -> int:
         """The one object of a set."""
@@ -73,15 +74,15 @@ class WorkerSets:
 
     def members(self, workers: int) -> tuple[str, ...]:
         """The names in a set."""
-        found = self._members.get(workers)
+        found = self.known.get(workers)
         if found is not None:
             return found
-        if len(self._members) >= MAX_INTERNED:
-            self._members.clear()
+        if len(self.known) >= MAX_INTERNED:
+            self.known.clear()
         names, rest = [], workers
         while rest:
             low = rest & -rest
             names.append(self._names[low.bit_length() - 1])
             rest ^= low
-        self._members[workers] = made = tuple(names)
+        self.known[workers] = made = tuple(names)
         return made

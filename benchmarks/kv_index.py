@@ -1,0 +1,224 @@
+#!/usr/bin/env python3
+"""The KV index: match, stored and removed events, memory; beside Dynamo's RadixTree.
+
+benchmarks/kv_index.py [--peer-python PEER/bin/python] [--blocks 1000000]
+
+A chain is 512 blocks, an event 16 of them. Matches are against an index that holds `--blocks`
+others, every prompt in turn, so that caches are as cold as they are in service. `whole`: every
+worker holds the whole prompt; `shared`: all hold the first 8 blocks, four of them go on to random
+depths; `spread`: every worker holds to a random depth of its own. Times are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+CHAIN = 512
+EVENT = 16
+PROMPTS = 200
+FLEETS = (8, 64, 512)
+
+
+class Subject(ABC):
+    """An index under test."""
+
+    @abstractmethod
+    def stored(self, parent: int, hashes: Sequence[int]) -> bytes:
+        """The event as it arrives."""
+
+    @abstractmethod
+    def removed(self, hashes: Sequence[int]) -> bytes:
+        """The event as it arrives."""
+
+    @abstractmethod
+    def apply(self, worker: int, event: bytes) -> None:
+        """Take it in."""
+
+    @abstractmethod
+    def match(self, hashes: Sequence[int]) -> dict[int, int]:
+        """worker -> blocks."""
+
+
+class Ours(Subject):
+    def __init__(self) -> None:
+        from dynamo.core.clock import SystemClock
+        from dynamo.core.kv_events import decode_changes, encode_changes
+        from dynamo.core.values import BlocksRemoved, BlocksStored
+        from dynamo.scheduling.index import CacheView
+
+        self._stored, self._removed = BlocksStored, BlocksRemoved
+        self._encode, self._decode = encode_changes, decode_changes
+        self._view = CacheView(SystemClock(), budget_bytes=1 << 32)
+        self.index = self._view.index
+
+    def stored(self, parent: int, hashes: Sequence[int]) -> bytes:
+        return self._encode([self._stored(parent, tuple(hashes))])
+
+    def removed(self, hashes: Sequence[int]) -> bytes:
+        return self._encode([self._removed(tuple(hashes))])
+
+    def apply(self, worker: int, event: bytes) -> None:
+        self._view.apply(f"w{worker}", self._decode(event))
+
+    def match(self, hashes: Sequence[int]) -> dict[int, int]:
+        return {int(name[1:]): depth for name, depth in self.index.match(hashes).items()}
+
+
+class Peer(Subject):
+    def __init__(self) -> None:
+        from dynamo.llm import RadixTree
+
+        self._tree = RadixTree()
+        self._event = 0
+
+    def stored(self, parent: int, hashes: Sequence[int]) -> bytes:
+        blocks = [{"block_hash": block, "tokens_hash": block} for block in hashes]
+        return self._wrap({"stored": {"parent_hash": parent or None, "blocks": blocks}})
+
+    def removed(self, hashes: Sequence[int]) -> bytes:
+        return self._wrap({"removed": {"block_hashes": list(hashes)}})
+
+    def _wrap(self, data: dict[str, object]) -> bytes:
+        self._event += 1
+        return json.dumps({"event_id": self._event, "data": data, "dp_rank": 0}).encode()
+
+    def apply(self, worker: int, event: bytes) -> None:
+        self._tree.apply_event(worker, event)
+
+    def match(self, hashes: Sequence[int]) -> dict[int, int]:
+        scores = self._tree.find_matches(hashes).scores
+        return {worker: depth for (worker, _), depth in scores.items()}
+
+
+def chain(rng: random.Random) -> list[int]:
+    return [rng.getrandbits(63) + 1 for _ in range(CHAIN)]
+
+
+def parts(hashes: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+    return [
+        (hashes[at - 1] if at else 0, hashes[at : at + EVENT])
+        for at in range(0, len(hashes), EVENT)
+    ]
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
+def fill(subject: Subject, blocks: int, rng: random.Random) -> dict[str, float]:
+    """`blocks` blocks, in chains, over 8 workers; what they take."""
+    before, spent, count = resident(), 0.0, 0
+    while count < blocks:
+        events = [subject.stored(parent, part) for parent, part in parts(chain(rng))]
+        worker = count // CHAIN % 8
+        start = time.process_time()
+        for event in events:
+            subject.apply(worker, event)
+        spent += time.process_time() - start
+        count += CHAIN
+    return {
+        "stored_us_per_block": spent / count * 1e6,
+        "bytes_per_block": (resident() - before) / count,
+    }
+
+
+def depths(kind: str, fleet: int, rng: random.Random) -> list[int]:
+    if kind == "whole":
+        return [CHAIN] * fleet
+    if kind == "shared":
+        return [rng.randint(9, CHAIN) for _ in range(4)] + [8] * (fleet - 4)
+    return [rng.randint(1, CHAIN) for _ in range(fleet)]
+
+
+def matching(
+    subject: Subject, match: Callable[[Sequence[int]], object], kind: str, fleet: int
+) -> float:
+    rng = random.Random(fleet)
+    prompts = []
+    for _ in range(PROMPTS):
+        prompt = chain(rng)
+        deep = depths(kind, fleet, rng)
+        for worker, depth in enumerate(deep):
+            subject.apply(worker, subject.stored(0, prompt[:depth]))
+        assert subject.match(prompt) == dict(enumerate(deep))
+        prompts.append((prompt, deep))
+    times = []
+    for _ in range(3):
+        for prompt, _ in prompts:
+            start = time.perf_counter()
+            match(prompt)
+            times.append(time.perf_counter() - start)
+    for prompt, deep in prompts:
+        for worker, depth in enumerate(deep):
+            subject.apply(worker, subject.removed(prompt[:depth][::-1]))
+    return statistics.median(times) * 1e6
+
+
+def index_alone(rng: random.Random) -> dict[str, float]:
+    """Our index without decoding."""
+    from dynamo.scheduling.index import KvIndex
+
+    index, stored, removed, again = KvIndex(1 << 32), [], [], []
+    for worker in ("a", "b"):
+        times = stored if worker == "a" else again
+        rng.seed(1)
+        for _ in range(200):
+            prompt = chain(rng)
+            start = time.perf_counter()
+            for parent, part in parts(prompt):
+                index.store(worker, parent, part)
+            times.append((time.perf_counter() - start) / CHAIN)
+    rng.seed(1)
+    for _ in range(200):
+        prompt = chain(rng)
+        start = time.perf_counter()
+        for _, part in reversed(parts(prompt)):
+            index.remove("a", part[::-1])
+        removed.append((time.perf_counter() - start) / CHAIN)
+    named = {"stored_new": stored, "stored_known": again, "removed": removed}
+    return {f"{name}_us_per_block": statistics.median(of) * 1e6 for name, of in named.items()}
+
+
+def measure(peer: bool, blocks: int) -> dict[str, object]:
+    rng = random.Random(0)
+    subject: Subject = Peer() if peer else Ours()
+    found: dict[str, object] = dict(fill(subject, blocks, rng))
+    match = subject.index.match if isinstance(subject, Ours) else subject.match
+    for kind in ("whole", "shared", "spread"):
+        found[f"match_{kind}_us"] = {
+            fleet: round(matching(subject, match, kind, fleet), 1) for fleet in FLEETS
+        }
+    if not peer:
+        found["without_decoding"] = index_alone(rng)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--peer-python", default="", help="a Python that has ai-dynamo")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer:
+        print(json.dumps(measure(True, args.blocks)))
+        return
+    print(json.dumps({"ours": measure(False, args.blocks)}, indent=1), flush=True)
+    if args.peer_python:
+        command = [args.peer_python, __file__, "--peer", "--blocks", str(args.blocks)]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        print(json.dumps({"peer": json.loads(told)}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
