@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,28 @@ def test_a_closed_loop(mock_deployment: Deployment, tmp_path: Path) -> None:
     same = [sys.executable, "-m", "dynamo", "bench", "compare", str(out), str(out)]
     table = subprocess.run(same, capture_output=True, text=True, check=True).stdout
     assert "ttft_ms.p99" in table
+
+
+def test_ctrl_c_shows_what_was_answered(mock_deployment: Deployment) -> None:
+    command = [sys.executable, "-m", "dynamo", "bench", mock_deployment.url, "-c", "2", "--json"]
+    command += ["--duration", "50s", "--osl", "4", "--name", "cut"]
+    served = re.compile(r'requests_total\{model="tiny".*status="200"\} (\d+)')
+
+    def count() -> int:
+        found = served.search(mock_deployment.get("/metrics")[1])
+        return int(found[1]) if found else 0
+
+    before = count()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=mock_deployment.environ) as bench:
+        while count() < before + 5:
+            time.sleep(0.02)
+        bench.send_signal(signal.SIGINT)
+        told, _ = bench.communicate(timeout=20)
+
+    assert bench.returncode == 130
+    found = json.loads(told)
+    assert (found["interrupted"], found["failed"]) == (True, 0)
+    assert 0 < found["requests"] <= count() - before
 
 
 def test_prompts_have_exactly_the_tokens_asked_for(mock_deployment: Deployment) -> None:

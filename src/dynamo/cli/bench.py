@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["parser", "run"]
 
+INTERRUPTED = 130
+
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure, or what the first word says. 1 if no request succeeded."""
+    """Measure, or what the first word says. 1 if no request succeeded, 130 after Ctrl-C, with the
+    figures of what had been answered."""
     found = parser().parse(arguments)
     words = found.words or [""]
     return VERBS.get(words[0], _measure)(found)
@@ -43,6 +48,8 @@ def _measure(found: argparse.Namespace) -> int:
         print(_json(results))
     elif not found.preset:
         print(as_text(results[0], bench.target.url))
+    if any(one.interrupted for one in results):
+        return INTERRUPTED
     return 0 if all(one.requests for one in results) else 1
 
 
@@ -51,8 +58,20 @@ def _one(found: argparse.Namespace) -> Result:
     from dynamo.runtime.process import run_on_loop
 
     bench = bench_of(found)
+
+    async def work() -> Result:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            stop.set()
+            loop.remove_signal_handler(signal.SIGINT)  # the second Ctrl-C ends at once
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        return await run_bench(bench, progress, stop=stop)
+
     with Progress(sys.stderr, bench.load) as progress:
-        return _stamped(run_on_loop(run_bench(bench, progress)))
+        return _stamped(run_on_loop(work()))
 
 
 def _cases(found: argparse.Namespace) -> Sequence[Result]:

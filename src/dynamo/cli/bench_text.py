@@ -71,7 +71,7 @@ def as_text(result: Result, url: str) -> str:
 
 
 def _lines(result: Result, url: str) -> Iterator[str]:
-    yield f"{url}  {result.name}".rstrip()
+    yield f"{url}  {result.name}".rstrip() + ("  (interrupted)" if result.interrupted else "")
     failed = f", {result.failed} failed" if result.failed else ""
     yield (
         f"{result.requests} requests in {result.seconds:g} s{failed}: "

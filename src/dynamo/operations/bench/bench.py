@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -47,9 +48,16 @@ class Bench(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-async def run_bench(bench: Bench, tell: Tell | None = None, clock: Clock | None = None) -> Result:
-    """Measure. `tell(measurement, seconds)` now and then. Raises `Unreachable`, `ConfigError`."""
+async def run_bench(
+    bench: Bench,
+    tell: Tell | None = None,
+    clock: Clock | None = None,
+    stop: asyncio.Event | None = None,
+) -> Result:
+    """Measure. `tell(measurement, seconds)` now and then; `stop`: set, what was answered until then
+    is the result. Raises `Unreachable`, `ConfigError`."""
     clock = clock or SystemClock()
+    stop = stop or asyncio.Event()
     bench = replace(bench, load=replace(bench.load, seed=bench.load.seed or fresh_seed()))
     server = Server(bench.target)
     try:
@@ -57,7 +65,7 @@ async def run_bench(bench: Bench, tell: Tell | None = None, clock: Clock | None 
         words = await _words(bench, server, clock)
         prompts = Prompts(words, bench.shape, bench.load.seed, bench.block_tokens)
         sessions = await clock.offload(_sessions, bench)
-        measurement = Measurement(bench.target, server, prompts, clock)
+        measurement = Measurement(bench.target, server, prompts, clock, stop)
         if bench.load.warmup:
             await measurement.warm_up(made_up(bench.shape), bench.load)
         cpu = await clock.offload(Cpu, bench.target.url)
@@ -74,6 +82,7 @@ async def run_bench(bench: Bench, tell: Tell | None = None, clock: Clock | None 
         result,
         name=bench.name,
         settings=_shown(bench),
+        interrupted=stop.is_set(),
         processes=cpu.per(result.output_tokens, result.requests),
         timeline=timeline.per_second,
     )

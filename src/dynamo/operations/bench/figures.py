@@ -48,11 +48,13 @@ class ProcessCpu(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `settings`: what was asked for; `timeline`: events with text in every second."""
+    """One run. `settings`: what was asked for; `timeline`: events with text in every second;
+    `interrupted`: it was told to stop, and what was in flight then is left out."""
 
     version: int = VERSION
     name: str = ""
     when: str = ""
+    interrupted: bool = False
     settings: Mapping[str, Any] = {}
     seconds: float
     requests: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 from array import array
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from time import monotonic as now
 
 from dynamo.core.clock import Clock
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import Tasks, first_of, run_all
 from dynamo.operations.bench.arrivals import timed
 from dynamo.operations.bench.figures import Run
 from dynamo.operations.bench.plan import Load, Session, Target, Turn
@@ -23,9 +24,13 @@ PATHS = {False: "/v1/chat/completions", True: "/v1/completions"}
 
 
 class Measurement:
-    """One run against one server. `samples` and `in_flight` may be looked at while it runs."""
+    """One run against one server, cut short by `stop`. `samples` and `in_flight` may be looked at
+    while it runs."""
 
-    def __init__(self, target: Target, server: Server, prompts: Prompts, clock: Clock) -> None:
+    def __init__(
+        self, target: Target, server: Server, prompts: Prompts, clock: Clock, stop: asyncio.Event
+    ) -> None:
+        self._stop = stop
         self._target = target
         self._server = server
         self._prompts = prompts
@@ -47,33 +52,40 @@ class Measurement:
     async def warm_up(self, sessions: Iterator[Session], load: Load) -> None:
         """Unmeasured requests, as many at a time as later."""
         self._budget = load.warmup
-        await self._closed(sessions, min(load.concurrency, load.warmup), math.inf)
+        places = min(load.concurrency, load.warmup)
+        await first_of(self._closed(sessions, places, math.inf), self._stop.wait())
         self.samples.clear()
         self._gaps = array("d")
         self._peak = 0
 
     async def run(self, sessions: Iterable[Session], load: Load) -> Run:
-        """Until the load's end, and the answers of all that was sent."""
+        """Until the load's end and the answers of all that was sent, or until `stop`."""
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
             self._budget = load.requests or math.inf
             self._began = now()
-            end = self._began + load.duration_s if load.duration_s else math.inf
-            every = timed(iter(sessions), load)
-            first = next(every, None)
-            if first is not None:
-                every = _again(first, every)
-                if first.start_s is None:
-                    await self._closed(every, load.concurrency, end)
-                else:
-                    await self._open(every, end)
+            await first_of(self._load(sessions, load), self._stop.wait())
         finally:
             gc.enable()
             gc.unfreeze()
         ended = max((one.ended for one in self.samples), default=now())
+        if self._stop.is_set():
+            ended = now()
         return Run(self.samples, self._gaps, self._began, ended, self._peak, self._late_s)
+
+    async def _load(self, sessions: Iterable[Session], load: Load) -> None:
+        end = self._began + load.duration_s if load.duration_s else math.inf
+        every = timed(iter(sessions), load)
+        first = next(every, None)
+        if first is None:
+            return
+        every = _again(first, every)
+        if first.start_s is None:
+            await self._closed(every, load.concurrency, end)
+        else:
+            await self._open(every, end)
 
     async def _closed(self, sessions: Iterator[Session], places: int, end: float) -> None:
         async def place() -> None:
