@@ -7,12 +7,12 @@ from typing import Final
 
 import msgspec
 
-from dynamo.core.values import BlocksStored, KvEvent
+from dynamo.core.values import BlocksCleared, KvEvent
 
 KV_EVENTS: Final = "kv_events"
 """Last part of the subject."""
 
-DUMP_BLOCKS: Final = 4096
+PAYLOAD_BLOCKS: Final = 4096
 
 encode_changes = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[KvEvent, ...]).decode
@@ -23,8 +23,8 @@ def decode_changes(payload: bytes) -> Sequence[KvEvent]:
     return _decode(payload) if payload else ()
 
 
-def dump_payloads(changes: Sequence[KvEvent]) -> Sequence[bytes]:
-    """A state in payloads of some thousand blocks, so that nobody decodes it at a stretch."""
+def event_payloads(changes: Sequence[KvEvent]) -> Sequence[bytes]:
+    """The same in payloads of some thousand blocks each, far below what a frame may hold."""
     return tuple(encode_changes(part) for part in _parts(changes))
 
 
@@ -33,8 +33,8 @@ def _parts(changes: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
     size = 0
     for change in changes:
         part.append(change)
-        size += len(change.hashes) if isinstance(change, BlocksStored) else 1
-        if size >= DUMP_BLOCKS:
+        size += len(change.hashes) if not isinstance(change, BlocksCleared) else 1
+        if size >= PAYLOAD_BLOCKS:
             yield part
             part, size = [], 0
     if part:

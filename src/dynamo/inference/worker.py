@@ -14,12 +14,15 @@ from dynamo.communication.events import Source
 from dynamo.communication.requests import Outgoing
 from dynamo.core.codec import ReplyWriter, decode_request
 from dynamo.core.errors import ProtocolError
+from dynamo.core.hashing import HASHING
+from dynamo.core.kv_events import event_payloads
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import EngineInfo
 from dynamo.inference.beat import beat, encode_beat
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.files import FileServer
+from dynamo.inference.kv_publisher import KVPublisher, declare_publisher
 from dynamo.inference.load_report import LoadReport, encode_load
 from dynamo.inference.worker_metrics import declare_metrics
 
@@ -27,9 +30,6 @@ if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
     from dynamo.runtime.component import Served
     from dynamo.runtime.distributed import DistributedRuntime
-
-encode_events = msgspec.msgpack.Encoder().encode
-"""Payloads of `kv_events`: a msgpack list of KvEvent, one list a step."""
 
 
 def card_key(namespace: str, model: str, instance: str) -> str:
@@ -47,6 +47,11 @@ def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
     )
 
 
+def tells_blocks(engine: Engine) -> bool:
+    """Whether an engine tells what its prefix cache holds."""
+    return type(engine).on_kv_events is not Engine.on_kv_events
+
+
 class Worker:
     """Attach it once; `close` it, or let the process end."""
 
@@ -56,7 +61,7 @@ class Worker:
         self._component = component
         self._tasks = Tasks()
         self._served: list[Served] = []
-        self._sources: list[Source] = []
+        self._sources: list[Source | KVPublisher] = []
 
     async def attach(self, runtime: DistributedRuntime) -> ModelCard:
         """Start the engine, serve, announce; the card as announced. Raises `ModelUnavailable`,
@@ -73,11 +78,17 @@ class Worker:
         tokenizer = card.tokenizer
         files = FileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
         self._served.append(await component.endpoint("files").serve(files.handle))
-        about = {"model": card.names[0], "engine": msgspec.to_builtins(info)}
+        about = {
+            "model": card.names[0],
+            "engine": msgspec.to_builtins(info),
+            "tokenizer": tokenizer.sha256,
+            "hashing": HASHING,
+        }
         self._served.append(
             await component.endpoint("generate").serve(self._generate, capabilities=about)
         )
         self._served.append(await component.endpoint("clear_kv_blocks").serve(self._clear))
+        self._served.append(await component.endpoint("kv_blocks").serve(self._tell_blocks))
         await runtime.discovery.put(self._card_key(), msgspec.json.encode(card))
         return card
 
@@ -111,6 +122,12 @@ class Worker:
         count = self._engine.clear_blocks() if isinstance(self._engine, BatchedEngine) else 0
         outgoing.send(msgspec.msgpack.encode({"cleared": count}))
 
+    async def _tell_blocks(self, payload: bytes, outgoing: Outgoing) -> None:
+        """What the prefix cache holds now, as payloads of `kv_events`."""
+        del payload
+        for part in event_payloads(self._engine.held_blocks()):
+            outgoing.send(part)
+
     def _leave(self) -> None:
         """The engine is dead: let others have its requests."""
         self._tasks.start(self.close(), "leave")
@@ -124,17 +141,17 @@ class Worker:
         events, instance = self._runtime.events, self._runtime.instance_id
         subject = f"{namespace}.{self._component}"
         load = await events.source(f"{subject}.load_metrics", instance, self._dump_load)
-        kv = await events.source(f"{subject}.kv_events", instance, self._dump_kv)
-        self._sources += [load, kv]
-        self._engine.on_kv_events(lambda changes: kv.publish(encode_events(changes)))
+        self._sources.append(load)
+        if tells_blocks(self._engine):
+            kv = await KVPublisher.open(events, subject, instance, self._engine.held_blocks)
+            self._engine.on_kv_events(kv.publish)
+            self._sources.append(kv)
+            declare_publisher(self._runtime.metrics, kv)
         self._report = LoadReport(self._engine, load, self._runtime.clock)
         self._tasks.start(self._report.run(), "load report")
 
     def _dump_load(self) -> Sequence[bytes]:
         return (encode_load(self._engine.load()),)
-
-    def _dump_kv(self) -> Sequence[bytes]:
-        return (encode_events(self._engine.held_blocks()),)
 
     def _card_key(self) -> str:
         namespace = self._runtime.settings.runtime.namespace
