@@ -211,7 +211,7 @@ class Migration(Operator):
             self._lost.labels("limit").inc()
             raise error
         self._moved.labels(error.code).inc()
-        log.info(
+        log.debug(
             "request goes on elsewhere",
             extra={
                 "fields": {
