@@ -77,6 +77,20 @@ async def test_a_broken_connection_is_made_again_and_nothing_is_missed(
     await other.close()
 
 
+async def test_a_connection_that_missed_nothing_is_known_to_be_whole_again(
+    plane: TcpEvents, directory: MemoryDiscovery
+) -> None:
+    other, heard = await TcpEvents.open("tcp:", directory), Heard()
+    await plane.source("kv", "w", lambda: [b"state"])
+    await other.subscribe("kv", heard)
+    await heard.until_kind("dump")
+    for follower in plane._followers:
+        follower.link.abort()
+    await heard.until_kind("repaired")
+    assert [event.kind for event in heard.events] == ["dump", "stale", "repaired"]
+    await other.close()
+
+
 async def test_a_crashed_publisher_is_gone_when_its_lease_is(
     plane: TcpEvents, directory: MemoryDiscovery, request: pytest.FixtureRequest
 ) -> None:
@@ -122,7 +136,9 @@ async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbag
     heard = Heard()
     await plane.subscribe("kv", heard)
     source = await plane.source("kv", "w")
-    reader, writer = await asyncio.open_connection("127.0.0.1", parse_address(plane._wires.address).port)
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", parse_address(plane._wires.address).port
+    )
     writer.write(garbage)
     try:
         while await reader.read(65536):

@@ -19,13 +19,17 @@ BACKENDS = {
 }
 
 
+Kind = Literal["event", "dump", "stale", "repaired", "gone"]
+
+
 class Event(msgspec.Struct, frozen=True, array_like=True):
     """What a listener gets.
 
     `kind`: "event" = the next one, in order; "dump" = the present state, which replaces all that
     was known of this publisher (its first payload, empty where there is none; further ones follow
     as "event" with the same sequence); "stale" = a gap was noticed and is being repaired (payload
-    empty); "gone" = the publisher disappeared (payload empty).
+    empty): until the next "event" or "dump", or "repaired" where nothing was missing after all;
+    "gone" = the publisher disappeared (payload empty).
     """
 
     subject: str
@@ -33,7 +37,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     sequence: int
     payload: bytes
-    kind: Literal["event", "dump", "stale", "gone"] = "event"
+    kind: Kind = "event"
 
 
 Listener = Callable[[Event], None]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from dynamo.communication.events.outlet import CatchUp
-from dynamo.communication.events.plane import Event, Listener
+from dynamo.communication.events.plane import Event, Kind, Listener
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,7 @@ class Tracker:
         self._ask = ask
         self._last = -1
         self._waiting = True
+        self._stale = False
         self._replaced_epoch: int | None = None if replaces is None else replaces.epoch
         self.lost: int = 0 if replaces is None else replaces.lost
 
@@ -61,12 +61,13 @@ class Tracker:
         if not self._waiting:
             self._waiting = True
             if self._last >= 0:
-                self._tell("stale", self._last, b"")
+                self._miss()
 
     def repair(self, answer: CatchUp) -> None:
         """The answer to `ask`."""
         self._waiting = False
         if answer.dump:
+            self._stale = False
             self._last = answer.last
             first, *rest = answer.payloads or (b"",)
             self._tell("dump", answer.last, first)
@@ -78,8 +79,12 @@ class Tracker:
         if self._last >= 0:
             self.lost += max(0, answer.first - 1 - self._last)
         self._last = max(self._last, answer.first - 1)
-        self._pass(answer.first, answer.payloads, self._last + 1 - answer.first)
         self._replaced_epoch = None
+        stale, self._stale = self._stale, False
+        known = self._last + 1 - answer.first
+        self._pass(answer.first, answer.payloads, known)
+        if stale and len(answer.payloads) <= known:
+            self._tell("repaired", self._last, b"")
 
     def gone(self) -> None:
         """The source disappeared."""
@@ -87,8 +92,12 @@ class Tracker:
 
     def _gap(self) -> None:
         self._waiting = True
-        self._tell("stale", self._last, b"")
+        self._miss()
         self._ask(self._last)
+
+    def _miss(self) -> None:
+        self._stale = True
+        self._tell("stale", self._last, b"")
 
     def _pass(self, first: int, payloads: Sequence[bytes], known: int) -> None:
         sequence = first + known
@@ -99,7 +108,7 @@ class Tracker:
 
     def _tell(
         self,
-        kind: Literal["event", "dump", "stale", "gone"],
+        kind: Kind,
         sequence: int,
         payload: bytes,
         epoch: int | None = None,

@@ -144,6 +144,8 @@ class CacheView:
             self.drop(worker)
         elif event.kind == "stale":
             self._become(worker, "stale")
+        elif event.kind == "repaired":
+            self.apply(worker, ())
         else:
             if event.kind == "dump":
                 self._incomplete.discard(worker)
