@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -65,6 +66,11 @@ class TcpRequests(Requests):
         if not self._endpoints:
             self.go_away()
         await served.drain(drain_s)
+
+    async def reach(self, address: str) -> None:
+        """Connect to an instance unless that is done; `on_broken` tells if it cannot be."""
+        with suppress(InstanceGone):
+            await self._connect(address)
 
     def go_away(self) -> None:
         """Tell callers to open no more streams here."""
