@@ -10,7 +10,7 @@ from dynamo.cli.parsing import Parser
 def parser() -> Parser:
     """One word: the role."""
     made = Parser("dynamo _child", "One process of a deployment; settings come on standard input.")
-    made.add_argument("role", help="frontend, worker or service")
+    made.add_argument("role", help="frontend, router, worker or service")
     return made
 
 

@@ -42,7 +42,8 @@ class Processor:
 
 @service()
 class Router:
-    """Which worker gets a request. It runs in the frontend's process."""
+    """Which worker gets a request. It runs in the frontend's process; a class made of it, or
+    `router.replicas`, gives it processes of its own."""
 
     dynamo_role: ClassVar[str] = "router"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from dynamo.telemetry.logs import Terminal
 
 ROLES = {
     "frontend": "dynamo.services.frontend:Frontend",
+    "router": "dynamo.services.router:Router",
     "worker": "dynamo.services.worker:Worker",
 }
 
@@ -70,8 +72,12 @@ def run_child(role: str, settings: Settings | None = None, name: str = "") -> in
 
 
 def deployment_specs(settings: Settings) -> list[ProcessSpec]:
-    """Frontends, which stop first, then workers."""
-    frontends, workers = settings.server.http_workers, settings.engine.workers
+    """Frontends, which stop first, routers of their own, workers."""
+    counts = {
+        "frontend": settings.server.http_workers,
+        "router": settings.router.replicas,
+        "worker": settings.engine.workers,
+    }
     return [
         ProcessSpec(
             role=role,
@@ -80,7 +86,7 @@ def deployment_specs(settings: Settings) -> list[ProcessSpec]:
             stop_order=order,
             needs_preparation=role == "worker",
         )
-        for order, (role, count) in enumerate((("frontend", frontends), ("worker", workers)))
+        for order, (role, count) in enumerate(filter(itemgetter(1), counts.items()))
         for name in replica_names(role, count)
     ]
 
@@ -95,8 +101,8 @@ def serve(
     source: Source | None = None,
 ) -> int:
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
-    serves; workers wait for `prepare`; `specs`: which processes, else frontends and workers;
-    `source`: for changes while it serves. Raises `PortInUse`, which names the owner, `ConfigError`,
+    serves; workers wait for `prepare`; `specs`: which processes, else `deployment_specs`; `source`:
+    for changes while it serves. Raises `PortInUse`, which names the owner, `ConfigError`,
     what `prepare` raises, and what keeps a process from ever starting."""
     host = settings.server.http_host
     with reserve_port(host, settings.server.http_port) as held:

@@ -14,7 +14,7 @@ from dynamo.core.settings import Given, Loaded, Settings
 from dynamo.runtime.child import ProcessSpec
 from dynamo.sdk import walk
 from dynamo.sdk.configuration import configuration_of, service_args
-from dynamo.sdk.declare import role_of, spec_of
+from dynamo.sdk.declare import ready_made, role_of, spec_of
 from dynamo.services.components import Frontend, Processor, Router, Worker
 from dynamo.services.launch import replica_names
 from dynamo.services.options import Load, Options, check_names, section_of, settings_of
@@ -22,8 +22,8 @@ from dynamo.services.own import Task
 
 READY = (Frontend, Processor, Router, Worker)
 FRONT = ("frontend", "processor", "router")
-"""Roles that share one process."""
-Role = Literal["frontend", "worker", "service"]
+"""Roles that share one process, unless the router is asked for apart."""
+Role = Literal["frontend", "router", "worker", "service"]
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -68,12 +68,15 @@ def plan(
     """What `root` and all that it reaches come to; with `only`, root alone. `base`: the settings
     without options of services, `load`: with more of them. Raises `ConfigError`, `Unsupported`."""
     services = walk(root)
+    for service in services:
+        if role_of(service):
+            _check_marker(service)
     options = flags or {}
     for given in (base.services, options):
         check_names(given, services, [one.__name__ for one in READY])
     front = _front(services)
     wanted = [root] if only else services
-    if only and role_of(root) in {"processor", "router"}:
+    if only and role_of(root) == "processor":
         raise Unsupported(
             f"{root.__name__} does not run by itself yet: it shares the frontend's process",
             hint="start the graph's Frontend with --only, and its Worker with --only",
@@ -81,13 +84,20 @@ def plan(
     if front and not only:
         wanted = [*(one for one in front if one not in wanted), *wanted]
     shared = _namespace(services, base) | settings_of(front, base, options)
+    shared |= _apart(root if only else None, front, load(shared))
     settings = load(shared).settings
+    if settings.router.replicas:
+        front = [one for one in front if role_of(one) != "router"]
     parts = [
         _part(service, base, load, options, shared)
         for service in wanted
         if role_of(service) not in FRONT
     ]
-    if any(role_of(service) in FRONT for service in wanted):
+    routers = [one for one in wanted if role_of(one) == "router"]
+    if settings.router.replicas and (routers or not only):
+        router = routers[0] if routers else Router
+        parts.insert(0, Part("router", (router,), settings.router.replicas, settings))
+    if any(service in front for service in wanted):
         count = settings.server.http_workers
         parts.insert(0, Part("frontend", tuple(front), count, settings))
     return Plan(root.__name__, tuple(parts), settings, bool(front))
@@ -126,12 +136,28 @@ def _front(services: Sequence[type[Any]]) -> list[type[Any]]:
     return sorted([*front, *missing], key=lambda one: FRONT.index(role_of(one)))
 
 
+def _apart(only: type[Any] | None, front: Sequence[type[Any]], loaded: Loaded) -> dict[str, Given]:
+    """A router in processes of its own: asked for by `--only`, by replicas in the settings, or by
+    a class of one's own in the graph, which says how many. It routes by what workers hold, unless
+    the settings name another mode."""
+    router = next((one for one in front if role_of(one) == "router"), None)
+    where = f"service {router.__name__}" if router is not None else ""
+    found: dict[str, Given] = {}
+    replicas = loaded.settings.router.replicas
+    if router is not None and loaded.origins["router.replicas"] == "default":
+        replicas = spec_of(router).workers if router is not Router or only is router else 0
+        if replicas:
+            found["router.replicas"] = Given(replicas, where)
+    if replicas and loaded.origins["router.mode"] == "default":
+        found["router.mode"] = Given("kv", where or "router.replicas")
+    return found
+
+
 def _part(
     service: type[Any], base: Loaded, load: Load, flags: Options, shared: Mapping[str, Given]
 ) -> Part:
     spec = spec_of(service)
     if role_of(service):
-        _check_marker(service)
         own = settings_of([service], base, flags)
         loaded = load({**shared, **own})
         workers = loaded.settings.engine.workers
@@ -154,7 +180,8 @@ def _part(
 def _check_marker(service: type[Any]) -> None:
     """Raises `ConfigError` where a class made of a ready-made one has methods of its own to run."""
     spec = spec_of(service)
-    if spec.endpoints or spec.starts or spec.stops or spec.dependencies:
+    own = spec.endpoints != spec_of(ready_made(service)).endpoints
+    if own or spec.starts or spec.stops or spec.dependencies:
         raise ConfigError(
             f"{spec.name} is a ready-made service with endpoints, hooks or dependencies of its own",
             hint="write a service of your own and link it, or let it depend on Processor",

@@ -53,7 +53,7 @@ def test_both_spellings_come_to_the_same() -> None:
     settings = read(text).settings
 
     assert settings.server.http_port == 8000
-    assert settings.router.mode == "least_loaded"
+    assert settings.router.mode == "kv"
     assert settings.router.port == 8001
     assert settings.router.routing_strategy.load_weight == 0.3
     assert settings.discovery.etcd.endpoints == ("http://etcd:2379",)
@@ -87,7 +87,8 @@ def test_replicas_on_several_hosts() -> None:
     assert prefill.resources.memory == 64 << 30
     assert loaded.settings.monitoring.custom_metrics[0].buckets[-1] == 10
     assert loaded.origins["monitoring.custom_metrics[0].type"] == "f.yaml:72"
-    assert "least_loaded stands in" in loaded.notes["router.mode"]
+    assert loaded.settings.router.mode == "kv"
+    assert loaded.settings.router.replicas == 2
 
 
 def test_another_model_takes_the_place_of_a_hub_name() -> None:
@@ -162,7 +163,7 @@ def test_everything_is_explained_and_secrets_are_not() -> None:
     assert rows["server.api_keys"].value == "***"
     assert rows["server.http_port"].origin == "f.yaml:1"
     assert rows["server.idle_timeout"].unit == "seconds"
-    assert rows["router.port"].note == "not in use yet"
+    assert rows["router.load_balancing.algorithm"].note == "not in use yet"
 
 
 def test_the_schema_knows_every_spelling() -> None:

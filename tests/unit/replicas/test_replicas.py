@@ -209,7 +209,20 @@ async def test_a_promised_place_is_not_booked_twice(begin: Begin) -> None:
     frontend.replicas.routed(own)
     await quiet()
     assert sum(server.open_tokens()) == 160
-    assert server.follower.withdrawn("a") is None
+    assert server.follower.promised == 0
     frontend.replicas.ended("a")
     await quiet()
     assert server.open_tokens() == [0, 0]
+
+
+async def test_a_promised_place_that_nobody_takes_is_given_back(begin: Begin) -> None:
+    server = await begin("server")
+    for _ in range(2):
+        arrival = Arrival("a", Prompt(160, list(range(10))), 16, server.clock.now())
+        server.placement.submit(arrival)
+        (placed,) = server.placement.place(server.clock.now())
+        server.follower.promise(placed.active)
+    assert sum(server.open_tokens()) == 160
+    server.follower.give_back(server.clock.now() + 1)
+    assert server.open_tokens() == [0, 0]
+    assert server.follower.promised == 0

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.services.launch import deployment_specs, open_service
+from dynamo.services.router import replica
 
 
 def test_one_of_each_by_default() -> None:
@@ -17,6 +18,18 @@ def test_one_of_each_by_default() -> None:
         ("worker", "worker", 1),
     ]
     assert specs[0].argv[1:] == ("-P", "-m", "dynamo", "_child", "frontend")
+
+
+def test_routers_of_their_own_stop_between() -> None:
+    settings = Settings()
+    settings = replace(settings, router=replace(settings.router, replicas=2))
+    assert [(one.role, one.name, one.stop_order) for one in deployment_specs(settings)] == [
+        ("frontend", "frontend", 0),
+        ("router", "router-1", 1),
+        ("router", "router-2", 1),
+        ("worker", "worker", 2),
+    ]
+    assert [replica(name) for name in ("router", "Router-1", "router-2")] == [0, 0, 1]
 
 
 def test_several_are_numbered() -> None:

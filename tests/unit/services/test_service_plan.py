@@ -63,7 +63,7 @@ def shape(one: Plan) -> list[tuple[str, str, int]]:
 
 
 def test_frontend_processor_and_router_share_a_process() -> None:
-    whole = made(Front)
+    whole = made(Front, "--Route.replicas=0")
 
     assert shape(whole) == [
         ("frontend", "Front", 1),
@@ -72,6 +72,23 @@ def test_frontend_processor_and_router_share_a_process() -> None:
     ]
     assert [one.__name__ for one in whole.parts[0].services] == ["Front", "Processor", "Route"]
     assert whole.settings.runtime.namespace == "shop"
+
+
+def test_a_router_of_ones_own_has_processes_of_its_own() -> None:
+    whole = made(Front, "--Route.workers=2")
+
+    assert shape(whole)[:2] == [("frontend", "Front", 1), ("router", "Route", 2)]
+    assert [one.__name__ for one in whole.parts[0].services] == ["Front", "Processor"]
+    assert all(part.settings.router.replicas == 2 for part in whole.parts)
+    assert all(part.settings.router.mode == "kv" for part in whole.parts)
+    assert made(Front, "--Route.mode=random").settings.router.mode == "random"
+    assert made(Front, only=True).settings.router.replicas == 1
+    assert shape(made(Route, only=True)) == [("router", "Route", 1)]
+    assert shape(made(Engines, router__replicas=1)) == [
+        ("frontend", "Frontend", 1),
+        ("router", "Router", 1),
+        ("worker", "Engines", 2),
+    ]
 
 
 def test_a_worker_as_the_root_serves_http() -> None:
@@ -83,8 +100,8 @@ def test_a_worker_as_the_root_serves_http() -> None:
 def test_one_part_alone() -> None:
     assert shape(made(Front, only=True)) == [("frontend", "Front", 1)]
     assert shape(made(Helper, only=True)) == [("service", "Helper", 3)]
-    with pytest.raises(Unsupported, match="Route does not run by itself"):
-        made(Route, only=True)
+    with pytest.raises(Unsupported, match="Processor does not run by itself"):
+        made(Processor, only=True)
 
 
 def test_a_graph_without_a_model_is_called_after_its_root() -> None:
@@ -123,7 +140,7 @@ def test_a_flag_beats_a_section_and_a_section_the_rest_of_the_file() -> None:
 
 def test_a_users_service_gets_its_section() -> None:
     file = "Helper:\n  words: [a, b]\n  deep: {x: 1, y: 2}\n  ServiceArgs: {workers: 2}\n"
-    part = made(Front, "--Helper.deep.x=9", '--Helper.more=["c"]', file=file).parts[1]
+    part = made(Front, "--Helper.deep.x=9", '--Helper.more=["c"]', file=file).parts[2]
 
     assert part.replicas == 2
     assert part.section["deep"] == {"x": "9", "y": 2}
@@ -156,7 +173,7 @@ def test_a_ready_made_service_takes_no_methods_of_ones_own() -> None:
 
 
 def test_specs_are_callers_first_with_the_shared_settings() -> None:
-    whole = made(Front, "--Helper.key=value")
+    whole = made(Front, "--Helper.key=value", router__replicas=0)
     specs = process_specs(whole, whole.settings, f"{__name__}:Front")
 
     assert [one.name for one in specs] == [

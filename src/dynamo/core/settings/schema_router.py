@@ -10,7 +10,7 @@ from dynamo.core.settings.declare import setting
 from dynamo.core.settings.schema_cluster import Resources
 
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
-ROUTER_MODES = (*BASIC_MODES, "kv")
+ROUTER_MODES = (*BASIC_MODES, "kv", "adaptive")
 ROUTER_POLICIES = ("predicted", "block_cost", "composite", "argmin_ttft", "affinity")
 SPELLINGS = (
     ("basic", "round_robin"),
@@ -98,9 +98,26 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 16
-    host: Annotated[str, setting("address of a router of its own", unused=True)] = "127.0.0.1"
-    port: Annotated[int, setting("port of a router of its own", ge=0, le=65535, unused=True)] = 8001
-    replicas: Annotated[int, setting("routers of their own", ge=0, unused=True)] = 0
+    host: Annotated[str, setting("address of the HTTP port of a router of its own")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        setting(
+            "HTTP port of a router of its own (health, metrics, explain); further replicas count "
+            "on from there; 0: any",
+            ge=0,
+            le=65535,
+        ),
+    ] = 8001
+    replicas: Annotated[
+        int,
+        setting(
+            "routers in processes of their own, which frontends in mode kv then ask; 0: every "
+            "frontend routes by itself",
+            flag="--router-replicas",
+            ge=0,
+            aliases=("router.workers",),
+        ),
+    ] = 0
     resources: Resources = Resources()
     routing_strategy: RoutingStrategy = RoutingStrategy()
     load_balancing: LoadBalancing = LoadBalancing()

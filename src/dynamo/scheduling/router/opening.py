@@ -10,9 +10,11 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.runtime.client import Client
 from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.router.adaptive_policy import ADAPTIVE, AdaptivePolicy
 from dynamo.scheduling.router.costs import Cost, PredictedCost
 from dynamo.scheduling.router.fleet import Fleet
 from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placement import Placement
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt, prompt_reader
@@ -50,14 +52,26 @@ def kv_policy(
 
 
 async def open_policy(
-    settings: RouterSettings, client: Client, events: Events, clock: Clock, *, block_tokens: int
+    settings: RouterSettings,
+    client: Client,
+    events: Events,
+    clock: Clock,
+    *,
+    block_tokens: int,
+    read: ReadPrompt | None = None,
 ) -> Policy:
-    """What chooses among `client`'s instances. In mode `kv` it follows their events from now on,
-    until it is closed. Raises ConfigError for an unknown mode or policy."""
+    """What chooses among `client`'s instances. In the modes `kv` and `adaptive` it follows their
+    events from now on, until it is closed. Raises ConfigError for an unknown mode or policy."""
+    component = client.path.rsplit(".", 1)[0]
+    if settings.mode == ADAPTIVE:
+        loads = LoadView(clock)
+        await loads.follow(events, component)
+        return AdaptivePolicy(client, loads, clock)
     if settings.mode != KV:
         return BasicPolicy(client, settings.mode)
     view = CacheView(clock, block_tokens=block_tokens)
-    component = client.path.rsplit(".", 1)[0]
     await view.follow(events, component + EVENTS)
     placement = make_placement(settings, view, client.rng)
-    return kv_policy(client, placement, clock, block_tokens=block_tokens, name=settings.policy)
+    return kv_policy(
+        client, placement, clock, block_tokens=block_tokens, name=settings.policy, read=read
+    )

@@ -119,12 +119,12 @@ class RemotePolicy(Policy):
         tried: AbstractSet[str],
     ) -> Decision | None:
         """What a router says; None where none can say."""
-        payload = encode_ask(request, prompt, tuple(tried))
         failed: set[str] = set()
         while candidates := self._present() - failed:
             router = self._routers.pick("round_robin", candidates)
+            ask = encode_ask(request, prompt, tuple(tried))
             try:
-                answer = await self._call(router, payload, context)
+                answer = await self._call(router, ask, context)
             except FAILURES as error:
                 failed.add(router.id)
                 if isinstance(error, TimeoutError):
@@ -133,7 +133,11 @@ class RemotePolicy(Policy):
                 log.warning("a router cannot say", extra={"fields": fields})
                 continue
             instance = self._client.instances.get(answer.instance)
-            return None if instance is None else _decision(instance, answer)
+            if instance is not None:
+                return _decision(instance, answer)
+            if answer.instance in tried:
+                return None
+            tried = {*tried, answer.instance}  # not known here, or withheld
         return None
 
     def _present(self) -> AbstractSet[str]:

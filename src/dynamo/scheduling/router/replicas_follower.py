@@ -25,11 +25,23 @@ class BookFollower:
 
     def promise(self, active: Active) -> None:
         """A peer that asked for this place will say that it took it."""
+        before = self._promised.pop(active.id, None)
+        if before is not None:
+            self._end(before)
         self._promised[active.id] = active
 
-    def withdrawn(self, name: str) -> Active | None:
-        """The place that was promised and is not taken (any more: None)."""
-        return self._promised.pop(name, None)
+    @property
+    def promised(self) -> int:
+        """Places that nobody has taken yet."""
+        return len(self._promised)
+
+    def give_back(self, before: float) -> None:
+        """Places promised before a moment will not be taken any more."""
+        late = [one for one in self._promised.values() if one.placed_s < before]
+        for active in late:
+            del self._promised[active.id]
+            active.observed = False
+            self._end(active)
 
     def routed(self, peer: str, move: Routed) -> None:
         """Another router's request is at a worker; one that is not known here is left out."""
