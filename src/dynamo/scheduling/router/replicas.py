@@ -175,13 +175,14 @@ class Replicas:
         peer = event.publisher
         if peer == self._publisher or event.subject != self._subject:
             return
-        if event.kind == "stale":
+        if event.kind in {"stale", "repaired"}:
             return
-        if event.kind != "event":
+        if event.kind == "gone":
+            self.peers.discard(peer)
             self._forget(peer)
-            if event.kind == "gone":
-                self.peers.discard(peer)
-                return
+            return
+        if event.kind == "dump":
+            self._forget(peer)
         self._meet(peer)
         try:
             moves = decode_moves(event.payload)
