@@ -23,6 +23,11 @@ Mode = Literal["exact", "stale", "approximate"]
 """exact: the worker's events are complete. stale: a gap is being repaired; what was known is
 believed on, predictions beside it. approximate: it sends no events, only predictions tell."""
 
+MODE_LOG: Final[dict[Mode, str]] = {
+    "exact": "a worker's cache is known exactly",
+    "stale": "events of a worker's cache are missing and asked for again",
+    "approximate": "a worker sends no KV events: its cache is guessed from what is sent there",
+}
 DEFAULT_TTL_S: Final = 120.0
 PREDICTION_SHARE: Final = 4
 PREDICTED_BLOCK_BYTES: Final = 160
@@ -170,7 +175,5 @@ class CacheView:
         self._modes[worker] = mode
         if mode == "exact":
             self._predictions.told(worker, self._clock.now())
-        level = logging.INFO if mode == "exact" else logging.WARNING
-        log.log(
-            level, "view of a worker's cache", extra={"fields": {"worker": worker, "mode": mode}}
-        )
+        level = logging.WARNING if mode == "approximate" else logging.DEBUG
+        log.log(level, MODE_LOG[mode], extra={"fields": {"worker": worker}})

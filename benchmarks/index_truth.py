@@ -1,0 +1,258 @@
+#!/usr/bin/env python3
+"""Does a router's index equal the engines' caches again after faults, and how soon?
+
+benchmarks/index_truth.py [--workers 4] [--rounds 2] [--load-s 1.0] [--seed 0]
+
+Mock workers in processes of their own, with few blocks, so that they evict all the time. Each round
+goes through every fault under load: batches of events dropped on their way in, a publisher paused
+(SIGSTOP) and thawed, a worker killed (SIGKILL), another started, a router that begins anew. Then the
+load ends, and the time is taken until the index and each engine's own dump are equal: for every
+live worker the same blocks, of dead ones none. One JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from dynamo.core.codec import ReplyReader, encode_request, pack_ids
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
+from dynamo.core.kv_events import decode_changes
+from dynamo.core.reply import Reply
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import BlocksStored, GenerateRequest, Sampling, Stops
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.scheduling.index import CacheView
+
+BLOCKS = 96
+GIVE_UP_S = 30.0
+
+
+def settings_here() -> Settings:
+    settings = Settings()
+    return replace(settings, runtime=replace(settings.runtime, deployment="truth"))
+
+
+def worker() -> int:
+    """A worker's process."""
+    from dynamo.inference.mock.engine import make_mock
+    from dynamo.inference.worker import Worker
+    from dynamo.models.card import ModelCard
+    from dynamo.models.files import FileRef
+    from dynamo.runtime.process import run_process
+
+    async def main(runtime: DistributedRuntime) -> None:
+        about = EngineSettings(num_blocks=BLOCKS, speedup_ratio=10.0, timing="constant:0.01,2")
+        engine = make_mock(about, range(50, 90), runtime.clock, context_tokens=1024)
+        card = ModelCard(("m",), 1024, 100, FileRef("tokenizer.json", "0" * 64, 2, os.devnull))
+        await Worker(engine, card).attach(runtime)
+
+    return run_process(main, settings_here(), "worker")
+
+
+class Ignore(Reply):
+    """Takes an answer and forgets it."""
+
+    def begin(self, started: object) -> None: ...
+
+    def tokens(self, *_: object) -> bool:
+        return True
+
+    def finish(self, end: object) -> None: ...
+
+
+class Truth:
+    """The workers, the load on them, and a router's view of them."""
+
+    def __init__(self, runtime: DistributedRuntime, client: Client, rng: random.Random) -> None:
+        self.runtime = runtime
+        self.client = client
+        self.rng = rng
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.requests = 0
+        self.dropped = 0
+        self.dropping = False
+        self.view = CacheView(runtime.clock)
+        runtime.events.lossy = self._lossy  # type: ignore[attr-defined]
+
+    def _lossy(self, first: int) -> bool:
+        del first
+        lost = self.dropping and self.rng.random() < 0.4
+        self.dropped += lost
+        return lost
+
+    def start(self) -> None:
+        command = [sys.executable, __file__, "--worker"]
+        self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+    async def begin_anew(self) -> None:
+        """A router that has just been started knows nothing."""
+        self.view.close()
+        self.view = CacheView(self.runtime.clock)
+        await self.view.follow(self.runtime.events, "dynamo.worker.kv_events")
+
+    async def load(self, until: asyncio.Event) -> None:
+        """One client: prompts with shared beginnings, one after the other."""
+        while not until.is_set():
+            stem = self.rng.randrange(12)
+            tail = [self.rng.randrange(50, 90) for _ in range(self.rng.randrange(120))]
+            ids = [stem] * self.rng.randrange(16, 260) + tail
+            request = GenerateRequest(
+                f"r{self.requests}", "m", pack_ids(ids), Sampling(), Stops(max_tokens=40)
+            )
+            self.requests += 1
+            try:
+                async with asyncio.timeout(5):
+                    await self.client.call(
+                        self.client.pick("random"),
+                        encode_request(request),
+                        Context(request.request_id),
+                        ReplyReader(Ignore()).item,
+                    )
+            except (DynamoError, TimeoutError):
+                await asyncio.sleep(0.02)
+
+    async def held(self, name: str) -> set[int]:
+        """An engine's own dump."""
+        found: set[int] = set()
+
+        def take(payload: bytes) -> bool:
+            for change in decode_changes(payload):
+                assert isinstance(change, BlocksStored)
+                found.update(change.hashes)
+            return True
+
+        endpoint = self.runtime.endpoint("dynamo.worker.kv_blocks")
+        instances = await self.runtime.registry.instances("dynamo", "worker", "kv_blocks")
+        address = next(one.address for one in instances if one.id == name)
+        await self.runtime.requests.call(address, endpoint.path, b"", Context("dump"), take)
+        return found
+
+    async def equal(self) -> bool:
+        names = set(self.client.instances)
+        if len(names) != len(self.processes) or set(self.view.index.workers) - names:
+            return False
+        for name in names:
+            try:
+                if self.view.mode(name) != "exact":
+                    return False
+                if self.view.index.held(name) != await self.held(name):
+                    return False
+            except (DynamoError, StopIteration):
+                return False
+        return True
+
+    async def until_equal(self) -> float:
+        start = time.monotonic()
+        while not await self.equal():
+            if time.monotonic() - start > GIVE_UP_S:
+                raise SystemExit("the index does not come to equal the engines' caches")
+            await asyncio.sleep(0.01)
+        return time.monotonic() - start
+
+    async def under_load(self, fault: Callable[[], Awaitable[None]], load_s: float) -> float:
+        ending = asyncio.Event()
+        async with Tasks() as tasks:
+            for _ in range(8):
+                tasks.start(self.load(ending))
+            await asyncio.sleep(load_s)
+            await fault()
+            ending.set()
+            await tasks.join()
+        return await self.until_equal()
+
+    async def drop(self) -> None:
+        self.dropping = True
+        await asyncio.sleep(1.0)
+        self.dropping = False
+
+    async def pause(self) -> None:
+        process = self.rng.choice(self.processes)
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+
+    async def kill(self) -> None:
+        process = self.processes.pop(self.rng.randrange(len(self.processes)))
+        process.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(process.wait)
+
+    async def another(self) -> None:
+        before = set(self.client.instances)
+        self.start()
+        while not set(self.client.instances) - before:
+            await asyncio.sleep(0.01)
+
+
+async def storm(workers: int, rounds: int, load_s: float, seed: int) -> dict[str, object]:
+    async with await DistributedRuntime.create(settings_here()) as runtime:
+        client = await runtime.endpoint("dynamo.worker.generate").client()
+        truth = Truth(runtime, client, random.Random(seed))
+        found: dict[str, list[float]] = {}
+        try:
+            for _ in range(workers):
+                truth.start()
+            await client.wait_for_instances(workers, timeout_s=GIVE_UP_S)
+            await truth.begin_anew()
+            faults = {
+                "none": lambda: asyncio.sleep(0),
+                "dropped events": truth.drop,
+                "paused publisher": truth.pause,
+                "router begins anew": truth.begin_anew,
+                "kill -9": truth.kill,
+                "another worker": truth.another,
+            }
+            for _ in range(rounds):
+                for name, fault in faults.items():
+                    took = await truth.under_load(fault, load_s)
+                    found.setdefault(name, []).append(round(took, 3))
+        finally:
+            for process in truth.processes:
+                process.kill()
+                process.wait()
+        return {
+            "equal_after_s": found,
+            "requests": truth.requests,
+            "batches_dropped": truth.dropped,
+            "events_lost": runtime.events.lost(),
+            "heard": dict(truth.view.heard),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--load-s", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        sys.exit(worker())
+    place = tempfile.mkdtemp(prefix="index-truth-")
+    os.environ["XDG_RUNTIME_DIR"] = place
+    try:
+        print(json.dumps(asyncio.run(storm(args.workers, args.rounds, args.load_s, args.seed))))
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
