@@ -19,11 +19,11 @@ from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.runtime.backoff import Backoff
+from dynamo.runtime.exits import describe_exit, oom_kills
 from dynamo.runtime.link import Notice, Report, Start
 
 log = logging.getLogger(__name__)
 
-LOUD_AFTER = 5
 LINE_BYTES = 64 << 10
 
 
@@ -47,7 +47,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Child:
-    """Keeps one process alive until it is stopped. `report` is what it told last."""
+    """Keeps one process alive until it is stopped. `report` is what it told last; `trouble`: why it
+    does not get to serve."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Child:
         self.report = Report()
         self.pid = 0
         self.ever_ready = False
+        self.trouble = ""
         self._clock = clock
         self._line = line
         self._changed = changed
@@ -121,7 +123,8 @@ class Child:
     async def _pause(self, how: str, wait_s: float) -> None:
         fields = {"name": self.spec.name, "exit": how, "restart_s": wait_s}
         deaths = self._backoff.deaths_unserved
-        if deaths and deaths % LOUD_AFTER == 0:
+        if self._backoff.looping:
+            self.trouble = f"died {deaths} times before it served, last by {how}"
             log.error(
                 "a process dies before it serves, again and again",
                 extra={"fields": fields | {"deaths": deaths}},
@@ -135,8 +138,10 @@ class Child:
     async def _life(self) -> str:
         """From start to death; says how it ended."""
         self._ready_at = None
+        kills = oom_kills()
         try:
-            return describe_exit(await self._started())
+            code = await self._started()
+            return describe_exit(code, out_of_memory=oom_kills() > kills)
         except OSError as error:
             return f"not started: {error}"
 
@@ -188,6 +193,7 @@ class Child:
                     continue
                 if self.report.state == "ready" and self._ready_at is None:
                     self._ready_at = self._clock.now()
+                    self.trouble = ""
                 self._changed(self)
 
     async def _logs(self, process: subprocess.Popen[bytes]) -> None:
@@ -207,11 +213,6 @@ class Child:
                     rest = b""
             if rest:
                 self._line(self.spec.name, rest)
-
-
-def describe_exit(code: int) -> str:
-    """`exit 1`, or the signal's name."""
-    return f"exit {code}" if code >= 0 else signal.Signals(-code).name
 
 
 async def _exit_of(pid: int) -> None:

@@ -18,6 +18,8 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, first_of
 from dynamo.runtime.child import Child, ProcessSpec
+from dynamo.runtime.control import Control
+from dynamo.runtime.crew import Crew
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
 from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.link import Report
@@ -28,9 +30,6 @@ from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import Terminal
 
 log = logging.getLogger(__name__)
-
-KILL_AFTER_S = 5.0
-"""A child that has not gone so long after its drain time is killed."""
 
 SUPERVISOR = "supervisor"
 
@@ -46,23 +45,29 @@ class LogLines:
 
     def __init__(self, names: Sequence[str], out: Terminal, *, bare: bool = False) -> None:
         self._out = out
-        if bare:
-            self._prefixes = dict.fromkeys(names, "")
-            return
-        width = max(map(len, names), default=0)
-        tty = out.isatty()
-        self._prefixes = {
-            name: f"\x1b[{COLOURS[at % len(COLOURS)]}m{name:<{width}} |\x1b[0m "
-            if tty
-            else f"{name:<{width}} | "
-            for at, name in enumerate(names)
-        }
+        self._bare = bare
+        self._tty = out.isatty()
+        self._width = max(map(len, names), default=0)
+        self._prefixes: dict[str, str] = {}
+        for name in names:
+            self._add(name)
 
     def __call__(self, name: str, line: bytes) -> None:
         """Write one line; a reader that went away hears nothing."""
+        prefix = self._prefixes.get(name)
+        if prefix is None:
+            prefix = self._add(name)
         with contextlib.suppress(OSError):
-            self._out.write(f"{self._prefixes[name]}{line.decode(errors='replace')}\n")
+            self._out.write(f"{prefix}{line.decode(errors='replace')}\n")
             self._out.flush()
+
+    def _add(self, name: str) -> str:
+        prefix = "" if self._bare else f"{name:<{self._width}} | "
+        if self._tty and prefix:
+            colour = COLOURS[len(self._prefixes) % len(COLOURS)]
+            prefix = f"\x1b[{colour}m{prefix[:-1]}\x1b[0m "
+        self._prefixes[name] = prefix
+        return prefix
 
 
 class Supervisor:
@@ -94,7 +99,6 @@ class Supervisor:
         self._prepared = asyncio.Event()
         self._unprepared: Exception | None = None
         self._deployment = deployment
-        self._drain_s = settings.runtime.drain_s
         self._address = address
         self._clock = clock or SystemClock()
         self._stop = asyncio.Event()
@@ -107,11 +111,11 @@ class Supervisor:
             settings, self._clock, metrics, reasons=self._reasons, about=self._about
         )
         bare = settings.logging.format == "json"
-        line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
-        self.children = [
-            Child(spec, self._clock, line=line, changed=self._changed, died=self._died)
-            for spec in specs
-        ]
+        self._line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
+        self._tasks = Tasks()
+        self._crew = Crew(specs, self._child, self._start, settings.runtime.drain_s)
+        self._control = Control(self._crew, deployment.folder)
+        self.children = self._crew.children
 
     async def run(self) -> int:
         """Until stopped. Returns the exit code: 0, or that of `failure`. When all have stopped, it
@@ -120,21 +124,20 @@ class Supervisor:
         self._signals(asyncio.get_running_loop())
         await self._status.start()
         try:
-            async with Tasks() as tasks:
-                runs = {
-                    child: tasks.start(self._keep(child), child.spec.name)
-                    for child in self.children
-                }
+            async with self._tasks as tasks:
+                self._crew.start()
                 preparation = tasks.start(self._do_prepare(), PREPARATION)
                 await self._tell("starting")
+                await self._control.start()
                 reloading = tasks.start(self._follow(), "reload")
                 await self._serve()
                 preparation.cancel()
                 reloading.cancel()
+                await self._control.stop()
                 await self._tell("draining")
                 for child in self.children:
                     child.hold()
-                await first_of(self._stop_all(runs), self._at_once.wait())
+                await first_of(self._stop_all(), self._at_once.wait())
                 for child in self.children:
                     child.send(signal.SIGKILL)
                 await tasks.join()
@@ -202,28 +205,17 @@ class Supervisor:
             await self._tell("ready")
             await self._stop.wait()
 
-    async def _stop_all(self, runs: dict[Child, asyncio.Task[None]]) -> None:
+    async def _stop_all(self) -> None:
         order = sorted(self.children, key=lambda child: child.spec.stop_order)
         for _, group in groupby(order, key=lambda child: child.spec.stop_order):
-            leaving = list(group)
-            for child in leaving:
-                child.send(signal.SIGTERM)
-            patience_s = self._drain_s + KILL_AFTER_S
-            _, left = await asyncio.wait([runs[child] for child in leaving], timeout=patience_s)
-            for child in leaving:
-                if runs[child] in left:
-                    log.error(
-                        "killed after its drain time",
-                        extra={"fields": {"name": child.spec.name, "pid": child.pid}},
-                    )
-                    child.send(signal.SIGKILL)
+            await self._crew.retire(list(group))
 
     def _reasons(self) -> Mapping[str, str]:
         own = {PREPARATION: self._preparing} if self._preparing else {}
         if self._stop.is_set():
             own["stopping"] = "the deployment is draining"
         waiting = {
-            child.spec.name: child.report.state if child.pid else "not running"
+            child.spec.name: child.trouble or (child.report.state if child.pid else "not running")
             for child in self.children
             if not child.ready
         }
@@ -236,13 +228,22 @@ class Supervisor:
             "processes": {child.spec.name: child.pid for child in self.children},
         }
 
+    def _child(self, spec: ProcessSpec) -> Child:
+        return Child(spec, self._clock, line=self._line, changed=self._changed, died=self._died)
+
+    def _start(self, child: Child) -> asyncio.Task[None]:
+        return self._tasks.start(self._keep(child), child.spec.name)
+
     def _died(self, child: Child) -> None:
+        self._crew.changed()
         self._restarts.labels(child.spec.name).inc()
 
     def _changed(self, child: Child) -> None:
-        if child.report.fatal and not child.ever_ready and self.failure is None:
+        serving = self.ready.is_set()  # who fails later was added to what serves without it
+        if child.report.fatal and not (child.ever_ready or serving) and self.failure is None:
             self.failure = child.report
             self._stop.set()
+        self._crew.changed()
         if all(one.ready for one in self.children):
             self.ready.set()
 

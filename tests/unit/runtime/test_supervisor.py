@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from dynamo.core.tasks import Tasks
-from dynamo.runtime.child import ProcessSpec, describe_exit
+from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.exits import describe_exit
 from dynamo.runtime.supervisor import LogLines, Supervisor
 
 Spec = Callable[..., ProcessSpec]
@@ -144,7 +145,7 @@ async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
 async def test_who_does_not_leave_is_killed(
     spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.supervisor.KILL_AFTER_S", 0.0)
+    monkeypatch.setattr("dynamo.runtime.crew.KILL_AFTER_S", 0.0)
     supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=0.05)
     async with Tasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -194,6 +195,7 @@ from pathlib import Path
 from dynamo.core.settings import Settings
 from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.exits import describe_exit
 from dynamo.runtime.supervisor import Supervisor, run_supervisor
 
 CHILD = '''

@@ -1,0 +1,45 @@
+"""What `dynamo scale`, `drain` and `restart` share: which deployment, and an order to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dynamo.cli.parsing import Parser
+from dynamo.core.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from dynamo.runtime.control import Order
+
+WAIT_S = 120.0
+
+
+def add_deployment(parser: Parser) -> None:
+    """The flags of all three."""
+    parser.add_argument(
+        "--deployment", metavar="NAME|PORT", help="which one, where several run (see `dynamo ps`)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"stop waiting after (default: {WAIT_S:g}); the order is carried out all the same",
+    )
+
+
+def give_order(order: Order, which: str | None, timeout_s: float) -> int:
+    """Give it, and print what the deployment says until it is done."""
+    from dynamo.cli.stop import choose
+    from dynamo.runtime.control import give
+    from dynamo.runtime.deployment import live_deployments
+
+    (deployment,) = choose(live_deployments(), which)
+    try:
+        for said in give(order, deployment.folder, timeout_s):
+            print(said, flush=True)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{deployment.id} is not done after {timeout_s:g} s",
+            hint="it goes on by itself; `dynamo ps` shows how it stands",
+        ) from None
+    return 0

@@ -1,0 +1,38 @@
+"""`dynamo scale`: more or fewer processes of one kind while the deployment serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo.cli.orders import add_deployment, give_order
+from dynamo.cli.parsing import Parser
+from dynamo.core.errors import ConfigError
+
+EXAMPLES = """\
+  dynamo scale worker=5
+  dynamo scale worker=2 --deployment 8000     the one on this port"""
+
+
+def parser() -> Parser:
+    """What to scale, and where."""
+    made = Parser(
+        "dynamo scale",
+        "Run so many processes of one kind. New ones serve before this returns; who leaves hands "
+        "its requests to the others.",
+        EXAMPLES,
+    )
+    made.add_argument("what", metavar="KIND=COUNT", help="e.g. worker=5")
+    add_deployment(made)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Scale, and wait until it is so."""
+    found = parser().parse(arguments)
+    kind, _, count = found.what.partition("=")
+    if not (kind and count.isdecimal()):
+        raise ConfigError(f"{found.what!r} is no KIND=COUNT", hint="e.g. dynamo scale worker=5")
+
+    from dynamo.runtime.control import Order
+
+    return give_order(Order("scale", kind, int(count)), found.deployment, found.timeout)

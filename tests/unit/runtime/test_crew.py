@@ -1,0 +1,160 @@
+"""More, fewer, replaced while it serves: orders over the control socket to tiny real children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
+from dynamo.core.tasks import Tasks
+from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.control import Order, give
+from dynamo.runtime.crew import kind_of
+from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.exits import OUT_OF_MEMORY, describe_exit, oom_kills
+from dynamo.runtime.supervisor import Supervisor
+
+Spec = Callable[..., ProcessSpec]
+Supervise = Callable[..., Supervisor]
+
+SERVE = 'tell(state="ready"); signal.pause()'
+CANNOT = """
+import pathlib
+mark = pathlib.Path({path!r})
+if mark.exists():
+    tell(fatal="no room", hint="make some"); sys.exit(1)
+mark.touch()
+tell(state="ready"); signal.pause()
+"""
+
+
+@asynccontextmanager
+async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        yield supervisor
+        supervisor.stop()
+        assert await running == 0
+
+
+async def order(deployment: Deployment, *what: object) -> list[str]:
+    return await asyncio.to_thread(
+        lambda: list(give(Order(*what), deployment.folder, 20.0))  # type: ignore[arg-type]
+    )
+
+
+def names(supervisor: Supervisor) -> Sequence[str]:
+    return [child.spec.name for child in supervisor.children]
+
+
+async def test_up_and_down(spec: Spec, supervise: Supervise, deployment: Deployment) -> None:
+    async with serving(supervise(spec(SERVE, "worker"))) as supervisor:
+        said = await order(deployment, "scale", "worker", 3)
+        assert said == ["worker-1 serves", "worker-2 serves"]
+        assert names(supervisor) == ["worker", "worker-1", "worker-2"]
+        assert all(child.ready for child in supervisor.children)
+        assert await order(deployment, "scale", "worker", 1) == [
+            "worker-1 has left",
+            "worker-2 has left",
+        ]
+        assert await order(deployment, "scale", "worker", 0) == ["worker has left"]
+        assert await order(deployment, "scale", "worker", 1) == ["worker-1 serves"]
+
+
+async def test_who_is_drained_stays_away(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    async with serving(supervise(spec(SERVE, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
+        gone = supervisor.children[0].pid
+        assert await order(deployment, "drain", "worker-1") == ["worker-1 has left"]
+        assert names(supervisor) == ["worker-2"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(gone, 0)
+
+
+async def test_a_rolling_restart_leaves_nobody_unreplaced(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    async with serving(supervise(spec(SERVE, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
+        before = {child.pid for child in supervisor.children}
+        said = await order(deployment, "restart", "worker")
+        assert said == ["worker-1 was replaced", "worker-2 was replaced"]
+        assert sorted(names(supervisor)) == ["worker-1", "worker-2"]
+        assert not before & {child.pid for child in supervisor.children}
+
+
+async def test_a_replacement_that_cannot_start_leaves_the_old_one(
+    spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
+) -> None:
+    script = CANNOT.format(path=str(tmp_path / "mark"))
+    async with serving(supervise(spec(script, "worker"))) as supervisor:
+        (old,) = supervisor.children
+        with pytest.raises(ModelUnavailable, match="no room"):
+            await order(deployment, "restart", "worker")
+        assert supervisor.children == [old]
+        assert old.ready
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (("drain", "nobody"), NotFound),
+        (("scale", "nobody", 1), NotFound),
+        (("scale", "worker", -1), ConfigError),
+    ],
+)
+async def test_what_cannot_be_done_is_said(
+    spec: Spec,
+    supervise: Supervise,
+    deployment: Deployment,
+    wrong: tuple[object, ...],
+    error: type[Exception],
+) -> None:
+    async with serving(supervise(spec(SERVE, "worker"))):
+        with pytest.raises(error):
+            await order(deployment, *wrong)
+
+
+def test_nobody_takes_orders_where_nobody_runs(deployment: Deployment) -> None:
+    deployment.prepare()
+    with pytest.raises(NotFound, match="takes no orders"):
+        list(give(Order("drain", "x"), deployment.folder, 1.0))
+
+
+def test_kinds() -> None:
+    assert [kind_of(name) for name in ("worker", "worker-2", "my-worker", "a-b-12")] == [
+        "worker",
+        "worker",
+        "my-worker",
+        "a-b",
+    ]
+
+
+async def test_a_crash_loop_is_reported(spec: Spec, supervise: Supervise) -> None:
+    supervisor = supervise(spec("sys.exit(7)", "worker"))
+    (child,) = supervisor.children
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        child._backoff._next_s = 0.001
+        while not child.trouble:
+            await asyncio.sleep(0.005)
+        assert supervisor._reasons()["worker"] == "died 5 times before it served, last by exit 7"
+        supervisor.stop()
+        await running
+
+
+def test_a_kill_for_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = tmp_path / "vmstat"
+    counts.write_text("nr_free_pages 7\noom_kill 3\noom_kill_x 9\n")
+    monkeypatch.setattr("dynamo.runtime.exits.VMSTAT", counts)
+    monkeypatch.setattr("dynamo.runtime.exits.CGROUPS", tmp_path)
+    assert oom_kills() == 3
+    assert describe_exit(-9, out_of_memory=True) == OUT_OF_MEMORY
+    assert describe_exit(-15, out_of_memory=True) == "SIGTERM"
+    assert describe_exit(-9) == "SIGKILL"
