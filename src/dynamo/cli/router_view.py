@@ -1,0 +1,111 @@
+"""`dynamo router`: how a deployment routes, as a picture and as a report."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.cli.parsing import Parser
+from dynamo.cli.router_port import add_port, port_of
+
+HTML = "router.html"
+
+EXAMPLES = """\
+  dynamo router view                        writes router.html
+  dynamo router view --picture router.png
+  dynamo router report --seconds 300
+  dynamo router report --json --url http://127.0.0.1:8001"""
+
+
+def parser() -> Parser:
+    """What to show, and where to ask."""
+    made = Parser(
+        "dynamo router",
+        "view: cache and load of every worker over time, as a page and a picture.\n"
+        "report: hits that were reachable and achieved, latencies, balance, what to do.\n"
+        "Both need a deployment that runs with --router-mode kv (or adaptive).",
+        EXAMPLES,
+        usage="{view,report} [FLAGS]",
+    )
+    made.add_argument("what", choices=("view", "report"), help="what to show")
+    made.add_argument("--html", metavar="FILE", help=f"view: the page (default: {HTML})")
+    made.add_argument("--picture", metavar="FILE.png", help="view: a PNG file")
+    made.add_argument("--seconds", type=float, metavar="N", help="only the last N")
+    made.add_argument("--json", action="store_true", help="print data instead")
+    add_port(made)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Fetch, then print or write."""
+    found = parser().parse(arguments)
+    return _view(found) if found.what == "view" else _report(found)
+
+
+def _report(found: argparse.Namespace) -> int:
+    report = port_of(found).report(found.seconds)
+    print(msgspec.json.encode(report).decode() if found.json else as_text(report))
+    return 0
+
+
+def _view(found: argparse.Namespace) -> int:
+    from dynamo.application.routing_page import page
+    from dynamo.operations.router_picture import draw
+
+    port = port_of(found)
+    samples = port.samples()
+    if found.seconds is not None and samples:
+        samples = [one for one in samples if one["at"] >= samples[-1]["at"] - found.seconds]
+    if found.json:
+        print(msgspec.json.encode(samples).decode())
+        return 0
+    if found.picture:
+        draw(samples, found.picture)
+        print(f"wrote {found.picture}")
+    if found.html or not found.picture:
+        path = found.html or HTML
+        data = msgspec.json.encode({"samples": samples, "report": port.report(found.seconds)})
+        Path(path).write_bytes(page(data, live=False))
+        print(f"wrote {path}")
+    return 0
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """A report for people."""
+    metrics = report["aggregated_metrics"]
+    latency, flow, cache, balance = (
+        metrics[name] for name in ("latency", "throughput", "cache_hit", "load_balance")
+    )
+    first = (f"{name} {latency[f'ttft_ms_{name}']:.1f}" for name in ("mean", "p50", "p99"))
+    failed = f"{flow['failed_ratio']:.1%} failed"
+    idle = f"{balance['workers_idle']:g} of {balance['workers']:g} workers idle"
+    lines = [
+        f"requests     {flow['requests']:g}, {flow['requests_per_s']:.2f} a second, {failed}",
+        f"first token  {', '.join(first)} ms",
+        f"held         p50 {latency['decision_ms_p50']:.2f}, p99 {latency['decision_ms_p99']:.2f} ms",
+        f"prompts      {_shares(cache)}",
+        f"balance      busiest over mean {balance['imbalance']:.2f}, {idle}",
+    ]
+    lines += [
+        f"trend        {name} {one['direction']}, {one['before']:.4g} -> {one['after']:.4g}"
+        for name, one in report["trends"].items()
+        if one["direction"] != "steady"
+    ]
+    lines += [f"bottleneck   {one['evidence']}" for one in report["bottlenecks"]]
+    lines += [f"alert        {one['message']}" for one in report["alerts"]]
+    lines += [f"advice       {one}" for one in report["recommendations"]]
+    return "\n".join(lines)
+
+
+def _shares(cache: Mapping[str, float]) -> str:
+    named = (
+        ("seen", "asked for before"),
+        ("reachable", "held by some worker"),
+        ("hit", "by the chosen one"),
+        ("achieved", "found by engines"),
+    )
+    return ", ".join(f"{cache[key]:.1%} {about}" for key, about in named if key in cache)

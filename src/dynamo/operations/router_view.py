@@ -1,0 +1,83 @@
+"""What a running deployment tells of its routing, fetched over HTTP."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from dynamo.core.errors import DynamoError, InvalidRequest, NotFound, NotReady, Unauthorized
+
+ANSWER_S = 10.0
+ERRORS: dict[int, type[DynamoError]] = {
+    400: InvalidRequest,
+    401: Unauthorized,
+    404: NotFound,
+}
+
+
+class Spoken(msgspec.Struct):
+    """An error's body."""
+
+    message: str = ""
+    hint: str = ""
+
+
+class ErrorBody(msgspec.Struct):
+    """Around it."""
+
+    error: Spoken = Spoken()
+
+
+class RouterPort:
+    """The HTTP port of a frontend, or of a router of its own."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+
+    def explain(self, request_id: str = "") -> list[dict[str, Any]]:
+        """The decisions for a request, or the last ones. Raises `NotFound`. Blocks."""
+        path = f"/router/explain/{quote(request_id)}" if request_id else "/router/explain"
+        decisions: list[dict[str, Any]] = self._get(path)["decisions"]
+        return decisions
+
+    def report(self, seconds: float | None = None) -> dict[str, Any]:
+        """A `PerformanceReport`. Blocks."""
+        query = "" if seconds is None else f"?seconds={seconds:g}"
+        report: dict[str, Any] = self._get(f"/router/report{query}")
+        return report
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Every worker over time. Blocks."""
+        samples: list[dict[str, Any]] = self._get("/router/timeline")["samples"]
+        return samples
+
+    def _get(self, path: str) -> Any:
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        ask = urllib.request.Request(self._url + path, headers=headers)  # noqa: S310 - the user's
+        try:
+            with urllib.request.urlopen(ask, timeout=ANSWER_S) as answer:  # noqa: S310
+                return msgspec.json.decode(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _told(error.code, error.read()) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise NotReady(
+                f"nobody answers at {self._url}: {reason}",
+                hint="`dynamo ps` lists what runs; --url says where",
+            ) from None
+        except msgspec.DecodeError as error:
+            raise DynamoError(f"{self._url}{path} is no answer of ours: {error}") from None
+
+
+def _told(status: int, body: bytes) -> DynamoError:
+    try:
+        spoken = msgspec.json.decode(body, type=ErrorBody).error
+    except msgspec.DecodeError:
+        spoken = Spoken(f"the server answered {status}")
+    return ERRORS.get(status, DynamoError)(spoken.message, hint=spoken.hint)
