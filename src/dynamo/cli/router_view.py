@@ -81,12 +81,13 @@ def as_text(report: Mapping[str, Any]) -> str:
         metrics[name] for name in ("latency", "throughput", "cache_hit", "load_balance")
     )
     first = (f"{name} {latency[f'ttft_ms_{name}']:.1f}" for name in ("mean", "p50", "p99"))
+    held = (f"{name} {latency[f'decision_ms_{name}']:.2f}" for name in ("mean", "p50", "p99"))
     failed = f"{flow['failed_ratio']:.1%} failed"
     idle = f"{balance['workers_idle']:g} of {balance['workers']:g} workers idle"
     lines = [
         f"requests     {flow['requests']:g}, {flow['requests_per_s']:.2f} a second, {failed}",
         f"first token  {', '.join(first)} ms",
-        f"held         p50 {latency['decision_ms_p50']:.2f}, p99 {latency['decision_ms_p99']:.2f} ms",
+        f"held         {', '.join(held)} ms",
         f"prompts      {_shares(cache)}",
         f"balance      busiest over mean {balance['imbalance']:.2f}, {idle}",
     ]
