@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -135,6 +136,7 @@ def test_parts_of_a_graph_may_be_started_one_by_one(start: Any, tiny_model: Path
     model = ("--model-path", tiny_model, "--model-name", "tiny")
     llm = EXAMPLES / "llm"
     front = start("graphs.agg:Frontend", *common, command="serve", folder=llm, ready=False)
+    words = start("graphs.agg:Processor", *common, command="serve", folder=llm, ready=False)
     worker = start(
         "graphs.agg:AggregatedWorker", *common, *model, command="serve", folder=llm, ready=False
     )
@@ -142,8 +144,12 @@ def test_parts_of_a_graph_may_be_started_one_by_one(start: Any, tiny_model: Path
     body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
 
     assert front.post("/v1/chat/completions", body)[0] == 200
-    assert worker.get("/health")[0] == 0
-    assert (worker.stop(), front.stop()) == (0, 0)
+    assert worker.get("/health")[0] == words.get("/health")[0] == 0
+    assert front.stop() == 0
+    call = ("call", "Processor.chat/answer", json.dumps(body), "--deployment", "apart")
+    answer = dynamo(*call, folder=llm, environ=words.environ).stdout
+    assert json.loads(answer)["usage"]["completion_tokens"] == 2
+    assert (words.stop(), worker.stop()) == (0, 0)
 
 
 def test_a_retrieval_service_stands_between_http_and_the_model(
@@ -159,11 +165,14 @@ def test_a_retrieval_service_stands_between_http_and_the_model(
     until(lambda: "with-documents" in serve.get("/v1/models")[1])
     plain = serve.post("/v1/chat/completions", ask | {"model": "tiny"})[1]["usage"]
     found = serve.post("/v1/chat/completions", ask | {"model": "with-documents"})[1]["usage"]
-    status, refused = serve.post("/v1/completions", {"model": "with-documents", "prompt": "x"})
+    prompt = {"model": "with-documents", "prompt": "is the museum closed?", "max_tokens": 3}
+    status, answer = serve.post("/v1/completions", prompt)
+    refusal, refused = serve.post("/v1/completions", prompt | {"echo": True})
 
     assert found["prompt_tokens"] > plain["prompt_tokens"] + 20
     assert found["completion_tokens"] == plain["completion_tokens"] == 3
-    assert (status, refused["error"]["code"]) == (400, "unsupported")
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, found["prompt_tokens"])
+    assert (refusal, refused["error"]["code"]) == (400, "unsupported")
     assert serve.post("/v1/chat/completions", ask | {"model": "default"})[1]["model"] == "tiny"
 
 
@@ -209,9 +218,13 @@ def test_a_service_streams_what_the_model_says_with_words_of_its_own(
     assert (status, answer["error"]["param"]) == (400, "temperature")
 
 
-def dynamo(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def dynamo(
+    *words: str, folder: Path, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dynamo", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environ
+    )
 
 
 def test_a_dry_run_tells_processes_and_planes() -> None:
@@ -236,7 +249,6 @@ def test_a_dry_run_tells_processes_and_planes() -> None:
         (["graphs.agg"], "write MODULE:Service"),
         (["graphs.agg:Frontend", "--AggregatedWorker.knd=mock"], "did you mean 'kind'?"),
         (["graphs.agg:Frontend", "--Aggregated.kind=mock"], "did you mean 'AggregatedWorker'?"),
-        (["graphs.agg:Processor", "--only"], "shares the frontend's process"),
         (["graphs.agg:Frontend", "--engine.kind", "vllm"], "vllm"),
     ],
 )

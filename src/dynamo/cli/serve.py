@@ -147,6 +147,7 @@ def announce(made: Plan, url: str) -> None:
 def described(made: Plan) -> list[str]:
     """The plan, for people."""
     from dynamo.runtime.deployment import deployment_of
+    from dynamo.runtime.planes import planes_of
     from dynamo.sdk.declare import spec_of
     from dynamo.services.graph import named
 
@@ -157,7 +158,7 @@ def described(made: Plan) -> list[str]:
         specs = [spec_of(one) for one in part.services]
         names = ", ".join(spec.name for spec in specs)
         endpoints = ", ".join(
-            f"{spec.namespace or settings.runtime.namespace}.{spec.name}.{endpoint.name}"
+            f"{spec.namespace or settings.runtime.namespace}.{spec.component}.{endpoint.name}"
             for spec in specs
             for endpoint in spec.endpoints.values()
         )
@@ -168,8 +169,8 @@ def described(made: Plan) -> list[str]:
     if made.listens:
         lines.append(f"http        {_url(settings)}")
     lines += [f"engine      {_engine(part.settings)}" for part in made.of_role("worker")]
-    planes = settings.runtime
-    lines.append(f"discovery   {planes.discovery or deployment.discovery_url}")
+    planes = planes_of(settings)
+    lines.append(f"discovery   {planes.discovery}")
     lines.append(f"requests    {planes.requests}")
     lines.append(f"events      {planes.events}")
     return lines
@@ -181,7 +182,7 @@ def _endpoints(made: Plan) -> list[str]:
 
     namespace = made.settings.runtime.namespace
     return [
-        f"{spec.namespace or namespace}.{spec.name}.{endpoint.name}"
+        f"{spec.namespace or namespace}.{spec.component}.{endpoint.name}"
         for part in made.of_role("service")
         for spec in map(spec_of, part.services)
         for endpoint in spec.endpoints.values()

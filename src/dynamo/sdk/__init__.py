@@ -2,7 +2,7 @@
 
 from dynamo.sdk.declare import depends, dynamo_endpoint, on_start, on_stop, service
 from dynamo.sdk.graph import walk
-from dynamo.sdk.request import request_id
+from dynamo.sdk.request import request_id, time_left
 
 __all__ = [
     "depends",
@@ -11,5 +11,6 @@ __all__ = [
     "on_stop",
     "request_id",
     "service",
+    "time_left",
     "walk",
 ]

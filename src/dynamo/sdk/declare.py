@@ -34,10 +34,12 @@ class EndpointSpec(msgspec.Struct, frozen=True):
 
 
 class ServiceSpec(msgspec.Struct):
-    """What is known of a service class. `namespace` "": that of the settings; `model`: the name
-    that its `chat` answers to over HTTP, "" = none."""
+    """What is known of a service class. `component`: as others call it over the wire, its name; for
+    a class made of a ready-made one, that one's; `namespace` "": that of the settings; `model`: the
+    name that its `chat` answers to over HTTP, "" = none."""
 
     name: str
+    component: str
     namespace: str
     model: str
     workers: int
@@ -87,6 +89,7 @@ def service(
     def declare(cls: C) -> C:
         spec = ServiceSpec(
             name=cls.__name__,
+            component=ready_made(cls).__name__,
             namespace=about.get("namespace", ""),
             model=about.get("model", ""),
             workers=workers,
@@ -165,6 +168,11 @@ def spec_of(service: type[Any]) -> ServiceSpec:
 def role_of(service: type[Any]) -> str:
     """The role of a ready-made service, or of a class made of one; "" for a user's own."""
     return str(getattr(service, ROLE, ""))
+
+
+def ready_made(service: type[Any]) -> type[Any]:
+    """The ready-made service that a class is, or is made of; a user's own is itself."""
+    return next((one for one in service.__mro__ if ROLE in vars(one)), service)
 
 
 def near(wrong: str, known: Any) -> str:

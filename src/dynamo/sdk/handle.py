@@ -55,7 +55,7 @@ class Handle:
 async def connect(service: type[Any], runtime: DistributedRuntime) -> Handle:
     """A handle that knows who serves `service` now; it ends with the runtime."""
     spec = spec_of(service)
-    component = runtime.namespace(spec.namespace).component(spec.name)
+    component = runtime.namespace(spec.namespace).component(spec.component)
     clients = {
         method: await component.endpoint(endpoint.name).client()
         for method, endpoint in spec.endpoints.items()

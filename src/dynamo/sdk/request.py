@@ -4,33 +4,59 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from dynamo.core.context import Context
+from dynamo.core.errors import DeadlineExceeded
+
+
+class _Answering(NamedTuple):
+    """`until`: by the clock `now` the time when it must be over; None: any."""
+
+    context: Context
+    until: float | None
+    now: Callable[[], float]
+
 
 _PROCESS = secrets.token_hex(8)
 _numbers = itertools.count(1)
-_current: ContextVar[Context | None] = ContextVar("dynamo_request", default=None)
+_current: ContextVar[_Answering | None] = ContextVar("dynamo_request", default=None)
 
 
-def enter(context: Context) -> None:
+def enter(context: Context, now: Callable[[], float]) -> None:
     """This task answers that request."""
-    _current.set(context)
+    limit = context.timeout_s
+    _current.set(_Answering(context, None if limit is None else now() + limit, now))
 
 
 def onward() -> Context:
-    """What accompanies a call made now: the request being answered, else a new one."""
-    context = _current.get()
-    if context is None:
+    """What accompanies a call made now: the request being answered, with the time that is left of
+    it, else a new one. Raises `DeadlineExceeded` where none is left."""
+    answering = _current.get()
+    if answering is None:
         return Context(request_id=f"{_PROCESS}{next(_numbers):08x}")
-    if context.attempt or context.timeout_s is not None:  # neither is that of the next call
-        return replace(context, attempt=0, timeout_s=None)
-    return context
+    context = answering.context
+    if not context.attempt and answering.until is None:
+        return context
+    left = time_left()
+    if left is not None and left <= 0:
+        raise DeadlineExceeded("no time is left for another call")
+    return replace(context, attempt=0, timeout_s=left)
 
 
 def request_id() -> str:
     """The id of the request being answered; "" outside of one."""
-    context = _current.get()
-    return "" if context is None else context.request_id
+    answering = _current.get()
+    return "" if answering is None else answering.context.request_id
+
+
+def time_left() -> float | None:
+    """Seconds until the request being answered must be over; None: nobody said."""
+    answering = _current.get()
+    if answering is None or answering.until is None:
+        return None
+    return answering.until - answering.now()

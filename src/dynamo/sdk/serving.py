@@ -11,15 +11,15 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.communication.requests import Handler, Outgoing
-from dynamo.core.errors import InstanceGone, Unsupported, WorkerFailed
+from dynamo.core.errors import Unsupported
 from dynamo.core.tasks import run_all
 from dynamo.runtime import DistributedRuntime, Served
+from dynamo.sdk.answering import Answers
 from dynamo.sdk.configuration import ATTRIBUTE, config_type, configuration_of
 from dynamo.sdk.declare import EndpointSpec, ServiceSpec, spec_of
 from dynamo.sdk.handle import Handle, connect
 from dynamo.sdk.messages import encode, request_decoder
 from dynamo.sdk.offers import Offer, offer_key
-from dynamo.sdk.request import enter
 
 
 class Attached:
@@ -38,10 +38,12 @@ class Attached:
         """Run its start hooks, then answer calls."""
         await self._run(self._spec.starts)
         namespace = self._runtime.namespace(self._spec.namespace)
-        component = namespace.component(self._spec.name)
+        component = namespace.component(self._spec.component)
+        answers = Answers(self._spec.name, self._runtime.clock, self._runtime.metrics)
         for endpoint in self._spec.endpoints.values():
             method = getattr(self.service, endpoint.method, None)
             handler = handler_of(endpoint, method) if method else _absent(self.service, endpoint)
+            handler = answers.of(endpoint.name, handler)
             self._served.append(await component.endpoint(endpoint.name).serve(handler))
         if self._spec.model:
             await self._offer(namespace.name)
@@ -108,31 +110,18 @@ def handler_of(endpoint: EndpointSpec, method: Any) -> Handler:
     decode = request_decoder(endpoint)
 
     async def answer(payload: bytes, out: Outgoing) -> None:
-        enter(out.context)
-        try:
-            out.send(encode(await (method() if decode is None else method(decode(payload)))))
-        except InstanceGone as error:
-            raise _ours(error) from error
+        out.send(encode(await (method() if decode is None else method(decode(payload)))))
 
     async def stream(payload: bytes, out: Outgoing) -> None:
-        enter(out.context)
         send, credit = out.send, out.credit
-        try:
-            answers = method() if decode is None else method(decode(payload))
-            async with aclosing(answers) as items:
-                async for item in items:
-                    await credit()
-                    if not send(encode(item)):
-                        return
-        except InstanceGone as error:
-            raise _ours(error) from error
+        answers = method() if decode is None else method(decode(payload))
+        async with aclosing(answers) as items:
+            async for item in items:
+                await credit()
+                if not send(encode(item)):
+                    return
 
     return stream if endpoint.streams else answer
-
-
-def _ours(error: InstanceGone) -> WorkerFailed:
-    """To our caller it is not we who are gone."""
-    return WorkerFailed(error.message, hint=error.hint)
 
 
 def _follow(runtime: DistributedRuntime, handle: Handle, name: str) -> None:

@@ -23,6 +23,7 @@ from dynamo.telemetry.logs import Terminal
 
 ROLES = {
     "frontend": "dynamo.services.frontend:Frontend",
+    "processor": "dynamo.services.processor:Processor",
     "router": "dynamo.services.router:Router",
     "worker": "dynamo.services.worker:Worker",
 }

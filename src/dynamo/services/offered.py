@@ -137,9 +137,12 @@ class Offered:
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
     ) -> None:
-        """Raises `Unsupported`."""
-        del request, context, reply
-        raise self._chat_only()
+        """Ask the service, the prompt being what a user says. Raises `Unsupported` for what only a
+        model can do with a prompt."""
+        if request.echo or isinstance(request.prompt, bytes):
+            raise self._chat_only()
+        said = {"role": "user", "content": request.prompt}
+        await self.chat(ChatRequest(request.model, (said,), request.options), context, reply)
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
@@ -160,7 +163,7 @@ class Offered:
 
     def _chat_only(self) -> Unsupported:
         return Unsupported(
-            f"model {self._offer.model!r} answers chats only",
+            f"model {self._offer.model!r} is a service: it has no tokens and echoes no prompt",
             hint="POST /v1/chat/completions",
             param="model",
         )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.errors import ConfigError, Unsupported
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Given, Loaded, Settings
 from dynamo.runtime.child import ProcessSpec
 from dynamo.sdk import walk
@@ -22,8 +22,8 @@ from dynamo.services.own import Task
 
 READY = (Frontend, Processor, Router, Worker)
 FRONT = ("frontend", "processor", "router")
-"""Roles that share one process, unless the router is asked for apart."""
-Role = Literal["frontend", "router", "worker", "service"]
+"""Roles that share one process, unless the router, or the processor alone, is asked for."""
+Role = Literal["frontend", "processor", "router", "worker", "service"]
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ def plan(
     root: type[Any], base: Loaded, load: Load, flags: Options | None = None, *, only: bool = False
 ) -> Plan:
     """What `root` and all that it reaches come to; with `only`, root alone. `base`: the settings
-    without options of services, `load`: with more of them. Raises `ConfigError`, `Unsupported`."""
+    without options of services, `load`: with more of them. Raises `ConfigError`."""
     services = walk(root)
     for service in services:
         if role_of(service):
@@ -76,11 +76,6 @@ def plan(
         check_names(given, services, [one.__name__ for one in READY])
     front = _front(services)
     wanted = [root] if only else services
-    if only and role_of(root) == "processor":
-        raise Unsupported(
-            f"{root.__name__} does not run by itself yet: it shares the frontend's process",
-            hint="start the graph's Frontend with --only, and its Worker with --only",
-        )
     if front and not only:
         wanted = [*(one for one in front if one not in wanted), *wanted]
     shared = _namespace(services, base) | settings_of(front, base, options)
@@ -97,7 +92,9 @@ def plan(
     if settings.router.replicas and (routers or not only):
         router = routers[0] if routers else Router
         parts.insert(0, Part("router", (router,), settings.router.replicas, settings))
-    if any(service in front for service in wanted):
+    if only and role_of(root) == "processor":
+        parts.insert(0, Part("processor", (root,), spec_of(root).workers, settings))
+    elif any(service in front for service in wanted):
         count = settings.server.http_workers
         parts.insert(0, Part("frontend", tuple(front), count, settings))
     return Plan(root.__name__, tuple(parts), settings, bool(front))

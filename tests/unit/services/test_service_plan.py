@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dynamo.cli.serve import take_options
-from dynamo.core.errors import ConfigError, Unsupported
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Given, Loaded, load
 from dynamo.sdk import depends, dynamo_endpoint, service
+from dynamo.sdk.declare import spec_of
 from dynamo.services import Frontend, Processor, Router, Worker
 from dynamo.services.graph import named
 from dynamo.services.plan import Plan, plan, process_specs
@@ -100,8 +101,8 @@ def test_a_worker_as_the_root_serves_http() -> None:
 def test_one_part_alone() -> None:
     assert shape(made(Front, only=True)) == [("frontend", "Front", 1)]
     assert shape(made(Helper, only=True)) == [("service", "Helper", 3)]
-    with pytest.raises(Unsupported, match="Processor does not run by itself"):
-        made(Processor, only=True)
+    assert shape(made(Processor, only=True)) == [("processor", "Processor", 1)]
+    assert not made(Processor, only=True).listens
 
 
 def test_a_graph_without_a_model_is_called_after_its_root() -> None:
@@ -183,3 +184,24 @@ def test_specs_are_callers_first_with_the_shared_settings() -> None:
     assert specs[1].task["target"] == f"{__name__}:Helper"
     assert specs[1].task["section"] == {"key": "value"}
     assert [one.stop_order for one in specs] == [0, 1, 1, 1, 2, 2]
+
+
+def test_a_processor_of_another_name_is_called_as_the_ready_made_one() -> None:
+    @service()
+    class Words(Processor): ...
+
+    @service()
+    class Asks:
+        words = depends(Words)
+
+    @service()
+    class Loud(Processor):
+        @dynamo_endpoint("chat/answer")
+        async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+            return {}
+
+    assert spec_of(Words).component == "Processor"
+    assert shape(made(Asks))[0] == ("frontend", "Frontend", 1)
+    assert made(Asks).parts[0].services == (Frontend, Words)
+    with pytest.raises(ConfigError, match="Loud is a ready-made service"):
+        made(Loud)
