@@ -152,7 +152,8 @@ def test_live_and_not_ready_before_the_first_worker(
     until(lambda: one.get("/live")[0] == 200)
     status, body = one.get("/health")
     assert status == 503
-    assert "worker" in body
+    assert "this deployment starts no workers (engine.workers = 0)" in body
+    assert "no workers are started here" in one.log.read_text()
     status, answer = one.post("/v1/chat/completions", CHAT)
     assert status == 503
     assert answer["error"]["code"] in {"model_not_ready", "no_workers"}

@@ -21,7 +21,8 @@ from dynamo.services.way import WORKER, Way
 
 log = logging.getLogger(__name__)
 
-WAITING = "no model is ready yet: no worker has announced one"
+WAITING = "no worker has announced a model yet"
+NO_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
 
 
 class Models:
@@ -34,7 +35,10 @@ class Models:
         self._routing = routing
         self._ways: dict[str, Way] = {}
         self._watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
-        self._waiting("", WAITING)
+        self._idle = WAITING if runtime.settings.engine.workers else NO_WORKERS
+        if self._idle is NO_WORKERS:
+            log.warning("no workers are started here", extra={"fields": {"engine.workers": 0}})
+        self._waiting("", self._idle)
         runtime.health.on_change(self._heard)
 
     def follow(self) -> None:
@@ -76,7 +80,7 @@ class Models:
 
     def _heard(self) -> None:
         """Requests are told what health tells of the deployment."""
-        self._gateway.waiting(self._runtime.health.reasons.get(PREPARATION, WAITING))
+        self._gateway.waiting(self._runtime.health.reasons.get(PREPARATION, self._idle))
 
     def _waiting(self, name: str, reason: str) -> None:
         """No model is open yet, or `name` is not, and why."""
