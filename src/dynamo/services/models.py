@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from urllib.parse import unquote
 
 from dynamo.application import Gateway, Served
 from dynamo.models.card import ModelCard
@@ -13,13 +14,15 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.watch import Watch
 from dynamo.scheduling.processor import Processor
-from dynamo.services.catalogue import Catalogue
+from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.fetch import ensure_file
 from dynamo.services.model_names import MODELS
 from dynamo.services.routing import Routing
 from dynamo.services.way import WORKER, Way
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 0.02
 
 WAITING = "no worker has announced a model yet"
 NO_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
@@ -45,6 +48,15 @@ class Models:
         """From now on until the runtime shuts down."""
         catalogue = Catalogue(self._runtime, self._open, self._waiting)
         self._runtime.tasks.start(catalogue.follow(), MODELS)
+
+    async def opened(self, within_s: float) -> None:
+        """Return when the models that workers announce already are open, or after `within_s`."""
+        runtime = self._runtime
+        cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
+        wanted = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
+        until = runtime.clock.now() + within_s
+        while not wanted <= self._ways.keys() and runtime.clock.now() < until:
+            await runtime.clock.sleep(LOOK_S)
 
     def workers(self) -> Mapping[str, int]:
         """How many instances serve each model."""
