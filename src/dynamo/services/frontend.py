@@ -19,6 +19,9 @@ from dynamo.services.siblings import Siblings
 log = logging.getLogger(__name__)
 
 
+PATIENCE_S = 10.0
+
+
 class Frontend:
     """Listens, follows the models, serves them until the runtime shuts down."""
 
@@ -48,10 +51,12 @@ class Frontend:
             on_error=application.on_error,
         )
         host = server.http_host
+        self._models.follow()
+        if runtime.supervised:  # others may share the port and answer what this one cannot yet
+            await self._models.opened(PATIENCE_S)
         port = await http.start(host, server.http_port, reuse_port=runtime.supervised)
         runtime.at_shutdown(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._models.follow()
         Offers(runtime, gateway).follow()
         await Processing(runtime, gateway).start()
         await answers.start()
