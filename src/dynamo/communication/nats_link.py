@@ -65,8 +65,10 @@ class NatsLink:
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
-        """`nats://HOST:PORT[,nats://HOST:PORT]` (`tls://` with TLS). Dials in the background.
-        Raises `ConfigError`."""
+        """`nats://HOST:PORT[,HOST:PORT]`, with TLS `nats:tls://HOST:PORT`. Dials in the
+        background. Raises `ConfigError`."""
+        if not url.startswith("nats://"):
+            url = url.removeprefix("nats:")
         servers = [one.strip() for one in url.split(",") if one.strip()]
         servers = [one if "://" in one else f"nats://{one}" for one in servers]
         if not servers or any(not one.partition("://")[2] for one in servers):

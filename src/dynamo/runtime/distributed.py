@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
@@ -26,6 +26,7 @@ from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.health import Health
 from dynamo.runtime.leases import BackgroundDiscovery, KeptDiscovery
 from dynamo.runtime.lifecycle import Lifecycle, State
+from dynamo.runtime.planes import Planes, planes_of
 from dynamo.runtime.registry import ComponentRegistry
 from dynamo.telemetry import Registry
 
@@ -46,6 +47,7 @@ class DistributedRuntime:
     requests: Requests
     events: Events
     runtime: Runtime
+    planes: Planes
 
     def __init__(
         self,
@@ -191,15 +193,15 @@ class DistributedRuntime:
         self._leaving.append(leave)
 
     async def _open(self) -> None:
-        about = self.settings.runtime
+        self.planes = planes = planes_of(self.settings)
         async with AsyncExitStack() as opened:
-            background = await self._open_discovery(opened)
+            background = await self._open_discovery(opened, planes)
             self.runtime = Runtime(
                 self.instance_id, asyncio.get_running_loop(), background, self.stopping
             )
-            self.requests = await open_requests(about.requests)
+            self.requests = await open_requests(planes.requests, planes.options)
             opened.push_async_callback(self.requests.close)
-            self.events = await open_events(about.events, self.discovery)
+            self.events = await open_events(planes.events, self.discovery, planes.options)
             opened.push_async_callback(self.events.close)
             opened.push_async_callback(self.tasks.close)
             self._opened = opened.pop_all()
@@ -207,28 +209,39 @@ class DistributedRuntime:
         self.lifecycle.to(State.RUNNING)
         self.health.on_change(self._follow_health)
 
-    async def _open_discovery(self, opened: AsyncExitStack) -> Background:
+    def plane_facts(self) -> Mapping[str, Any]:
+        """For /health: where the planes are, and by plane why its server is `away`."""
+        named = self.planes.shown()
+        away = self.troubles()
+        return {**named, "away": away} if away else named
+
+    def troubles(self) -> Mapping[str, str]:
+        """By plane, why its server cannot be reached now. Serving goes on without it."""
+        planes: dict[str, Discovery | Requests | Events] = {
+            "discovery": self.discovery,
+            "requests": self.requests,
+            "events": self.events,
+        }
+        return {name: plane.trouble for name, plane in planes.items() if plane.trouble}
+
+    async def _open_discovery(self, opened: AsyncExitStack, planes: Planes) -> Background:
         """The plane, and where it runs: a memory plane has no I/O and stays on this loop."""
-        url = self.settings.runtime.discovery or await self._own_discovery()
-        if url.startswith("memory:"):
-            self.discovery = await _open_kept(url)
+        if planes.discovery.startswith("memory:"):
+            self.discovery = await _open_kept(planes)
             opened.push_async_callback(self.discovery.close)
             return InlineBackground()
         background = ThreadBackground()
         opened.push_async_callback(background.close)
-        self.discovery = BackgroundDiscovery(await background.run(_open_kept(url)), background)
+        if planes.discovery.startswith("file:"):
+            await self.clock.offload(deployment_of(self.settings).prepare)
+        self.discovery = BackgroundDiscovery(await background.run(_open_kept(planes)), background)
         opened.push_async_callback(self.discovery.close)
         return background
-
-    async def _own_discovery(self) -> str:
-        deployment = deployment_of(self.settings)
-        await self.clock.offload(deployment.prepare)
-        return deployment.discovery_url
 
     def _follow_health(self) -> None:
         if not self.lifecycle.stopping:
             self.lifecycle.to(State.HEALTHY if self.health.well else State.RUNNING)
 
 
-async def _open_kept(url: str) -> KeptDiscovery:
-    return KeptDiscovery(await open_discovery(url))
+async def _open_kept(planes: Planes) -> KeptDiscovery:
+    return KeptDiscovery(await open_discovery(planes.discovery, planes.etcd))

@@ -29,6 +29,10 @@ class KeptDiscovery(Discovery):
         self._lost: list[Callable[[], None]] = []
         inner.on_lease_lost(self._lease_lost)
 
+    @property
+    def trouble(self) -> str:
+        return self._inner.trouble
+
     async def put(self, key: str, value: bytes) -> None:
         self._records[key] = value
         await self._inner.put(key, value)
@@ -78,6 +82,10 @@ class BackgroundDiscovery(Discovery):
         self._inner = inner
         self._background = background
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def trouble(self) -> str:
+        return self._inner.trouble
 
     async def put(self, key: str, value: bytes) -> None:
         await self._background.run(self._inner.put(key, value))

@@ -91,6 +91,7 @@ def status_of(runtime: DistributedRuntime) -> StatusServer:
             "role": runtime.role,
             "name": runtime.name,
             "instance": runtime.instance_id,
+            "planes": runtime.plane_facts(),
             "endpoints": {
                 served.endpoint.path: str(served.lifecycle.state) for served in runtime.served
             },

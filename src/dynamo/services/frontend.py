@@ -71,13 +71,8 @@ class Frontend:
 
     def _facts(self) -> Mapping[str, Any]:
         """What only this process knows, for /health."""
-        planes = self._runtime.settings.runtime
         return {
             "workers": self._models.workers(),
-            "planes": {
-                "discovery": planes.discovery or "file:",
-                "requests": planes.requests,
-                "events": planes.events,
-            },
+            "planes": self._runtime.plane_facts(),
             "instance": self._runtime.instance_id,
         }

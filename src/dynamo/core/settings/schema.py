@@ -14,6 +14,7 @@ from dynamo.core.settings.schema_cluster import (
     Messaging,
     Monitoring,
     Nixl,
+    Security,
     WorkerGroup,
     Workers,
 )
@@ -293,13 +294,39 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     discovery: Annotated[
         str,
         setting(
-            "discovery plane URL; empty: file: in the deployment's state folder", flag="--discovery"
+            "discovery plane URL; empty: by the section `discovery`, else file: in the "
+            "deployment's state folder",
+            flag="--discovery",
         ),
     ] = ""
-    requests: Annotated[str, setting("request plane URL", flag="--request-plane")] = (
-        "tcp://127.0.0.1:0"
-    )
-    events: Annotated[str, setting("event plane URL", flag="--event-plane")] = "tcp://127.0.0.1:0"
+    requests: Annotated[
+        str,
+        setting(
+            "request plane URL; empty: by `messaging`, else tcp: at `plane_host`",
+            flag="--request-plane",
+        ),
+    ] = ""
+    events: Annotated[
+        str,
+        setting(
+            "event plane URL; empty: by `messaging`, else tcp: at `plane_host`",
+            flag="--event-plane",
+        ),
+    ] = ""
+    plane_host: Annotated[
+        str,
+        setting(
+            "address that tcp: planes listen on; beyond loopback they need `security`",
+            flag="--plane-host",
+        ),
+    ] = "127.0.0.1"
+    public_host: Annotated[
+        str,
+        setting(
+            "where other hosts reach this one; empty: `plane_host`, or for 0.0.0.0 the address "
+            "that this machine sends by"
+        ),
+    ] = ""
     status_host: Annotated[str, setting("address of every process's status port")] = "127.0.0.1"
     drain_s: Annotated[
         float, setting("SIGTERM: time for requests in flight", flag="--drain", unit="seconds", ge=0)
@@ -361,6 +388,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runtime: Runtime = Runtime()
     discovery: Discovery = Discovery()
     messaging: Messaging = Messaging()
+    security: Security = Security()
     nixl: Nixl = Nixl()
     monitoring: Monitoring = Monitoring()
     logging: Logging = Logging()

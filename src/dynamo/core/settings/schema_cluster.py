@@ -114,19 +114,31 @@ class Frontend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resources: Resources = Resources()
 
 
-class Etcd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerTls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who we are to a server, and how we know it."""
+
+    username: Annotated[str, setting("user at the server; empty: none")] = ""
+    password: Annotated[str, setting("the user's password", secret=True)] = ""
+    ca: Annotated[
+        str, setting("PEM file of who signed the server's certificate; empty: the system's")
+    ] = ""
+    cert: Annotated[str, setting("PEM file of this client's certificate; empty: none")] = ""
+    key: Annotated[str, setting("PEM file of this client's key")] = ""
+
+
+class Etcd(ServerTls, frozen=True, forbid_unknown_fields=True):
     """etcd."""
 
     endpoints: Annotated[
         tuple[str, ...],
         setting(
-            "URLs of the servers",
+            "URLs of the servers (http:// or https://); given, they are where processes find each "
+            "other",
             aliases=("discovery.etcd_endpoints", "router.discovery.etcd_endpoints"),
-            unused=True,
         ),
     ] = ()
     dial_timeout: Annotated[
-        float, setting("time to connect", unit="seconds", ge=0.1, unused=True)
+        float, setting("time to connect, and for one answer", unit="seconds", ge=0.1)
     ] = 5.0
 
 
@@ -135,31 +147,70 @@ class Discovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Annotated[
         str,
-        setting("kind of server; file: none", choices=("file", "etcd", "kubernetes"), unused=True),
+        setting(
+            "kind of server; file: none, unless `etcd.endpoints` are given; etcd without endpoints "
+            "is 127.0.0.1:2379",
+            choices=("file", "etcd"),
+            not_yet=(("kubernetes", ""),),
+        ),
     ] = "file"
     etcd: Etcd = Etcd()
 
 
-class Nats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Nats(ServerTls, frozen=True, forbid_unknown_fields=True):
     """NATS."""
 
-    servers: Annotated[tuple[str, ...], setting("URLs of the servers", unused=True)] = ()
+    servers: Annotated[
+        tuple[str, ...],
+        setting(
+            "URLs of the servers (nats:// or tls://); given, events and requests go through them"
+        ),
+    ] = ()
     cluster_name: Annotated[str, setting("its name", unused=True)] = ""
     max_reconnect: Annotated[
-        int, setting("quick attempts to connect again, then slower for ever", ge=0, unused=True)
+        int, setting("quick attempts to connect again, then slower for ever", ge=0)
     ] = 10
     reconnect_wait: Annotated[
-        float, setting("between attempts", unit="seconds", ge=0, unused=True)
-    ] = 2.0
+        float,
+        setting(
+            "between quick attempts; slower ones wait three times as long. Dynamo's 2 s would "
+            "leave a server that is back unnoticed for up to 6",
+            unit="seconds",
+            ge=0.01,
+        ),
+    ] = 0.5
 
 
 class Messaging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests and events through a server; without one see `runtime.requests` and `.events`."""
 
     type: Annotated[
-        str, setting("kind of messaging; tcp: no server", choices=("tcp", "nats"), unused=True)
+        str,
+        setting(
+            "kind of messaging; tcp: no server, unless `nats.servers` are given; nats without "
+            "servers is 127.0.0.1:4222",
+            choices=("tcp", "nats"),
+        ),
     ] = "tcp"
     nats: Nats = Nats()
+
+
+class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Between the deployment's own processes; for HTTP see `server`."""
+
+    secret: Annotated[
+        str,
+        setting(
+            "what every process of the deployment knows and nobody else; at least 16 characters; "
+            "planes that listen beyond this machine need it, or certificates",
+            secret=True,
+        ),
+    ] = ""
+    tls_ca: Annotated[
+        str, setting("PEM file of the CA that signed every process's certificate; TLS is mutual")
+    ] = ""
+    tls_cert: Annotated[str, setting("PEM file of this process's certificate")] = ""
+    tls_key: Annotated[str, setting("PEM file of this process's key")] = ""
 
 
 class Prometheus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
