@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from dynamo.core.errors import NotFound
+from dynamo.core.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
     from dynamo.operations.router_view import RouterPort
@@ -33,7 +33,12 @@ def _running(which: str | None) -> str:
     from dynamo.cli.stop import choose
     from dynamo.runtime.deployment import live_deployments
 
-    (deployment,) = choose(live_deployments(), which)
+    running = live_deployments()
+    try:
+        (deployment,) = choose(running, which)
+    except ConfigError as error:
+        names = ", ".join(one.id for one in running)
+        raise ConfigError(error.message, hint=f"--deployment names one of {names}") from None
     for process in deployment.processes():
         if process.role in {"frontend", "router"} and process.address.startswith("http"):
             return process.address

@@ -19,14 +19,14 @@ ERRORS: dict[int, type[DynamoError]] = {
 }
 
 
-class Spoken(msgspec.Struct):
+class Spoken(msgspec.Struct, frozen=True):
     """An error's body."""
 
     message: str = ""
     hint: str = ""
 
 
-class ErrorBody(msgspec.Struct):
+class ErrorBody(msgspec.Struct, frozen=True):
     """Around it."""
 
     error: Spoken = Spoken()
