@@ -4,6 +4,7 @@ from dynamo_client.client import DynamoClient
 from dynamo_client.config import DynamoConfig
 from dynamo_client.errors import (
     DynamoAPIError,
+    DynamoCertificateError,
     DynamoConnectionError,
     DynamoError,
     DynamoTimeoutError,
@@ -13,6 +14,7 @@ from dynamo_client.sync import SyncDynamoClient
 
 __all__ = [
     "DynamoAPIError",
+    "DynamoCertificateError",
     "DynamoClient",
     "DynamoConfig",
     "DynamoConnectionError",

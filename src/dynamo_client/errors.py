@@ -27,6 +27,10 @@ class DynamoConnectionError(DynamoError):
     """The server could not be reached, or the connection broke."""
 
 
+class DynamoCertificateError(DynamoConnectionError):
+    """The server's certificate is not trusted. Never tried again."""
+
+
 class DynamoTimeoutError(DynamoConnectionError):
     """The server took longer than `timeout`. Never tried again: it may be at work still."""
 

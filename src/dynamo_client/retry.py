@@ -8,6 +8,7 @@ import time
 from dynamo_client.config import DynamoConfig
 from dynamo_client.errors import (
     DynamoAPIError,
+    DynamoCertificateError,
     DynamoConnectionError,
     DynamoError,
     DynamoTimeoutError,
@@ -43,7 +44,8 @@ def worthwhile(error: DynamoError) -> bool:
     """May the same request succeed later, and was it surely not answered?"""
     if isinstance(error, DynamoAPIError):
         return error.status in STATUSES
-    return isinstance(error, DynamoConnectionError) and not isinstance(error, DynamoTimeoutError)
+    hopeless = (DynamoTimeoutError, DynamoCertificateError)
+    return isinstance(error, DynamoConnectionError) and not isinstance(error, hopeless)
 
 
 def retry_after_s(value: str) -> float | None:

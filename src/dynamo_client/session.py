@@ -15,12 +15,12 @@ from dynamo_client.exchange import Exchange, Patience, gap, whole
 from dynamo_client.network import Channel, Network
 from dynamo_client.retry import Retry, retry_after_s
 from dynamo_client.streams import EVENT_STREAM, Events
+from dynamo_client.unreachable import unreachable
 from dynamo_client.wire import BrokenReplyError, Head, request_bytes
 
 T = TypeVar("T")
 CONNECT_S = 5.0
 IDLE_CHANNELS = 128
-START = "is a server running there? `dynamo run` starts one"
 SLOW = "give it more time: DynamoConfig(timeout=...), or read the answer as a stream"
 
 
@@ -137,10 +137,7 @@ class Session:
             limit_s = min(CONNECT_S, max(0.001, patience()))
             return await self._network.connect(self._origin, limit_s), False
         except OSError as error:
-            raise DynamoConnectionError(
-                f"cannot connect to {self._config.base_url}: {error or 'it takes too long'}",
-                hint=START,
-            ) from error
+            raise unreachable(self._config.base_url, self._origin, error) from error
 
     def _release(self, exchange: Exchange) -> None:
         channel = exchange.done()
