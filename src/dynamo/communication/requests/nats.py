@@ -85,6 +85,15 @@ class NatsRequests(Requests):
                     raise
         await self._direct.call(direct, endpoint, payload, context, sink, window=window)
 
+    def heard(self, address: str) -> int:
+        through, direct = split_address(address)
+        return self._through.heard(through) + self._direct.heard(direct)
+
+    def break_off(self, address: str) -> None:
+        through, direct = split_address(address)
+        self._through.break_off(through)
+        self._direct.break_off(direct)
+
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)
         return lambda: self._broken.remove(callback)

@@ -101,16 +101,15 @@ class Requests(ABC):
         under way: the handler's `credit` waits until the consumer released enough of it.
         """
 
+    @abstractmethod
     def heard(self, address: str) -> int:
-        """How many frames have come from `address`: it grows while somebody there speaks. 0 where
-        nobody counts."""
-        del address
-        return 0
+        """How many frames have come from `address` over the present connection: it grows while
+        somebody there speaks."""
 
+    @abstractmethod
     def break_off(self, address: str) -> None:
         """Nobody at `address` answers: give up the connection, so that calls over it raise
-        `WorkerFailed` and later ones connect anew. Nothing where a plane has no connections."""
-        del address
+        `WorkerFailed` and later ones connect anew."""
 
     @abstractmethod
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:

@@ -323,6 +323,23 @@ class EndsConformance:
                 await call
         await handler.cancelled.wait()
 
+    async def test_a_connection_that_is_given_up_fails_its_calls_and_is_made_anew(
+        self, join: Join
+    ) -> None:
+        handler, got = Endless(), Collected()
+        server, client = await served(join, handler), await join()
+        async with Tasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
+            await got.first.wait()
+            assert client.heard(server.address) > 0
+            client.break_off(server.address)
+            with pytest.raises(WorkerFailed):
+                await call
+        await handler.cancelled.wait()
+        await server.serve("again", echo)
+        await client.call(server.address, "again", b"hello", HERE, got)
+        assert got.items[-1] == b"hello"
+
     async def test_nobody_there_is_instance_gone(self, join: Join) -> None:
         gone, client, told = await served(join, echo), await join(), list[str]()
         await gone.close()
