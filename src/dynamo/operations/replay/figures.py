@@ -68,7 +68,7 @@ class Gaps:
         return Spread(_ms(self._sum / self._count), *map(_ms, points))
 
     def _at(self, share: float) -> float:
-        left = int(self._count * share)
+        left = round((self._count - 1) * share)
         for at in sorted(self._bins):
             left -= self._bins[at]
             if left < 0:
@@ -81,8 +81,8 @@ def spread(seconds: array[float]) -> Spread:
     if not seconds:
         return Spread(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(seconds)
-    count = len(ordered)
-    points = [ordered[int(count * share)] for share in (0.5, 0.9, 0.99)]
+    last = len(ordered) - 1
+    points = [ordered[round(last * share)] for share in (0.5, 0.9, 0.99)]
     return Spread(_ms(mean(ordered)), *map(_ms, points))
 
 

@@ -100,6 +100,8 @@ class FlightLog:
         self._blocks = blocks
         self._block_tokens = block_tokens
         self._fresh = FIRST_FRESH
+        self._leap: Sequence[float] = ()
+        self._leapers = 0
 
     def fresh(self) -> int:
         """The name of a block that nobody else has."""
@@ -140,10 +142,23 @@ class FlightLog:
         self.placings.append(Placing(flight.turn.row, worker, self.clock.now() * 1e3))
 
     def leapt(self, ends: Sequence[float]) -> None:
-        """A request got a token at each of `ends`."""
-        add = self.gaps.add
-        for before, after in pairwise(ends):
-            add(after - before)
+        """A request got a token at each of `ends`; those of one batch say so one after the other,
+        and are counted together."""
+        if ends is self._leap:
+            self._leapers += 1
+            return
+        self._count_leap()
+        self._leap, self._leapers = ends, 1
+
+    def close(self) -> None:
+        """No more comes."""
+        self._count_leap()
+
+    def _count_leap(self) -> None:
+        add, times = self.gaps.add, self._leapers
+        for before, after in pairwise(self._leap):
+            add(after - before, times)
+        self._leap, self._leapers = (), 0
 
     def finished(self, flight: Flight, now: float) -> None:
         """Its answer is complete."""

@@ -18,6 +18,7 @@ from dynamo.operations.replay.cluster import Cluster, Workers, requests_per_work
 from dynamo.operations.replay.figures import Result, spread
 from dynamo.operations.replay.flight import FlightLog, Progress
 from dynamo.operations.replay.trace import Blocks, Conversation
+from dynamo.scheduling.router.opening import KV
 
 SAMPLING = Sampling()
 STOPS = Stops()
@@ -60,7 +61,8 @@ class Replay:
             Cluster(plan.workers, plan.routing, log, clock, rng) as cluster,
             Tasks() as tasks,
         ):
-            clock.on_jump(cluster.catch_up)
+            if plan.routing.mode == KV:
+                clock.on_jump(cluster.catch_up)
             for conversation in conversations:
                 if conversation.start_s > clock.now():
                     await clock.sleep_until(conversation.start_s)
@@ -68,6 +70,7 @@ class Replay:
                 if self._progress is not None:
                     self._progress(log)
             await tasks.join()
+            log.close()
             self._duration_s = clock.now()
             self._preemptions = sum(one.scheduler.preemptions for one in cluster.engines)
             self._evictions = sum(one.scheduler.pool.evictions for one in cluster.engines)
