@@ -40,7 +40,6 @@ class PredictedCost(Cost):
         self._eviction = eviction
 
     def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
-        book.survey(now)
         new = request.new_tokens(book.name)
         service = book.service_ms(new)
         return {
@@ -51,7 +50,6 @@ class PredictedCost(Cost):
         }
 
     def cost(self, request: Arrival, book: Book, now: float) -> float:
-        book.survey(now)
         new = request.new_tokens(book.name)
         slope = book.timing.prefill.slope * new
         service = -(-new // book.token_budget) * book.step_ms + slope

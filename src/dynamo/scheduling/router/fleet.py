@@ -16,8 +16,11 @@ from dynamo.scheduling.router.timing import Timing
 BATCHED_TOKENS = 8_192
 """Prompt tokens of one step, of a worker that does not tell."""
 
-SURVEY_S = 0.02
-"""How old the sums over a worker's requests may be."""
+SURVEY_S = 0.1
+"""From this age on the sums over a worker's requests are taken anew."""
+
+SURVEYS = 16
+"""So many at a time, so that a decision over hundreds of workers stays quick."""
 
 SAME_STEP_S = 0.001
 """First tokens nearer than this came from one step."""
@@ -125,7 +128,8 @@ class Book:
         self.token_budget = self.info.max_num_batched_tokens if self.info else BATCHED_TOKENS
 
     def survey(self, now: float) -> None:
-        """Bring the sums up to date, unless they are fresh."""
+        """Take the sums over the active requests anew, unless that was done of late. In between
+        they follow what comes and goes, but not how answers grow."""
         if now - self._surveyed_s < SURVEY_S:
             return
         self._surveyed_s = now
@@ -137,8 +141,7 @@ class Book:
                 context += active.prompt_tokens + emitted
         self.context = context
         self.youth = youth
-        decode_ms = self.timing.decode.at(1.0, context) if context else 0.0
-        self.step_ms = self.timing.prefill.base + decode_ms
+        self._pace()
 
     def service_ms(self, new_tokens: int) -> float:
         """T(n): from the start of a prompt's first step to its first token."""
@@ -151,14 +154,13 @@ class Book:
 
     def place(self, active: Active, now: float) -> None:
         """The request goes there now."""
-        self.survey(now)
         took_ms = self.service_ms(active.new_tokens)
         begins = max(now, self.free_s) if self.open_count else now
         self.free_s = active.due_s = begins + took_ms * 1e-3
         self.open_count += 1
         self.open_tokens += active.new_tokens
         self.active[active.id] = active
-        self._surveyed_s = float("-inf")
+        self.youth += 1.0 / YOUNG_TOKENS
 
     def join(self, active: Active, emitted: int, now: float) -> None:
         """A request that another router sent here is being answered already."""
@@ -176,24 +178,32 @@ class Book:
         if active.observed:
             self._observe_prefill(active, now)
         active.prefill_before_ms = self.prefill_ms
+        self.context += active.prompt_tokens
         self._close(active, now)
 
     def end(self, active: Active, now: float) -> None:
         """It left, answered or not."""
         if self.active.pop(active.id, None) is None:
             return
+        self.youth = max(0.0, self.youth - 1.0 / (active.emitted + YOUNG_TOKENS))
         if active.first_s is None:
             self._close(active, now)
-        elif active.observed:
+            return
+        if active.observed:
             self._observe_decode(active, now)
-        self._surveyed_s = float("-inf")
+        self.context = max(0, self.context - active.prompt_tokens - active.emitted)
+        self._pace()
 
     def _close(self, active: Active, now: float) -> None:
         self.open_count -= 1
         self.open_tokens -= active.new_tokens
-        self._surveyed_s = float("-inf")
         if self.open_count == 0:
             self.free_s = now
+        self._pace()
+
+    def _pace(self) -> None:
+        decode_ms = self.timing.decode.at(1.0, self.context) if self.context else 0.0
+        self.step_ms = self.timing.prefill.base + decode_ms
 
     def _observe_prefill(self, active: Active, now: float) -> None:
         """Prompts whose first tokens come together are one observation, settled when the next
@@ -227,6 +237,7 @@ class Fleet:
     def __init__(self) -> None:
         self.books: list[Book] = []
         self._by_name: dict[str, Book] = {}
+        self._next = 0
 
     def __getitem__(self, name: str) -> Book:
         return self._by_name[name]
@@ -234,6 +245,17 @@ class Fleet:
     def get(self, name: str) -> Book | None:
         """The book of a worker, if it is there."""
         return self._by_name.get(name)
+
+    def freshen(self, now: float) -> None:
+        """Survey the next few workers in turn."""
+        books = self.books
+        if len(books) <= SURVEYS:
+            for book in books:
+                book.survey(now)
+            return
+        for _ in range(SURVEYS):
+            self._next = (self._next + 1) % len(books)
+            books[self._next].survey(now)
 
     def replace(self, instances: Mapping[str, Instance]) -> list[str]:
         """These are the workers from now on; the names of those that are gone."""

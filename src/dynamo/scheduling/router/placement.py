@@ -128,6 +128,7 @@ class Placement:
         waiting = [one for one in self._waiting.values() if self._eligible(one)]
         if not waiting or not self.fleet.books:
             return []
+        self.fleet.freshen(now)
         if self.cost.joint:
             return self._jointly(waiting, now)
         return [self._alone(one, now) for one in waiting]
