@@ -59,6 +59,7 @@ class NatsLink:
         self._up = asyncio.Event()
         self._told: list[Callable[[bool], None]] = []
         self._closing = asyncio.Event()
+        self._complaint = ""
         self.waiting_bytes = 0
         self.trouble = "not connected yet"
         self.tried = asyncio.Event()
@@ -122,6 +123,7 @@ class NatsLink:
 
     async def close(self) -> None:
         """Send what waits, then hang up."""
+        self._closing.set()
         if self.up and not self._ended.is_set():
             self._out.append(())
             self._waiting.set()
@@ -129,7 +131,6 @@ class NatsLink:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._ended.wait()
         self._told.clear()
-        self._closing.set()
         self._ended.set()
         with suppress(TimeoutError):  # cancelled while it connects, the library leaves things open
             async with asyncio.timeout(FAREWELL_S):
@@ -150,7 +151,7 @@ class NatsLink:
                 client = await self._connect(server)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 failures += 1
-                self._away(f"NATS at {_shown(server)}: {error or type(error).__name__}")
+                self._away(f"NATS at {_shown(server)}: {self._complaint or error or 'no answer'}")
                 await self._rest(self._pause(failures))
                 continue
             failures = 0
@@ -172,6 +173,7 @@ class NatsLink:
 
     async def _connect(self, server: str) -> Client:
         client = Client()
+        self._complaint = ""
         about = self._options
 
         async def ended() -> None:
@@ -185,10 +187,11 @@ class NatsLink:
                 await client.connect(
                     [server],
                     name="dynamo",
-                    error_cb=_error,
+                    error_cb=self._error,
                     closed_cb=ended,
                     disconnected_cb=ended,
                     allow_reconnect=False,
+                    reconnect_time_wait=0,
                     connect_timeout=max(1, round(about.dial_timeout_s)),
                     ping_interval=PING_S,
                     **more,
@@ -255,7 +258,7 @@ class NatsLink:
         self._heard[subject] = await client.subscribe(subject, cb=hear)
 
     def _away(self, trouble: str) -> None:
-        if self.trouble != trouble:
+        if not self.tried.is_set():
             log.warning("nats cannot be reached", extra={"fields": {"error": trouble}})
         self.trouble = trouble
         self.tried.set()
@@ -267,9 +270,16 @@ class NatsLink:
         self.waiting_bytes = 0
         if self._up.is_set():
             self._up.clear()
-            log.warning("nats is away", extra={"fields": {"error": trouble}})
+            if not self._closing.is_set():
+                log.warning("nats is away", extra={"fields": {"error": trouble}})
             self.trouble = trouble
             self._tell(up=False)
+
+    async def _error(self, error: Exception) -> None:
+        """What the library tells beside: a subscription that drops messages, among others."""
+        self._complaint = str(error) or type(error).__name__
+        if self.up:
+            log.info("nats complains", extra={"fields": {"error": self._complaint}})
 
     def _tell(self, *, up: bool) -> None:
         for told in tuple(self._told):
@@ -283,11 +293,6 @@ def subject_token(text: str) -> str:
         for one in text
     )
     return plain or "%"
-
-
-async def _error(error: Exception) -> None:
-    """What the library tells beside: a subscription that drops messages, among others."""
-    log.warning("nats", extra={"fields": {"error": str(error) or type(error).__name__}})
 
 
 async def _hang_up(client: Client) -> None:

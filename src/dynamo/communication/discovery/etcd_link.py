@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from dynamo.communication.discovery.etcd_server import EtcdServer, Server
 from dynamo.communication.options import PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneAway
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import Tasks, first_of
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class EtcdLink:
                 self._present(server)
                 arrived()
                 delay_s = RETRY_S
-                await self._broken.wait()
+                await first_of(self._broken.wait(), server.lost())
+                self.failed(server, PlaneAway(f"etcd at {where}: the connection broke"))
             except PlaneAway as error:
                 self._away(error)
             finally:
@@ -95,7 +96,7 @@ class EtcdLink:
         self.tried.set()
 
     def _away(self, error: PlaneAway) -> None:
-        if self.trouble != error.message:
+        if not self.tried.is_set():
             log.warning("etcd cannot be reached", extra={"fields": {"error": error.message}})
         self.trouble = error.message
         self.tried.set()

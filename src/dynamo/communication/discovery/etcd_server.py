@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 from aetcd import rpc
-from grpc import ssl_channel_credentials
+from grpc import ChannelConnectivity, ssl_channel_credentials
 
 from dynamo.communication.directory import Change
 from dynamo.communication.options import PlaneOptions, Tls
@@ -75,6 +75,10 @@ class EtcdServer:
         if self._options.user:
             await self._authenticate()
         await self.read("\0")
+
+    async def lost(self) -> None:
+        """Return when the connection has broken."""
+        await self._channel.wait_for_state_change(ChannelConnectivity.READY)
 
     async def close(self) -> None:
         """Cut every call."""

@@ -1,0 +1,89 @@
+"""A TCP relay to put into a path, for tests of what networks do: cut, silence, delay."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+from dynamo.core.tasks import Tasks
+
+
+class Relay:
+    """`async with Relay(port) as relay`: `relay.port` leads to `port` on this machine.
+
+    `silent`: bytes are held, connections too, as by a network that drops everything; what was held
+    is passed on when it is False again. `delay_s`: added to every piece.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._tasks = Tasks(on_failure=lambda _: None)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._server: asyncio.Server | None = None
+        self.delay_s = 0.0
+        self.port = 0
+
+    @property
+    def silent(self) -> bool:
+        """Nothing passes now."""
+        return not self._passing.is_set()
+
+    @silent.setter
+    def silent(self, silent: bool) -> None:
+        if silent:
+            self._passing.clear()
+        else:
+            self._passing.set()
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        await self._tasks.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        self._tasks.start(self._join(reader, writer))
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._passing.wait()
+        try:
+            back, forth = await asyncio.open_connection("127.0.0.1", self._to)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(forth)
+        self._tasks.start(self._pump(reader, forth))
+        self._tasks.start(self._pump(back, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: Any) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._passing.wait()
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            writer.transport.abort()
+        finally:
+            writer.close()
+            self._writers.discard(writer)

@@ -1,0 +1,213 @@
+"""What a real etcd does to its clients: dies, comes back (empty), forgets leases, compacts, hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+
+from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.communication.discovery.etcd import EtcdDiscovery
+from dynamo.communication.discovery.etcd_server import Compacted, EtcdServer, Server
+from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.core.errors import ConfigError, PlaneAway, TooLarge
+from dynamo.runtime.leases import KeptDiscovery
+from dynamo.testing.conformance.discovery import until
+from dynamo.testing.relay import Relay
+from dynamo.testing.servers import EtcdProcess, free_port, program
+
+QUICK = PlaneOptions(lease_ttl_s=2.0, dial_timeout_s=1.0)
+_roots = itertools.count()
+Join = Callable[..., Awaitable[Discovery]]
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdProcess]:
+    with EtcdProcess() as server:
+        yield server
+
+
+@pytest.fixture
+async def join(etcd: EtcdProcess) -> AsyncIterator[Join]:
+    opened: list[Discovery] = []
+    root = f"fault-{next(_roots)}"
+
+    async def join(port: int = 0, options: PlaneOptions = DEFAULT) -> Discovery:
+        plane = await open_discovery(f"etcd://127.0.0.1:{port or etcd.port}/{root}", options)
+        opened.append(KeptDiscovery(plane))
+        return opened[-1]
+
+    yield join
+    for one in opened:
+        await one.close()
+
+
+async def away(plane: Discovery) -> None:
+    async with asyncio.timeout(10):
+        while not plane.trouble:
+            await asyncio.sleep(0.01)
+
+
+async def back(plane: Discovery) -> None:
+    async with asyncio.timeout(10):
+        while plane.trouble:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_restart_loses_nothing_and_tells_nothing(etcd: EtcdProcess, join: Join) -> None:
+    owner, watcher = await join(), await join()
+    await owner.put("/w/before", b"1")
+    async with watcher.watch("/w/") as changes:
+        await until(changes, "/w/before", b"1")
+        etcd.kill()
+        await away(owner)
+        await away(watcher)
+        await owner.put("/w/meanwhile", b"2")
+        await owner.delete("/w/before")
+        with pytest.raises(PlaneAway, match="etcd at"):
+            await watcher.get("/w/")
+        etcd.start()
+        seen = await until(changes, "/w/meanwhile", b"2")
+        assert ("/w/before", b"1") not in seen
+        await until(changes, "/w/before", None) if ("/w/before", None) not in seen else None
+    assert dict(await watcher.get("/w/")) == {"/w/meanwhile": b"2"}
+
+
+async def test_who_lives_is_not_told_gone_when_etcd_comes_back_empty(
+    etcd: EtcdProcess, join: Join
+) -> None:
+    lives, dies, watcher = await join(), await join(), await join()
+    await lives.put("/w/lives", b"1")
+    await dies.put("/w/dies", b"2")
+    async with watcher.watch("/w/") as changes:
+        await until(changes, "/w/dies", b"2")
+        etcd.kill()
+        await away(watcher)
+        await away(dies)
+        await dies.close()
+        etcd.forget()
+        etcd.start()
+        seen = await until(changes, "/w/dies", None)
+        assert ("/w/lives", None) not in seen
+    assert dict(await watcher.get("/w/")) == {"/w/lives": b"1"}
+
+
+async def test_a_lost_lease_is_told_and_the_records_return(etcd: EtcdProcess, join: Join) -> None:
+    owner, watcher, told = await join(), await join(), asyncio.Event()
+    owner.on_lease_lost(told.set)
+    await owner.put("/w/a", b"1")
+    async with watcher.watch("/w/") as changes:
+        await until(changes, "/w/a", b"1")
+        plane = owner._inner  # type: ignore[attr-defined]
+        assert isinstance(plane, EtcdDiscovery)
+        revoke(etcd, plane._lease)
+        await until(changes, "/w/a", None)
+        await owner.put("/w/b", b"2")  # the first call that the server refuses
+        await told.wait()
+        await until(changes, "/w/a", b"1")
+    assert dict(await watcher.get("/w/")) == {"/w/a": b"1", "/w/b": b"2"}
+
+
+async def test_a_partition_forgets_its_victim_until_it_is_over(
+    etcd: EtcdProcess, join: Join
+) -> None:
+    async with Relay(etcd.port) as relay:
+        owner, watcher = await join(relay.port, QUICK), await join()
+        await owner.put("/w/a", b"1")
+        async with watcher.watch("/w/") as changes:
+            await until(changes, "/w/a", b"1")
+            relay.silent = True
+            await until(changes, "/w/a", None)
+            await away(owner)
+            relay.silent = False
+            async with asyncio.timeout(4):
+                await until(changes, "/w/a", b"1")
+
+
+async def test_a_watcher_cut_off_sees_the_truth_after_a_compaction(
+    etcd: EtcdProcess, join: Join
+) -> None:
+    async with Relay(etcd.port) as relay:
+        owner, watcher = await join(), await join(relay.port, QUICK)
+        await owner.put("/w/goes", b"1")
+        await owner.put("/w/stays", b"0")
+        async with watcher.watch("/w/") as changes:
+            await until(changes, "/w/stays", b"0")
+            relay.silent = True
+            relay.cut()
+            for number in range(20):
+                await owner.put("/w/stays", b"%d" % number)
+            await owner.delete("/w/goes")
+            compact(etcd)
+            relay.silent = False
+            await until(changes, "/w/goes", None)
+        assert dict(await watcher.get("/w/")) == {"/w/stays": b"19"}
+
+
+async def test_a_compacted_revision_is_told(etcd: EtcdProcess) -> None:
+    compact(etcd)
+    server = EtcdServer(Server("127.0.0.1", etcd.port), QUICK)
+    await server.open(1.0)
+    with pytest.raises(Compacted):
+        await anext(server.watch("/", 1))
+    await server.close()
+
+
+async def test_a_hung_etcd_is_noticed_and_forgiven(etcd: EtcdProcess, join: Join) -> None:
+    owner, watcher = await join(options=QUICK), await join(options=QUICK)
+    await owner.put("/w/a", b"1")
+    async with watcher.watch("/w/") as changes:
+        await until(changes, "/w/a", b"1")
+        etcd.signal(signal.SIGSTOP)
+        await away(owner)
+        etcd.signal(signal.SIGCONT)
+        await owner.put("/w/b", b"2")
+        await until(changes, "/w/b", b"2")
+        await back(owner)
+
+
+async def test_the_second_server_is_asked_where_the_first_is_dead(etcd: EtcdProcess) -> None:
+    url = f"etcd://127.0.0.1:{free_port()},127.0.0.1:{etcd.port}/second"
+    plane = await open_discovery(url, QUICK)
+    await back(plane)
+    await plane.put("/k", b"1")
+    assert dict(await plane.get("/")) == {"/k": b"1"}
+    await plane.close()
+
+
+async def test_without_a_server_nothing_waits_and_closing_is_quick() -> None:
+    plane = await open_discovery(f"etcd://127.0.0.1:{free_port()}", QUICK)
+    async with asyncio.timeout(5):
+        await plane.put("/k", b"1")
+        await plane.delete("/k")
+        with pytest.raises(PlaneAway):
+            await plane.get("/")
+        await plane.close()
+
+
+async def test_what_cannot_be_is_said() -> None:
+    for url in ("etcd://", "etcd://a:b", "etcd://:2379"):
+        with pytest.raises(ConfigError):
+            await open_discovery(url)
+    plane = await open_discovery(f"etcd://127.0.0.1:{free_port()}")
+    with pytest.raises(TooLarge):
+        await plane.put("/k", bytes(2 << 20))
+    await plane.close()
+
+
+def revoke(etcd: EtcdProcess, lease: int) -> None:
+    etcdctl(etcd, "lease", "revoke", f"{lease:x}")
+
+
+def compact(etcd: EtcdProcess) -> None:
+    put = etcdctl(etcd, "put", "/compact", "x", "-w", "json")
+    etcdctl(etcd, "compact", put.split('"revision":')[1].split(",")[0].split("}")[0])
+
+
+def etcdctl(etcd: EtcdProcess, *words: str) -> str:
+    command = [program("etcdctl"), "--endpoints", f"127.0.0.1:{etcd.port}", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
