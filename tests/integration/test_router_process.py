@@ -1,0 +1,115 @@
+"""Routers and frontends as processes of their own: asked, killed, explained from a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MOCK = ("--engine.kind", "mock", "--speedup-ratio", "20")
+TEXT = "the quick brown fox jumps over a lazy dog while workers serve tokens of many models " * 3
+
+
+def body(number: int, tokens: int = 4) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{TEXT} {number}"}]
+    return {"model": "tiny", "max_tokens": tokens, "ignore_eos": True, "messages": messages}
+
+
+def of_role(deployment: Any, role: str) -> list[dict[str, Any]]:
+    return [one for one in deployment.processes() if one["role"] == role]
+
+
+def inflight(deployment: Any) -> int:
+    """Requests that its frontends answer now."""
+    lines = deployment.get("/metrics")[1].splitlines()
+    found = [line for line in lines if line.startswith("dynamo_frontend_inflight_requests ")]
+    return int(found[0].split()[1]) if found else 0
+
+
+def dynamo(deployment: Any, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dynamo", *map(str, words), "--url", deployment.url]
+    return subprocess.run(command, capture_output=True, text=True, env=deployment.environ)
+
+
+def test_a_graph_with_routers_of_their_own_outlives_each_of_them(
+    start: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    serve = start(
+        *("graphs.agg_router:Frontend", "-f", "configs/agg_router.yaml", *MOCK),
+        *("--model-path", tiny_model, "--model-name", "tiny"),
+        *("--Router.port=0", "--Router.workers=2"),
+        command="serve",
+        folder=EXAMPLES / "llm",
+    )
+    routers = of_role(serve, "router")
+    assert len(routers) == 2
+    statuses = []
+    for number in range(30):
+        if number == 10:
+            os.kill(routers[0]["pid"], signal.SIGKILL)
+        if number == 20:
+            os.kill(routers[1]["pid"], signal.SIGKILL)
+        statuses.append(serve.post("/v1/chat/completions", body(number))[0])
+    assert statuses == [200] * 30
+
+    end = time.monotonic() + 30
+    while sum(one["state"] == "ready" for one in of_role(serve, "router")) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    status, answer = serve.post("/v1/chat/completions", body(99))
+    assert status == 200
+    request_id = answer["id"].removeprefix("chatcmpl-")
+    told = dynamo(serve, "explain", request_id)
+    assert told.returncode == 0, told.stderr
+    assert "BLOCKS HELD" in told.stdout
+    assert ", by Router-" in told.stdout
+    assert dynamo(serve, "explain", request_id, "--json").stdout.startswith("[{")
+    assert dynamo(serve, "explain", "unknown").returncode == 1
+
+    report = dynamo(serve, "router", "report")
+    assert "requests     31" in report.stdout, report.stderr
+    page, picture = tmp_path / "r.html", tmp_path / "r.png"
+    view = dynamo(serve, "router", "view", "--html", page, "--picture", picture)
+    assert view.returncode == 0, view.stderr
+    assert "Router view" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert serve.stop(signal.SIGTERM) == 0
+
+
+def test_a_frontend_that_dies_changes_nothing_for_the_others_clients(
+    start: Any, tiny_model: Path
+) -> None:
+    run = start(
+        *("out=mock", tiny_model, "--model-name", "tiny", "--workers", "2"),
+        *("--http-workers", "3", "--router-mode", "kv", "--speedup-ratio", "1"),
+    )
+    while len([one for one in of_role(run, "frontend") if one["state"] == "ready"]) < 3:
+        time.sleep(0.05)
+    ended: list[int] = []
+
+    def ask(number: int) -> None:
+        try:
+            ended.append(run.post("/v1/chat/completions", body(number, tokens=150))[0])
+        except (OSError, json.JSONDecodeError):
+            ended.append(0)
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for one in clients:
+        one.start()
+    while inflight(run) < len(clients):
+        time.sleep(0.02)
+    os.kill(of_role(run, "frontend")[0]["pid"], signal.SIGKILL)
+    for one in clients:
+        one.join()
+    assert ended.count(200) >= len(clients) / 3
+    assert set(ended) <= {200, 0}
+    log = run.log.read_text()
+    assert "Traceback" not in log
+    assert run.post("/v1/chat/completions", body(1))[0] == 200
