@@ -24,8 +24,8 @@ from pathlib import Path
 
 CHAIN = 512
 EVENT = 16
-PROMPTS = 200
-FLEETS = (8, 64, 512)
+PROMPTS = {8: 200, 64: 200, 512: 40}
+"""Prompts by the number of workers."""
 
 
 class Subject(ABC):
@@ -144,7 +144,7 @@ def matching(
 ) -> float:
     rng = random.Random(fleet)
     prompts = []
-    for _ in range(PROMPTS):
+    for _ in range(PROMPTS[fleet]):
         prompt = chain(rng)
         deep = depths(kind, fleet, rng)
         for worker, depth in enumerate(deep):
@@ -195,7 +195,7 @@ def measure(peer: bool, blocks: int) -> dict[str, object]:
     match = subject.index.match if isinstance(subject, Ours) else subject.match
     for kind in ("whole", "shared", "spread"):
         found[f"match_{kind}_us"] = {
-            fleet: round(matching(subject, match, kind, fleet), 1) for fleet in FLEETS
+            fleet: round(matching(subject, match, kind, fleet), 1) for fleet in PROMPTS
         }
     if not peer:
         found["without_decoding"] = index_alone(rng)

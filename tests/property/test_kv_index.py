@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        for _ in range(600):
+        for _ in range(50):
             self.index.remove("nobody", ())
 
     @rule(path=paths)

@@ -1,8 +1,8 @@
-"""The KV index: a flat map from block hash to the set of workers that hold the block.
+"""The KV index: a flat map from block hash to the run of blocks it stands in.
 
-A chained hash names a whole prefix, and whoever holds a block holds the blocks above it, so no tree
-is needed to find a match: along a prompt the sets only shrink, and where they do is found by
-galloping and halving.
+A chained hash names a whole prefix, and whoever holds a block holds the blocks above it, so a match
+needs no walk: look up the first block, find by halving how much of its run the prompt shares, look
+up the next. A run knows how deep each worker holds it.
 """
 
 from __future__ import annotations
@@ -10,43 +10,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from dynamo.scheduling.index.branches import Branches
+from dynamo.scheduling.index.runs import HOLDER_BYTES, RUN_BLOCK_BYTES, RUN_BYTES, Run, Runs
 from dynamo.scheduling.index.worker_sets import WorkerSets
 
 SHARDS: Final = 256
 """Parts of the map. A dict that grows copies itself at once: in parts, each copy is short."""
 
 DEFAULT_BUDGET_BYTES: Final = 256 << 20
-BLOCK_BYTES: Final = 108
-"""Upper bound of a block in the map: 48 for its hash, up to 60 for its place just after a part has
-grown."""
+BLOCK_BYTES: Final = 108 + RUN_BLOCK_BYTES
+"""Upper bound of a block: 48 for its hash, up to 60 for its place in the map just after a part has
+grown, and its place in a run."""
 
 EVICT_BLOCKS: Final = 64
-STEP_BLOCKS: Final = 6
-"""Where sets change more often than that, going block by block is quicker than halving."""
-
-Segment = tuple[int, int]
-"""(depth, set): the workers of the set hold at least `depth` blocks, fewer of them hold more."""
+SWEEP_RUNS: Final = 8
 
 
 class KvIndex:
     """Exact as far as it is told, within its budget. Not thread-safe; no clock, no I/O.
 
-    Over `budget_bytes` the coldest branches are forgotten, tails first, so that what is left never
-    tells of more than a worker holds.
+    It relies on what prefix caches promise: who holds a block holds those above it. Of a worker
+    that breaks this it believes less than it holds. Over `budget_bytes` the coldest branches are
+    forgotten, tails first; that, too, errs on the side of less.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         self.budget_bytes = budget_bytes
         self.blocks = 0
         self.evicted = 0
-        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
-        self._gets: list[Callable[[int], int | None]] = [shard.get for shard in self._shards]
+        self._shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
+        self._gets: list[Callable[[int], Run | None]] = [shard.get for shard in self._shards]
         self._sets = WorkerSets()
-        self._branches = Branches()
+        self._runs = Runs()
+        self._holders = 0
         self._dropped = 0
         self._sweeping = 0
-        self._swept = SHARDS
 
     @property
     def workers(self) -> Sequence[str]:
@@ -55,8 +52,9 @@ class KvIndex:
 
     @property
     def bytes_used(self) -> int:
-        """An upper bound of the memory that the blocks take."""
-        return BLOCK_BYTES * self.blocks + self._branches.bytes_used
+        """An upper bound of the memory that the index takes."""
+        shared = self._holders - self._runs.count
+        return BLOCK_BYTES * self.blocks + RUN_BYTES * self._runs.count + HOLDER_BYTES * shared
 
     def number(self, worker: str) -> int:
         """The bit of a worker ("instance" or "instance/rank"), assigned on first use."""
@@ -64,50 +62,47 @@ class KvIndex:
 
     def store(self, worker: str, parent: int, hashes: Sequence[int]) -> None:
         """`worker` holds this chain; its first block hangs under `parent` (0: the root)."""
-        sets, shards = self._sets, self._shards
-        bit = sets.one(1 << sets.number(worker))
-        before = after = bit
-        above, fresh = parent, []
-        for block in hashes:
-            shard = shards[block & 255]
-            held = shard.get(block)
-            if held is None:
-                shard[block] = bit
-                fresh.append(block)
-                continue
-            if fresh:
-                self._grow(above, fresh)
-                fresh = []
-            if held is not before:
-                before, after = held, sets.one(held | bit)
-            if held is not after:
-                shard[block] = after
-            above = block
-        if fresh:
-            self._grow(above, fresh)
-        self._tidy()
+        number = self._sets.number(worker)
+        at, end = 0, len(hashes)
+        while at < end:
+            block = hashes[at]
+            run = self._gets[block & 255](block)
+            if run is None:
+                above = hashes[at - 1] if at else parent
+                at += self._add(number, above, hashes[at:] if at else hashes)
+            else:
+                depth = run.depth(number)
+                fits = depth < len(run.hashes) and run.hashes[depth] == block
+                place = depth if fits else run.place(block)
+                count = run.common(place, hashes, at)
+                if place + count > depth:
+                    self._hold(run, number, place + count)
+                at += count
+        self._sweep()
+        while self.bytes_used > self.budget_bytes and self._evict():
+            pass
 
     def remove(self, worker: str, hashes: Sequence[int]) -> None:
-        """`worker` does not hold these blocks any more."""
-        sets, shards = self._sets, self._shards
-        bit = sets.bit(worker)
-        before = after = 0
-        gone = []
-        for block in hashes:
-            shard = shards[block & 255]
-            held = shard.get(block)
-            if held is None or not held & bit:
+        """`worker` does not hold these blocks any more, nor what hangs under them."""
+        number = self._sets.known_number(worker)
+        at, end = 0, len(hashes)
+        while number is not None and at < end:
+            block = hashes[at]
+            at += 1
+            run = self._gets[block & 255](block)
+            if run is None or not (depth := run.depth(number)):
                 continue
-            if held == bit:
-                del shard[block]
-                gone.append(block)
+            own = run.hashes
+            left = depth - 1 if own[depth - 1] == block else run.place(block)
+            if left >= depth:
                 continue
-            if held is not before:
-                before, after = held, sets.one(held ^ bit)
-            shard[block] = after
-        self.blocks -= len(gone)
-        self._branches.gone(gone)
-        self._tidy()
+            while at < end and left and own[left - 1] == hashes[at]:
+                left -= 1
+                at += 1
+            self._hold(run, number, left)
+            if depth == len(own):
+                self._cut(run, run.deepest())
+        self._sweep()
 
     def clear(self, worker: str) -> None:
         """`worker` holds nothing."""
@@ -119,135 +114,137 @@ class KvIndex:
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """worker -> blocks of the longest prefix of `hashes` that it holds (> 0 only)."""
+        path: list[tuple[int, int, Run]] = []
+        at, end = 0, len(hashes)
+        while at < end:
+            block = hashes[at]
+            run = self._gets[block & 255](block)
+            if run is None:
+                break
+            place = run.place(block)
+            count = run.common(place, hashes, at)
+            path.append((at - place, place + count, run))
+            at += count
         found: dict[str, int] = {}
-        segments = self._segments(hashes) if hashes else ()
-        if not segments:
-            return found
         sets = self._sets
-        rest, members = sets.live, sets.known
-        for depth, held in reversed(segments):
-            new = held & rest
-            if new:
+        rest, members = sets.live, sets.members
+        for start, most, run in reversed(path):
+            self._runs.touch(run)
+            for depth, held, names in run.levels(members):
+                new = held & rest
+                if not new:
+                    continue
                 rest ^= new
-                names = members.get(new) or sets.members(new)
-                if len(names) == 1:
-                    found[names[0]] = depth
+                overlap = start + min(depth, most)
+                who = names if new == held else members(new)
+                if len(who) == 1:
+                    found[who[0]] = overlap
                 else:
-                    found.update(dict.fromkeys(names, depth))
-        self._branches.touch(hashes[segments[-1][0] - 1])
+                    found.update(dict.fromkeys(who, overlap))
         return found
 
     def holders(self, block: int) -> Sequence[str]:
         """The workers that hold a block."""
-        return self._sets.members((self._gets[block & 255](block) or 0) & self._sets.live)
-
-    def is_held(self, block: int) -> bool:
-        """Whether anybody holds a block."""
-        return bool((self._gets[block & 255](block) or 0) & self._sets.live)
+        run = self._gets[block & 255](block)
+        if run is None:
+            return ()
+        place = run.place(block)
+        levels = run.levels(self._sets.members)
+        found = sum(held for depth, held, _ in levels if depth > place)
+        return self._sets.members(found & self._sets.live)
 
     def holds(self, worker: str, block: int) -> bool:
         """Whether `worker` holds a block."""
-        return bool((self._gets[block & 255](block) or 0) & self._sets.bit(worker))
+        run, number = self._gets[block & 255](block), self._sets.known_number(worker)
+        return run is not None and number is not None and run.depth(number) > run.place(block)
+
+    def is_held(self, block: int) -> bool:
+        """Whether anybody holds a block."""
+        return bool(self.holders(block))
 
     def held(self, worker: str) -> set[int]:
-        """Every block of a worker. Walks the whole map."""
-        bit = self._sets.bit(worker)
-        return {block for shard in self._shards for block, held in shard.items() if held & bit}
+        """Every block of a worker. Walks all runs."""
+        number = self._sets.known_number(worker)
+        if number is None:
+            return set()
+        return {block for run in self._runs for block in run.hashes[: run.depth(number)]}
 
-    def chains(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """Every block in chains (parent, blocks), the coldest first."""
-        return self._branches.chains()
+    def chains(self) -> Iterator[tuple[int, Sequence[int], dict[str, int]]]:
+        """All that is known as chains: (parent, blocks, worker -> how many of them). A chain may
+        come before the one that its parent stands in."""
+        for run in self._runs:
+            holders = {
+                name: depth
+                for depth, held, _ in run.levels(self._sets.members)
+                for name in self._sets.members(held & self._sets.live)
+            }
+            if holders:
+                yield run.parent, run.hashes[: max(holders.values())], holders
 
-    def _segments(self, hashes: Sequence[int]) -> list[Segment]:
-        """Where the sets along a prompt change, shallow ones first. Gallops to the end of what
-        anybody holds, then halves what lies between two different sets."""
-        gets = self._gets
-        first = hashes[0]
-        held = gets[first & 255](first)
-        if held is None:
-            return []
-        last, low, low_held, high = len(hashes) - 1, 0, held, 1
-        ahead: list[tuple[int, int | None]] = []
-        while low < last:
-            high = min(high, last)
-            block = hashes[high]
-            seen = gets[block & 255](block)
-            if seen is None:
-                ahead.append((high, None))
+    def _add(self, number: int, parent: int, hashes: Sequence[int]) -> int:
+        """Blocks of one worker, the first of them new; how many were."""
+        run = self._gets[parent & 255](parent)
+        if run is None or run.hashes[-1] != parent or not _alone(run, number):
+            run = self._runs.begin(parent, number)
+            self._holders += 1
+        else:
+            self._runs.touch(run)
+        shards = self._shards
+        count = 0
+        for block in hashes:
+            if shards[block & 255].setdefault(block, run) is not run:
                 break
-            low, low_held, high = high, seen, 2 * high + 1
-        ahead.append((low, low_held))
-        return self._between(hashes, held, ahead)
+            count += 1
+        run.hashes.extend(hashes if count == len(hashes) else hashes[:count])
+        run.hold(number, len(run.hashes))
+        self.blocks += count
+        return count
 
-    def _between(
-        self, hashes: Sequence[int], held: int, ahead: list[tuple[int, int | None]]
-    ) -> list[Segment]:
-        gets = self._gets
-        found: list[Segment] = []
-        at = 0
-        while ahead:
-            there, seen = ahead[-1]
-            if seen is held or seen == held:
-                at = there
-                ahead.pop()
-            elif there - at <= 1:
-                found.append((at + 1, held))
-                if seen is None:
-                    return found
-                at, held = there, seen
-                ahead.pop()
-            elif at < STEP_BLOCKS * len(found):
-                at += 1
-                block = hashes[at]
-                seen = gets[block & 255](block)
-                if seen is not held and seen != held:
-                    found.append((at, held))
-                    if seen is None:
-                        return found
-                    held = seen
-            else:
-                middle = (at + there) >> 1
-                block = hashes[middle]
-                ahead.append((middle, gets[block & 255](block)))
-        found.append((at + 1, held))
-        return found
+    def _hold(self, run: Run, number: int, depth: int) -> None:
+        before = run.holders
+        run.hold(number, depth)
+        self._holders += run.holders - before
 
-    def _grow(self, parent: int, blocks: Sequence[int]) -> None:
-        self.blocks += len(blocks)
-        self._branches.grow(parent, blocks)
-        while self.bytes_used > self.budget_bytes:
-            cold = self._branches.coldest(EVICT_BLOCKS)
-            if not cold:
-                return
-            shards = self._shards
-            forgotten = sum(shards[block & 255].pop(block, None) is not None for block in cold)
-            self.blocks -= forgotten
-            self.evicted += forgotten
-
-    def _tidy(self) -> None:
-        """Small steps: one part of the map forgets who was dropped."""
-        if self._swept < SHARDS:
-            self._sweep(self._shards[self._swept])
-            self._swept += 1
-            if self._swept == SHARDS:
-                self._sets.forget(self._sweeping)
-        elif self._dropped:
-            self._sweeping, self._dropped, self._swept = self._dropped, 0, 0
-        self._branches.tidy(self._is_known)
-
-    def _sweep(self, shard: dict[int, int]) -> None:
-        dropped, sets = self._sweeping, self._sets
-        found = [(block, held) for block, held in shard.items() if held & dropped]
-        gone = []
-        for block, held in found:
-            left = held & ~dropped
-            if left:
-                shard[block] = sets.one(left)
-            else:
-                del shard[block]
-                gone.append(block)
+    def _cut(self, run: Run, length: int) -> int:
+        """Forget what is beyond `length`; how many blocks."""
+        before = run.holders
+        gone = run.cut(length)
+        for block in gone:
+            self._shards[block & 255].pop(block, None)
         self.blocks -= len(gone)
-        self._branches.gone(gone)
+        self._holders += run.holders - before
+        if not length:
+            self._holders -= run.holders
+            self._runs.end(run)
+        return len(gone)
 
-    def _is_known(self, block: int) -> bool:
-        return block in self._shards[block & 255]
+    def _evict(self) -> bool:
+        """Forget some of what was not used for longest. False: nothing is left."""
+        coldest = self._runs.coldest(EVICT_BLOCKS)
+        if coldest is None:
+            return False
+        self.evicted += self._cut(*coldest)
+        return True
+
+    def _sweep(self) -> None:
+        """A small step towards forgetting who was dropped."""
+        if not self._sweeping:
+            if not self._dropped:
+                return
+            self._sweeping, self._dropped = self._dropped, 0
+            self._runs.begin_round()
+        for _ in range(SWEEP_RUNS):
+            run = self._runs.next()
+            if run is None:
+                self._sets.forget(self._sweeping)
+                self._sweeping = 0
+                return
+            before = run.holders
+            run.forget(self._sweeping)
+            self._holders += run.holders - before
+            if run.deepest() < len(run.hashes):
+                self._cut(run, run.deepest())
+
+
+def _alone(run: Run, number: int) -> bool:
+    return run.holders == 1 and run.depth(number) == len(run.hashes)

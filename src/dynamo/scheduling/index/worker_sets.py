@@ -1,26 +1,24 @@
-"""Sets of workers as ints, one bit a worker; equal sets are one object."""
+"""Sets of workers as ints, one bit a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-MAX_INTERNED: Final = 16_384
+MAX_REMEMBERED: Final = 16_384
 
 
 class WorkerSets:
-    """Numbers workers, keeps sets once, names their members.
+    """Numbers workers and names the members of sets.
 
-    `known`: the names in sets that were asked for. A number is used again only after `forget`:
-    until then sets may still hold it.
+    A number is used again only after `forget`: until then sets may still hold it.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
         self._unused: list[int] = []
-        self._sets: dict[int, int] = {}
-        self.known: dict[int, tuple[str, ...]] = {}
+        self._members: dict[int, tuple[str, ...]] = {}
         self.live = 0
 
     @property
@@ -42,10 +40,9 @@ class WorkerSets:
             self.live |= 1 << found
         return found
 
-    def bit(self, worker: str) -> int:
-        """The set of this worker alone; 0 where it has no number."""
-        found = self._numbers.get(worker)
-        return 0 if found is None else 1 << found
+    def known_number(self, worker: str) -> int | None:
+        """The bit of a worker that has one."""
+        return self._numbers.get(worker)
 
     def drop(self, worker: str) -> int:
         """The worker is no member any more; what it was as a set (0: it was none)."""
@@ -61,28 +58,19 @@ class WorkerSets:
             low = dropped & -dropped
             self._unused.append(low.bit_length() - 1)
             dropped ^= low
-        self.known.clear()
-
-    def one(self, workers: int) -> int:
-        """The one object of a set."""
-        found = self._sets.get(workers)
-        if found is None:
-            if len(self._sets) >= MAX_INTERNED:
-                self._sets.clear()
-            self._sets[workers] = found = workers
-        return found
+        self._members.clear()
 
     def members(self, workers: int) -> tuple[str, ...]:
         """The names in a set."""
-        found = self.known.get(workers)
+        found = self._members.get(workers)
         if found is not None:
             return found
-        if len(self.known) >= MAX_INTERNED:
-            self.known.clear()
+        if len(self._members) >= MAX_REMEMBERED:
+            self._members.clear()
         names, rest = [], workers
         while rest:
             low = rest & -rest
             names.append(self._names[low.bit_length() - 1])
             rest ^= low
-        self.known[workers] = made = tuple(names)
+        self._members[workers] = made = tuple(names)
         return made
