@@ -14,7 +14,6 @@ from dynamo.communication.events import Source
 from dynamo.communication.requests import Outgoing
 from dynamo.core.codec import ReplyWriter, decode_request
 from dynamo.core.errors import ProtocolError
-from dynamo.core.hashing import HASHING
 from dynamo.core.kv_events import event_payloads
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import Tasks, run_all
@@ -25,6 +24,7 @@ from dynamo.inference.files import FileServer
 from dynamo.inference.kv_publisher import KVPublisher, declare_publisher
 from dynamo.inference.load_report import LoadReport, encode_load
 from dynamo.inference.worker_metrics import declare_metrics
+from dynamo.models.card import block_identity
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
@@ -81,8 +81,7 @@ class Worker:
         about = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
-            "tokenizer": tokenizer.sha256,
-            "hashing": HASHING,
+            "blocks": msgspec.to_builtins(block_identity(card)),
         }
         self._served.append(
             await component.endpoint("generate").serve(self._generate, capabilities=about)

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.communication.discovery import Change
 from dynamo.core.errors import DynamoError
-from dynamo.models.card import ModelCard
+from dynamo.models.card import ModelCard, block_identity
 from dynamo.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,17 @@ class Catalogue:
         self._cards: defaultdict[str, dict[str, ModelCard]] = defaultdict(dict)
         self._open: dict[str, ModelCard] = {}
         self._opening: set[str] = set()
+
+    def refused(self) -> dict[str, str]:
+        """Workers that do not agree with the card that their model was opened with: what is
+        different, by instance."""
+        found = {}
+        for name, opened in self._open.items():
+            for instance, card in self._cards[name].items():
+                different = block_identity(opened).differences(block_identity(card))
+                if different:
+                    found[instance] = f"{name}: {different}"
+        return found
 
     async def follow(self) -> None:
         """For ever; a broken watch is taken up again."""

@@ -29,7 +29,7 @@ class Frontend:
         """Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         gateway = Gateway()
-        routing = Routing(runtime)
+        self._routing = routing = Routing(runtime)
         answers = RoutingAnswers(runtime, routing)
         self._models = Models(runtime, gateway, routing)
         server = runtime.settings.server
@@ -73,6 +73,8 @@ class Frontend:
         """What only this process knows, for /health."""
         return {
             "workers": self._models.workers(),
+            "refused_workers": self._models.refused(),
+            "routing": self._routing.views(),
             "planes": self._runtime.plane_facts(),
             "instance": self._runtime.instance_id,
         }

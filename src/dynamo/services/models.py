@@ -41,13 +41,13 @@ class Models:
         self._idle = WAITING if runtime.settings.engine.workers else NO_WORKERS
         if self._idle is NO_WORKERS:
             log.warning("no workers are started here", extra={"fields": {"engine.workers": 0}})
+        self._catalogue = Catalogue(runtime, self._open, self._waiting)
         self._waiting("", self._idle)
         runtime.health.on_change(self._heard)
 
     def follow(self) -> None:
         """From now on until the runtime shuts down."""
-        catalogue = Catalogue(self._runtime, self._open, self._waiting)
-        self._runtime.tasks.start(catalogue.follow(), MODELS)
+        self._runtime.tasks.start(self._catalogue.follow(), MODELS)
 
     async def opened(self, within_s: float) -> None:
         """Return when the models that workers announce already are open, or after `within_s`."""
@@ -61,6 +61,10 @@ class Models:
     def workers(self) -> Mapping[str, int]:
         """How many instances serve each model."""
         return {name: len(way.client.instances) for name, way in self._ways.items()}
+
+    def refused(self) -> Mapping[str, str]:
+        """Workers that do not agree with their model's card, and in what."""
+        return self._catalogue.refused()
 
     async def _open(self, card: ModelCard) -> None:
         """Everything that turns a model's requests into calls of its workers."""

@@ -9,10 +9,10 @@ from dynamo.core.reply import Send
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.instances import Instance
 from dynamo.runtime.watch import Watch
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.health import Health
+from dynamo.services.agreement import Agreement
 from dynamo.services.routing import Routing
 
 WORKER = "worker"
@@ -31,14 +31,10 @@ class Way:
         cls, runtime: DistributedRuntime, watch: Watch, routing: Routing, card: ModelCard
     ) -> Self:
         """To the workers that serve the card's model. Raises `ConfigError`."""
-        name, settings = card.name, runtime.settings.router
-
-        def serves(instance: Instance) -> bool:
-            return bool(instance.capabilities.get("model") == name)
-
+        settings = runtime.settings.router
         async with AsyncExitStack() as held:
             endpoint = runtime.namespace().component(WORKER).endpoint("generate")
-            client = await endpoint.client(serves)
+            client = await endpoint.client(Agreement(card).serves)
             held.push_async_callback(client.close)
             held.callback(watch.follow(client))
             health = Health(
