@@ -125,5 +125,5 @@ class NatsEvents(Events):
 
 
 def _topic(subject: str, incarnation: str, number: int) -> str:
-    tokens = ".".join(subject_token(part) for part in subject.split("/"))
+    tokens = ".".join(subject_token(part) for part in subject.replace("/", ".").split("."))
     return f"{ROOT}.{tokens}.{incarnation}.{number}"

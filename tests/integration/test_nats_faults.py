@@ -1,0 +1,342 @@
+"""What a real NATS, and the way to it, do to events and requests: away, cut off, lossy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.communication.discovery.memory import MemoryDiscovery
+from dynamo.communication.events import Events, open_events
+from dynamo.communication.nats_link import NatsLink, subject_token
+from dynamo.communication.nats_wires import NatsWires
+from dynamo.communication.options import DEFAULT, PlaneOptions, Tls
+from dynamo.communication.requests import Requests, open_requests
+from dynamo.communication.requests.tcp import TcpRequests
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
+from dynamo.core.tasks import Tasks
+from dynamo.testing.certificates import make_authority, make_certificate, openssl_is_there
+from dynamo.testing.conformance.events import Heard
+from dynamo.testing.conformance.requests import Collected, Endless, echo
+from dynamo.testing.relay import Relay
+from dynamo.testing.servers import EtcdProcess, NatsProcess, free_port
+
+HERE = Context("request-1")
+QUICK = PlaneOptions(reconnect_wait_s=0.1)
+Plane = Requests | Events | Discovery | NatsLink
+
+
+@pytest.fixture(scope="module")
+def nats() -> Iterator[NatsProcess]:
+    with NatsProcess() as server:
+        yield server
+
+
+@pytest.fixture
+async def opened(nats: NatsProcess) -> AsyncIterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for one in made:
+        await one.close()
+
+
+async def requests(
+    nats: NatsProcess, opened: list[Any], port: int = 0, options: PlaneOptions = QUICK
+) -> Requests:
+    plane = await open_requests(f"nats://127.0.0.1:{port or nats.port}", options)
+    opened.append(plane)
+    await state(plane, up=True)
+    return plane
+
+
+async def state(plane: Plane, *, up: bool) -> None:
+    async with asyncio.timeout(10):
+        while bool(plane.trouble) == up:
+            await asyncio.sleep(0.01)
+
+
+async def ask(client: Requests, server: Requests) -> list[bytes]:
+    got = Collected()
+    await client.call(server.address, "e", b"x", HERE, got)
+    return got.items
+
+
+async def test_without_nats_calls_go_straight_and_nobody_is_told_broken(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    server, client = await requests(nats, opened), await requests(nats, opened)
+    await server.serve("e", echo)
+    broken: list[str] = []
+    client.on_broken(broken.append)
+    assert await ask(client, server) == [b"x"]
+    nats.kill()
+    await state(client, up=False)
+    assert await ask(client, server) == [b"x"]
+    nats.start()
+    await state(client, up=True)
+    assert await ask(client, server) == [b"x"]
+    await state(server, up=True)
+    assert await ask(client, server) == [b"x"]
+    assert broken == []
+
+
+async def test_a_stream_under_way_fails_when_nats_dies_and_its_handler_is_cancelled(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    server, client = await requests(nats, opened), await requests(nats, opened)
+    handler, got = Endless(), Collected()
+    await server.serve("e", handler)
+    async with Tasks(on_failure=lambda _: None) as tasks:
+        call = tasks.start(client.call(server.address, "e", b"", HERE, got))
+        await got.first.wait()
+        nats.kill()
+        with pytest.raises(WorkerFailed) as caught:
+            await call
+        assert not isinstance(caught.value, InstanceGone)
+        await handler.cancelled.wait()
+    nats.start()
+
+
+WORKER = """
+import asyncio, sys
+from dynamo.communication.requests import open_requests
+
+async def endless(payload, out):
+    out.send(b"first")
+    await asyncio.Event().wait()
+
+async def main():
+    plane = await open_requests(sys.argv[1])
+    await plane.serve("e", endless)
+    while plane.trouble:
+        await asyncio.sleep(0.01)
+    print(plane.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_process_is_noticed_by_what_comes_back(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    client = await requests(nats, opened)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER, nats.url, stdout=asyncio.subprocess.PIPE
+    )
+    assert child.stdout is not None
+    address = (await child.stdout.readline()).decode().strip()
+    broken = asyncio.Event()
+    client.on_broken(lambda _: broken.set())
+    got = Collected()
+    async with Tasks(on_failure=lambda _: None) as tasks:
+        call = tasks.start(client.call(address, "e", b"", HERE, got))
+        await got.first.wait()
+        os.kill(child.pid, signal.SIGKILL)
+        async with asyncio.timeout(3):
+            with pytest.raises(WorkerFailed):
+                await call
+            await broken.wait()
+    await child.wait()
+
+
+async def test_an_instance_cut_off_from_nats_is_called_straight(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    async with Relay(nats.port) as relay:
+        server = await requests(nats, opened, relay.port)
+        client = await requests(nats, opened)
+        await server.serve("e", echo)
+        assert await ask(client, server) == [b"x"]
+        relay.silent = True
+        relay.cut()
+        await state(server, up=False)
+        broken: list[str] = []
+        client.on_broken(broken.append)
+        assert await ask(client, server) == [b"x"]
+        relay.silent = False
+        await state(server, up=True)
+        assert await ask(client, server) == [b"x"]
+        assert broken == []
+
+
+async def test_a_lost_message_ends_the_connection_not_the_truth(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    ends = [await NatsLink.open(nats.url, QUICK) for _ in range(2)]
+    opened += ends
+    one, other = (TcpRequests(NatsWires(end, QUICK)) for end in ends)
+    await one.serve("e", echo)
+    for end in ends:
+        await end.wait_up()
+    got = Collected()
+    await other.call(one.address, "e", b"1", HERE, got)
+    publish = ends[1].publish
+    dropped: list[bytes] = []
+
+    def drop_once(subject: str, payload: bytes, reply: str = "") -> None:
+        if payload[0] == 2 and not dropped:
+            dropped.append(payload)
+        else:
+            publish(subject, payload, reply)
+
+    ends[1].publish = drop_once  # type: ignore[method-assign]
+    async with Tasks(on_failure=lambda _: None) as tasks:
+        lost = tasks.start(other.call(one.address, "e", b"2", HERE, got))
+        while not dropped:
+            await asyncio.sleep(0)
+        with pytest.raises(WorkerFailed):
+            await other.call(one.address, "e", b"3", HERE, got)
+        with pytest.raises(WorkerFailed):
+            await lost
+    await other.call(one.address, "e", b"4", HERE, got)
+    assert got.items == [b"1", b"4"]
+    await other.close()
+    await one.close()
+
+
+async def test_wires_through_nats_need_the_secret_too(nats: NatsProcess, opened: list[Any]) -> None:
+    ours = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
+    server = await requests(nats, opened, options=ours)
+    await server.serve("e", echo)
+    with pytest.raises(InstanceGone, match="secret"):
+        await ask(await requests(nats, opened), server)
+    assert await ask(await requests(nats, opened, options=ours), server) == [b"x"]
+
+
+class Events2:
+    """A publisher and a subscriber with one directory."""
+
+    def __init__(self, publisher: Events, subscriber: Events, directory: Discovery) -> None:
+        self.publisher = publisher
+        self.subscriber = subscriber
+        self.directory = directory
+
+
+@pytest.fixture
+async def pair(nats: NatsProcess, request: pytest.FixtureRequest) -> AsyncIterator[Events2]:
+    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    planes = [await open_events(nats.url, place, QUICK) for _ in range(2)]
+    for plane in planes:
+        await state(plane, up=True)
+    yield Events2(*planes, place)
+    for plane in planes:
+        await plane.close()
+    await place.close()
+
+
+async def test_what_is_published_while_nats_is_away_arrives_afterwards(
+    nats: NatsProcess, pair: Events2
+) -> None:
+    heard = Heard()
+    await pair.subscriber.subscribe("kv", heard)
+    source = await pair.publisher.source("kv", "w")
+    source.publish(b"0")
+    await heard.until_payload(b"0")
+    nats.kill()
+    await state(pair.publisher, up=False)
+    for number in range(1, 50):
+        source.publish(b"%d" % number)
+        await asyncio.sleep(0)
+    nats.start()
+    await heard.until_payload(b"49")
+    source.publish(b"50")
+    await heard.until_payload(b"50")
+    assert heard.payloads() == [b"%d" % number for number in range(51)]
+    assert pair.subscriber.lost() == 0
+
+
+async def test_the_last_event_is_missed_for_a_beat_only(pair: Events2) -> None:
+    heard, dropping = Heard(), False
+    plane: Any = pair.subscriber
+    plane.lossy = lambda first: dropping
+    await pair.subscriber.subscribe("kv", heard)
+    source = await pair.publisher.source("kv", "w")
+    source.publish(b"1")
+    await heard.until_payload(b"1")
+    dropping = True
+    source.publish(b"2")
+    await heard.until_payload(b"2")
+    assert heard.payloads() == [b"1", b"2"]
+    assert heard.payloads("stale") == [b""]
+
+
+async def test_events_may_be_read_with_natss_own_tools(nats: NatsProcess, pair: Events2) -> None:
+    link = await NatsLink.open(nats.url, QUICK)
+    await link.wait_up()
+    subjects: asyncio.Queue[str] = asyncio.Queue()
+    link.listen("dynamo.events.>", lambda subject, _, __, ___: subjects.put_nowait(subject))
+    source = await pair.publisher.source("dynamo.worker.kv_events", "w")
+    while subjects.empty():
+        source.publish(b"1")
+        await asyncio.sleep(0.01)
+    assert subjects.get_nowait().startswith("dynamo.events.dynamo.worker.kv_events.")
+    await link.close()
+
+
+async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> None:
+    server = NatsProcess()
+    planes = [await open_requests(server.url, QUICK) for _ in range(2)]
+    opened += planes
+    await planes[0].serve("e", echo)
+    assert await ask(planes[1], planes[0]) == [b"x"]
+    assert "NATS at" in planes[0].trouble
+    with server:
+        await state(planes[1], up=True)
+        assert await ask(planes[1], planes[0]) == [b"x"]
+
+
+async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) -> None:
+    if not openssl_is_there():
+        pytest.skip("openssl makes the certificates")
+    make_authority(tmp_path)
+    tls = make_certificate(tmp_path, "server")
+    client = make_certificate(tmp_path, "client")
+    flags = f"--tls --tlscert={tls.cert} --tlskey={tls.key} --tlsverify --tlscacert={tls.ca}"
+    with NatsProcess(*flags.split(), "--user", "u", "--pass", "secret word") as server:
+        options = PlaneOptions(
+            server_tls=client, user="u", password="secret word", reconnect_wait_s=0.1
+        )
+        link = await NatsLink.open(server.url, options)
+        opened.append(link)
+        await link.wait_up()
+        wrong = await NatsLink.open(server.url, PlaneOptions(server_tls=Tls(ca=client.ca)))
+        opened.append(wrong)
+        await wrong.tried.wait()
+        assert wrong.trouble
+
+
+async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
+    if not openssl_is_there():
+        pytest.skip("openssl makes the certificates")
+    make_authority(tmp_path)
+    tls, client = make_certificate(tmp_path, "server"), make_certificate(tmp_path, "client")
+    flags = f"--cert-file={tls.cert} --key-file={tls.key} --client-cert-auth "
+    flags += f"--trusted-ca-file={tls.ca}"
+    with EtcdProcess(*flags.split(), scheme="https") as server:
+        plane = await open_discovery(server.url, PlaneOptions(server_tls=client))
+        opened.append(plane)
+        await plane.put("/k", b"1")
+        assert dict(await plane.get("/")) == {"/k": b"1"}
+
+
+async def test_what_cannot_be_is_said() -> None:
+    for url in ("nats://", "nats:"):
+        with pytest.raises(ConfigError):
+            await open_requests(url)
+    plane = await open_requests(f"nats://127.0.0.1:{free_port()}", DEFAULT)
+    await plane.close()
+
+
+def test_a_subjects_token_is_one_token() -> None:
+    assert subject_token("kv_events") == "kv_events"
+    assert subject_token("a.b c*>") == "a%2Eb%20c%2A%3E"
+    assert subject_token("") == "%"
