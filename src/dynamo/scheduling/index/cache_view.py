@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -23,6 +23,10 @@ Mode = Literal["exact", "stale", "approximate"]
 """exact: the worker's events are complete. stale: a gap is being repaired; what was known is
 believed on, predictions beside it. approximate: it sends no events, only predictions tell."""
 
+Ask = Callable[[Sequence[int]], Awaitable[Mapping[str, int]]]
+"""Blocks -> worker -> how many of them it holds, of an index elsewhere."""
+
+MAX_ANSWERS: Final = 1024
 MODE_LOG: Final[dict[Mode, str]] = {
     "exact": "a worker's cache is known exactly",
     "stale": "events of a worker's cache are missing and asked for again",
@@ -57,6 +61,8 @@ class CacheView:
         self._modes: dict[str, Mode] = {}
         self._incomplete: set[str] = set()
         self._unsubscribe: list[Callable[[], None]] = []
+        self._ask: Ask | None = None
+        self._answers: OrderedDict[int, Mapping[str, int]] = OrderedDict()
         self.heard: Counter[str] = Counter()
         self.lost: Callable[[], int] = lambda: 0
 
@@ -74,6 +80,30 @@ class CacheView:
         """Hear every source of KV events under the prefix, until `close`."""
         self.lost = events.lost
         self._unsubscribe.append(await events.subscribe(subject_prefix, self.hear))
+
+    def ask(self, match: Ask) -> None:
+        """From now on what events say is asked of another index: `prepare` each prompt."""
+        self._ask = match
+
+    @property
+    def remote(self) -> bool:
+        """Whether `prepare` is needed."""
+        return self._ask is not None
+
+    async def prepare(self, hashes: Sequence[int]) -> None:
+        """Have the other index's answer for this prompt at hand; nothing where there is none."""
+        if self._ask is None or not hashes:
+            return
+        answer = await self._ask(hashes)
+        self._answers[hashes[-1]] = answer
+        if len(self._answers) > MAX_ANSWERS:
+            self._answers.popitem(last=False)
+
+    def trust(self, modes: Mapping[str, Mode]) -> None:
+        """How far each worker's view can be trusted, as the other index says; those not named are
+        approximate."""
+        for worker in self._modes.keys() | modes.keys():
+            self._become(worker, modes.get(worker, "approximate"))
 
     def close(self) -> None:
         """Hear no more."""
@@ -108,7 +138,10 @@ class CacheView:
     def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
         """worker -> blocks of the longest prefix of `hashes` that it holds on its device, or will
         hold by what was routed there (> 0 only)."""
-        found = self.tiers.device.match(hashes)
+        if self._ask is None:
+            found = self.tiers.device.match(hashes)
+        else:
+            found = dict(self._answers.get(hashes[-1], ())) if hashes else {}
         for worker, depth in self._predictions.overlaps(hashes, self._clock.now()).items():
             if depth > found.get(worker, 0):
                 found[worker] = depth
