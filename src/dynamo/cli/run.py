@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from dynamo.runtime.child import ProcessSpec
 
 TEXT = "text"
-INPUTS = ("http", TEXT)
-KNOWN = "in=http, in=text, in=batch:FILE.jsonl"
+NONE = "none"
+INPUTS = ("http", TEXT, NONE)
+KNOWN = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
-INPUTS_NOT_YET = ("endpoint", "none")
+INPUTS_NOT_YET = ("endpoint",)
 
 EXAMPLES = """\
   dynamo run                                     the default model on http://127.0.0.1:8000
@@ -40,14 +41,14 @@ def parser() -> Parser:
         "Every setting can be given: --SECTION.KEY VALUE, $DYNAMO_SECTION__KEY, or in a file.\n"
         "The list is in docs/reference/settings.md; those with a flag of their own are below.",
         EXAMPLES,
-        usage="[in=http|text|batch:FILE] [out=native|mock|echo] [MODEL] [FLAGS]",
+        usage="[in=http|text|batch:FILE|none] [out=native|mock|echo] [MODEL] [FLAGS]",
     )
     made.add_argument(
         "words",
         nargs="*",
         metavar="in= out= MODEL",
-        help="where requests come from (in=http), what computes (out=native), and a "
-        "model folder, GGUF file or hub name (SmolLM2-135M-Instruct)",
+        help="where requests come from (in=http; in=none: workers alone), what computes "
+        "(out=native), and a model folder, GGUF file or hub name (SmolLM2-135M-Instruct)",
     )
     add_batch_flags(made)
     add_settings(made)
@@ -64,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
         return serve_batch(settings, source.partition(":")[2], found)
     if source == TEXT:
         return serve_text(settings)
-    return serve_http(settings, found, extra)
+    return serve_http(settings, found, extra, workers_only=source == NONE)
 
 
 def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
@@ -98,10 +99,23 @@ def checked(loaded: Loaded) -> Settings:
     return settings
 
 
-def serve_http(settings: Settings, found: argparse.Namespace, extra: Mapping[str, Given]) -> int:
-    """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from."""
+def serve_http(
+    settings: Settings,
+    found: argparse.Namespace,
+    extra: Mapping[str, Given],
+    *,
+    workers_only: bool = False,
+) -> int:
+    """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from.
+    `workers_only`: without the port, for frontends that run elsewhere."""
     from dynamo.cli.fetch import Bar, names_of
-    from dynamo.services.launch import Source, deployment_specs, serve
+    from dynamo.services.launch import (
+        Source,
+        deployment_specs,
+        serve,
+        serve_unheard,
+        worker_specs,
+    )
     from dynamo.services.preparation import preparation
     from dynamo.telemetry.logs import configure
 
@@ -110,12 +124,16 @@ def serve_http(settings: Settings, found: argparse.Namespace, extra: Mapping[str
     bar = Bar(sys.stderr, as_logs=as_json)
     configure(settings.logging.level, settings.logging.format, "supervisor", bar)
     tell = partial(log_announcement if as_json else announce, names)
+    specs = worker_specs if workers_only else deployment_specs
 
     def again() -> tuple[Settings, Callable[[Settings], Sequence[ProcessSpec]]]:
-        return checked(read_settings(found, extra=extra)), deployment_specs
+        return checked(read_settings(found, extra=extra)), specs
 
     source = Source(again, file_of(found))
-    return serve(settings, tell, prepare=preparation(settings, bar), logs=bar, source=source)
+    prepare = preparation(settings, bar)
+    if workers_only:
+        return serve_unheard(settings, specs, tell, prepare=prepare, logs=bar, source=source)
+    return serve(settings, tell, prepare=prepare, logs=bar, source=source)
 
 
 def serve_text(settings: Settings) -> int:
@@ -133,7 +151,11 @@ def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int
 
 
 def announce(names: Sequence[str], url: str) -> None:
-    """Tell that all serve, and how to try it."""
+    """Tell that all serve, and how to try it; no `url`: to frontends that run elsewhere."""
+    if not url:
+        end = "end:  Ctrl-C, or `dynamo stop`\n"
+        print(f"\n{', '.join(names)} is served to frontends\n\n{end}", file=sys.stderr, flush=True)
+        return
     print(f"\n{', '.join(names)} is served at {url}/v1\n", file=sys.stderr)
     print(f"try:  {curl(url)}\nend:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
-from dynamo.runtime.deployment import deployment_of
-from dynamo.runtime.supervisor import Prepare, Supervisor, run_supervisor
-from dynamo.services.launch import Source, reload_of, serve
+from dynamo.runtime.supervisor import Prepare
+from dynamo.services.launch import Source, serve, serve_unheard
 from dynamo.services.plan import Plan
 from dynamo.telemetry.logs import Terminal
 
@@ -38,14 +37,4 @@ def serve_graph(
     _, specs = source.read()
     if made.listens:
         return serve(settings, on_ready, prepare=prepare, logs=logs, specs=specs, source=source)
-    deployment = deployment_of(settings)
-    settings = replace(settings, runtime=replace(settings.runtime, deployment=deployment.id))
-    supervisor = Supervisor(
-        specs(settings),
-        deployment,
-        settings,
-        out=logs,
-        prepare=prepare,
-        reload=reload_of(source, settings.server.http_port, deployment.id),
-    )
-    return run_supervisor(supervisor, lambda: on_ready(""))
+    return serve_unheard(settings, specs, on_ready, prepare=prepare, logs=logs, source=source)

@@ -126,6 +126,38 @@ def serve(
     return code
 
 
+def serve_unheard(
+    settings: Settings,
+    specs: Specs,
+    on_ready: Callable[[str], None],
+    *,
+    prepare: Prepare | None = None,
+    logs: Terminal | None = None,
+    source: Source | None = None,
+) -> int:
+    """Like `serve`, for processes of which none speaks HTTP: no port is held, the URL is ""."""
+    deployment = deployment_of(settings)
+    port = settings.server.http_port
+    settings = complete(settings, port, deployment.id)
+    supervisor = Supervisor(
+        specs(settings),
+        deployment,
+        settings,
+        out=logs,
+        prepare=prepare,
+        reload=source and reload_of(source, port, deployment.id),
+    )
+    code = run_supervisor(supervisor, lambda: on_ready(""))
+    if supervisor.failure is not None:
+        raise supervisor.failure.error()
+    return code
+
+
+def worker_specs(settings: Settings) -> list[ProcessSpec]:
+    """Workers alone, for frontends that run elsewhere."""
+    return [spec for spec in deployment_specs(settings) if spec.role == "worker"]
+
+
 def complete(settings: Settings, port: int, deployment: str = "") -> Settings:
     """With the port that is listened on and the deployment's name (else as it was)."""
     name = deployment or settings.runtime.deployment
