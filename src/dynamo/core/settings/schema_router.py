@@ -12,6 +12,7 @@ from dynamo.core.settings.schema_cluster import Resources
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
 ROUTER_MODES = (*BASIC_MODES, "kv", "adaptive")
 ROUTER_POLICIES = ("predicted", "block_cost", "composite", "argmin_ttft", "affinity")
+QUEUE_ORDERS = ("fcfs", "shortest", "deadline")
 SPELLINGS = (
     ("basic", "round_robin"),
     ("weighted", "weighted_round_robin"),
@@ -98,6 +99,32 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 16
+    queue_order: Annotated[
+        str,
+        setting(
+            "who goes first of those that wait in the router: by age, the shortest prompt by "
+            "weight, or the earliest deadline; a request's priority counts in each",
+            flag="--router-queue-order",
+            choices=QUEUE_ORDERS,
+        ),
+    ] = "fcfs"
+    queue_bound: Annotated[
+        int,
+        setting(
+            "requests that may wait in the router; the next is answered 503 overloaded",
+            flag="--router-queue-bound",
+            ge=0,
+        ),
+    ] = 4096
+    queue_threshold: Annotated[
+        float,
+        setting(
+            "requests wait while every worker has more prompt tokens before it than so many of its "
+            "steps take; 0: never for that",
+            flag="--router-queue-threshold",
+            ge=0,
+        ),
+    ] = 0.0
     host: Annotated[str, setting("address of the HTTP port of a router of its own")] = "127.0.0.1"
     port: Annotated[
         int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Set as AbstractSet
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dynamo.scheduling.router.prompt import Prompt
@@ -14,16 +15,19 @@ if TYPE_CHECKING:
 
 class Arrival:
     """`overlaps`: worker -> leading blocks of the prompt that it holds (as far as is known at
-    `looked_s`); `barred`: workers that it must not go to; `decided`: resolved when it is placed."""
+    `looked_s`); `barred`: workers that it must not go to; `decided`: resolved when it is placed;
+    `priority`, `deadline_s`: for the order of those that wait."""
 
     __slots__ = (
         "barred",
         "block_tokens",
+        "deadline_s",
         "decided",
         "id",
         "looked_s",
         "overlaps",
         "owner",
+        "priority",
         "prompt",
         "submitted_s",
     )
@@ -44,6 +48,8 @@ class Arrival:
         self.looked_s = now
         self.overlaps: dict[str, int] = {}
         self.owner: Any = None
+        self.priority = 0
+        self.deadline_s = inf
         self.decided: asyncio.Future[Decision] | None = None
 
     def new_tokens(self, worker: str) -> int:

@@ -60,6 +60,9 @@ class KvPolicy(Policy):
         now = self._clock.now()
         arrival = Arrival(name, self._read(request), self._block_tokens, now, frozenset(tried))
         arrival.decided = loop.create_future()
+        arrival.priority = request.priority
+        if context.timeout_s is not None:
+            arrival.deadline_s = now + context.timeout_s
         self.placement.submit(arrival)
         self._arm()
         try:
@@ -102,6 +105,9 @@ class KvPolicy(Policy):
         now = self._clock.now()
         for placed in self.placement.place(now):
             self._tell(placed, now)
+        for arrival, error in self.placement.refused():
+            if arrival.decided is not None and not arrival.decided.done():
+                arrival.decided.set_exception(error)
         self._wait(self.placement.next_due(now))
 
     def _tell(self, placed: Placed, now: float) -> None:

@@ -11,6 +11,7 @@ from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.runtime.client import Client
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.adaptive_policy import ADAPTIVE, AdaptivePolicy
+from dynamo.scheduling.router.arrival import Arrival
 from dynamo.scheduling.router.costs import Cost, PredictedCost
 from dynamo.scheduling.router.fleet import Fleet
 from dynamo.scheduling.router.kv import KvPolicy
@@ -18,9 +19,12 @@ from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placement import Placement
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt, prompt_reader
+from dynamo.scheduling.router.waiting import WaitingQueue
 
 KV = "kv"
 EVENTS = ".kv_events"
+QUEUE_PATIENCE_S = 10.0
+"""Who has waited so long goes first, whatever the order."""
 
 
 def make_cost(settings: RouterSettings) -> Cost:
@@ -34,7 +38,17 @@ def make_placement(
     settings: RouterSettings, view: CacheView, rng: Random, fleet: Fleet | None = None
 ) -> Placement:
     """What places, over `view`, as the settings say. Raises ConfigError."""
-    return Placement(fleet or Fleet(), view, make_cost(settings), rng)
+    queue: WaitingQueue[Arrival] = WaitingQueue(
+        settings.queue_order, settings.queue_bound, QUEUE_PATIENCE_S
+    )
+    return Placement(
+        fleet or Fleet(),
+        view,
+        make_cost(settings),
+        rng,
+        queue=queue,
+        threshold=settings.queue_threshold,
+    )
 
 
 def kv_policy(

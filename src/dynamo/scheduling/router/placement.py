@@ -14,17 +14,24 @@ from typing import Protocol
 
 import msgspec
 
+from dynamo.core.errors import Overloaded
 from dynamo.scheduling.router.arrival import Arrival
 from dynamo.scheduling.router.costs import Cost
 from dynamo.scheduling.router.fleet import Active, Book, Fleet
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.prompt import common_blocks
+from dynamo.scheduling.router.waiting import WaitingQueue
+from dynamo.scheduling.router.waiting_room import WaitingRoom
 
 TABLE_ROWS = 16
 """Candidates kept for explanation."""
 
 WINDOW_PAIRS = 4_096
 """(Request, worker) pairs that are weighed together; later arrivals wait their turn."""
+
+UNBOUND = 1 << 30
+LOOK_AGAIN_S = 0.05
+"""After a round that left somebody waiting who was due: what frees a worker is heard anyway."""
 
 TIE = 1e-3
 """Costs nearer than this share of the best are equal, and chance decides."""
@@ -89,14 +96,19 @@ class Placement:
         *,
         select: Select = lowest,
         patience: Patience | None = None,
+        queue: WaitingQueue[Arrival] | None = None,
+        threshold: float = 0.0,
     ) -> None:
+        """`queue`: of those that must wait (first come, without bound); `threshold`: a worker whose
+        open prompts are more than so many of its steps gets nothing while all are so (0: never)."""
         self.fleet = fleet
         self.view = view
         self.cost = cost
         self._rng = rng
         self._select = select
         self._patience = patience or Patience()
-        self._waiting: dict[str, Arrival] = {}
+        self._threshold = threshold
+        self._waiting = WaitingRoom(WaitingQueue(bound=UNBOUND) if queue is None else queue)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -104,34 +116,42 @@ class Placement:
     def submit(self, arrival: Arrival) -> None:
         """Wait for `place`."""
         arrival.overlaps = self.view.overlaps(arrival.prompt.hashes)
-        self._waiting[arrival.id] = arrival
+        self._waiting.enter(arrival)
 
     def withdraw(self, arrival: Arrival) -> None:
         """It does not want to be placed any more."""
-        if self._waiting.get(arrival.id) is arrival:
-            del self._waiting[arrival.id]
+        self._waiting.leave(arrival)
+
+    def refused(self) -> list[tuple[Arrival, Overloaded]]:
+        """Those for whom there is no room to wait, since the last call."""
+        return self._waiting.take_refused()
 
     def stranded(self) -> list[Arrival]:
         """Those for whom no worker is left; they wait no more."""
         books = self.fleet.books
         lost = [
             one
-            for one in self._waiting.values()
+            for one in self._waiting
             if not books or (one.barred and all(book.name in one.barred for book in books))
         ]
         for one in lost:
-            del self._waiting[one.id]
+            self._waiting.leave(one)
         return lost
 
     def place(self, now: float) -> list[Placed]:
         """All that may go now, in the order in which they go."""
-        waiting = [one for one in self._waiting.values() if self._eligible(one)]
+        waiting = [one for one in self._waiting.in_order(now) if self._eligible(one)]
         if not waiting or not self.fleet.books:
             return []
         self.fleet.freshen(now)
-        if self.cost.joint:
-            return self._jointly(waiting, now)
-        return [self._alone(one, now) for one in waiting]
+        if self._threshold:
+            placed = self._in_turn(waiting, now)
+        elif self.cost.joint:
+            placed = self._jointly(waiting, now)
+        else:
+            placed = [self._alone(one, now) for one in waiting]
+        self._waiting.settle()
+        return placed
 
     def first_token(self, active: Active, now: float) -> None:
         """The prompt is computed."""
@@ -146,20 +166,39 @@ class Placement:
 
     def next_due(self, now: float) -> float | None:
         """When `place` should be called again if nothing happens before; None: never."""
-        if not self._waiting:
+        if not len(self._waiting):
             return None
         patience = self._patience
-        oldest = min(one.submitted_s for one in self._waiting.values())
+        oldest = next(iter(self._waiting)).submitted_s
         due = oldest + patience.longest_s
         for book in self.fleet.books:
             if book.open_count and now < (at := book.free_s - patience.backlog_s) < due:
                 due = at
-        return max(due, now)
+        return due if due > now else now + LOOK_AGAIN_S
 
     def _eligible(self, arrival: Arrival) -> bool:
         return not arrival.barred or any(
             book.name not in arrival.barred for book in self.fleet.books
         )
+
+    def _in_turn(self, waiting: list[Arrival], now: float) -> list[Placed]:
+        """While a worker is below the threshold, whoever is first. Who must not go to those that
+        are stays, and the next is looked at."""
+        placed: list[Placed] = []
+        for one in waiting:
+            if self._all_busy(self.fleet.books):
+                break
+            if one.barred and self._all_busy(self._books_for(one)):
+                continue
+            if self.cost.joint and self._better_wait(self._row(one, now), now):
+                continue
+            placed.append(self._alone(one, now))
+        return placed
+
+    def _all_busy(self, books: Sequence[Book]) -> bool:
+        """Each has more before it than it may."""
+        limit = self._threshold
+        return all(book.open_tokens > limit * book.token_budget for book in books)
 
     def _books_for(self, arrival: Arrival) -> list[Book]:
         books, barred = self.fleet.books, arrival.barred
@@ -205,7 +244,7 @@ class Placement:
         active = Active(arrival.id, book, arrival.prompt, arrival.new_tokens(book.name), now)
         book.place(active, now)
         self.view.routed(book.name, arrival.prompt.hashes)
-        del self._waiting[arrival.id]
+        self._waiting.leave(arrival, now)
         return Placed(arrival, active, table, len(books))
 
     def _table(

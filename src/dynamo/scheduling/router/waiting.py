@@ -65,7 +65,7 @@ class WaitingQueue(Generic[T]):
         """`order`: one of `ORDERS`. Raises `ConfigError`."""
         if order not in ORDERS:
             raise ConfigError(f"no order is called {order!r}", hint=f"known: {', '.join(ORDERS)}")
-        self._place = ORDERS[order]
+        self.place = ORDERS[order]
         self._bound = bound
         self._patience_s = patience_s
         self._sorted: list[tuple[_Key, str]] = []
@@ -90,7 +90,7 @@ class WaitingQueue(Generic[T]):
                 retry_after_s=self.wait_s(),
             )
         self._count += 1
-        key = (self._place(rank), rank.arrived_s, self._count)
+        key = (self.place(rank), rank.arrived_s, self._count)
         insort(self._sorted, (key, name))
         self._held[name] = (key, rank, item)
 

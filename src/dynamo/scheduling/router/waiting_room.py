@@ -1,0 +1,70 @@
+"""Requests between their arrival and their place: most pass through at once, the others queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dynamo.core.errors import Overloaded
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.waiting import Rank, WaitingQueue
+
+
+class WaitingRoom:
+    """Who has just come costs nothing; who is still there after a round of placing stands in
+    `queue`, or is `refused` where that is full."""
+
+    def __init__(self, queue: WaitingQueue[Arrival]) -> None:
+        self._queue = queue
+        self._fresh: dict[str, Arrival] = {}
+        self._all: dict[str, Arrival] = {}
+        self.refused: list[tuple[Arrival, Overloaded]] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Arrival]:
+        """In order of arrival."""
+        return iter(self._all.values())
+
+    def enter(self, arrival: Arrival) -> None:
+        """It waits for the next round."""
+        self._fresh[arrival.id] = self._all[arrival.id] = arrival
+
+    def leave(self, arrival: Arrival, now: float | None = None) -> None:
+        """It waits no more; `now`: because it got a place. Who is not there: nothing."""
+        if self._all.get(arrival.id) is arrival:
+            del self._all[arrival.id]
+            if self._fresh.pop(arrival.id, None) is None:
+                self._queue.pop(arrival.id, now)
+
+    def in_order(self, now: float) -> list[Arrival]:
+        """All that wait, first comes first."""
+        if len(self._queue):
+            self.settle()
+            return self._queue.in_order(now)
+        fresh = list(self._fresh.values())
+        if len(fresh) > 1:
+            fresh.sort(key=lambda one: self._queue.place(rank_of(one)))
+        return fresh
+
+    def settle(self) -> None:
+        """Whoever is still fresh queues."""
+        for arrival in self._fresh.values():
+            try:
+                self._queue.push(arrival.id, arrival, rank_of(arrival))
+            except Overloaded as error:
+                del self._all[arrival.id]
+                self.refused.append((arrival, error))
+        self._fresh.clear()
+
+    def take_refused(self) -> list[tuple[Arrival, Overloaded]]:
+        """Those that were refused since the last call."""
+        refused, self.refused = self.refused, []
+        return refused
+
+
+def rank_of(arrival: Arrival) -> Rank:
+    """What orders look at: the work is what the best holder would still compute."""
+    held = max(arrival.overlaps.values(), default=0)
+    work = max(1, arrival.prompt.tokens - held * arrival.block_tokens)
+    return Rank(arrival.submitted_s, work, arrival.priority, arrival.deadline_s)

@@ -1,0 +1,133 @@
+"""Requests that queue in the router: a threshold, an order, a bound."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.errors import Overloaded
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.costs import PredictedCost
+from dynamo.scheduling.router.fleet import Fleet
+from dynamo.scheduling.router.placement import Patience, Placement
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.waiting import WaitingQueue
+
+BUDGET = 1000
+INSTANCES = {
+    name: Instance(
+        name,
+        f"tcp://{name}",
+        "dynamo",
+        "worker",
+        "generate",
+        {
+            "engine": {
+                "engine": "mock",
+                "block_tokens": 16,
+                "num_blocks": 100,
+                "context_tokens": 1000,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": BUDGET,
+            }
+        },
+    )
+    for name in ("w1", "w2")
+}
+
+
+def placement(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> Placement:
+    fleet = Fleet()
+    fleet.replace(INSTANCES)
+    queue: WaitingQueue[Arrival] = WaitingQueue(order, bound)
+    view = CacheView(SystemClock())
+    return Placement(
+        fleet,
+        view,
+        PredictedCost(),
+        Random(1),
+        patience=Patience(backlog_s=1e9),
+        queue=queue,
+        threshold=threshold,
+    )
+
+
+def arrival(name: str, tokens: int, now: float = 0.0, priority: int = 0) -> Arrival:
+    one = Arrival(name, Prompt(tokens, []), 16, now)
+    one.priority = priority
+    return one
+
+
+def fill(made: Placement) -> list[str]:
+    """Both workers over the threshold."""
+    for number in range(2):
+        made.submit(arrival(f"big{number}", 2 * BUDGET))
+    placed = made.place(0.0)
+    assert {one.active.book.name for one in placed} == {"w1", "w2"}
+    return [one.active.id for one in placed]
+
+
+def names(made: Placement, now: float) -> list[str]:
+    return [one.arrival.id for one in made.place(now)]
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("fcfs", "old"), ("shortest", "small"), ("deadline", "urgent")]
+)
+def test_who_waits_for_a_worker_goes_by_the_order(order: str, first: str) -> None:
+    made = placement(order, threshold=0.5)
+    fill(made)
+    old, small, urgent = (
+        arrival("old", 900, 1.0),
+        arrival("small", 600, 2.0),
+        arrival("urgent", 800, 3.0),
+    )
+    urgent.deadline_s = 5.0
+    for one in (old, small, urgent):
+        made.submit(one)
+        assert names(made, one.submitted_s) == []
+    assert len(made) == 3
+    busy = made.fleet["w1"].active["big0" if "big0" in made.fleet["w1"].active else "big1"]
+    made.ended(busy, 4.0)
+    assert names(made, 4.0) == [first]
+    assert len(made) == 2
+    assert made.next_due(100.0) > 100.0  # type: ignore[operator]
+
+
+def test_past_the_bound_newcomers_are_refused_and_told_when_to_come() -> None:
+    made = placement(bound=2)
+    fill(made)
+    for number in range(5):
+        made.submit(arrival(f"r{number}", 100, 1.0))
+    assert names(made, 1.0) == []
+    refused = made.refused()
+    assert [one.id for one, _ in refused] == ["r2", "r3", "r4"]
+    assert all(isinstance(error, Overloaded) and error.retry_after_s for _, error in refused)
+    assert made.refused() == []
+    assert len(made) == 2
+
+
+def test_a_burst_that_can_be_placed_is_not_refused() -> None:
+    made = placement(bound=1, threshold=0.0)
+    for number in range(20):
+        made.submit(arrival(f"r{number}", 10))
+    assert len(names(made, 0.0)) == 20
+    assert made.refused() == []
+
+
+def test_who_leaves_waits_no_more() -> None:
+    made = placement()
+    fill(made)
+    waiting, fresh = arrival("waiting", 100), arrival("fresh", 100)
+    made.submit(waiting)
+    made.place(1.0)
+    made.submit(fresh)
+    made.withdraw(waiting)
+    made.withdraw(fresh)
+    made.withdraw(fresh)
+    assert len(made) == 0
+    assert made.next_due(2.0) is None
