@@ -122,6 +122,8 @@ def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
     context_tokens = loaded.settings.model.context_tokens or sys.maxsize
     info = make_info(engine, context_tokens=context_tokens)
     routing = loaded.settings.router
+    if loaded.origins["router.queue_bound"] == "default":
+        routing = replace(routing, queue_bound=sys.maxsize)  # nothing is refused unless asked
     about = {
         "workers": engine.workers,
         "router_mode": routing.mode,
