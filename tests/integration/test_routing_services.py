@@ -225,3 +225,23 @@ async def test_a_frozen_router_costs_a_moment_once(
     assert len(asked) == 1
     _, _, metrics = await ask(frontend.public_address, "/metrics")
     assert "dynamo_router_unasked_total 3" in metrics
+
+
+async def test_past_the_bound_a_client_is_told_when_to_come_again(house: House) -> None:
+    house.settings = replace(
+        house.settings,
+        engine=replace(house.settings.engine, speedup_ratio=1.0, max_num_batched_tokens=64),
+    )
+    await house.open("worker")
+    frontend = await house.open("frontend", queue_threshold=0.5, queue_bound=2)
+    url = frontend.public_address
+    asked = [
+        asyncio.ensure_future(ask(url, "/v1/chat/completions", chat(f"{number} {WORDS * 8}", 1)))
+        for number in range(12)
+    ]
+    answers = await asyncio.gather(*asked)
+    refused = [(headers, told) for status, headers, told in answers if status == 503]
+    assert refused
+    assert all(told["error"]["code"] == "overloaded" for _, told in refused)
+    assert all(int(headers["retry-after"]) >= 1 for headers, _ in refused)
+    assert sum(status == 200 for status, _, _ in answers) == 12 - len(refused) >= 3
