@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help setup run test check format bench oracle docs clean
+.PHONY: help setup run test check format bench faults oracle docs clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +46,9 @@ docs: setup  ## write docs/reference anew from the code
 
 bench: setup  ## frontend CPU with mock workers (benchmarks/)
 	$(BIN)/python benchmarks/frontend_cpu.py $(ARGS)
+
+faults: setup  ## every fault on all planes, minutes; writes docs/faults.md
+	$(BIN)/python scripts/faults.py $(ARGS)
 
 oracle:  ## make the native engine's reference answers anew (torch and transformers, large)
 	test -x $(VENV)-oracle/bin/python || $(PYTHON) -m venv $(VENV)-oracle

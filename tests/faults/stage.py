@@ -1,0 +1,183 @@
+"""A deployment of real processes, streams through it, and means to hurt it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+from tests.faults.streams import Answer, ask, body_of, read
+
+from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.testing.servers import EtcdProcess, NatsProcess, free_port
+
+PLANES = ("plain", "servers")
+STEP_MS = 20
+Inject = Callable[[], Awaitable[object]]
+
+
+class Stage:
+    """`planes`: "plain" (file, tcp) or "servers" (etcd, NATS). Use `with`."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        planes: str = "plain",
+        *,
+        workers: int = 3,
+        frontends: int = 1,
+        flags: Sequence[str] = (),
+        timing: str = f"constant:0.02,{STEP_MS}",
+    ) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.etcd = EtcdProcess() if planes == "servers" else None
+        self.nats = NatsProcess() if planes == "servers" else None
+        self._held = ExitStack()
+        self._reference: dict[tuple[int, int], str] = {}
+        self._workers = workers
+        self._frontends = frontends
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [
+            *(sys.executable, "-P", "-m", "dynamo", "run", "out=mock", str(model)),
+            *("--workers", str(workers), "--http-workers", str(frontends)),
+            *("--http-port", str(self.port), "--model-name", "tiny", "--timing", timing, *flags),
+        ]
+
+    def __enter__(self) -> Self:
+        self.environ = os.environ | {"XDG_RUNTIME_DIR": str(self.folder)}
+        if self.etcd is not None and self.nats is not None:
+            self._held.enter_context(self.etcd)
+            self._held.enter_context(self.nats)
+            self.environ["DYNAMO_ETCD_ENDPOINTS"] = f"http://127.0.0.1:{self.etcd.port}"
+            self.environ["DYNAMO_NATS_URL"] = self.nats.url
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self.environ, stdout=log, stderr=log, cwd=self.folder
+            )
+        self._held.callback(self._stop)
+        self.until(lambda: len(self.ready("worker")) == self._workers, 30)
+        self.until(lambda: len(self.ready("frontend")) == self._frontends, 30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @property
+    def log(self) -> str:
+        """What all processes said."""
+        return (self.folder / "log").read_text()
+
+    def processes(self, role: str) -> list[ProcessRecord]:
+        """Live ones."""
+        name = f"http-{self.port}"
+        records = Deployment(name, self.folder / "dynamo" / name).processes()
+        return [one for one in records if one.role == role]
+
+    def ready(self, role: str) -> list[ProcessRecord]:
+        """Those that serve."""
+        return [one for one in self.processes(role) if one.state == "ready"]
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 20) -> None:
+        """Wait; blocks."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, f"not in time; its log:\n{self.log[-3000:]}"
+            time.sleep(0.05)
+
+    async def soon(self, condition: Callable[[], object], timeout_s: float = 20) -> float:
+        """Wait without blocking; how long it took, in seconds."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < timeout_s, f"not in time:\n{self.log[-3000:]}"
+            await asyncio.sleep(0.02)
+        return time.monotonic() - began
+
+    def kill(self, role: str, at: int = 0, number: int = signal.SIGKILL) -> int:
+        """Send a signal to one; its pid."""
+        pid = self.processes(role)[at].pid
+        os.kill(pid, number)
+        return pid
+
+    async def command(self, *words: str) -> str:
+        """A `dynamo` command; what it printed."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "dynamo", *words, "--deployment", str(self.port)),
+            env=self.environ,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()
+        return said.decode()
+
+    def metrics(self, record: ProcessRecord) -> dict[str, float]:
+        """One process's."""
+        text = urllib.request.urlopen(f"{record.status_url}/metrics", timeout=5).read().decode()
+        rows = (line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+        return {name: float(value) for name, value in rows}
+
+    async def texts(self, keys: Sequence[int], tokens: int) -> dict[int, str]:
+        """The undisturbed answers; asked for once."""
+        missing = [key for key in keys if (key, tokens) not in self._reference]
+        for answer in await self.crowd(missing, tokens):
+            assert answer.whole, answer
+            self._reference[answer.key, tokens] = answer.text
+        return {key: self._reference[key, tokens] for key in keys}
+
+    async def crowd(self, keys: Sequence[int], tokens: int) -> list[Answer]:
+        """All of them at once."""
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(ask(self.port, key, tokens)) for key in keys]
+        return [one.result() for one in asked]
+
+    async def during(
+        self, inject: Inject, *, streams: int = 24, tokens: int = 100, first: int = 0
+    ) -> list[Answer]:
+        """Hurt it while streams run, all of which must have begun; their answers."""
+        keys = range(first, first + streams)
+        answers = [Answer(key) for key in keys]
+        async with asyncio.TaskGroup() as group:
+            for answer in answers:
+                body = body_of(answer.key, tokens, 8)
+                group.create_task(read(self.port, answer, body, 50.0))
+            for answer in answers:
+                await answer.begun.wait()
+            await inject()
+        return answers
+
+    async def unharmed(
+        self, inject: Inject, *, streams: int = 24, tokens: int = 100, pause_s: float
+    ) -> str:
+        """`during`, and every answer must be whole and the same as undisturbed, with no gap longer
+        than `pause_s`. Says how long the longest was."""
+        texts = await self.texts(range(streams), tokens)
+        answers = await self.during(inject, streams=streams, tokens=tokens)
+        for answer in answers:
+            assert answer.whole, (answer, self.log[-3000:])
+            assert answer.text == texts[answer.key], (answer.text, texts[answer.key])
+        longest = max(answer.longest_gap_s for answer in answers)
+        assert longest <= pause_s, f"a gap of {longest:.2f} s"
+        return f"{streams} of {streams} whole and the same, longest gap {longest * 1e3:.0f} ms"
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with suppress(ProcessLookupError):
+            for record in self.processes("worker"):
+                os.kill(record.pid, signal.SIGKILL)

@@ -1,0 +1,117 @@
+"""A client that notices everything: text, counts, gaps, how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """One streamed answer. `error`: what went wrong, "" = nothing."""
+
+    key: int
+    text: str = ""
+    tokens: int = 0
+    status: int = 0
+    error: str = ""
+    worker: str = ""
+    finish: str = ""
+    usage: int = -1
+    retry_after: str = ""
+    seconds: float = 0.0
+    first_s: float = 0.0
+    longest_gap_s: float = 0.0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def whole(self) -> bool:
+        """Complete, and counted right."""
+        return not self.error and self.finish == "length" and self.usage == self.tokens
+
+
+def body_of(key: int, tokens: int, words: int, **more: Any) -> dict[str, Any]:
+    """Every key is a prompt of its own."""
+    content = f"{key} " + " ".join(f"word{(key * 7 + at) % 97}" for at in range(words))
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
+async def ask(
+    port: int, key: int, tokens: int = 60, *, words: int = 8, timeout_s: float = 50.0, **more: Any
+) -> Answer:
+    """Ask, read all, never raise."""
+    answer = Answer(key)
+    await read(port, answer, body_of(key, tokens, words, **more), timeout_s)
+    return answer
+
+
+async def read(port: int, answer: Answer, body: dict[str, Any], timeout_s: float) -> None:
+    """Fill `answer`."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _exchange(port, answer, json.dumps(body).encode(), began)
+    except TimeoutError:
+        answer.error = "no end in time"
+    except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+        answer.error = answer.error or f"connection: {type(error).__name__}"
+    answer.seconds = time.monotonic() - began
+    answer.begun.set()
+
+
+async def _exchange(port: int, answer: Answer, data: bytes, began: float) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
+        answer.status = int(head[0].split()[1])
+        headers = {
+            name.lower(): value.strip() for name, _, value in (one.partition(":") for one in head)
+        }
+        answer.worker = headers.get("x-dynamo-worker", "")
+        answer.retry_after = headers.get("retry-after", "")
+        if answer.status != 200:
+            answer.error = f"HTTP {answer.status} {(await reader.read()).decode()[:600]}"
+            return
+        last = 0.0
+        while (size := int(await reader.readline(), 16)) > 0:
+            chunk = await reader.readexactly(size + 2)
+            now = time.monotonic()
+            for event in chunk[:-2].split(b"\n\n"):
+                if event.startswith(b"data: {"):
+                    _take(answer, json.loads(event[6:]))
+            if answer.tokens and not answer.first_s:
+                answer.first_s = now - began
+                answer.begun.set()
+            answer.longest_gap_s = max(answer.longest_gap_s, now - last if last else 0.0)
+            last = now
+    finally:
+        writer.close()
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    if "error" in event:
+        answer.error = f"event {event['error']}"
+        return
+    if event.get("usage"):
+        answer.usage = event["usage"]["completion_tokens"]
+    for choice in event.get("choices", ()):
+        if text := choice.get("delta", {}).get("content"):
+            answer.text += text
+            answer.tokens += 1
+        answer.finish = choice.get("finish_reason") or answer.finish

@@ -1,0 +1,261 @@
+"""Faults, and what is to come of them. Each is a function of a stage that raises where it does not,
+and says what it measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tests.faults.stage import PLANES, Stage
+from tests.faults.streams import Answer, ask, body_of, read
+
+Play = Callable[[Stage], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`quick`: among those of every test run. `servers`: needs etcd and NATS."""
+
+    name: str
+    expected: str
+    play: Play
+    quick: bool = False
+    planes: tuple[str, ...] = PLANES
+    workers: int = 3
+    frontends: int = 1
+    flags: tuple[str, ...] = ()
+    timing: str = ""
+
+
+async def killed(stage: Stage) -> str:
+    async def inject() -> None:
+        stage.kill("worker")
+
+    said = await stage.unharmed(inject, pause_s=1.5)
+    await stage.soon(lambda: len(stage.ready("worker")) == 3)
+    return said
+
+
+async def all_killed(stage: Stage) -> str:
+    async def inject() -> None:
+        for record in stage.processes("worker"):
+            os.kill(record.pid, signal.SIGKILL)
+
+    return await stage.unharmed(inject, streams=12, pause_s=15.0)
+
+
+async def frozen(stage: Stage) -> str:
+    texts = await stage.texts(range(24), 100)
+    pid = 0
+
+    async def inject() -> None:
+        nonlocal pid
+        pid = stage.kill("worker", number=signal.SIGSTOP)
+        new = await stage.crowd(range(24), 20)
+        assert all(answer.whole and answer.seconds < 2.5 for answer in new), new
+
+    try:
+        answers = await stage.during(inject)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for answer in answers:
+        assert answer.whole, (answer, stage.log[-2000:])
+        assert answer.text == texts[answer.key]
+    longest = max(answer.longest_gap_s for answer in answers)
+    assert longest <= 2.1, longest
+    back = await stage.soon(lambda: "answers again" in stage.log)
+    return f"longest gap {longest:.2f} s; after SIGCONT back in {back:.1f} s"
+
+
+async def slow(stage: Stage) -> str:
+    """Stopped four fifths of the time: slow, not dead."""
+    pid = stage.processes("worker")[0].pid
+
+    async def inject() -> None:
+        for _ in range(20):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.16)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.04)
+
+    said = await stage.unharmed(inject, pause_s=2.0)
+    assert "does not answer" not in stage.log
+    assert "ejected" not in stage.log
+    return said + ", nobody ejected"
+
+
+async def drained(stage: Stage) -> str:
+    async def inject() -> None:
+        began = time.monotonic()
+        await stage.command("drain", "worker-1")
+        assert time.monotonic() - began < 8.0
+
+    said = await stage.unharmed(inject, tokens=200, pause_s=1.5)
+    assert len(stage.processes("worker")) == 2
+    await stage.command("scale", "worker=3")
+    return said
+
+
+async def rolled(stage: Stage) -> str:
+    stop = asyncio.Event()
+    texts = await stage.texts(range(12), 100)
+    done: list[Answer] = []
+
+    async def loop(key: int) -> None:
+        while not stop.is_set():
+            done.append(await ask(stage.port, key, 100))
+
+    async with asyncio.TaskGroup() as group:
+        for key in range(12):
+            group.create_task(loop(key))
+        await stage.command("restart", "worker")
+        await stage.command("restart", "frontend")
+        stop.set()
+    bad = [one for one in done if not (one.whole and one.text == texts[one.key])]
+    assert not bad, bad[:2]
+    return f"every process replaced under load: {len(done)} of {len(done)} whole and the same"
+
+
+async def frontend_killed(stage: Stage) -> str:
+    pids = [record.pid for record in stage.processes("frontend")]
+
+    async def inject() -> None:
+        os.kill(pids[0], signal.SIGKILL)
+
+    answers = await stage.during(inject)
+    broken = [one for one in answers if not one.whole]
+    assert all(one.error.startswith("connection") for one in broken), broken
+    assert len(broken) < len(answers)
+    after = await stage.crowd(range(12), 20)
+    assert sum(one.whole for one in after) >= 11, after  # one may meet the closing socket
+    return f"{len(broken)} streams of the killed one cut, {len(answers) - len(broken)} others whole"
+
+
+async def hung_up(stage: Stage) -> str:
+    """Clients that leave, mid-stream and before the first token."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(read(stage.port, Answer(key), body_of(key, 4000, 200), 50.0))
+            for key in range(12)
+        ]
+        await asyncio.sleep(0.5)
+        for task in tasks:
+            task.cancel()
+    names = ("running_requests", "waiting_requests", "active_blocks")
+
+    def busy() -> float:
+        found = [stage.metrics(record) for record in stage.ready("worker")]
+        return sum(one[f"dynamo_worker_{name}"] for one in found for name in names)
+
+    took = await stage.soon(lambda: not busy())
+    assert took < 2.0
+    return "every engine free, every block back"
+
+
+async def reads_nothing(stage: Stage) -> str:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+    data = json.dumps(body_of(99, 2000, 8)).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+    )
+    writer.write(data)
+
+    try:
+        return await stage.unharmed(lambda: asyncio.sleep(0), pause_s=1.0)
+    finally:
+        del reader
+        writer.close()
+
+
+async def poisoned(stage: Stage) -> str:
+    """Whoever computes this prompt dies."""
+    asking = asyncio.get_running_loop().create_task(ask(stage.port, 1, 20, words=40))
+    deaths = 0
+    try:
+        while not asking.done() and deaths < 6:
+            for record in stage.ready("worker"):
+                try:
+                    running = stage.metrics(record)["dynamo_worker_running_requests"]
+                except OSError:
+                    continue
+                if running:
+                    await asyncio.sleep(0.3)
+                    os.kill(record.pid, signal.SIGKILL)
+                    deaths += 1
+                    await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
+    finally:
+        answer = await asking
+    assert answer.status == 500, answer
+    assert "poisoned_request" in answer.error, answer
+    assert deaths == 3
+    return "500 poisoned_request after the third death"
+
+
+async def etcd_away(stage: Stage) -> str:
+    etcd = stage.etcd
+    assert etcd is not None
+    await asyncio.to_thread(etcd.kill)
+    try:
+        said = await stage.unharmed(lambda: asyncio.sleep(8), pause_s=1.5)
+        gone = stage.kill("worker")
+        answers = await stage.crowd(range(24), 20)
+        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+    finally:
+        await asyncio.to_thread(etcd.start)
+    await stage.soon(lambda: len(stage.ready("worker")) == 3)
+    assert gone not in [one.pid for one in stage.processes("worker")]
+    answers = await stage.crowd(range(24), 20)
+    assert all(one.whole for one in answers)
+    return said
+
+
+async def nats_away(stage: Stage) -> str:
+    nats = stage.nats
+    assert nats is not None
+
+    async def inject() -> None:
+        await asyncio.to_thread(nats.kill)
+        answers = await stage.crowd(range(24), 20)
+        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+
+    try:
+        said = await stage.unharmed(inject, tokens=200, pause_s=2.5)
+    finally:
+        await asyncio.to_thread(nats.start)
+    answers = await stage.crowd(range(24), 20)
+    assert all(one.whole for one in answers)
+    return said
+
+
+async def router_killed(stage: Stage) -> str:
+    async def inject() -> None:
+        for _ in range(3):
+            stage.kill("router")
+            answers = await stage.crowd(range(24), 20)
+            assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+            await stage.soon(lambda: stage.ready("router"))
+
+    return await stage.unharmed(inject, tokens=300, pause_s=1.0)
+
+
+TABLE = (
+    Fault("a worker is killed (SIGKILL)", "its streams go on elsewhere after a pause; a new worker comes", killed, quick=True),
+    Fault("a worker is frozen (SIGSTOP)", "its streams go on elsewhere within 2.1 s, new requests within 2.5 s; thawed, it serves again", frozen, quick=True),
+    Fault("a worker is slow (stopped 4/5 of the time)", "nobody is ejected, every stream is whole", slow),
+    Fault("every worker is killed at once", "every stream waits for the next workers and goes on", all_killed),
+    Fault("a worker is drained, another added", "its streams move at once", drained, quick=True),
+    Fault("every worker and frontend is replaced under load", "no request fails", rolled),
+    Fault("a frontend of two is killed", "its clients' connections end, nobody else's", frontend_killed, frontends=2),
+    Fault("clients hang up, before and after the first token", "the engines are free, every KV block is back", hung_up),
+    Fault("a client reads nothing", "the others notice nothing", reads_nothing),
+    Fault("a request that kills its worker", "500 poisoned_request after three deaths", poisoned, timing="constant:10,20"),
+    Fault("etcd is killed for 8 s, a worker meanwhile", "requests go on; when it is back the dead one is gone", etcd_away, planes=("servers",)),
+    Fault("NATS is killed and comes back", "requests go on over TCP", nats_away, planes=("servers",)),
+    Fault("a router of its own is killed, three times", "frontends choose by themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
+)  # fmt: skip

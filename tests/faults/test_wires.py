@@ -1,0 +1,197 @@
+"""Connections that are cut, fall silent, are slow or half open: workers on real TCP behind relays,
+a frontend's pipeline before them, all in one process. Answers must be whole and the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+from tests.faults.relay import Relay, Relayed
+
+from dynamo.communication.requests import Outgoing
+from dynamo.core.clock import SystemClock
+from dynamo.core.codec import ReplyWriter, decode_request, pack_ids
+from dynamo.core.context import Context
+from dynamo.core.reply import Engine
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.inference.beat import beat, encode_beat
+from dynamo.inference.mock.engine import make_mock
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.watch import Watch
+from dynamo.scheduling.assembly import standard_pipeline
+from dynamo.scheduling.health import Health
+from dynamo.testing.replies import CollectedReply
+
+ENDPOINT = "dynamo.worker.generate"
+WORDS = tuple(range(10, 200))
+_places = itertools.count()
+
+
+class WallJumps(SystemClock):
+    """Whose wall clock somebody sets."""
+
+    offset_s = 0.0
+
+    def wall(self) -> float:  # type: ignore[override]
+        return super().wall() + self.offset_s
+
+
+class Wires:
+    """`relays`: one before each worker."""
+
+    def __init__(self, clock: SystemClock) -> None:
+        self.clock = clock
+        self.relays: list[Relay] = []
+        self.engines: list[Any] = []
+        self.held = AsyncExitStack()
+        place = f"memory:wires-{next(_places)}"
+        settings = Settings()
+        planes = replace(settings.runtime, discovery=place, events="memory:")
+        self.settings = replace(settings, runtime=planes)
+
+    async def runtime(self) -> DistributedRuntime:
+        runtime = await DistributedRuntime.create(self.settings, clock=self.clock)
+        self.held.push_async_callback(runtime.shutdown, 0.0)
+        return runtime
+
+    async def worker(self) -> None:
+        relay = Relay()
+        port = await relay.start()
+        self.held.push_async_callback(relay.close)
+        runtime = await self.runtime()
+        runtime.requests = Relayed(runtime.requests, relay, port)  # type: ignore[assignment]
+        timing = EngineSettings(kind="mock", timing="constant:0.01,10")
+        engine: Engine = make_mock(timing, WORDS, self.clock, context_tokens=4096)
+        await engine.start()
+        self.held.push_async_callback(engine.stop)
+
+        async def generate(payload: bytes, out: Outgoing) -> None:
+            if not payload:
+                out.send(encode_beat(await beat(engine)))
+                return
+            reply = ReplyWriter(out.send, runtime.instance_id)
+            await engine.generate(decode_request(payload), out.context, reply)
+
+        await runtime.endpoint(ENDPOINT).serve(generate)
+        self.relays.append(relay)
+        self.engines.append(engine)
+
+    async def frontend(self) -> None:
+        runtime = await self.runtime()
+        self.metrics = runtime.metrics
+        self.client = await runtime.endpoint(ENDPOINT).client()
+        await self.client.wait_for_instances(len(self.relays))
+        Watch(runtime.requests, self.clock, runtime.tasks, runtime.metrics).follow(self.client)
+        self.health = Health(self.client, self.clock, Random(1), runtime.metrics)
+        self.held.push_async_callback(self.health.close)
+        self.send = standard_pipeline(
+            self.client, "round_robin", runtime.metrics, clock=self.clock, health=self.health
+        )
+
+    async def ask(self, key: int, tokens: int) -> CollectedReply:
+        reply = CollectedReply()
+        request = GenerateRequest(
+            f"r{key}", "m", pack_ids([11, 12, key]), Sampling(temperature=0), Stops(tokens)
+        )
+        await self.send(request, Context(request_id=request.request_id), reply)
+        return reply
+
+    async def crowd(self, tokens: int, count: int = 12) -> dict[int, list[int]]:
+        async with asyncio.TaskGroup() as group:
+            asked = {key: group.create_task(self.ask(key, tokens)) for key in range(count)}
+        for one in asked.values():
+            end = one.result().end
+            assert end is not None
+            assert (end.reason, end.completion_tokens) == ("length", tokens)
+        return {key: one.result().ids for key, one in asked.items()}
+
+    async def until_busy(self) -> None:
+        """Every engine computes."""
+        while not all(engine.load().running for engine in self.engines):
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def wires(workers: int = 3, clock: SystemClock | None = None) -> AsyncIterator[Wires]:
+    made = Wires(clock or SystemClock())
+    async with made.held:
+        for _ in range(workers):
+            await made.worker()
+        await made.frontend()
+        yield made
+
+
+async def test_a_connection_cut_midway() -> None:
+    async with wires() as made, Tasks() as tasks:
+        before = await made.crowd(60)
+        asked = tasks.start(made.crowd(60))
+        await made.until_busy()
+        made.relays[0].cut()
+        assert await asked == before
+        await made.client.wait_for_instances(3, 10)
+
+
+async def test_every_connection_cut_at_once() -> None:
+    async with wires() as made, Tasks() as tasks:
+        before = await made.crowd(60)
+        asked = tasks.start(made.crowd(60))
+        await made.until_busy()
+        for relay in made.relays:
+            relay.cut()
+        assert await asked == before
+
+
+async def test_a_partition_that_heals() -> None:
+    """Nothing passes and nothing is closed; what is late afterwards finds nobody."""
+    async with wires() as made, Tasks() as tasks:
+        before = await made.crowd(60)
+        asked = tasks.start(made.crowd(60))
+        await made.until_busy()
+        made.relays[0].silence()
+        assert await asked == before
+        assert len(made.client.instances) == 2
+        made.relays[0].heal()
+        await made.client.wait_for_instances(3, 10)
+        assert await made.crowd(60) == before
+
+
+async def test_a_half_open_connection_is_dialled_anew() -> None:
+    """The path has forgotten the connection; the worker is well."""
+    async with wires() as made, Tasks() as tasks:
+        before = await made.crowd(60)
+        asked = tasks.start(made.crowd(60))
+        await made.until_busy()
+        made.relays[0].forget()
+        assert await asked == before
+        await made.client.wait_for_instances(3, 10)
+        assert made.relays[0].dialled == 2
+
+
+async def test_a_slow_path_is_no_frozen_worker() -> None:
+    async with wires() as made:
+        before = await made.crowd(60)
+        made.relays[0].delay_s = 0.25
+        assert await made.crowd(60) == before
+        assert "dynamo_workers_frozen_total 0" in made.metrics.render()
+        assert len(made.client.instances) == 3
+
+
+async def test_the_wall_clock_jumps() -> None:
+    clock = WallJumps()
+    async with wires(clock=clock) as made, Tasks() as tasks:
+        before = await made.crowd(40)
+        for offset_s in (3600.0, -3600.0):
+            asked = tasks.start(made.crowd(40))
+            await made.until_busy()
+            clock.offset_s = offset_s
+            assert await asked == before
+        assert len(made.client.instances) == 3
