@@ -46,12 +46,12 @@ class PredictedCost(Cost):
             "queue": book.backlog_ms(now),
             "prefill": service,
             "harm": self._harm * service * book.youth,
-            "eviction": self._eviction * book.timing.prefill.slope * new,
+            "eviction": self._eviction * book.token_ms * new,
         }
 
     def cost(self, request: Arrival, book: Book, now: float) -> float:
         new = request.new_tokens(book.name)
-        slope = book.timing.prefill.slope * new
+        slope = book.token_ms * new
         service = -(-new // book.token_budget) * book.step_ms + slope
         cost = service * (1.0 + self._harm * book.youth) + self._eviction * slope
         if book.open_count and book.free_s > now:

@@ -3,7 +3,7 @@ worker will be free. It needs no word from the workers, which are late by nature
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -11,7 +11,7 @@ from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.timing import Timing
+from dynamo.scheduling.router.timing import Pace, Timing
 
 BATCHED_TOKENS = 8_192
 """Prompt tokens of one step, of a worker that does not tell."""
@@ -74,6 +74,12 @@ def _nobody(active: Active) -> None:
     del active
 
 
+def engine_info(instance: Instance) -> EngineInfo | None:
+    """What the instance's engine says of itself, if it does."""
+    about = instance.capabilities.get("engine")
+    return msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
+
+
 class Book:
     """One worker as the router sees it. Times in seconds of the router's clock, durations in
     milliseconds where the name says so.
@@ -96,16 +102,19 @@ class Book:
         "name",
         "open_count",
         "open_tokens",
+        "pace",
         "prefill_ms",
         "step_ms",
         "timing",
         "token_budget",
+        "token_ms",
         "youth",
     )
 
     def __init__(self, name: str, instance: Instance, timing: Timing) -> None:
         self.name = name
         self.timing = timing
+        self.pace = Pace()
         self.active: dict[str, Active] = {}
         self.open_tokens = 0
         self.open_count = 0
@@ -113,18 +122,17 @@ class Book:
         self.prefill_ms = 0.0
         self.context = 0
         self.youth = 0.0
-        self.step_ms = timing.prefill.base
         self.load: Load | None = None
         self.load_s = 0.0
         self._surveyed_s = float("-inf")
         self._group = (0.0, 0.0, 0)
+        self._tempo()
         self.announce(instance)
 
     def announce(self, instance: Instance) -> None:
         """Discovery says (again) what it is."""
         self.instance = instance
-        about = instance.capabilities.get("engine")
-        self.info = msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
+        self.info = engine_info(instance)
         self.token_budget = self.info.max_num_batched_tokens if self.info else BATCHED_TOKENS
 
     def survey(self, now: float) -> None:
@@ -141,12 +149,12 @@ class Book:
                 context += active.prompt_tokens + emitted
         self.context = context
         self.youth = youth
-        self._pace()
+        self._tempo()
 
     def service_ms(self, new_tokens: int) -> float:
         """T(n): from the start of a prompt's first step to its first token."""
         steps = -(-new_tokens // self.token_budget)
-        return steps * self.step_ms + self.timing.prefill.slope * new_tokens
+        return steps * self.step_ms + self.token_ms * new_tokens
 
     def backlog_ms(self, now: float) -> float:
         """How long the prefills that are open will still take."""
@@ -192,18 +200,20 @@ class Book:
         if active.observed:
             self._observe_decode(active, now)
         self.context = max(0, self.context - active.prompt_tokens - active.emitted)
-        self._pace()
+        self._tempo()
 
     def _close(self, active: Active, now: float) -> None:
         self.open_count -= 1
         self.open_tokens -= active.new_tokens
         if self.open_count == 0:
             self.free_s = now
-        self._pace()
+        self._tempo()
 
-    def _pace(self) -> None:
-        decode_ms = self.timing.decode.at(1.0, self.context) if self.context else 0.0
-        self.step_ms = self.timing.prefill.base + decode_ms
+    def _tempo(self) -> None:
+        timing, factor = self.timing, self.pace.factor
+        decode_ms = timing.decode.at(1.0, self.context) if self.context else 0.0
+        self.step_ms = factor * (timing.prefill.base + decode_ms)
+        self.token_ms = factor * timing.prefill.slope
 
     def _observe_prefill(self, active: Active, now: float) -> None:
         """Prompts whose first tokens come together are one observation, settled when the next
@@ -219,16 +229,20 @@ class Book:
     def _settle(self, start: float, end: float, tokens: int) -> None:
         steps = -(-tokens // self.token_budget)
         took_ms = (end - start) * 1e3
-        decode_ms = self.timing.decode.at(1.0, self.context) if self.context else 0.0
-        self.prefill_ms += self.timing.prefill.at(steps, tokens)
-        self.timing.prefill.observe(steps, tokens, took_ms - steps * decode_ms)
+        timing, factor = self.timing, self.pace.factor
+        decode_ms = steps * timing.decode.at(1.0, self.context) if self.context else 0.0
+        expected_ms = timing.prefill.at(steps, tokens)
+        self.prefill_ms += expected_ms * factor
+        timing.prefill.observe(steps, tokens, took_ms / factor - decode_ms)
+        self.pace.observe(expected_ms + decode_ms, took_ms)
 
     def _observe_decode(self, active: Active, now: float) -> None:
         """Its mean time between tokens, less what prefills took meanwhile."""
         if active.first_s is None or active.emitted < 8:
             return
         took_ms = (now - active.first_s) * 1e3 - (self.prefill_ms - active.prefill_before_ms)
-        self.timing.decode.observe(1.0, self.context, took_ms / (active.emitted - 1))
+        step_ms = took_ms / (active.emitted - 1) / self.pace.factor
+        self.timing.decode.observe(1.0, self.context, step_ms)
 
 
 class Fleet:
@@ -237,6 +251,7 @@ class Fleet:
     def __init__(self) -> None:
         self.books: list[Book] = []
         self._by_name: dict[str, Book] = {}
+        self._timings: dict[EngineInfo | None, Timing] = {}
         self._next = 0
 
     def __getitem__(self, name: str) -> Book:
@@ -265,8 +280,11 @@ class Fleet:
         for name, instance in instances.items():
             book = self._by_name.get(name)
             if book is None:
-                like = _best_known(self._by_name.values())
-                self._by_name[name] = Book(name, instance, Timing(like))
+                kind = engine_info(instance)
+                timing = self._timings.get(kind)
+                if timing is None:
+                    timing = self._timings[kind] = Timing()
+                self._by_name[name] = Book(name, instance, timing)
             elif book.instance is not instance:
                 book.announce(instance)
         self.books = list(self._by_name.values())
@@ -277,8 +295,3 @@ class Fleet:
         book = self._by_name.get(name)
         if book is not None:
             book.load, book.load_s = load, now
-
-
-def _best_known(books: Iterable[Book]) -> Timing | None:
-    known = max(books, key=lambda book: book.timing.prefill.seen, default=None)
-    return known.timing if known is not None and known.timing.prefill.seen else None

@@ -14,6 +14,9 @@ that waited for memory says little about speed."""
 
 FIRST_FEW = 8
 
+PACE_PRIOR = 20.0
+"""So many observations hold a worker's pace at that of its kind."""
+
 
 class Line:
     """y = base u + slope x with both at least 0, by recursive least squares of relative errors
@@ -43,10 +46,11 @@ class Line:
         if self.seen == 0:
             ratio = y / expected
             self._prior = (self._prior[0] * ratio, self._prior[1] * ratio)
+            expected = y
         elif self.seen >= FIRST_FEW:
             y = min(max(y, expected / BELIEVED_RATIO), expected * BELIEVED_RATIO)
         self.seen += 1
-        weight = 1.0 / (y * y)
+        weight = 1.0 / (expected * expected)
         uu, ux, xx, uy, xy = (FORGET * part for part in self._sums)
         wu, wx = weight * u, weight * x
         self._sums = (uu + wu * u, ux + wu * x, xx + wx * x, uy + wu * y, xy + wx * y)
@@ -76,7 +80,8 @@ class Line:
 
 
 class Timing:
-    """One worker's times. Start values are those of a mid-sized model on one GPU.
+    """Times of workers of one kind, which learn together. Start values are those of a mid-sized
+    model on one GPU.
 
     `prefill`: u = chunks (steps), x = new tokens; `decode`: u = 1, x = tokens of context of all
     that decode, for one step.
@@ -84,11 +89,26 @@ class Timing:
 
     __slots__ = ("decode", "prefill")
 
-    def __init__(self, like: Timing | None = None) -> None:
-        """`like`: another worker of the same kind, whose times are the start values."""
-        if like is None:
-            self.prefill = Line(15.0, 0.02, 1_000.0)
-            self.decode = Line(6.0, 5e-5, 20_000.0)
-        else:
-            self.prefill = Line(like.prefill.base, like.prefill.slope, 1_000.0)
-            self.decode = Line(like.decode.base, like.decode.slope, 20_000.0)
+    def __init__(self) -> None:
+        self.prefill = Line(15.0, 0.02, 1_000.0)
+        self.decode = Line(6.0, 5e-5, 20_000.0)
+
+
+class Pace:
+    """How much slower than its kind one worker is: the mean of observed over expected times, drawn
+    to 1 as long as little is known, so that chance makes no favourites."""
+
+    __slots__ = ("_count", "_sum", "factor")
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._sum = 0.0
+        self._count = 0.0
+
+    def observe(self, expected_ms: float, observed_ms: float) -> None:
+        """One prefill took so long."""
+        ratio = observed_ms / expected_ms if expected_ms > 0.0 else 1.0
+        ratio = min(max(ratio, 1.0 / BELIEVED_RATIO), BELIEVED_RATIO)
+        self._count = FORGET * self._count + 1.0
+        self._sum = FORGET * self._sum + ratio
+        self.factor = (PACE_PRIOR + self._sum) / (PACE_PRIOR + self._count)
