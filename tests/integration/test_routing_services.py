@@ -137,7 +137,7 @@ async def test_a_request_is_explained_by_whichever_frontend_is_asked(house: Hous
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "Router view" in page
     _, _, metrics = await ask(one.public_address, "/metrics")
-    assert 'dynamo_router_alert{alert="routing_loss"} 0' in metrics
+    assert 'dynamo_router_alert_ratio{alert="routing_loss"} 0' in metrics
 
     status, _, error = await ask(one.public_address, "/router/explain/nobody")
     assert (status, error["error"]["code"]) == (404, "not_found")

@@ -168,8 +168,12 @@ class RoutingMetricsCollector:
                 self._begin(alert)
 
     def active(self) -> Mapping[tuple[str, ...], float]:
-        """1 for every rule that is broken, else 0, by name: for a gauge."""
-        return {(name,): float(name in self._alerts) for name in RULES}
+        """By rule: its value over its threshold where it is broken, else 0; for a gauge."""
+        alerts = self._alerts
+        return {
+            (name,): alerts[name].value / max(alerts[name].threshold, 1e-9) if name in alerts else 0
+            for name in RULES
+        }
 
     def _begin(self, alert: Alert) -> None:
         fields = {"alert": alert.name, "value": round(alert.value, 4), "evidence": alert.message}

@@ -64,8 +64,8 @@ class RoutingWatch(Observer):
             callback=self._waiting,
         )
         registry.gauge(
-            "dynamo_router_alert",
-            "1 while a rule of good routing is broken",
+            "dynamo_router_alert_ratio",
+            "How far a rule of good routing is broken: above 1, or 0 while it holds",
             ("alert",),
             callback=self.collector.active,
             merge="max",
