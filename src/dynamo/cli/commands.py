@@ -24,6 +24,7 @@ COMMANDS = {
     "run": Command("dynamo.cli.run", "serve a model: frontend and workers, one command"),
     "chat": Command("dynamo.cli.chat", "talk with a served model in the terminal"),
     "serve": Command("dynamo.cli.serve", "serve a graph of services: yours and ready-made ones"),
+    "indexer": Command("dynamo.cli.indexer", "keep one index of cached blocks for several routers"),
     "call": Command("dynamo.cli.call", "call one endpoint of a service that runs"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),

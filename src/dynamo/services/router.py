@@ -134,6 +134,7 @@ class Router:
             runtime.clock,
             block_tokens=card.block_tokens,
             read=read_asked,
+            view=await self._routing.open_view(card, client),
         )
         if not isinstance(policy, KvPolicy):
             return Model(client, ModelRouting(policy, client))

@@ -11,6 +11,8 @@ from dynamo.core.values import Load
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.index.view_metrics import declare_view
 from dynamo.scheduling.router.adaptive_policy import ADAPTIVE
 from dynamo.scheduling.router.explained_timeline import EVERY_S, Timeline
 from dynamo.scheduling.router.explained_watch import RoutingWatch
@@ -25,6 +27,7 @@ from dynamo.scheduling.router.replicas import Replicas
 from dynamo.scheduling.router.replicas_follower import BookFollower
 from dynamo.sdk.declare import spec_of
 from dynamo.services.components import Router
+from dynamo.services.index_view import open_view
 
 WATCHED = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
@@ -89,11 +92,14 @@ class Routing:
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._runtime = runtime
         self._models: dict[str, ModelRouting] = {}
+        self._cache_views: dict[str, CacheView] = {}
         self.watch = RoutingWatch(
             runtime.clock, runtime.metrics, runtime.name, waiting=self._waiting
         )
         self.timeline = Timeline(self.watch)
         self._sampling = False
+        if runtime.settings.router.mode == KV:
+            declare_view(runtime.metrics, self._cache_views.values)
 
     @property
     def explains(self) -> bool:
@@ -122,6 +128,15 @@ class Routing:
         """By model: how each worker's cache is known."""
         return {model: views for model, one in self._models.items() if (views := one.views())}
 
+    async def open_view(self, card: ModelCard, client: Client) -> CacheView | None:
+        """What mode `kv` knows of the workers' caches; None in other modes."""
+        if self._runtime.settings.router.mode != KV:
+            return None
+        component = client.path.rsplit(".", 1)[0]
+        view = await open_view(self._runtime, card.block_tokens, component)
+        self._cache_views[card.name] = view
+        return view
+
     async def _own(self, card: ModelCard, client: Client) -> ModelRouting:
         """Choose in this process, in step with the others."""
         runtime = self._runtime
@@ -131,6 +146,7 @@ class Routing:
             runtime.events,
             runtime.clock,
             block_tokens=card.block_tokens,
+            view=await self.open_view(card, client),
         )
         observers = (self.watch,) if self.explains else ()
         if not isinstance(policy, KvPolicy):

@@ -18,6 +18,7 @@ from dynamo.core.settings.schema_cluster import (
     WorkerGroup,
     Workers,
 )
+from dynamo.core.settings.schema_index import Index
 from dynamo.core.settings.schema_router import Router
 
 ENGINES_NOT_YET = ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai")
@@ -374,6 +375,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: Server = Server()
     frontend: Frontend = Frontend()
     router: Router = Router()
+    index: Index = Index()
     model: Model = Model()
     engine: Engine = Engine()
     cache: Cache = Cache()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,10 @@ VERSION = 1
 
 
 class _Chain(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks under `parent`; worker -> how many of them it holds."""
+    """Blocks (packed u64) under `parent`; worker -> how many of them it holds."""
 
     parent: int
-    hashes: tuple[int, ...]
+    hashes: bytes
     holders: dict[str, int]
 
 
@@ -32,16 +33,31 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Snapshot).decode
 
 
-def dump_index(index: KvIndex, block_tokens: int) -> bytes:
-    """All that it knows, the coldest branches first."""
-    chains = tuple(
-        _Chain(parent, tuple(hashes), holders) for parent, hashes, holders in index.chains()
-    )
-    return _encode(_Snapshot(VERSION, block_tokens, chains))
+def copy_index(index: KvIndex) -> Sequence[_Chain]:
+    """All that it knows at this moment, the coldest branches first."""
+    return [
+        _Chain(parent, array("Q", hashes).tobytes(), holders)
+        for parent, hashes, holders in index.chains()
+    ]
+
+
+def save_index(path: str, chains: Sequence[_Chain], block_tokens: int) -> None:
+    """Blocking: write a copy to a file, whole or not at all."""
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    fresh.write_bytes(_encode(_Snapshot(VERSION, block_tokens, tuple(chains))))
+    fresh.replace(target)
+
+
+def read_index(path: str) -> bytes | None:
+    """Blocking: what `save_index` wrote; None where there is no such file."""
+    source = Path(path).expanduser()
+    return source.read_bytes() if source.exists() else None
 
 
 def restore_index(index: KvIndex, packed: bytes, block_tokens: int) -> int:
-    """Add what `dump_index` wrote; how many blocks. Raises `ConfigError` for another version or
+    """Add what `save_index` wrote; how many blocks. Raises `ConfigError` for another version or
     block size, and for what is no snapshot."""
     try:
         found = _decode(packed)
@@ -54,17 +70,11 @@ def restore_index(index: KvIndex, packed: bytes, block_tokens: int) -> int:
         )
     before = index.blocks
     for chain in found.chains:
+        hashes = array("Q")
+        hashes.frombytes(chain.hashes)
         for worker, depth in _deepest_first(chain.holders.items()):
-            index.store(worker, chain.parent, chain.hashes[:depth])
+            index.store(worker, chain.parent, hashes[:depth])
     return index.blocks - before
-
-
-def save(path: Path, packed: bytes) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(packed)
-    fresh.replace(path)
 
 
 def _deepest_first(holders: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

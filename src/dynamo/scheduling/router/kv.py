@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from dynamo.core.clock import Clock
@@ -19,6 +20,9 @@ from dynamo.scheduling.router.prompt import ReadPrompt
 from dynamo.scheduling.router.replicas import Own, Replicas
 
 NOBODY = "no instance serves this endpoint now"
+
+Prepare = Callable[[Sequence[int]], Awaitable[None]]
+"""Has what is known elsewhere of a prompt's blocks at hand before it is placed."""
 
 
 class KvPolicy(Policy):
@@ -47,6 +51,8 @@ class KvPolicy(Policy):
         self._armed = False
         self._due: float | None = None
         self._timer: asyncio.Task[None] | None = None
+        self.prepare: Prepare | None = None
+        self.on_close: Callable[[], None] | None = None
         self._stop_listening = client.on_change(self._announced)
         self._announced()
 
@@ -58,7 +64,10 @@ class KvPolicy(Policy):
             raise NoWorkers(NOBODY, retry_after_s=1.0)
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
-        arrival = Arrival(name, self._read(request), self._block_tokens, now, frozenset(tried))
+        prompt = self._read(request)
+        if self.prepare is not None:
+            await self.prepare(prompt.hashes)
+        arrival = Arrival(name, prompt, self._block_tokens, now, frozenset(tried))
         arrival.decided = loop.create_future()
         arrival.priority = request.priority
         if context.timeout_s is not None:
@@ -77,6 +86,8 @@ class KvPolicy(Policy):
         self._stop_listening()
         self.placement.fleet.replace({})
         self._fail_stranded()
+        if self.on_close is not None:
+            self.on_close()
         await self._tasks.close()
 
     def look_again(self) -> None:

@@ -73,9 +73,11 @@ async def open_policy(
     *,
     block_tokens: int,
     read: ReadPrompt | None = None,
+    view: CacheView | None = None,
 ) -> Policy:
     """What chooses among `client`'s instances. In the modes `kv` and `adaptive` it follows their
-    events from now on, until it is closed. Raises ConfigError for an unknown mode or policy."""
+    events from now on, until it is closed; in mode `kv` by `view` where that is given. Raises
+    ConfigError for an unknown mode or policy."""
     component = client.path.rsplit(".", 1)[0]
     if settings.mode == ADAPTIVE:
         loads = LoadView(clock)
@@ -83,9 +85,14 @@ async def open_policy(
         return AdaptivePolicy(client, loads, clock)
     if settings.mode != KV:
         return BasicPolicy(client, settings.mode)
-    view = CacheView(clock, block_tokens=block_tokens)
-    await view.follow(events, component + EVENTS)
+    if view is None:
+        view = CacheView(clock, block_tokens=block_tokens)
+        await view.follow(events, component + EVENTS)
     placement = make_placement(settings, view, client.rng)
-    return kv_policy(
+    policy = kv_policy(
         client, placement, clock, block_tokens=block_tokens, name=settings.policy, read=read
     )
+    policy.on_close = view.close
+    if view.remote:
+        policy.prepare = view.prepare
+    return policy

@@ -1,0 +1,35 @@
+"""`dynamo indexer`: one index of the workers' caches for several routers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.parsing import Parser
+
+EXAMPLES = """\
+  dynamo indexer --deployment http-8000
+  dynamo indexer --deployment http-8000 --index.file ~/index.bin
+  dynamo run out=mock --workers 4 --router-mode kv --shared-index"""
+
+
+def parser() -> Parser:
+    """The settings of the deployment that it belongs to."""
+    made = Parser(
+        "dynamo indexer",
+        "Keep one index of what the workers of a deployment have cached; routers that run with "
+        "--shared-index ask it. Its status port is in `dynamo ps`.",
+        EXAMPLES,
+        usage="--deployment NAME [FLAGS of dynamo run]",
+    )
+    add_settings(made)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    settings = load_settings(parser().parse(arguments)).settings
+
+    from dynamo.services.indexer import run_indexer
+
+    return run_indexer(settings)

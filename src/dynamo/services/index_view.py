@@ -1,0 +1,42 @@
+"""A router's view of the workers' caches, as the settings ask for it."""
+
+from __future__ import annotations
+
+from dynamo.core.kv_events import KV_EVENTS
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, RemoteIndex
+
+
+def new_view(runtime: DistributedRuntime, block_tokens: int = 0) -> CacheView:
+    """One that knows nothing yet. `block_tokens` 0: those of the settings."""
+    about = runtime.settings.index
+    return CacheView(
+        runtime.clock,
+        budget_bytes=about.budget_bytes,
+        block_tokens=block_tokens or runtime.settings.engine.block_size,
+        ttl_s=about.prediction_ttl,
+    )
+
+
+async def follow_workers(runtime: DistributedRuntime, view: CacheView, component: str) -> None:
+    """Hear the KV events of all workers of "namespace.component"."""
+    await view.follow(runtime.events, f"{component}.{KV_EVENTS}")
+
+
+async def open_view(runtime: DistributedRuntime, block_tokens: int, component: str) -> CacheView:
+    """Of the workers of "namespace.component": with an index of its own or, with `index.shared`,
+    asking `dynamo indexer`."""
+    view = new_view(runtime, block_tokens)
+    if not runtime.settings.index.shared:
+        await follow_workers(runtime, view, component)
+        return view
+    indexer = runtime.namespace().component(INDEXER)
+    remote = RemoteIndex(
+        await indexer.endpoint(MATCH).client(),
+        await indexer.endpoint(MODES).client(),
+        runtime.clock,
+    )
+    view.ask(remote.match)
+    runtime.tasks.start(remote.follow(view), "trust in the shared index")
+    return view

@@ -1,0 +1,82 @@
+"""`dynamo indexer`: one index of the workers' caches, which several routers ask."""
+
+from __future__ import annotations
+
+import logging
+
+from dynamo.communication.requests import Outgoing
+from dynamo.core.errors import ProtocolError
+from dynamo.core.settings.schema import Settings
+from dynamo.core.settings.schema_index import Index
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.process import run_process
+from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, encode, unpack_hashes
+from dynamo.scheduling.index.snapshot import copy_index, read_index, restore_index, save_index
+from dynamo.scheduling.index.view_metrics import declare_view
+from dynamo.services.index_view import follow_workers, new_view
+from dynamo.services.way import WORKER
+
+log = logging.getLogger(__name__)
+
+
+def run_indexer(settings: Settings) -> int:
+    """The process; returns its exit code."""
+    return run_process(Indexer().attach, settings, INDEXER, INDEXER)
+
+
+class Indexer:
+    """Follows the KV events of all workers of the namespace; answers `match` and `modes`."""
+
+    async def attach(self, runtime: DistributedRuntime) -> None:
+        """Raises `ConfigError` where a saved index cannot be used."""
+        self._runtime = runtime
+        self._view = new_view(runtime)
+        declare_view(runtime.metrics, lambda: (self._view,))
+        about = runtime.settings.index
+        if about.file:
+            await self._restore(about)
+        namespace = runtime.namespace()
+        await follow_workers(runtime, self._view, f"{namespace.name}.{WORKER}")
+        component = namespace.component(INDEXER)
+        await component.endpoint(MATCH).serve(self._match)
+        await component.endpoint(MODES).serve(self._modes)
+        if about.file:
+            runtime.tasks.start(self._keep_saving(about), "index file")
+            runtime.at_shutdown(self._save_last)
+        log.info("indexer serves", extra={"fields": {"blocks": self._view.index.blocks}})
+
+    async def _match(self, payload: bytes, outgoing: Outgoing) -> None:
+        """Hashes as packed u64 -> msgpack {worker: blocks}."""
+        try:
+            hashes = unpack_hashes(payload)
+        except ValueError as error:
+            raise ProtocolError(f"not packed block hashes: {error}") from error
+        outgoing.send(encode(self._view.index.match(hashes)))
+
+    async def _modes(self, payload: bytes, outgoing: Outgoing) -> None:
+        """Msgpack {worker: mode}."""
+        del payload
+        outgoing.send(encode(self._view.modes()))
+
+    async def _restore(self, about: Index) -> None:
+        packed = await self._runtime.clock.offload(read_index, about.file)
+        if packed is not None:
+            blocks = restore_index(self._view.index, packed, self._view.block_tokens)
+            log.info("index restored", extra={"fields": {"blocks": blocks, "file": about.file}})
+
+    async def _keep_saving(self, about: Index) -> None:
+        while True:
+            await self._runtime.clock.sleep(about.save_every)
+            try:
+                await self._save(about)
+            except OSError as error:
+                fields = {"file": about.file, "error": str(error)}
+                log.warning("the index cannot be saved", extra={"fields": fields})
+
+    async def _save_last(self, drain_s: float) -> None:
+        del drain_s
+        await self._save(self._runtime.settings.index)
+
+    async def _save(self, about: Index) -> None:
+        view, offload = self._view, self._runtime.clock.offload
+        await offload(save_index, about.file, copy_index(view.index), view.block_tokens)
