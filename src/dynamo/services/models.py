@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import unquote
 
 from dynamo.application import Gateway, Served
+from dynamo.core.errors import PlaneAway
 from dynamo.models.card import ModelCard
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import load_tokenizer
@@ -52,7 +53,10 @@ class Models:
     async def opened(self, within_s: float) -> None:
         """Return when the models that workers announce already are open, or after `within_s`."""
         runtime = self._runtime
-        cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
+        try:
+            cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
+        except PlaneAway:  # nobody can say which
+            return
         wanted = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
         until = runtime.clock.now() + within_s
         while not wanted <= self._ways.keys() and runtime.clock.now() < until:
