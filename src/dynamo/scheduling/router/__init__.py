@@ -1,5 +1,13 @@
 """Which instance gets a request, and why."""
 
+from dynamo.scheduling.router.adaptive import (
+    AdaptiveLoadBalancer,
+    Capacity,
+    LoadBalancingError,
+    LoadPredictionModel,
+    WorkerAssignment,
+)
+from dynamo.scheduling.router.collector import PerformanceReport, RoutingMetricsCollector
 from dynamo.scheduling.router.policy import (
     BasicPolicy,
     Candidate,
@@ -12,12 +20,19 @@ from dynamo.scheduling.router.policy import (
 from dynamo.scheduling.router.router import Router
 
 __all__ = [
+    "AdaptiveLoadBalancer",
     "BasicPolicy",
     "Candidate",
+    "Capacity",
     "Decision",
+    "LoadBalancingError",
+    "LoadPredictionModel",
     "Observer",
     "Outcome",
+    "PerformanceReport",
     "Policy",
     "Router",
+    "RoutingMetricsCollector",
     "Ticket",
+    "WorkerAssignment",
 ]
