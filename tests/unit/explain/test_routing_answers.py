@@ -1,0 +1,100 @@
+"""What several processes know of routing, laid together."""
+
+from __future__ import annotations
+
+from dynamo.scheduling.router.collector import Alert, RoutingMetricsCollector
+from dynamo.scheduling.router.collector_record import RoutingRecord
+from dynamo.scheduling.router.explained import Explanation
+from dynamo.scheduling.router.explained_timeline import Sample, WorkerSample
+from dynamo.scheduling.router.policy import Candidate, Outcome
+from dynamo.services.routing_answers import laid_together, merged, report_of
+
+OUTCOME = Outcome(0.05, 0.5, 32, 64, 10)
+COSTS = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)
+
+
+def explanation(router: str, at: float, worker: str = "w1", choice: int = 0) -> Explanation:
+    """Routers know the costs, frontends the outcome."""
+    decided = router.startswith("router")
+    return Explanation(
+        request_id="r",
+        choice=choice,
+        model="tiny",
+        at=at,
+        router=router,
+        worker=worker,
+        mode="predicted",
+        view="exact",
+        candidates=2,
+        waited_ms=0.0,
+        prompt_blocks=4,
+        overlap_blocks=3,
+        best_overlap_blocks=3,
+        predicted_ttft_ms=1.0,
+        costs=COSTS if decided else (),
+        outcome=None if decided else OUTCOME,
+        why="decided" if decided else "asked",
+    )
+
+
+def test_a_routers_costs_and_a_frontends_outcome_are_one_explanation() -> None:
+    (one,) = merged([explanation("frontend-1", 1.01), explanation("router-1", 1.0)])
+    assert (one.router, one.costs, one.outcome, one.why) == (
+        "router-1",
+        COSTS,
+        OUTCOME,
+        "decided",
+    )
+
+
+def test_attempts_and_choices_stay_apart_and_in_order() -> None:
+    found = merged(
+        [
+            explanation("frontend-1", 3.0, "w2"),
+            explanation("frontend-1", 1.0),
+            explanation("frontend-1", 2.0),
+            explanation("frontend-1", 2.5, choice=1),
+        ]
+    )
+    assert [(one.at, one.worker, one.choice) for one in found] == [
+        (1.0, "w1", 0),
+        (2.0, "w1", 0),
+        (2.5, "w1", 1),
+        (3.0, "w2", 0),
+    ]
+
+
+def test_samples_of_one_moment_add_up() -> None:
+    router = Sample(10.0, 2, {"w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact")})
+    frontend = Sample(10.0, 0, {"w1": WorkerSample(sent=3, routed=2), "w2": WorkerSample()})
+    later = Sample(11.0, 0, {"w1": WorkerSample(sent=1)})
+    first, second = laid_together([later, frontend, router])
+    assert first == Sample(
+        10.0,
+        2,
+        {
+            "w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact", sent=3, routed=2),
+            "w2": WorkerSample(),
+        },
+    )
+    assert second is later
+
+
+def test_a_report_is_over_the_records_of_all() -> None:
+    def record(at: float, worker: str) -> RoutingRecord:
+        return RoutingRecord(
+            timestamp=at,
+            request_id="r",
+            selected_worker=worker,
+            cache_hit_ratio=0.5,
+            decision_latency=0.0,
+            worker_load=0.0,
+            queue_length=0,
+        )
+
+    own = RoutingMetricsCollector(wall=lambda: 10.0)
+    own._alerts["failures"] = Alert("failures", "many", 1.0, 0.1, 5.0)
+    report = report_of([record(3.0, "b"), record(1.0, "a")], own, (0.0, 10.0))
+    assert report.raw_data_summary["by_worker"] == {"a": 1, "b": 1}
+    assert report.raw_data_summary["first"] == 1.0
+    assert [one.name for one in report.alerts] == ["failures"]
