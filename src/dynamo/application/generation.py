@@ -25,11 +25,15 @@ from dynamo.application.sse import Escapes
 from dynamo.application.usage import Tally
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
+from dynamo.core.labels import LABELS
 from dynamo.core.settings.schema import Server
 from dynamo.core.tasks import run_all
 from dynamo.core.text import CompletionRequest, TextReply
 
 log = logging.getLogger(__name__)
+
+LABELS_HEADER = "x-dynamo-labels"
+"""Labels that the worker must bear, e.g. `zone=a,gpu=h100`."""
 
 Work = Callable[[Context, TextReply], Awaitable[None]]
 
@@ -134,7 +138,9 @@ class Generation:
             try:
                 left = deadline.when - self._clock.now()
                 trace = exchange.request.header("traceparent") or ""
-                await work(Context(exchange.id, timeout_s=left, trace=trace))
+                labels = exchange.request.header(LABELS_HEADER)
+                about = {LABELS: labels} if labels else {}
+                await work(Context(exchange.id, timeout_s=left, trace=trace, metadata=about))
             finally:
                 self.admission.leave()
         except asyncio.CancelledError:

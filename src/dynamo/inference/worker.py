@@ -15,6 +15,7 @@ from dynamo.communication.requests import Outgoing
 from dynamo.core.codec import ReplyWriter, decode_request
 from dynamo.core.errors import ProtocolError
 from dynamo.core.kv_events import event_payloads
+from dynamo.core.labels import LABELS, read_labels
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import EngineInfo
@@ -82,6 +83,7 @@ class Worker:
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
             "blocks": msgspec.to_builtins(block_identity(card)),
+            LABELS: read_labels(runtime.settings.engine.labels),
         }
         self._served.append(
             await component.endpoint("generate").serve(self._generate, capabilities=about)

@@ -183,6 +183,13 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "native"
     workers: Annotated[int, setting("worker processes", flag="--workers", ge=0)] = 1
+    labels: Annotated[
+        str,
+        setting(
+            "what a request may ask for by its header x-dynamo-labels, e.g. zone=a,gpu=h100",
+            flag="--worker-labels",
+        ),
+    ] = ""
     num_blocks: Annotated[
         int,
         setting(

@@ -21,14 +21,14 @@ SPELLINGS = (
 
 
 class RoutingStrategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Weights of the composite score."""
+    """Weights of the composite score (router.policy composite)."""
 
-    cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0, unused=True)] = 0.4
+    cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0)] = 0.4
     load_weight: Annotated[
-        float, setting("of a low load", ge=0, aliases=("load_balance_weight",), unused=True)
+        float, setting("of a low load", ge=0, aliases=("load_balance_weight",))
     ] = 0.3
-    latency_weight: Annotated[float, setting("of a low latency", ge=0, unused=True)] = 0.2
-    memory_weight: Annotated[float, setting("of free memory", ge=0, unused=True)] = 0.1
+    latency_weight: Annotated[float, setting("of a low latency", ge=0)] = 0.2
+    memory_weight: Annotated[float, setting("of free memory", ge=0)] = 0.1
 
 
 class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +91,22 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             choices=ROUTER_POLICIES,
         ),
     ] = "predicted"
+    selector: Annotated[
+        str,
+        setting(
+            "how one is taken once all are scored: highest_score, weighted_random, load_balanced, "
+            "or the name of an entry point in dynamo.router.selectors",
+            flag="--router-selector",
+        ),
+    ] = "highest_score"
+    temperature: Annotated[
+        float,
+        setting(
+            "of weighted_random: the softmax over scores scaled to the distance of best and worst",
+            flag="--router-temperature",
+            ge=0,
+        ),
+    ] = 0.5
     migration_limit: Annotated[
         int,
         setting(

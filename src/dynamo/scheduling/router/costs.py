@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.fleet import Book
+from dynamo.scheduling.router.fleet import Active, Book
+
+AT_HOME_MS = 1e6
+"""What a block that is there already weighs with affinity: more than any queue."""
 
 
 class Cost(ABC):
@@ -26,6 +29,12 @@ class Cost(ABC):
         """The cost of every one of `books`."""
         cost = self.cost
         return [cost(request, book, now) for book in books]
+
+    def placed(self, active: Active) -> None:  # noqa: B027 - most keep no books of their own
+        """The request went to its worker."""
+
+    def ended(self, active: Active) -> None:  # noqa: B027
+        """It left."""
 
 
 class PredictedCost(Cost):
@@ -57,3 +66,29 @@ class PredictedCost(Cost):
         if book.open_count and book.free_s > now:
             cost += (book.free_s - now) * 1e3
         return cost
+
+
+class TtftCost(Cost):
+    """Predicted time to first token alone; no parameter."""
+
+    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+        prefill = book.service_ms(request.new_tokens(book.name))
+        return {"queue": book.backlog_ms(now), "prefill": prefill}
+
+    def cost(self, request: Arrival, book: Book, now: float) -> float:
+        return book.backlog_ms(now) + book.service_ms(request.new_tokens(book.name))
+
+
+class AffinityCost(Cost):
+    """Back to where most of the conversation is, unless more than `spill_ms` of prefill wait there;
+    a prompt that is mostly new goes where least waits."""
+
+    def __init__(self, spill_ms: float = 500.0) -> None:
+        self._spill_ms = spill_ms
+
+    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+        backlog = book.backlog_ms(now)
+        overlap = request.overlaps.get(book.name, 0)
+        at_home = 2 * overlap >= len(request.prompt.hashes) and backlog <= self._spill_ms
+        stays = -AT_HOME_MS * overlap if overlap and at_home else 0.0
+        return {"queue": backlog, "stays": stays, "load": book.step_ms * len(book.active)}

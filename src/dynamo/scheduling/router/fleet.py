@@ -16,6 +16,9 @@ from dynamo.scheduling.router.timing import Pace, Timing
 BATCHED_TOKENS = 8_192
 """Prompt tokens of one step, of a worker that does not tell."""
 
+SEQUENCES = 256
+"""Requests that a worker works on at a time, if it does not tell."""
+
 SURVEY_S = 0.1
 """From this age on the sums over a worker's requests are taken anew."""
 
@@ -90,6 +93,7 @@ class Book:
     """
 
     __slots__ = (
+        "__weakref__",
         "_group",
         "_surveyed_s",
         "active",
@@ -159,6 +163,21 @@ class Book:
     def backlog_ms(self, now: float) -> float:
         """How long the prefills that are open will still take."""
         return max(0.0, self.free_s - now) * 1e3 if self.open_count else 0.0
+
+    def memory_share(self) -> float:
+        """Of its KV memory: what active requests hold, by this book or by its own last report."""
+        told = self.load
+        share = told.active_blocks / told.total_blocks if told and told.total_blocks else 0.0
+        if self.info is not None:
+            tokens = self.context + self.open_tokens
+            share = max(share, tokens / (self.info.num_blocks * self.info.block_tokens))
+        return min(share, 1.0)
+
+    def load_factor(self) -> float:
+        """Between 0 and 1, the larger of two: a step's prompt tokens and its places taken."""
+        places = self.info.max_num_seqs if self.info else SEQUENCES
+        busy = max(self.open_tokens / self.token_budget, len(self.active) / places)
+        return min(busy, 1.0)
 
     def place(self, active: Active, now: float) -> None:
         """The request goes there now."""

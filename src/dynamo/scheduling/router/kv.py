@@ -14,6 +14,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.router.arrival import Arrival
 from dynamo.scheduling.router.fleet import Active
+from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.placement import Placed, Placement
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt
@@ -60,14 +61,15 @@ class KvPolicy(Policy):
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         loop = asyncio.get_running_loop()
-        if not self._client.instances.keys() - tried:
+        out = frozenset(tried) | barred(self._client.instances, context)
+        if not self._client.instances.keys() - out:
             raise NoWorkers(NOBODY, retry_after_s=1.0)
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
         prompt = self._read(request)
         if self.prepare is not None:
             await self.prepare(prompt.hashes)
-        arrival = Arrival(name, prompt, self._block_tokens, now, frozenset(tried))
+        arrival = Arrival(name, prompt, self._block_tokens, now, out)
         arrival.decided = loop.create_future()
         arrival.priority = request.priority
         if context.timeout_s is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from dynamo.communication.events import Events
@@ -12,13 +13,16 @@ from dynamo.runtime.client import Client
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.adaptive_policy import ADAPTIVE, AdaptivePolicy
 from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import Cost, PredictedCost
+from dynamo.scheduling.router.block_cost import BlockCost
+from dynamo.scheduling.router.composite import CompositeCost, Weights
+from dynamo.scheduling.router.costs import AffinityCost, Cost, PredictedCost, TtftCost
 from dynamo.scheduling.router.fleet import Fleet
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placement import Placement
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt, prompt_reader
+from dynamo.scheduling.router.selectors import SelectionStrategy, make_selector, selecting
 from dynamo.scheduling.router.waiting import WaitingQueue
 
 KV = "kv"
@@ -27,11 +31,35 @@ QUEUE_PATIENCE_S = 10.0
 """Who has waited so long goes first, whatever the order."""
 
 
+def _composite(settings: RouterSettings) -> Cost:
+    weights = settings.routing_strategy
+    return CompositeCost(
+        Weights(
+            cache_hit=weights.cache_hit_weight,
+            load=weights.load_weight,
+            latency=weights.latency_weight,
+            memory=weights.memory_weight,
+        )
+    )
+
+
+COSTS: dict[str, Callable[[RouterSettings], Cost]] = {
+    "predicted": lambda _: PredictedCost(),
+    "block_cost": lambda _: BlockCost(),
+    "composite": _composite,
+    "argmin_ttft": lambda _: TtftCost(),
+    "affinity": lambda _: AffinityCost(),
+}
+
+
 def make_cost(settings: RouterSettings) -> Cost:
     """The cost that `router.policy` names. Raises ConfigError."""
-    if settings.policy == "predicted":
-        return PredictedCost()
-    raise ConfigError(f"no router policy is called {settings.policy!r}")
+    make = COSTS.get(settings.policy)
+    if make is None:
+        raise ConfigError(
+            f"no router policy is called {settings.policy!r}", hint=f"known: {', '.join(COSTS)}"
+        )
+    return make(settings)
 
 
 def make_placement(
@@ -41,11 +69,14 @@ def make_placement(
     queue: WaitingQueue[Arrival] = WaitingQueue(
         settings.queue_order, settings.queue_bound, QUEUE_PATIENCE_S
     )
+    named = settings.selector
+    plain = named == SelectionStrategy.HighestScore
     return Placement(
         fleet or Fleet(),
         view,
         make_cost(settings),
         rng,
+        select=None if plain else selecting(make_selector(named, settings.temperature, rng)),
         queue=queue,
         threshold=settings.queue_threshold,
     )

@@ -72,8 +72,8 @@ class Placed(msgspec.Struct, frozen=True):
     candidates: int
 
 
-Select = Callable[[Sequence[float], Random], int]
-"""Costs -> the index of the one to take."""
+Select = Callable[[Arrival, Sequence[Book], Sequence[float], Random], int]
+"""(Request, its workers, their costs, chance) -> the index of the one to take."""
 
 
 def lowest(costs: Sequence[float], rng: Random) -> int:
@@ -94,13 +94,14 @@ class Placement:
         cost: Cost,
         rng: Random,
         *,
-        select: Select = lowest,
+        select: Select | None = None,
         patience: Patience | None = None,
         queue: WaitingQueue[Arrival] | None = None,
         threshold: float = 0.0,
     ) -> None:
-        """`queue`: of those that must wait (first come, without bound); `threshold`: a worker whose
-        open prompts are more than so many of its steps gets nothing while all are so (0: never)."""
+        """`select`: instead of the lowest cost, for each by itself; `queue`: of those that must
+        wait (first come, without bound); `threshold`: a worker whose open prompts are more than so
+        many of its steps gets nothing while all are so (0: never)."""
         self.fleet = fleet
         self.view = view
         self.cost = cost
@@ -146,7 +147,7 @@ class Placement:
         self.fleet.freshen(now)
         if self._threshold:
             placed = self._in_turn(waiting, now)
-        elif self.cost.joint:
+        elif self.cost.joint and self._select is None:
             placed = self._jointly(waiting, now)
         else:
             placed = [self._alone(one, now) for one in waiting]
@@ -162,6 +163,7 @@ class Placement:
         """The request left its worker."""
         if active.first_s is None:
             self.view.settled(active.book.name, active.hashes)
+        self.cost.ended(active)
         active.book.end(active, now)
 
     def next_due(self, now: float) -> float | None:
@@ -207,7 +209,11 @@ class Placement:
     def _alone(self, arrival: Arrival, now: float) -> Placed:
         books = self._books_for(arrival)
         costs = self.cost.row(arrival, books, now)
-        return self._go(arrival, books, costs, self._select(costs, self._rng), now)
+        if self._select is None:
+            at = lowest(costs, self._rng)
+        else:
+            at = self._select(arrival, books, costs, self._rng)
+        return self._go(arrival, books, costs, at, now)
 
     def _jointly(self, waiting: list[Arrival], now: float) -> list[Placed]:
         window = max(1, WINDOW_PAIRS // len(self.fleet.books))
@@ -243,6 +249,7 @@ class Placement:
         table = self._table(arrival, books, costs, at, now)
         active = Active(arrival.id, book, arrival.prompt, arrival.new_tokens(book.name), now)
         book.place(active, now)
+        self.cost.placed(active)
         self.view.routed(book.name, arrival.prompt.hashes)
         self._waiting.leave(arrival, now)
         return Placed(arrival, active, table, len(books))

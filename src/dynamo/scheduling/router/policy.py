@@ -13,6 +13,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.runtime.picks import mode_name
+from dynamo.scheduling.router.labels import barred
 
 
 class Ticket:
@@ -113,9 +114,9 @@ class BasicPolicy(Policy):
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        del request, context
+        del request
         live = self._client.instances
-        if not tried:
+        if not tried and not context.metadata:
             return Decision(self._client.pick(self._mode), self._mode, len(live))
-        allowed = live.keys() - tried
+        allowed = live.keys() - tried - barred(live, context)
         return Decision(self._client.pick(self._mode, allowed), self._mode, len(allowed))

@@ -1,0 +1,50 @@
+"""The cost of Dynamo 1.x's KV router: blocks to compute plus blocks to decode over."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.costs import Cost
+from dynamo.scheduling.router.fleet import Active, Book
+
+
+class BlockCost(Cost):
+    """prefill_scale x (tokens queued there + new ones) / block size + distinct blocks that would be
+    active there with this request. Source: ai-dynamo 1.6, kv-router."""
+
+    def __init__(self, prefill_scale: float = 1.0) -> None:
+        self._scale = prefill_scale
+        self._active: WeakKeyDictionary[Book, dict[int, int]] = WeakKeyDictionary()
+
+    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+        del now
+        size = request.block_tokens
+        new = request.prompt.tokens - request.overlaps.get(book.name, 0) * size
+        held = self._active.get(book, {})
+        hashes = request.prompt.hashes
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if hashes[middle] in held else (low, middle)
+        blocks = -(-request.prompt.tokens // size)
+        return {
+            "prefill_blocks": self._scale * (book.open_tokens + new) / size,
+            "decode_blocks": float(len(held) + blocks - low),
+        }
+
+    def placed(self, active: Active) -> None:
+        held = self._active.setdefault(active.book, {})
+        for block in active.hashes:
+            held[block] = held.get(block, 0) + 1
+
+    def ended(self, active: Active) -> None:
+        held = self._active.get(active.book)
+        if held is None:
+            return
+        for block in active.hashes:
+            count = held.get(block, 0) - 1
+            if count > 0:
+                held[block] = count
+            else:
+                held.pop(block, None)

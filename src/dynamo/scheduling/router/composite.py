@@ -1,0 +1,54 @@
+"""The weighted score of four shares: cached prefix, load, latency, memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.costs import Cost
+from dynamo.scheduling.router.fleet import Book
+
+MAX_LATENCY_MS = 2_000.0
+"""From here on a latency scores nothing, where a request names no limit."""
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """What each share counts."""
+
+    cache_hit: float = 0.4
+    load: float = 0.3
+    latency: float = 0.2
+    memory: float = 0.1
+
+
+def composite_terms(
+    weights: Weights, hit_ratio: float, load: float, latency_score: float, free_memory: float
+) -> dict[str, float]:
+    """The score's parts; all shares between 0 and 1, the higher the better except `load`."""
+    return {
+        "cache_hit": weights.cache_hit * hit_ratio,
+        "load": weights.load * (1.0 - load),
+        "latency": weights.latency * latency_score,
+        "memory": weights.memory * free_memory,
+    }
+
+
+def latency_score(latency_ms: float, longest_ms: float = MAX_LATENCY_MS) -> float:
+    """1 for none, 0 from `longest_ms` on."""
+    return max(0.0, 1.0 - latency_ms / longest_ms) if longest_ms > 0 else 0.0
+
+
+class CompositeCost(Cost):
+    """The negative of the score, since the lowest cost wins."""
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self._weights = weights or Weights()
+
+    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+        hit = request.overlaps.get(book.name, 0) * request.block_tokens / request.prompt.tokens
+        waits_ms = book.backlog_ms(now) + book.service_ms(request.new_tokens(book.name))
+        free = 1.0 - book.memory_share()
+        parts = composite_terms(
+            self._weights, hit, book.load_factor(), latency_score(waits_ms), free
+        )
+        return {name: -part for name, part in parts.items()}
