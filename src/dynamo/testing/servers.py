@@ -46,6 +46,11 @@ class ServerProcess:
             time.sleep(0.02)
         return self
 
+    @property
+    def pid(self) -> int:
+        """0: it does not run."""
+        return 0 if self._process is None else self._process.pid
+
     def kill(self) -> None:
         """SIGKILL. Blocks."""
         if self._process is not None:
