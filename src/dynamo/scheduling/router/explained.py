@@ -59,10 +59,11 @@ class Explained(Observer):
             self._requests.popitem(last=False)
 
     def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
-        for entry in self._requests.get(request.request_id, ()):
+        for entry in reversed(self._requests.get(request.request_id, ())):
             if entry.decision is decision:
                 entry.decision = replace(decision, ticket=None)  # it may hold a whole prompt
                 entry.outcome = outcome
+                return
 
     def find(self, request_id: str) -> list[Explanation]:
         """Every decision for a request, in order; empty where nothing is known (any more). A
