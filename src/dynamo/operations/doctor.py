@@ -8,10 +8,13 @@ import resource
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection, HTTPException
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,6 +27,7 @@ MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 MIN_FILES = 4096
+ANSWER_S = 2.0
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -150,6 +154,31 @@ def loopback(settings: Settings) -> Finding:
     return Finding("loopback", "ok", "127.0.0.1 answers")
 
 
+def routing(settings: Settings) -> Finding:
+    """How the deployment, if it runs, knows its workers' caches."""
+    from dynamo.runtime.deployment import deployment_of
+
+    records = deployment_of(settings).processes()
+    address = next((one.address for one in records if one.role == "frontend"), "")
+    if not address.startswith("http://"):
+        return Finding("routing", "ok", f"mode {settings.router.mode}; no such deployment runs")
+    told = _health(address)
+    refused = told.get("refused_workers") or {}
+    if refused:
+        worker, why = next(iter(refused.items()))
+        found = f"{len(refused)} workers refused; {worker}: {why}"
+        return Finding("routing", "fail", found, "start all workers of a model with one model")
+    modes = Counter(
+        mode for views in (told.get("routing") or {}).values() for mode in views.values()
+    )
+    if not modes:
+        return Finding("routing", "ok", f"{address}: not by what workers have cached")
+    found = f"{address}: " + ", ".join(f"{count} workers {mode}" for mode, count in modes.items())
+    if modes["approximate"]:
+        return Finding("routing", "warn", found, "those send no KV events: hits are guessed")
+    return Finding("routing", "ok", found)
+
+
 CHECKS: Sequence[Check] = (
     python,
     dependencies,
@@ -161,7 +190,21 @@ CHECKS: Sequence[Check] = (
     cache_folder,
     default_model,
     port,
+    routing,
 )
+
+
+def _health(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", "/health")
+        found: dict[str, Any] = msgspec.json.decode(connection.getresponse().read(), type=dict)
+    except (HTTPException, msgspec.DecodeError) as error:
+        raise OSError(f"{url} gives no /health: {error}") from error
+    finally:
+        connection.close()
+    return found
 
 
 def _installed(name: str) -> bool:

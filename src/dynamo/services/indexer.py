@@ -41,6 +41,7 @@ class Indexer:
         await component.endpoint(MATCH).serve(self._match)
         await component.endpoint(MODES).serve(self._modes)
         if about.file:
+            runtime.tasks.start(self._forget_the_dead(), "restored workers")
             runtime.tasks.start(self._keep_saving(about), "index file")
             runtime.at_shutdown(self._save_last)
         log.info("indexer serves", extra={"fields": {"blocks": self._view.index.blocks}})
@@ -63,6 +64,12 @@ class Indexer:
         if packed is not None:
             blocks = restore_index(self._view.index, packed, self._view.block_tokens)
             log.info("index restored", extra={"fields": {"blocks": blocks, "file": about.file}})
+
+    async def _forget_the_dead(self) -> None:
+        """Workers of the file that nobody has heard of since are no more."""
+        await self._runtime.clock.sleep(self._runtime.settings.runtime.lease_ttl)
+        for worker in set(self._view.index.workers) - self._view.modes().keys():
+            self._view.drop(worker)
 
     async def _keep_saving(self, about: Index) -> None:
         while True:

@@ -74,6 +74,7 @@ class CacheView:
     @property
     def predicted_blocks(self) -> int:
         """Blocks of prompts that were routed and are not yet for events to tell."""
+        self._predictions.expire(self._clock.now())
         return self._predictions.blocks
 
     async def follow(self, events: Events, subject_prefix: str) -> None:

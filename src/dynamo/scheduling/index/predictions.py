@@ -43,7 +43,7 @@ class Predictions:
 
     def routed(self, worker: str, hashes: Sequence[int], now: float) -> None:
         """The worker will hold these blocks; believed for at most `ttl_s`."""
-        self._expire(now)
+        self.expire(now)
         if not hashes:
             return
         self._next += 1
@@ -88,13 +88,14 @@ class Predictions:
 
     def overlaps(self, hashes: Sequence[int], now: float) -> dict[str, int]:
         """worker -> blocks of the longest prefix that is predicted there (> 0 only)."""
-        self._expire(now)
+        self.expire(now)
         found = self._roots.get(hashes[0]) if hashes else None
         if not found:
             return {}
         return {worker: _depth(held, hashes) for worker, held in found.items()}
 
-    def _expire(self, now: float) -> None:
+    def expire(self, now: float) -> None:
+        """Forget what is not believed any more."""
         while self._closing and self._closing[0].due <= now:
             self._take_back(self._closing.popleft())
         while self._open:

@@ -1,0 +1,80 @@
+"""Eviction of cold branches, snapshots, packed hashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.unit.index.conftest import chain
+
+from dynamo.core.errors import ConfigError
+from dynamo.scheduling.index.kv_index import BLOCK_BYTES, KvIndex
+from dynamo.scheduling.index.remote import pack_hashes, unpack_hashes
+from dynamo.scheduling.index.snapshot import copy_index, read_index, restore_index, save_index
+
+
+def test_cold_branches_go_first_and_shared_beginnings_last() -> None:
+    index = KvIndex(BLOCK_BYTES * 900)
+    stem = chain(0, 100)
+    index.store("a", 0, stem)
+    branches = [chain(number, 100) for number in range(1, 5)]
+    for branch in branches:
+        index.store("a", stem[-1], branch)
+    index.match(stem + branches[0])
+    for number in range(5, 10):
+        index.store("a", stem[-1], chain(number, 100))
+    assert index.evicted
+    assert index.bytes_used <= index.budget_bytes
+    assert index.match(stem + branches[0]) == {"a": 200}, "used lately"
+    assert index.match(stem + branches[1]) == {"a": 100}, "cold, its beginning is shared"
+
+
+def test_dead_workers_leave_nothing_behind() -> None:
+    index = KvIndex()
+    for number in range(40):
+        worker = f"w{number}"
+        for name in range(20):
+            index.store(worker, 0, chain(number * 100 + name, 50))
+        index.drop(worker)
+    assert index.match(chain(0, 50)) == {}
+    for _ in range(400):
+        index.remove("nobody", ())
+    assert index.blocks == index.bytes_used == 0
+    assert index.number("new") < 40
+
+
+def test_a_chain_that_names_itself_does_no_harm() -> None:
+    index = KvIndex(BLOCK_BYTES * 20)
+    index.store("a", 5, [5])
+    index.store("a", 5, [5, 6, 5, 6])
+    for number in range(20):
+        index.store("a", 5, chain(number, 10))
+    assert index.bytes_used <= index.budget_bytes
+
+
+def test_saved_and_restored(tmp_path: Path) -> None:
+    index, again = KvIndex(), KvIndex()
+    stem, one, two = chain(0, 20), chain(1, 10), chain(2, 10)
+    index.store("a", 0, stem + one)
+    index.store("b", 0, stem + two)
+    index.store("b", 0, (stem + one)[:25])
+    path = str(tmp_path / "folder" / "index.bin")
+    assert read_index(path) is None
+    save_index(path, copy_index(index), 16)
+    packed = read_index(path)
+    assert packed is not None
+    assert restore_index(again, packed, 16) == 40
+    for prompt in (stem + one, stem + two):
+        assert again.match(prompt) == index.match(prompt)
+    assert [one.name for one in (tmp_path / "folder").iterdir()] == ["index.bin"]
+    with pytest.raises(ConfigError, match="16 tokens"):
+        restore_index(again, packed, 32)
+    with pytest.raises(ConfigError, match="not a saved index"):
+        restore_index(again, b"?", 16)
+
+
+def test_hashes_travel_packed() -> None:
+    hashes = chain(1, 5)
+    assert list(unpack_hashes(pack_hashes(hashes))) == hashes
+    with pytest.raises(ValueError):
+        unpack_hashes(b"1234")

@@ -1,0 +1,124 @@
+"""Publisher, indexer and routers over the memory planes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.index.conftest import chain
+
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema_index import Index
+from dynamo.inference.kv_publisher import KVPublisher
+from dynamo.models.card import BlockIdentity
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.index import CacheView
+from dynamo.services.index_view import open_view
+from dynamo.services.indexer import Indexer
+
+PLANES = Runtime(discovery="memory:index", requests="memory:", events="memory:", namespace="ns")
+SETTINGS = replace(Settings(runtime=PLANES), index=Index(shared=True))
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[DistributedRuntime]:
+    async with await DistributedRuntime.create(SETTINGS) as made:
+        yield made
+
+
+async def until_exact(view: CacheView, *workers: str) -> None:
+    async with asyncio.timeout(10):
+        while any(view.mode(worker) != "exact" for worker in workers):
+            await asyncio.sleep(0.01)
+
+
+async def test_routers_ask_one_indexer(runtime: DistributedRuntime) -> None:
+    blocks = chain(1, 8)
+    first = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: ())
+    rank = await KVPublisher.open(runtime.events, "ns.worker", "b", lambda: (), rank=1)
+    async with await DistributedRuntime.create(SETTINGS) as indexing:
+        await Indexer().attach(indexing)
+        views = [await open_view(runtime, 16, "ns.worker") for _ in range(2)]
+        for view in views:
+            assert view.remote
+            await until_exact(view, "a", "b/1")
+        first.stored(0, blocks)
+        rank.stored(0, blocks)
+        rank.removed(blocks[:4:-1])
+        await asyncio.sleep(0)
+        for view in views:
+            await view.prepare(blocks)
+            assert view.overlaps(blocks) == {"a": 8, "b/1": 5}
+            assert view.index.blocks == 0
+    assert first.published == {"stored": 8, "events": 1, "dumps": 1}
+
+
+async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) -> None:
+    blocks = chain(1, 8)
+    view = await open_view(runtime, 16, "ns.worker")
+    await view.prepare(blocks)
+    assert view.overlaps(blocks) == {}
+    view.routed("a", blocks)
+    view.settled("a", blocks)
+    assert view.mode("a") == "approximate"
+    assert view.overlaps(blocks) == {"a": 8}
+
+
+async def test_kinds_apart_for_who_wants_one(runtime: DistributedRuntime) -> None:
+    heard: list[str] = []
+    told = asyncio.Event()
+
+    def hear(event: object) -> None:
+        heard.append(event.subject)  # type: ignore[attr-defined]
+        told.set()
+
+    await runtime.events.subscribe("ns.worker.kv_removed", hear)
+    publisher = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: (), apart=True)
+    publisher.stored(0, chain(1, 2))
+    publisher.removed(chain(1, 2))
+    await told.wait()
+    await publisher.close()
+    assert heard[0] == "ns.worker.kv_removed"
+
+
+@pytest.mark.parametrize(
+    ("told", "different"),
+    [
+        ({}, ""),
+        ({"tokenizer": "t", "block_tokens": 16, "hashing": "h"}, ""),
+        ({"block_tokens": 32}, "block tokens 32 instead of 16"),
+        (
+            {"tokenizer": "u", "hashing": "i"},
+            "tokenizer 'u' instead of 't', hashing 'i' instead of",
+        ),
+    ],
+)
+def test_what_differs_is_said(told: dict[str, object], different: str) -> None:
+    ours = BlockIdentity("t", 16, "h")
+    found = ours.differences(BlockIdentity(**told))  # type: ignore[arg-type]
+    assert found.startswith(different)
+    assert bool(found) == bool(different)
+
+
+def test_a_worker_that_differs_is_refused_loudly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from dynamo.models.card import ModelCard
+    from dynamo.models.files import FileRef
+    from dynamo.services.agreement import Agreement
+
+    agreement = Agreement(ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, "")))
+
+    def instance(**blocks: object) -> Instance:
+        return Instance("i", "a", "ns", "worker", "generate", {"model": "m", "blocks": blocks})
+
+    assert agreement.serves(instance(tokenizer="t", block_tokens=16))
+    assert not caplog.records
+    assert not agreement.serves(instance(tokenizer="t", block_tokens=32))
+    assert not agreement.serves(instance(tokenizer=7))
+    assert caplog.text.count("worker refused") == 2
+    assert not agreement.serves(replace(instance(), capabilities={"model": "other"}))
