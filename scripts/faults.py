@@ -104,9 +104,7 @@ def main() -> int:
             cores=os.cpu_count(),
             planes=" | ".join(NAMES[one] for one in PLANES),
         )
-        PAGE.write_text(
-            head + "\n".join(rows) + "\n" + (ROOT / "scripts/faults_more.md").read_text()
-        )
+        PAGE.write_text(head + "\n".join(rows) + "\n" + MORE)
     print(f"{bad} of {len(rows)} not as expected; {platform.platform()}")
     return bool(bad)
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.faults.stage import PLANES, Stage
@@ -233,6 +235,29 @@ async def nats_away(stage: Stage) -> str:
     return said
 
 
+async def disk_full(stage: Stage) -> str:
+    """No process can make a file longer, from here on."""
+    roles = ("supervisor", "frontend", "worker")
+    pids = [one.pid for role in roles for one in stage.processes(role)]
+    no_limit = resource.RLIM_INFINITY
+
+    async def inject() -> None:
+        for pid in pids:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, no_limit))
+        stage.kill("worker")
+        answers = await stage.crowd(range(24), 20)
+        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+
+    try:
+        said = await stage.unharmed(inject, pause_s=1.5)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (no_limit, no_limit))
+    back = await stage.soon(lambda: len(stage.ready("worker")) == 3, 40)
+    return f"{said}; with room again the killed worker is back in {back:.1f} s"
+
+
 async def router_killed(stage: Stage) -> str:
     async def inject() -> None:
         for _ in range(3):
@@ -257,5 +282,6 @@ TABLE = (
     Fault("a request that kills its worker", "500 poisoned_request after three deaths", poisoned, timing="constant:10,20"),
     Fault("etcd is killed for 8 s, a worker meanwhile", "requests go on; when it is back the dead one is gone", etcd_away, planes=("servers",)),
     Fault("NATS is killed and comes back", "requests go on over TCP", nats_away, planes=("servers",)),
+    Fault("the disk is full, a worker is killed", "requests go on; with room again a new worker comes", disk_full),
     Fault("a router of its own is killed, three times", "frontends choose by themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
 )  # fmt: skip
