@@ -1,5 +1,6 @@
 """Which instance gets a request, and why."""
 
+from dynamo.scheduling.index.indexer import KVIndexer
 from dynamo.scheduling.router.adaptive import (
     AdaptiveLoadBalancer,
     Capacity,
@@ -7,6 +8,7 @@ from dynamo.scheduling.router.adaptive import (
     LoadPredictionModel,
     WorkerAssignment,
 )
+from dynamo.scheduling.router.aggregator import KvMetricsAggregator
 from dynamo.scheduling.router.collector import PerformanceReport, RoutingMetricsCollector
 from dynamo.scheduling.router.policy import (
     BasicPolicy,
@@ -25,6 +27,8 @@ __all__ = [
     "Candidate",
     "Capacity",
     "Decision",
+    "KVIndexer",
+    "KvMetricsAggregator",
     "LoadBalancingError",
     "LoadPredictionModel",
     "Observer",
