@@ -61,12 +61,13 @@ class ReuseAware(Eviction):
     counted in blocks given back, so that an idle engine forgets nothing."""
 
     def __init__(self, window: int = 4096) -> None:
-        """`window`: over so many victims is the lifetime averaged."""
+        """`window`: over about so many victims the lifetime is averaged."""
         self._once: OrderedDict[int, tuple[Block, int]] = OrderedDict()
         self._shared: OrderedDict[int, tuple[Block, int]] = OrderedDict()
         self._time = 0
         self._lifetime = 0.0
-        self._step = 1.0 / window
+        self._victims = 0
+        self._window = window
 
     def __len__(self) -> int:
         return len(self._once) + len(self._shared)
@@ -87,7 +88,8 @@ class ReuseAware(Eviction):
             if shared + self._lifetime < oldest:
                 queue = self._shared
         block, since = queue.popitem(last=False)[1]
-        self._lifetime += (self._time - since - self._lifetime) * self._step
+        self._victims += self._victims < self._window
+        self._lifetime += (self._time - since - self._lifetime) / self._victims
         return block
 
 

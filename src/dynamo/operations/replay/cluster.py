@@ -67,6 +67,8 @@ class Cluster:
         self._stack = AsyncExitStack()
         self._leapers: list[Leaper] = []
         self.engines: list[BatchedEngine] = []
+        self.view: CacheView | None = None
+        """What the router knows of the caches, in mode kv."""
 
     async def __aenter__(self) -> Self:
         place = f"memory:replay-{next(_places)}"
@@ -126,7 +128,7 @@ class Cluster:
         if self._routing.mode != KV:
             return BasicPolicy(self._client, self._routing.mode)
         block_tokens = self._workers.engine.block_tokens
-        view = CacheView(self._clock, block_tokens=block_tokens)
+        view = self.view = CacheView(self._clock, block_tokens=block_tokens)
         for number, engine in enumerate(self.engines):
             self._tell(engine, view, str(number))
         placement = make_placement(self._routing, view, self._rng)

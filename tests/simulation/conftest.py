@@ -1,0 +1,91 @@
+"""Replays of made-up conversations on small clusters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+
+import pytest
+
+from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.values import EngineInfo
+from dynamo.inference.mock.timing import DYNAMO
+from dynamo.operations.replay.cluster import Workers
+from dynamo.operations.replay.figures import Result
+from dynamo.operations.replay.flight import FlightLog
+from dynamo.operations.replay.replay import Plan, Replay
+from dynamo.operations.replay.trace import Conversation, Turn
+
+BLOCK = 64
+Outcome = tuple[Result, FlightLog]
+
+
+def cluster(
+    number: int = 4, *, num_blocks: int = 2048, eviction: str = "reuse", max_num_seqs: int = 64
+) -> Workers:
+    """Workers of Dynamo's default speed."""
+    info = EngineInfo(
+        engine="mock",
+        block_tokens=BLOCK,
+        num_blocks=num_blocks,
+        context_tokens=num_blocks * BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=2048,
+    )
+    return Workers(number, info, DYNAMO, eviction)
+
+
+def chats(
+    number: int, *, seed: int = 0, per_s: float = 4.0, answer: int = 60, shared: int = 4
+) -> list[Conversation]:
+    """Conversations that begin with one of three common prefixes and grow from turn to turn."""
+    chance, names, rows = Random(seed), itertools.count(1_000), itertools.count()
+    made = []
+    for _ in range(number):
+        common = chance.randrange(3) * 100
+        history = [common + at + 1 for at in range(shared)]
+        turns = []
+        for _ in range(chance.randrange(1, 5)):
+            history += [next(names) for _ in range(chance.randrange(1, 12))]
+            length = len(history) * BLOCK - chance.randrange(BLOCK)
+            answers = chance.randrange(1, 2 * answer)
+            turns.append(
+                Turn(next(rows), length, answers, tuple(history), chance.random() * 3 * bool(turns))
+            )
+        made.append(Conversation(chance.random() * number / per_s, turns))
+    return sorted(made, key=lambda one: one.start_s)
+
+
+def unique(number: int, per_s: float, blocks: int = 40, answer: int = 30) -> Iterator[Conversation]:
+    """Prompts that have nothing in common, made as they are asked for."""
+    for row in range(number):
+        yield Conversation(row / per_s, (Turn(row, blocks * BLOCK, answer),))
+
+
+def same(number: int, per_s: float, blocks: int, answer: int) -> Sequence[Conversation]:
+    """One hot prefix before prompts that differ in their last block."""
+    hot = tuple(range(1, blocks))
+    return [
+        Conversation(row / per_s, (Turn(row, blocks * BLOCK, answer, (*hot, 10_000 + row)),))
+        for row in range(number)
+    ]
+
+
+@pytest.fixture
+def replay() -> Callable[..., Outcome]:
+    """`replay(conversations, mode, policy, seed, workers)` -> (Result, FlightLog)."""
+
+    def run(
+        conversations: Sequence[Conversation] | Iterator[Conversation],
+        mode: str = "kv",
+        policy: str = "predicted",
+        *,
+        seed: int = 0,
+        workers: Workers | None = None,
+    ) -> Outcome:
+        routing = RouterSettings(mode=mode, policy=policy)
+        plan = Plan("made up", workers or cluster(), routing, BLOCK, seed)
+        return Replay(plan).run(conversations)
+
+    return run

@@ -1,0 +1,96 @@
+"""What routing reaches on made-up load: reuse, no herding, memory that stays flat."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from msgspec.structs import replace
+from tests.simulation.conftest import chats, cluster, same, unique
+
+from dynamo.operations.replay.cluster import Cluster
+from dynamo.operations.replay.flight import FlightLog
+
+
+def test_kv_routing_finds_what_workers_hold(replay):
+    conversations = chats(150, per_s=6)
+    kv, _ = replay(conversations)
+    turns, _ = replay(conversations, "round_robin")
+    assert kv.reuse_first_admission > 1.3 * turns.reuse_first_admission
+    assert kv.ttft_ms.mean < turns.ttft_ms.mean
+
+
+def test_a_hot_prefix_spreads_when_its_holder_is_full(replay):
+    """Every request wants the same prefix, and more come than its first holder can serve."""
+    conversations = same(400, per_s=60, blocks=24, answer=200)
+    kv, _ = replay(conversations)
+    turns, _ = replay(conversations, "round_robin")
+    assert max(kv.requests_per_worker) <= 0.4 * kv.requests
+    assert min(kv.requests_per_worker) >= 0.1 * kv.requests
+    assert kv.ttft_ms.mean <= 1.1 * turns.ttft_ms.mean
+    assert kv.e2e_ms.mean <= 1.1 * turns.e2e_ms.mean
+
+
+def test_a_burst_of_one_prompt_goes_together_before_any_event(replay):
+    """Twelve at one instant: where computing it takes long, few workers compute what all share."""
+    result, log = replay(same(12, per_s=1e9, blocks=300, answer=2))
+    assert len({placing.worker for placing in log.placings}) <= 2
+    assert result.reuse_first_admission > 0.8
+
+
+def test_reuse_aware_eviction_outlives_a_flood(replay):
+    """A prefix that several wanted survives prompts that nobody asks for again: it is asked for
+    every 3.5 s, and unused blocks last 2 to 3 s."""
+    hot = list(same(18, 1.0, 30, 20))
+    hot = [
+        replace(one, start_s=0.2 * at if at < 4 else 3.5 * (at - 3)) for at, one in enumerate(hot)
+    ]
+    flood = [
+        replace(one, turns=[replace(turn, row=turn.row + 10_000) for turn in one.turns])
+        for one in unique(300, 5.0, blocks=60)
+    ]
+    mixed = sorted([*hot, *flood], key=lambda one: one.start_s)
+    lru, reuse = (
+        replay(mixed, "round_robin", workers=cluster(1, num_blocks=1000, eviction=name))[0]
+        for name in ("lru", "reuse")
+    )
+    assert reuse.reuse_first_admission > 2 * lru.reuse_first_admission
+    assert reuse.ttft_ms.mean < lru.ttft_ms.mean
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "kv"])
+def test_memory_stays_flat_in_a_flood_of_unique_prompts(replay, mode):
+    """Twice as long a flood takes no more memory, but for what is kept of each request."""
+    workers = cluster(2, num_blocks=256)
+
+    def growth(number: int) -> int:
+        gc.collect()
+        tracemalloc.start()
+        replay(unique(number, 8.0, blocks=20), mode, workers=workers)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    short, long = growth(100), growth(300)
+    assert (long - short) / 200 < 1000, "bytes a request"
+
+
+def test_the_index_equals_the_caches_at_the_end(replay, monkeypatch):
+    seen: list[Cluster] = []
+    enter = Cluster.__aenter__
+
+    async def remember(self: Cluster) -> Cluster:
+        seen.append(self)
+        return await enter(self)
+
+    monkeypatch.setattr(Cluster, "__aenter__", remember)
+    _, log = replay(chats(120, per_s=8), workers=cluster(3, num_blocks=256))
+    assert isinstance(log, FlightLog)
+    view = seen[0].view
+    assert view is not None
+    for number, engine in enumerate(seen[0].engines):
+        held = [h for event in engine.held_blocks() for h in getattr(event, "hashes", ())]
+        assert held
+        for block in held:
+            assert str(number) in view.index.match([block])

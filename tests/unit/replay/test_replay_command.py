@@ -1,0 +1,79 @@
+"""`dynamo replay` as it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli.replay import run
+from dynamo.core.errors import ConfigError
+
+TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "chats.jsonl")
+FLAGS = [TRACE, "--trace-block-size", "64", "--workers", "3"]
+
+
+def test_json_says_what_came_of_it(tmp_path, capsys):
+    out, placed = tmp_path / "out.json", tmp_path / "placed.jsonl"
+    assert run([*FLAGS, "--json", str(out), "--decisions", str(placed)]) == 0
+    said = json.loads(out.read_bytes())
+    assert said["requests"] == said["completed"] == 64
+    assert 0 < said["reuse_first_admission"] < 1
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+        spread = said[name]
+        assert set(spread) == {"mean", "p50", "p90", "p99"}
+        assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"]
+    assert said["output_tokens_per_s"] > 0
+    assert said["settings"]["num_blocks"] == 16_384
+    assert {"wall_s", "cpu_s"} <= set(said)
+    lines = [json.loads(line) for line in placed.read_text().splitlines()]
+    assert sorted(line["request"] for line in lines) == list(range(64))
+    assert {line["worker"] for line in lines} == {0, 1, 2}
+    assert all(set(line) == {"request", "worker", "placed_ms"} for line in lines)
+    assert "TTFT" in capsys.readouterr().out
+
+
+def test_json_to_standard_output_stands_alone(capsys):
+    assert run([*FLAGS, "--router-mode", "kv", "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["settings"]["router_policy"] == "predicted"
+    assert said["completed"] == 64
+
+
+def test_faster_on_slower_workers_of_another_kind(capsys):
+    timing = ["--timing", "constant:0.05,20", "--speed", "4", "--smear", "1", "--eviction", "lru"]
+    small = ["--num-blocks", "200", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"]
+    assert run([*FLAGS, *timing, *small, "--rows", "40", "--json", "-"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["completed"] == 40
+    assert said["tpot_ms"]["p50"] > 20
+    assert said["settings"]["eviction"] == "lru"
+
+
+def test_it_is_drawn(tmp_path):
+    picture = tmp_path / "a.png"
+    assert run([*FLAGS, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--trace-block-size", "100"],
+        ["--speed", "0"],
+        ["--smear", "-1"],
+        ["--workers", "0"],
+        ["--timing", "warp"],
+        ["--eviction", "fifo"],
+        ["--json", "/no/such/folder/out.json"],
+    ],
+)
+def test_what_is_wrong_is_said(wrong):
+    with pytest.raises(ConfigError):
+        run([TRACE, *wrong])
+
+
+def test_an_unanswered_request_is_a_failure(capsys):
+    assert run([TRACE, "--trace-block-size", "64", "--num-blocks", "8"]) == 1
+    assert "context_length_exceeded" in capsys.readouterr().out

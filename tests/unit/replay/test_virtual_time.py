@@ -1,0 +1,86 @@
+"""The loop whose clock jumps."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
+
+
+def test_hours_pass_at_once_and_in_order():
+    heard: list[tuple[float, str]] = []
+
+    async def sleeper(clock: VirtualClock, name: str, seconds: float) -> None:
+        for _ in range(3):
+            await clock.sleep(seconds)
+            heard.append((round(clock.now(), 6), name))
+
+    async def main(clock: VirtualClock) -> float:
+        await run_all(sleeper(clock, "a", 3600), sleeper(clock, "b", 5000))
+        return clock.now()
+
+    assert run_virtually(main) == 15_000
+    assert heard == [
+        (3600, "a"), (5000, "b"), (7200, "a"), (10_000, "b"), (10_800, "a"), (15_000, "b"),
+    ]  # fmt: skip
+
+
+def test_a_deadlock_is_told():
+    async def main(clock: VirtualClock) -> None:
+        await clock.sleep(7)
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match=r"7\.000 s"):
+        run_virtually(main)
+
+
+def test_work_offloaded_takes_no_time_and_timers_can_be_stopped():
+    async def main(clock: VirtualClock) -> tuple[int, list[str], float]:
+        called: list[str] = []
+        clock.call_at(2.0, lambda: called.append("two"))
+        stop = clock.call_at(1.0, lambda: called.append("one"))
+        stop()
+        product = await clock.offload(int.__mul__, 6, 7)
+        before = clock.now()
+        await clock.sleep(3)
+        return product, called, before
+
+    assert run_virtually(main) == (42, ["two"], 0.0)
+
+
+def test_settled_comes_after_all_else_of_an_instant():
+    async def main(clock: VirtualClock) -> list[str]:
+        order: list[str] = []
+
+        async def chain(turns: int) -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            order.append(f"chain {turns}")
+
+        async def quiet() -> None:
+            await clock.settled()
+            order.append(f"settled at {clock.now():g}")
+
+        async with Tasks() as tasks:
+            tasks.start(quiet())
+            tasks.start(chain(9))
+            tasks.start(chain(3))
+            await clock.sleep(1)
+        return order
+
+    assert run_virtually(main) == ["chain 3", "chain 9", "settled at 0"]
+
+
+def test_whoever_asks_hears_of_every_jump():
+    async def main(clock: VirtualClock) -> list[float]:
+        seen: list[float] = []
+        clock.on_jump(lambda: seen.append(clock.now()))
+        await clock.sleep(1)
+        await asyncio.sleep(0)
+        await clock.sleep(2)
+        return seen
+
+    assert run_virtually(main) == [1.0, 3.0]
