@@ -280,13 +280,19 @@ ROUTES = {
     "/live": "200 as long as the process answers",
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
     "/version": "the version",
+    "/router/explain": "the last routing decisions (mode `kv` or `adaptive`, as all of /router)",
+    "/router/explain/": "all decisions for a request, by the id that follows (its x-request-id)",
+    "/router/report": "how well requests are routed; `?seconds=N`: the last N",
+    "/router/timeline": "samples of every worker, one a second; `?since=UNIX`",
+    "/router/view": "the same as a page",
 }
 
 
 def declared_routes() -> Iterator[tuple[str, str, str]]:
     """(path, method, description) of every route in the application's table."""
-    source = Path(dynamo.__path__[0]) / "application" / "app.py"
-    for node in ast.walk(ast.parse(source.read_text())):
+    folder = Path(dynamo.__path__[0]) / "application"
+    sources = [(folder / name).read_text() for name in ("app.py", "routing.py")]
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         if not isinstance(node, ast.Dict):
             continue
         for key, value in zip(node.keys, node.values, strict=True):

@@ -14,10 +14,6 @@ from dynamo.application.routing_page import page
 from dynamo.core.errors import InvalidRequest, NotFound
 
 EXPLAIN = "/router/explain/"
-LATEST = "/router/explain"
-REPORT = "/router/report"
-TIMELINE = "/router/timeline"
-VIEW = "/router/view"
 REPORTED_S = 300.0
 HTML = ("content-type", "text/html; charset=utf-8")
 
@@ -41,11 +37,11 @@ class RoutingPages:
     def table(self) -> Mapping[str, Mapping[str, Route]]:
         """By path and method."""
         return {
-            EXPLAIN: {"GET": self.explain},
-            LATEST: {"GET": self.latest},
-            REPORT: {"GET": self.report},
-            TIMELINE: {"GET": self.timeline},
-            VIEW: {"GET": self.view},
+            "/router/explain/": {"GET": self.explain},
+            "/router/explain": {"GET": self.latest},
+            "/router/report": {"GET": self.report},
+            "/router/timeline": {"GET": self.timeline},
+            "/router/view": {"GET": self.view},
         }
 
     async def explain(self, exchange: Exchange) -> None:
