@@ -18,7 +18,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Loaded
 
 if TYPE_CHECKING:
-    from dynamo.core.settings.schema import Engine
+    from dynamo.core.settings.schema_engine import Engine
     from dynamo.operations.replay.replay import Plan
 
 DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dynamo.core.clock import Clock
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import Engine as EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.eviction import make_eviction

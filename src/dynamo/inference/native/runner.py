@@ -9,7 +9,7 @@ from collections.abc import Sequence as Listed
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import Engine as EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.native.ragged import Work, lay_out
 from dynamo.inference.native.sizes import cores, plan_sizes

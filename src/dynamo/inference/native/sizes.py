@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import Engine as EngineSettings
 from dynamo.core.values import EngineInfo
 
 if TYPE_CHECKING:
