@@ -25,6 +25,8 @@ KNOWN = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
 INPUTS_NOT_YET = ("endpoint",)
 
+ELSEWHERE = "every model of workers elsewhere"
+
 EXAMPLES = """\
   dynamo run                                     the default model on http://127.0.0.1:8000
   dynamo run ./model.gguf --http-port 8080       a GGUF file
@@ -120,7 +122,7 @@ def serve_http(
     from dynamo.telemetry.logs import configure
 
     as_json = settings.logging.format == "json"
-    names = names_of(settings)
+    names = names_of(settings) if settings.engine.workers else [ELSEWHERE]
     bar = Bar(sys.stderr, as_logs=as_json)
     configure(settings.logging.level, settings.logging.format, "supervisor", bar)
     tell = partial(log_announcement if as_json else announce, names)

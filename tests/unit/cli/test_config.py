@@ -53,7 +53,7 @@ EXPECTED = {
     "distributed": {
         "workers.decode.resources.memory": 32 << 30,
         "router.load_balancing.algorithm": "weighted_round_robin",
-        "messaging.nats.reconnect_wait": 2.0,
+        "messaging.nats.reconnect_wait": 0.5,
         "monitoring.custom_metrics[0].buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0],
     },
 }
