@@ -91,6 +91,18 @@ async def slow(stage: Stage) -> str:
     return said + ", nobody ejected"
 
 
+async def overloaded(stage: Stage) -> str:
+    """Four times as many streams as there are places, for as long as they take."""
+    answers = await stage.crowd(range(48), 60)
+    bad = [one for one in answers if not one.whole and not one.retry_after]
+    assert not bad, bad[:2]
+    whole = sum(one.whole for one in answers)
+    assert whole >= 12
+    assert "does not answer" not in stage.log
+    assert "ejected" not in stage.log
+    return f"{whole} of 48 whole, the others told when to come again; nobody ejected"
+
+
 async def drained(stage: Stage) -> str:
     async def inject() -> None:
         began = time.monotonic()
@@ -273,6 +285,7 @@ TABLE = (
     Fault("a worker is killed (SIGKILL)", "its streams go on elsewhere after a pause; a new worker comes", killed, quick=True),
     Fault("a worker is frozen (SIGSTOP)", "its streams go on elsewhere within 2.1 s, new requests within 2.5 s; thawed, it serves again", frozen, quick=True),
     Fault("a worker is slow (stopped 4/5 of the time)", "nobody is ejected, every stream is whole", slow),
+    Fault("four times the streams that have places", "nobody is ejected; every stream is whole or refused at once", overloaded, flags=("--max-num-seqs", "4")),
     Fault("every worker is killed at once", "every stream waits for the next workers and goes on", all_killed),
     Fault("a worker is drained, another added", "its streams move at once", drained, quick=True),
     Fault("every worker and frontend is replaced under load", "no request fails", rolled),

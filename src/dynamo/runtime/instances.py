@@ -20,7 +20,7 @@ from dynamo.core.tasks import Tasks
 log = logging.getLogger(__name__)
 
 PING = "_ping"
-PROBE_S = 0.25
+PROBE_S = 0.02
 PROBE_CAP_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 REWATCH_S = 0.5
