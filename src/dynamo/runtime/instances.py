@@ -38,6 +38,10 @@ class Instance(msgspec.Struct, frozen=True):
     lease_id: str = ""
 
 
+TRANSPORTS = {"nats": "nats_tcp"}
+"""Names of transports in records, where they are not the address's scheme."""
+
+
 class InstanceRecord(msgspec.Struct, frozen=True):
     """An instance as it stands in discovery (JSON; the seeds' fields)."""
 
@@ -76,7 +80,7 @@ def encode_instance(instance: Instance) -> bytes:
             endpoint=instance.endpoint,
             namespace=instance.namespace,
             lease_id=instance.lease_id,
-            transport={scheme: instance.address},
+            transport={TRANSPORTS.get(scheme, scheme): instance.address},
             capabilities=instance.capabilities,
         )
     )
