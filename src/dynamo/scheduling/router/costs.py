@@ -59,13 +59,28 @@ class PredictedCost(Cost):
         }
 
     def cost(self, request: Arrival, book: Book, now: float) -> float:
-        new = request.new_tokens(book.name)
-        slope = book.token_ms * new
-        service = -(-new // book.token_budget) * book.step_ms + slope
-        cost = service * (1.0 + self._harm * book.youth) + self._eviction * slope
-        if book.open_count and book.free_s > now:
-            cost += (book.free_s - now) * 1e3
-        return cost
+        return self.row(request, [book], now)[0]
+
+    def row(self, request: Arrival, books: list[Book], now: float) -> list[float]:
+        tokens, size, harm, eviction = (
+            request.prompt.tokens,
+            request.block_tokens,
+            self._harm,
+            self._eviction,
+        )
+        overlap = request.overlaps.get
+        costs = []
+        for book in books:  # the terms written out: this runs once a worker and request
+            new = tokens - overlap(book.name, 0) * size
+            if new < 1:
+                new = 1
+            prefill = book.token_ms * new
+            service = -(-new // book.token_budget) * book.step_ms + prefill
+            cost = service * (1.0 + harm * book.youth) + eviction * prefill
+            if book.open_count and book.free_s > now:
+                cost += (book.free_s - now) * 1e3
+            costs.append(cost)
+        return costs
 
 
 class TtftCost(Cost):

@@ -9,6 +9,8 @@ assignment (Martello and Toth).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
+from math import inf
 from random import Random
 from typing import Protocol
 
@@ -257,7 +259,7 @@ class Placement:
     def _table(
         self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
     ) -> tuple[Candidate, ...]:
-        order = sorted(range(len(books)), key=costs.__getitem__)[:TABLE_ROWS]
+        order = nsmallest(TABLE_ROWS, range(len(books)), key=costs.__getitem__)
         if at not in order:
             order[-1] = at
         overlaps, terms = arrival.overlaps, self.cost.terms
@@ -300,4 +302,7 @@ class Row:
         costs = self.costs
         self.at = lowest(costs, rng)
         best = costs[self.at]
-        self.regret = min((c for i, c in enumerate(costs) if i != self.at), default=best) - best
+        costs[self.at] = inf
+        second = min(costs)
+        costs[self.at] = best
+        self.regret = second - best if second < inf else 0.0

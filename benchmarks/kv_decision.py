@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""CPU of one whole routing decision (hash, match, cost, choose, explain), and of following a reply.
+
+    benchmarks/kv_decision.py [--tokens 8192] [--workers 8 64 512] [--active 16] [--rounds 300]
+
+Medians of CPU time. Every worker holds `--active` answers in work and a share of the prompts' blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.reply import Extra, Reply
+from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.arrival import Arrival
+from dynamo.scheduling.router.costs import PredictedCost
+from dynamo.scheduling.router.fleet import Active, Fleet
+from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.policy import Ticket
+from dynamo.scheduling.router.prompt import Prompt, prompt_reader
+from dynamo.scheduling.router.tracked import TrackedReply
+
+BLOCK = 16
+ENGINE = {
+    "engine": "mock",
+    "block_tokens": BLOCK,
+    "num_blocks": 65_536,
+    "context_tokens": 131_072,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8_192,
+}
+
+
+class Nowhere(Reply):
+    """Takes everything."""
+
+    def begin(self, started: Started) -> None:
+        pass
+
+    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        del ids, extra
+        return True
+
+    def finish(self, end: Finish) -> None:
+        pass
+
+
+def prompts(count: int, tokens: int, rng: random.Random) -> list[GenerateRequest]:
+    """Conversations that share a quarter: the system prompt."""
+    shared = array("I", (rng.randrange(49_000) for _ in range(tokens // 4)))
+    made = []
+    for number in range(count):
+        own = array("I", (rng.randrange(49_000) for _ in range(tokens - len(shared))))
+        ids = (shared + own).tobytes()
+        made.append(GenerateRequest(f"r{number}", "m", ids, Sampling(), Stops()))
+    return made
+
+
+def fleet_of(workers: int, active: int, rng: random.Random, now: float) -> Fleet:
+    """Workers in the midst of answering."""
+    fleet = Fleet()
+    names = [f"w{number}" for number in range(workers)]
+    fleet.replace({n: Instance(n, n, "n", "c", "e", {"engine": ENGINE}) for n in names})
+    for book in fleet.books:
+        for number in range(active):
+            one = Active(f"{book.name}/{number}", book, Prompt(2_000, ()), 500, now)
+            book.place(one, now)
+            book.first_token(one, now + 0.01)
+            one.emitted = rng.randrange(1, 400)
+    return fleet
+
+
+def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
+    """Median and 99th percentile, in microseconds."""
+    rng, clock = random.Random(7), SystemClock()
+    fleet = fleet_of(workers, args.active, rng, clock.now())
+    view = CacheView(clock, block_tokens=BLOCK)
+    read = prompt_reader(BLOCK)
+    requests = prompts(args.rounds, args.tokens, rng)
+    for request in requests:
+        hashes = read(request).hashes
+        for book in rng.sample(fleet.books, min(4, workers)):
+            held = hashes[: rng.randrange(len(hashes) // 4, len(hashes))]
+            view.apply(book.name, [BlocksStored(0, tuple(held))])
+    placement = Placement(fleet, view, PredictedCost(), rng)
+    took = []
+    for request in requests:
+        start = time.process_time_ns()
+        arrival = Arrival(request.request_id, read(request), BLOCK, clock.now())
+        placement.submit(arrival)
+        (placed,) = placement.place(clock.now() + 10.0)
+        took.append((time.process_time_ns() - start) / 1e3)
+        placement.first_token(placed.active, clock.now())
+        placement.ended(placed.active, clock.now())
+    took.sort()
+    return statistics.median(took), took[int(len(took) * 0.99)]
+
+
+def follow(rounds: int) -> float:
+    """Microseconds that following costs a token."""
+    clock = SystemClock()
+    plain, ids = Nowhere(), (5,)
+    tracked = TrackedReply(plain, Ticket(), clock)
+    both = []
+    for reply in (tracked, plain):
+        take = reply.tokens
+        start = time.process_time_ns()
+        for _ in range(rounds):
+            take(ids)
+        both.append((time.process_time_ns() - start) / 1e3 / rounds)
+    return both[0] - both[1]
+
+
+def main() -> None:
+    """Print a line a fleet size."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8_192)
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--active", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=300)
+    args = parser.parse_args()
+    for workers in args.workers:
+        median, high = decide(workers, args)
+        print(f"{workers:4d} workers, {args.tokens} tokens: {median:6.0f} us (p99 {high:.0f})")
+    print(f"following a reply: {follow(1_000_000):.3f} us a token")
+
+
+if __name__ == "__main__":
+    main()
