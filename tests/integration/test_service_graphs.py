@@ -113,7 +113,7 @@ def test_an_example_graph_serves_http_and_each_part_is_a_process(
 ) -> None:
     serve = start(
         *("graphs.agg_router:Frontend", "-f", "configs/agg_router.yaml", *MOCK),
-        *("--model-path", tiny_model, "--model-name", "tiny"),
+        *("--model-path", tiny_model, "--model-name", "tiny", "--Router.port=0"),
         command="serve",
         folder=EXAMPLES / "llm",
     )
@@ -125,6 +125,7 @@ def test_an_example_graph_serves_http_and_each_part_is_a_process(
     assert [(one["role"], one["name"]) for one in serve.processes()] == [
         ("supervisor", "supervisor"),
         ("frontend", "Frontend"),
+        ("router", "Router"),
         ("worker", "AggregatedWorker-1"),
         ("worker", "AggregatedWorker-2"),
     ]
