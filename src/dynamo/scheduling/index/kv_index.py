@@ -1,4 +1,5 @@
-"""The KV index: a flat map from block hash to the run of blocks it stands in.
+"""The KV index: a flat map from block hash to the run of blocks it stands in, by the run's number,
+so that the garbage collector has nothing to follow.
 
 A chained hash names a whole prefix, and whoever holds a block holds the blocks above it, so a match
 needs no walk: look up the first block, find by halving how much of its run the prompt shares, look
@@ -37,8 +38,8 @@ class KvIndex:
         self.budget_bytes = budget_bytes
         self.blocks = 0
         self.evicted = 0
-        self._shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
-        self._gets: list[Callable[[int], Run | None]] = [shard.get for shard in self._shards]
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._gets: list[Callable[[int], int | None]] = [shard.get for shard in self._shards]
         self._sets = WorkerSets()
         self._runs = Runs()
         self._holders = 0
@@ -66,7 +67,7 @@ class KvIndex:
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
-            run = self._gets[block & 255](block)
+            run = self._run(block)
             if run is None:
                 above = hashes[at - 1] if at else parent
                 at += self._add(number, above, hashes[at:] if at else hashes)
@@ -78,7 +79,8 @@ class KvIndex:
                 if place + count > depth:
                     self._hold(run, number, place + count)
                 at += count
-        self._sweep()
+        if self._sweeping or self._dropped:
+            self._sweep()
         while self.bytes_used > self.budget_bytes and self._evict():
             pass
 
@@ -89,7 +91,7 @@ class KvIndex:
         while number is not None and at < end:
             block = hashes[at]
             at += 1
-            run = self._gets[block & 255](block)
+            run = self._run(block)
             if run is None or not (depth := run.depth(number)):
                 continue
             own = run.hashes
@@ -102,7 +104,8 @@ class KvIndex:
             self._hold(run, number, left)
             if depth == len(own):
                 self._cut(run, run.deepest())
-        self._sweep()
+        if self._sweeping or self._dropped:
+            self._sweep()
 
     def clear(self, worker: str) -> None:
         """`worker` holds nothing."""
@@ -118,7 +121,7 @@ class KvIndex:
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
-            run = self._gets[block & 255](block)
+            run = self._run(block)
             if run is None:
                 break
             place = run.place(block)
@@ -145,7 +148,7 @@ class KvIndex:
 
     def holders(self, block: int) -> Sequence[str]:
         """The workers that hold a block."""
-        run = self._gets[block & 255](block)
+        run = self._run(block)
         if run is None:
             return ()
         place = run.place(block)
@@ -155,7 +158,7 @@ class KvIndex:
 
     def holds(self, worker: str, block: int) -> bool:
         """Whether `worker` holds a block."""
-        run, number = self._gets[block & 255](block), self._sets.known_number(worker)
+        run, number = self._run(block), self._sets.known_number(worker)
         return run is not None and number is not None and run.depth(number) > run.place(block)
 
     def is_held(self, block: int) -> bool:
@@ -181,18 +184,22 @@ class KvIndex:
             if holders:
                 yield run.parent, run.hashes[: max(holders.values())], holders
 
+    def _run(self, block: int) -> Run | None:
+        name = self._gets[block & 255](block)
+        return None if name is None else self._runs.named[name]
+
     def _add(self, number: int, parent: int, hashes: Sequence[int]) -> int:
         """Blocks of one worker, the first of them new; how many were."""
-        run = self._gets[parent & 255](parent)
+        run = self._run(parent)
         if run is None or run.hashes[-1] != parent or not _alone(run, number):
             run = self._runs.begin(parent, number)
             self._holders += 1
         else:
             self._runs.touch(run)
-        shards = self._shards
+        shards, name = self._shards, run.name
         count = 0
         for block in hashes:
-            if shards[block & 255].setdefault(block, run) is not run:
+            if shards[block & 255].setdefault(block, name) is not name:
                 break
             count += 1
         run.hashes.extend(hashes if count == len(hashes) else hashes[:count])

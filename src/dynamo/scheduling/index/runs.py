@@ -23,15 +23,26 @@ Members = Callable[[int], tuple[str, ...]]
 
 
 class Run:
-    """`hashes`: the blocks, the first under `parent`. `before`, `after`: neighbours in the order of
-    last use."""
+    """`name`: its number. `hashes`: the blocks, the first under `parent`. `before`, `after`:
+    neighbours in the order of last use."""
 
-    __slots__ = ("_depth", "_depths", "_levels", "_owner", "after", "before", "hashes", "parent")
+    __slots__ = (
+        "_depth",
+        "_depths",
+        "_levels",
+        "_owner",
+        "after",
+        "before",
+        "hashes",
+        "name",
+        "parent",
+    )
 
     before: Run
     after: Run
 
-    def __init__(self, parent: int, owner: int) -> None:
+    def __init__(self, name: int, parent: int, owner: int) -> None:
+        self.name = name
         self.parent = parent
         self.hashes = array("Q")
         self._owner = owner
@@ -124,18 +135,25 @@ class Run:
 
 
 class Runs:
-    """All runs in the order of last use, and which blocks have runs below them."""
+    """All runs in the order of last use, and which blocks have runs below them. `named`: by
+    number."""
 
     def __init__(self) -> None:
-        self._end = Run(0, -1)
+        self._end = Run(-1, 0, -1)
         self._end.before = self._end.after = self._end
         self._children: dict[int, int] = {}
         self._cursor = self._end
+        self._unused: list[int] = []
+        self.named: list[Run] = []
         self.count = 0
 
     def begin(self, parent: int, owner: int) -> Run:
         """A new run, the warmest."""
-        run = Run(parent, owner)
+        run = Run(self._unused.pop() if self._unused else len(self.named), parent, owner)
+        if run.name == len(self.named):
+            self.named.append(run)
+        else:
+            self.named[run.name] = run
         self._children[parent] = self._children.get(parent, 0) + 1
         self._link(run)
         self.count += 1
@@ -149,6 +167,8 @@ class Runs:
         else:
             del self._children[run.parent]
         self._unlink(run)
+        self._unused.append(run.name)
+        self.named[run.name] = self._end
         self.count -= 1
 
     def touch(self, run: Run) -> None:
