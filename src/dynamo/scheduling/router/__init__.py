@@ -10,6 +10,15 @@ from dynamo.scheduling.router.adaptive import (
 )
 from dynamo.scheduling.router.aggregator import KvMetricsAggregator
 from dynamo.scheduling.router.collector import PerformanceReport, RoutingMetricsCollector
+from dynamo.scheduling.router.kv_router import (
+    CacheHitAnalysis,
+    KvRouter,
+    PerformanceRequirements,
+    PrefixAnalysis,
+    SchedulingRequest,
+    WorkerSelectionResult,
+    WorkerStatus,
+)
 from dynamo.scheduling.router.policy import (
     BasicPolicy,
     Candidate,
@@ -20,23 +29,42 @@ from dynamo.scheduling.router.policy import (
     Ticket,
 )
 from dynamo.scheduling.router.router import Router
+from dynamo.scheduling.router.selectors import (
+    DefaultWorkerSelector,
+    RouterError,
+    SelectionStrategy,
+    WorkerScore,
+    WorkerSelector,
+)
 
 __all__ = [
     "AdaptiveLoadBalancer",
     "BasicPolicy",
+    "CacheHitAnalysis",
     "Candidate",
     "Capacity",
     "Decision",
+    "DefaultWorkerSelector",
     "KVIndexer",
     "KvMetricsAggregator",
+    "KvRouter",
     "LoadBalancingError",
     "LoadPredictionModel",
     "Observer",
     "Outcome",
     "PerformanceReport",
+    "PerformanceRequirements",
     "Policy",
+    "PrefixAnalysis",
     "Router",
+    "RouterError",
     "RoutingMetricsCollector",
+    "SchedulingRequest",
+    "SelectionStrategy",
     "Ticket",
     "WorkerAssignment",
+    "WorkerScore",
+    "WorkerSelectionResult",
+    "WorkerSelector",
+    "WorkerStatus",
 ]

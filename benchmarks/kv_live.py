@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""KV-aware routing in real time: a multi-turn chat on live deployments, alternating in one run.
+
+    benchmarks/kv_live.py mock   TRACE --model MODEL_DIR --peer-python PEER/bin/python [--rounds 2]
+    benchmarks/kv_live.py native [--sessions 6] [--turns 5] [--rounds 2]
+
+mock: 4 mock workers with Dynamo's timing under mode kv, beside the real Dynamo 1.6.1 with its KV
+router and mocker. TRACE: Mooncake form with session_id and delay. native: 2 engines that really
+compute, mode kv beside round robin. Prints mean TTFT (ms) and the share of prompt tokens that came
+from a cache, per round, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from servers import Server, start_ours, start_peer
+
+REAL_TIME = 1
+
+
+def measure(server: Server, flags: list[str], seed: int) -> dict[str, float]:
+    """One run of the load."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "result.json")
+        command = [sys.executable, "-m", "dynamo", "bench", server.url, "--model", "smol", *flags]
+        command += ["--seed", str(seed), "--out", str(out)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return figures(json.loads(out.read_text()))
+
+
+def figures(result: dict[str, Any]) -> dict[str, float]:
+    """What counts here."""
+    return {
+        "ttft_ms": round(result["ttft_ms"]["mean"], 1),
+        "ttft_p99_ms": round(result["ttft_ms"]["p99"], 1),
+        "hit_rate": result["cached_ratio"],
+        "failed": result["failed"],
+    }
+
+
+def alternate(starts: dict[str, Callable[[], Server]], flags: list[str], rounds: int) -> None:
+    """Every round on every server, each fresh: a cache that is warm already would tell nothing."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in starts}
+    for seed in range(1, rounds + 1):
+        for name, start in starts.items():
+            server = start()
+            try:
+                rows[name].append(measure(server, flags, seed))
+            finally:
+                server.stop()
+            print(name, json.dumps(rows[name][-1]), flush=True)
+    means = {
+        name: statistics.median(row["ttft_ms"] for row in found) for name, found in rows.items()
+    }
+    first, *others = means
+    for other in others:
+        print(f"mean TTFT, {first} over {other}: {means[first] / means[other]:.3f}")
+
+
+def mock(args: argparse.Namespace) -> None:
+    """Beside the real Dynamo."""
+    starts = {"ours": lambda: start_ours(args.model, 4, REAL_TIME, "kv")}
+    if args.peer_python:
+        starts["dynamo"] = lambda: start_peer(args.model, args.peer_python, 4, REAL_TIME, "kv")
+    flags = ["--trace", args.trace, "--block-tokens", "64", "--tokenizer", args.model]
+    alternate(starts, flags, args.rounds)
+
+
+def native(args: argparse.Namespace) -> None:
+    """Beside round robin."""
+
+    def ours(mode: str) -> Callable[[], Server]:
+        return lambda: start_ours("", 2, REAL_TIME, mode, engine="native")
+
+    flags = ["-c", str(args.concurrency), "--turns", str(args.turns), "--isl", str(args.isl)]
+    flags += ["--requests", str(args.sessions * args.turns), "--osl", "16"]
+    alternate({"kv": ours("kv"), "round_robin": ours("round_robin")}, flags, args.rounds)
+
+
+def main() -> None:
+    """Start, measure, stop."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(required=True)
+    beside = kinds.add_parser("mock")
+    beside.add_argument("trace")
+    beside.add_argument("--model", default="", help="tokenizer's folder; default: the default's")
+    beside.add_argument("--peer-python", default="")
+    beside.set_defaults(run=mock)
+    real = kinds.add_parser("native")
+    real.add_argument("--sessions", type=int, default=6)
+    real.add_argument("--turns", type=int, default=5)
+    real.add_argument("--isl", type=int, default=256, help="tokens that a turn adds")
+    real.add_argument("--concurrency", type=int, default=2)
+    real.set_defaults(run=native)
+    for kind in (beside, real):
+        kind.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""`KvRouter`: routing by the weighted score as a library, step by step and open to look into.
+
+A frontend's own routing is `KvPolicy`; this is for programs that want to ask "which worker, and
+why" themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+import msgspec
+
+from dynamo.core.errors import InvalidRequest, NoWorkers
+from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
+from dynamo.core.labels import LABELS
+from dynamo.core.values import Load
+from dynamo.runtime.client import Client
+from dynamo.runtime.component import Component
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.router.composite import Weights, composite_terms, latency_score
+from dynamo.scheduling.router.fleet import Fleet
+from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.selectors import (
+    DefaultWorkerSelector,
+    WorkerScore,
+    WorkerSelector,
+)
+
+Tokenize = Callable[[str], Sequence[int]]
+Routed = Callable[["WorkerSelectionResult", "CacheHitAnalysis"], None]
+
+
+class PerformanceRequirements(msgspec.Struct, frozen=True):
+    """`max_latency`: seconds at which a latency scores nothing."""
+
+    max_latency: float = 2.0
+
+
+class SchedulingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Either `token_ids`, or `prompt` where the router was given a tokenizer. `constraints`: labels
+    that the worker must bear."""
+
+    model: str = ""
+    prompt: str = ""
+    token_ids: Sequence[int] = ()
+    max_tokens: int = 1024
+    temperature: float = 0.7
+    stream: bool = False
+    request_id: str = ""
+    constraints: Mapping[str, str] = {}
+    performance_requirements: PerformanceRequirements = PerformanceRequirements()
+
+
+class PrefixAnalysis(msgspec.Struct, frozen=True):
+    """`prefix_patterns`: the lengths, in tokens, of the prefixes that `prefix_hashes` name."""
+
+    tokens: Sequence[int]
+    prefix_patterns: Sequence[int]
+    prefix_hashes: Sequence[int]
+    sequence_length: int
+
+
+class CacheHitAnalysis(msgspec.Struct, frozen=True):
+    """Share of the prompt, by worker; of all the best; whose that is ("" = nobody holds any)."""
+
+    worker_hits: Mapping[str, float]
+    global_hit_ratio: float
+    best_hit_worker: str
+
+    @property
+    def hit_ratio(self) -> float:
+        """The best that can be had."""
+        return self.global_hit_ratio
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """Shares between 0 and 1; `cpu_utilization`: the engine's load under the seeds' name;
+    `network_latency`: seconds until a prompt would begin to be computed."""
+
+    cpu_utilization: float = 0.0
+    network_latency: float = 0.0
+    available_memory_ratio: float = 1.0
+
+
+class WorkerSelectionResult(msgspec.Struct, frozen=True):
+    """`expected_latency`: seconds to the first token, as far as can be told."""
+
+    worker: Instance
+    cache_hit_ratio: float
+    expected_latency: float
+
+
+class KvRouter:
+    """`async with KvRouter(component, block_size, selector) as router: await
+    router.route_request(request)`. Follows the component's `generate` endpoint and its events."""
+
+    def __init__(
+        self,
+        component: Component,
+        block_size: int = BLOCK_TOKENS,
+        selector: WorkerSelector | None = None,
+        *,
+        tokenizer: Tokenize | None = None,
+        weights: Weights | None = None,
+        on_routed: Routed | None = None,
+    ) -> None:
+        runtime = component.namespace.runtime
+        self._component = component
+        self._block_size = block_size
+        self._selector = selector or DefaultWorkerSelector(rng=runtime.rng)
+        self._tokenizer = tokenizer
+        self._weights = weights or Weights()
+        self._on_routed = on_routed
+        self._clock = runtime.clock
+        self._events = runtime.events
+        self._view = CacheView(runtime.clock, block_tokens=block_size)
+        self._loads = LoadView(runtime.clock)
+        self._fleet = Fleet()
+        self._client: Client | None = None
+
+    async def __aenter__(self) -> Self:
+        subject = f"{self._component.namespace.name}.{self._component.name}"
+        await self._view.follow(self._events, subject + ".kv_events")
+        await self._loads.follow(self._events, subject)
+        self._client = await self._component.endpoint("generate").client()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._view.close()
+        self._loads.close()
+        if self._client is not None:
+            await self._client.close()
+
+    async def route_request(self, request: SchedulingRequest) -> WorkerSelectionResult:
+        """The best worker now. Raises `RouterError.NoAvailableWorker`, `InvalidRequest`."""
+        prefix = self.analyze_request_prefix(request)
+        hits = self.query_cache_hits(prefix)
+        scores = self.calculate_worker_scores(hits, request.performance_requirements)
+        chosen = self._selector.select_worker(scores, request.constraints)
+        score = scores[chosen]
+        result = WorkerSelectionResult(
+            self._workers()[chosen], score.cache_hit_ratio, score.expected_latency
+        )
+        self._view.routed(chosen, prefix.prefix_hashes)
+        self.update_routing_metrics(result, hits)
+        return result
+
+    def analyze_request_prefix(self, request: SchedulingRequest) -> PrefixAnalysis:
+        """The prompt's blocks. Raises `InvalidRequest` for a text without a tokenizer."""
+        tokens = request.token_ids
+        if not tokens and request.prompt:
+            if self._tokenizer is None:
+                raise InvalidRequest(
+                    "a prompt in words needs a tokenizer",
+                    hint="give token_ids, or KvRouter(..., tokenizer=...)",
+                    param="prompt",
+                )
+            tokens = self._tokenizer(request.prompt)
+        hashes = block_hashes(array("I", tokens).tobytes(), self._block_size)
+        lengths = [self._block_size * (index + 1) for index in range(len(hashes))]
+        return PrefixAnalysis(tokens, lengths, hashes, len(tokens))
+
+    def query_cache_hits(self, prefix: PrefixAnalysis) -> CacheHitAnalysis:
+        """Who holds how much of it."""
+        overlaps = self._view.overlaps(prefix.prefix_hashes)
+        tokens = max(1, prefix.sequence_length)
+        hits = {name: overlaps.get(name, 0) * self._block_size / tokens for name in self._workers()}
+        best = max(hits, key=hits.__getitem__, default="")
+        ratio = hits.get(best, 0.0)
+        return CacheHitAnalysis(hits, ratio, best if ratio else "")
+
+    def calculate_worker_scores(
+        self, hits: CacheHitAnalysis, requirements: PerformanceRequirements
+    ) -> dict[str, WorkerScore]:
+        """The weighted score of every worker."""
+        workers = self._workers()
+        return {
+            name: worker_score(
+                hit, self.worker_status(name), requirements, self._weights, labels_of(workers[name])
+            )
+            for name, hit in hits.worker_hits.items()
+        }
+
+    def worker_status(self, worker: str) -> WorkerStatus:
+        """As its last load report says; idle without one."""
+        load = self._loads.loads.get(worker)
+        self._fleet.replace(self._workers())
+        book = self._fleet.get(worker)
+        if load is None or book is None:
+            return WorkerStatus()
+        places = book.info.max_num_seqs if book.info else 256
+        return status_of(load, places, book.service_ms(load.prefill_tokens) * 1e-3)
+
+    def update_routing_metrics(self, result: WorkerSelectionResult, hits: CacheHitAnalysis) -> None:
+        """Tell whoever asked to hear of every choice."""
+        if self._on_routed is not None:
+            self._on_routed(result, hits)
+
+    def _workers(self) -> Mapping[str, Instance]:
+        if self._client is None:
+            raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
+        return self._client.instances
+
+
+def labels_of(instance: Instance) -> dict[str, str]:
+    """The labels that it bears."""
+    return dict(instance.capabilities.get(LABELS) or {})
+
+
+def status_of(load: Load, places: int, waits_s: float) -> WorkerStatus:
+    """What a load report means for the score."""
+    blocks = load.active_blocks / load.total_blocks if load.total_blocks else 0.0
+    return WorkerStatus(
+        cpu_utilization=min(1.0, (load.running + load.waiting) / places),
+        network_latency=waits_s if load.prefill_tokens else 0.0,
+        available_memory_ratio=1.0 - min(1.0, blocks),
+    )
+
+
+def worker_score(
+    hit_ratio: float,
+    status: WorkerStatus,
+    requirements: PerformanceRequirements,
+    weights: Weights,
+    labels: Mapping[str, str] | None = None,
+) -> WorkerScore:
+    """0.4 hit ratio + 0.3 (1 - load) + 0.2 latency score + 0.1 free memory, by default."""
+    latency = latency_score(status.network_latency * 1e3, requirements.max_latency * 1e3)
+    terms = composite_terms(
+        weights, hit_ratio, status.cpu_utilization, latency, status.available_memory_ratio
+    )
+    return WorkerScore(
+        total_score=sum(terms.values()),
+        cache_hit_ratio=hit_ratio,
+        expected_latency=status.network_latency,
+        load_factor=status.cpu_utilization,
+        labels=dict(labels or {}),
+    )
