@@ -77,69 +77,91 @@ async def serve(url: str, directory: str, options: PlaneOptions) -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
-async def measure(
-    url: str, directory: str, options: PlaneOptions, about: argparse.Namespace, nats: int
-) -> dict[str, float]:
-    place = await open_discovery(directory)
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--serve", url, directory, json.dumps(plain(options))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    address = (await asyncio.to_thread(child.stdout.readline)).strip()
-    requests = await open_requests(url, options)
-    events = await open_events(url, place, options)
-    context = Context("bench")
+class Bench:
+    """One pair of processes over one plane; `nats`: the server's process, 0 = none."""
 
-    async def ask(name: str, payload: bytes = b"") -> bytes:
+    def __init__(self, url: str, directory: str, options: PlaneOptions, nats: int) -> None:
+        self._where = (url, directory, options)
+        self._nats = nats
+        self._heard = 0
+        self._burst = asyncio.Event()
+
+    async def run(self, requests: int, events: int) -> dict[str, float]:
+        """Medians are the caller's affair."""
+        url, directory, options = self._where
+        command = [sys.executable, __file__, "--serve", url, directory]
+        child = subprocess.Popen(
+            [*command, json.dumps(plain(options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdin is not None
+        self._address = (await asyncio.to_thread(child.stdout.readline)).strip()
+        place = await open_discovery(directory)
+        self._requests = await open_requests(url, options)
+        plane = await open_events(url, place, options)
+        await plane.subscribe("bench", self._listen)
+        await self._several(200)
+        found = await self._calls(requests) | await self._events(events)
+        found["lost"] = float(plane.lost())
+        child.stdin.close()
+        await asyncio.to_thread(child.wait)
+        for one in (plane, self._requests, place):
+            await one.close()
+        return found
+
+    async def _calls(self, count: int) -> dict[str, float]:
+        each = count // AT_ONCE
+        before, started = await self._spent(), time.monotonic()
+        await run_all(*(self._several(each) for _ in range(AT_ONCE)))
+        ends, server = self._since(before, await self._spent(), each * AT_ONCE)
+        rate = each * AT_ONCE / (time.monotonic() - started)
+        return {"request_us": ends, "request_server_us": server, "requests_per_s": rate}
+
+    async def _events(self, count: int) -> dict[str, float]:
+        before = await self._spent()
+        self._heard = 0
+        for _ in range(count // BURST):
+            self._burst.clear()
+            await self._ask("publish", str(BURST).encode())
+            await asyncio.wait_for(self._burst.wait(), 60)
+        ends, server = self._since(before, await self._spent(), count // BURST * BURST)
+        return {"event_us": ends, "event_server_us": server}
+
+    def _listen(self, _: object) -> None:
+        self._heard += 1
+        if not self._heard % BURST:
+            self._burst.set()
+
+    async def _several(self, count: int) -> None:
+        for _ in range(count):
+            await self._ask("echo", PAYLOAD)
+
+    async def _ask(self, name: str, payload: bytes = b"") -> bytes:
         got: list[bytes] = []
-        await requests.call(address, name, payload, context, lambda item: not got.append(item))
+        take = got.append
+        await self._requests.call(
+            self._address, name, payload, Context("bench"), lambda item: not take(item)
+        )
         return got[-1]
 
-    async def spent() -> float:
-        return cpu_s() + float(await ask("cpu"))
+    async def _spent(self) -> tuple[float, float]:
+        """CPU of both ends, and of the server."""
+        server = cpu_of(self._nats) if self._nats else 0.0
+        return cpu_s() + float(await self._ask("cpu")), server
 
-    async def several(count: int) -> None:
-        for _ in range(count):
-            await ask("echo", PAYLOAD)
+    def _since(
+        self, before: tuple[float, float], now: tuple[float, float], count: int
+    ) -> tuple[float, float]:
+        return (now[0] - before[0]) / count * 1e6, (now[1] - before[1]) / count * 1e6
 
-    heard = 0
-    done = asyncio.Event()
 
-    def listen(_: object) -> None:
-        nonlocal heard
-        heard += 1
-        if not heard % BURST:
-            done.set()
-
-    await events.subscribe("bench", listen)
-    await several(200)
-    found: dict[str, float] = {}
-    before, server = await spent(), cpu_of(nats) if nats else 0.0
-    started = time.monotonic()
-    each = about.requests // AT_ONCE
-    await run_all(*(several(each) for _ in range(AT_ONCE)))
-    found["request_us"] = (await spent() - before) / (each * AT_ONCE) * 1e6
-    found["requests_per_s"] = each * AT_ONCE / (time.monotonic() - started)
-    found["request_server_us"] = ((cpu_of(nats) if nats else 0) - server) / about.requests * 1e6
-    before, server = await spent(), cpu_of(nats) if nats else 0.0
-    heard = 0
-    for _ in range(about.events // BURST):
-        done.clear()
-        await ask("publish", str(BURST).encode())
-        await asyncio.wait_for(done.wait(), 60)
-    found["event_us"] = (await spent() - before) / about.events * 1e6
-    found["event_server_us"] = ((cpu_of(nats) if nats else 0) - server) / about.events * 1e6
-    found["lost"] = float(events.lost())
-    assert child.stdin is not None
-    child.stdin.close()
-    await asyncio.to_thread(child.wait)
-    await events.close()
-    await requests.close()
-    await place.close()
-    return found
+async def run_one(
+    url: str, directory: str, options: PlaneOptions, nats: int, about: argparse.Namespace
+) -> dict[str, float]:
+    return await Bench(url, directory, options, nats).run(about.requests, about.events)
 
 
 def plain(options: PlaneOptions) -> dict[str, object]:
@@ -175,7 +197,7 @@ def main() -> None:
         for _ in range(about.rounds):
             for name, (url, options, server) in planes.items():
                 directory = f"{etcd.url}/bench-{next(_places)}"
-                work = measure(url, directory, options, about, server)
+                work = run_one(url, directory, options, server, about)
                 rounds[name].append(uvloop.run(work))
     for name, found in rounds.items():
         shown = {key: round(statistics.median(one[key] for one in found), 1) for key in found[0]}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import Events, open_events
+from dynamo.communication.frames import HELLO
+from dynamo.communication.handshake import pack_hello
 from dynamo.communication.nats_link import NatsLink, subject_token
 from dynamo.communication.nats_wires import NatsWires
 from dynamo.communication.options import DEFAULT, PlaneOptions, Tls
@@ -161,6 +165,8 @@ async def test_an_instance_cut_off_from_nats_is_called_straight(
         await state(server, up=False)
         broken: list[str] = []
         client.on_broken(broken.append)
+        with suppress(WorkerFailed):  # at the very moment
+            await ask(client, server)
         assert await ask(client, server) == [b"x"]
         relay.silent = False
         await state(server, up=True)
@@ -173,10 +179,10 @@ async def test_a_lost_message_ends_the_connection_not_the_truth(
 ) -> None:
     ends = [await NatsLink.open(nats.url, QUICK) for _ in range(2)]
     opened += ends
-    one, other = (TcpRequests(NatsWires(end, QUICK)) for end in ends)
-    await one.serve("e", echo)
     for end in ends:
         await end.wait_up()
+    one, other = (TcpRequests(NatsWires(end, QUICK)) for end in ends)
+    await one.serve("e", echo)
     got = Collected()
     await other.call(one.address, "e", b"1", HERE, got)
     publish = ends[1].publish
@@ -340,3 +346,33 @@ def test_a_subjects_token_is_one_token() -> None:
     assert subject_token("kv_events") == "kv_events"
     assert subject_token("a.b c*>") == "a%2Eb%20c%2A%3E"
     assert subject_token("") == "%"
+
+
+async def test_a_stranger_at_the_subjects_gets_nothing_and_breaks_nothing(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    ours = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
+    server = await requests(nats, opened, options=ours)
+    client = await requests(nats, opened, options=ours)
+    await server.serve("e", echo)
+    stranger = await NatsLink.open(nats.url, QUICK)
+    opened.append(stranger)
+    await stranger.wait_up()
+    heard: list[bytes] = []
+    stranger.listen("mine", lambda _, payload, __, nobody: heard.append(payload))
+    incarnation = server.address.removeprefix("nats://").partition("/")[0]
+    rng = random.Random(3)
+    said = [pack_hello("requests"), pack_hello("events"), b"GET / HTTP/1.1\r\n\r\n", b""]
+    for number in range(300):
+        body = bytearray(rng.choice(said))
+        for _ in range(rng.randint(0, 4)):
+            body[rng.randrange(len(body) or 1) : 0] = rng.randbytes(1)
+        kind, place = rng.choice([1, 1, 2, 2, 3, 4, 5, 9]), rng.randrange(3)
+        to = f"dynamo.wire.{incarnation}.{rng.choice('ad')}.{number // 4:016x}"
+        stranger.publish(to, bytes([kind]) + place.to_bytes(4, "little") + bytes(body), "mine")
+        stranger.publish(to, bytes(body)[:3])
+        if not number % 50:
+            assert await ask(client, server) == [b"x"]
+    assert await ask(client, server) == [b"x"]
+    frames = [payload[5:] for payload in heard if payload[:1] == b"\2"]
+    assert all(frame[4] == HELLO for frame in frames)

@@ -31,8 +31,8 @@ MAX_WAITING_BYTES: Final = 64 << 20
 FAREWELL_S: Final = 1.0
 _NOBODY: Final = "503"
 
-_Said = tuple[str, bytes, str] | tuple[str, bool] | tuple[()]
-"""A message; a subject to listen to, or no longer; nothing: the last word."""
+_Said = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
+"""A message; a subject to listen to, or no longer; nothing: the last word; who waits so far."""
 
 Take = Callable[[str, bytes, str, bool], None]
 """Subject, payload, reply subject; True: nobody listens where our message went."""
@@ -120,6 +120,13 @@ class NatsLink:
                 self._say((subject, False))
 
         return leave
+
+    async def settled(self) -> None:
+        """Return when NATS has taken all that was said so far; at once while it is away."""
+        if self.up:
+            done = asyncio.get_running_loop().create_future()
+            self._say(done)
+            await done
 
     async def close(self) -> None:
         """Send what waits, then hang up."""
@@ -233,7 +240,12 @@ class NatsLink:
             await self._waiting.wait()
 
     async def _do(self, client: Client, what: _Said) -> None:
-        if len(what) == 3:
+        if isinstance(what, asyncio.Future):
+            try:
+                await client.flush(round(FAREWELL_S))
+            finally:
+                _resolve(what)
+        elif len(what) == 3:
             subject, payload, reply = what
             self.waiting_bytes -= len(payload)
             await client.publish(subject, payload, reply)
@@ -266,6 +278,9 @@ class NatsLink:
     def _gone(self, trouble: str) -> None:
         self._client = None
         self._heard.clear()
+        for what in self._out:
+            if isinstance(what, asyncio.Future):
+                _resolve(what)
         self._out.clear()
         self.waiting_bytes = 0
         if self._up.is_set():
@@ -284,6 +299,11 @@ class NatsLink:
     def _tell(self, *, up: bool) -> None:
         for told in tuple(self._told):
             told(up)
+
+
+def _resolve(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def subject_token(text: str) -> str:

@@ -164,6 +164,7 @@ class NatsWires(Wires):
     async def listen(self, accept: Callable[[], Link]) -> None:
         self._accept = accept
         self._leave.append(self._nats.listen(f"{ROOT}.{self.incarnation}.a.*", self._called))
+        await self._nats.settled()
 
     async def dial(self, link: Link, address: str) -> None:
         incarnation = self.incarnation_of(address)
