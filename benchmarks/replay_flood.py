@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""Memory of router and workers in an hour-long flood of prompts that have nothing in common.
+
+    benchmarks/replay_flood.py [--minutes N] [--rate R] [--mode kv] [--workers N]
+
+Under virtual time: the router's index, its books and the workers' block pools are those that serve.
+Prints the process's resident memory twelve times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.values import EngineInfo
+from dynamo.inference.mock.timing import DYNAMO
+from dynamo.operations.replay.cluster import Workers
+from dynamo.operations.replay.flight import FlightLog
+from dynamo.operations.replay.replay import Plan, Replay
+from dynamo.operations.replay.trace import Conversation, Turn
+
+BLOCK_TOKENS = 64
+PROMPT_TOKENS = 4_000
+ANSWER_TOKENS = 50
+PARTS = 12
+
+
+def flood(minutes: float, rate: float) -> Iterator[Conversation]:
+    """One prompt after the other."""
+    for row in range(round(minutes * 60 * rate)):
+        yield Conversation(row / rate, (Turn(row, PROMPT_TOKENS, ANSWER_TOKENS),))
+
+
+def resident_mb() -> float:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def main() -> None:
+    """Run, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--rate", type=float, default=20, help="requests a second")
+    parser.add_argument("--mode", default="kv")
+    parser.add_argument("--workers", type=int, default=8)
+    found = parser.parse_args()
+    info = EngineInfo(
+        engine="mock",
+        block_tokens=BLOCK_TOKENS,
+        num_blocks=16_384,
+        context_tokens=16_384 * BLOCK_TOKENS,
+        max_num_seqs=256,
+        max_num_batched_tokens=8_192,
+    )
+    workers = Workers(found.workers, info, DYNAMO, "reuse")
+    plan = Plan("flood", workers, RouterSettings(mode=found.mode), BLOCK_TOKENS)
+    every_s = found.minutes * 60 / PARTS
+    told = [0]
+
+    def tell(log: FlightLog) -> None:
+        if log.clock.now() >= told[0] * every_s:
+            told[0] += 1
+            gc.collect()
+            print(
+                f"{log.clock.now() / 60:5.1f} min  {log.completed:7d} requests  {resident_mb():6.1f} MB"
+            )
+
+    result, log = Replay(plan, tell).run(flood(found.minutes, found.rate))
+    print(
+        f"      end  {log.completed:7d} requests  {resident_mb():6.1f} MB  cpu {result.cpu_s:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
