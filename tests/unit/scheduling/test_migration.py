@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from random import Random
 from typing import Any
 
@@ -25,7 +26,9 @@ from dynamo.core.errors import (
 from dynamo.core.reply import Reply
 from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
 from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.runtime.instances import Instance
 from dynamo.scheduling.migration import RECOVERY_S, Migration
+from dynamo.scheduling.router import Decision, Policy, Router
 from dynamo.telemetry import Registry
 from dynamo.testing.replies import CollectedReply
 
@@ -221,3 +224,37 @@ def test_what_happened_is_counted() -> None:
     metrics = Registry()
     migrate(Worker([4, 2]), metrics=metrics)
     assert 'dynamo_migrations_total{reason="worker_failed"} 2' in metrics.render()
+
+
+def test_who_failed_a_request_is_not_asked_again_while_there_are_others() -> None:
+    asked: list[set[str]] = []
+
+    class Two(Policy):
+        async def choose(
+            self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+        ) -> Decision:
+            asked.append(set(tried))
+            names = [name for name in ("a", "b") if name not in tried]
+            if not names:
+                raise NoWorkers("none")
+            return Decision(Instance(names[0], "x", "n", "c", "e"), "test", len(names))
+
+    worker = Worker([4, 3])
+
+    async def send(
+        instance: Instance, request: GenerateRequest, context: Context, reply: Reply
+    ) -> None:
+        try:
+            await worker.send(request, context, reply)
+        except WorkerFailed as error:
+            error.instance = instance.id
+            raise
+
+    router = Router(Two(), send)
+
+    class Routed:
+        async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+            await router.send(request, context, reply)
+
+    assert migrate(Routed()).ids == expected(20)
+    assert asked == [set(), {"a"}, {"a", "b"}, set()]

@@ -52,9 +52,11 @@ class Router:
         )
 
     async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """Answer by one instance. An instance that is gone did nothing, so another is tried, up to
-        `MAX_TRIES` in all. Raises `NoWorkers`, and whatever the instance raised."""
-        tried: set[str] = set()
+        """Answer by one instance, none of those that the context says to avoid. An instance that is
+        gone did nothing, so another is tried, up to `MAX_TRIES` in all. Raises `NoWorkers`, and
+        whatever the instance raised."""
+        tried = set(context.avoid)
+        last = len(tried) + MAX_TRIES
         while True:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
@@ -62,7 +64,7 @@ class Router:
                 return await self._follow(decision, request, context, reply)
             except InstanceGone as error:
                 tried.add(decision.instance.id)
-                if len(tried) == MAX_TRIES:
+                if len(tried) >= last:
                     raise
                 log.warning(
                     "worker gone, choosing again",
