@@ -225,11 +225,9 @@ class Migration(Operator):
 
 
 def resumed(request: GenerateRequest, ids: array[int]) -> GenerateRequest:
-    """`request` as a worker takes it up that is to continue after `ids`."""
-    count = len(ids)
-    if not count:
-        return request
-    stops = request.stops
+    """`request` as a worker takes it up that is to continue after `ids`; ahead of its equals, for
+    its reader waits already."""
+    count, stops = len(ids), request.stops
     return replace(
         request,
         token_ids=request.token_ids + ids.tobytes(),
@@ -239,6 +237,7 @@ def resumed(request: GenerateRequest, ids: array[int]) -> GenerateRequest:
             max_tokens=stops.max_tokens - count,
             min_tokens=max(0, stops.min_tokens - count),
         ),
+        priority=request.priority + 1,
     )
 
 

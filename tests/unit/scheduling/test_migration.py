@@ -109,6 +109,7 @@ def test_the_next_worker_is_told_what_was_said_and_what_is_still_wanted() -> Non
     assert second.token_ids == first.token_ids + pack_ids(expected(4))
     assert (second.resumed, second.stops.max_tokens, second.stops.min_tokens) == (4, 16, 1)
     assert (third.resumed, third.stops.max_tokens, third.stops.min_tokens) == (7, 13, 0)
+    assert [one.priority for one in worker.requests] == [0, 1, 1]
     assert worker.contexts[2].avoid == ("i1", "i2")
     assert len({context.attempt for context in worker.contexts}) == 3
 
