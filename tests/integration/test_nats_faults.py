@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from nats import connect
+from nats.js.errors import NotFoundError
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import Events, open_events
-from dynamo.communication.frames import HELLO
+from dynamo.communication.events.messages import EVENTS, unpack_events
+from dynamo.communication.frames import HELLO, Splitter
 from dynamo.communication.handshake import pack_hello
 from dynamo.communication.nats_link import NatsLink, subject_token
 from dynamo.communication.nats_wires import NatsWires
@@ -286,6 +290,38 @@ async def test_events_may_be_read_with_natss_own_tools(nats: NatsProcess, pair: 
         await asyncio.sleep(0.01)
     assert subjects.get_nowait().startswith("dynamo.events.dynamo.worker.kv_events.")
     await link.close()
+
+
+async def test_jetstream_keeps_events_for_who_comes_later(
+    nats: NatsProcess, request: pytest.FixtureRequest
+) -> None:
+    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    plane = await open_events(nats.url, place, replace(QUICK, keep_events_s=60))
+    await state(plane, up=True)
+    source = await plane.source("kept.worker.kv_events", "w")
+    client = await connect(nats.url)
+    stream = client.jetstream()
+
+    async def kept() -> list[bytes]:
+        ordered = await stream.subscribe("dynamo.events.kept.>", ordered_consumer=True)
+        try:
+            return [(await ordered.next_msg(timeout=1)).data]
+        finally:
+            await ordered.unsubscribe()
+
+    async with asyncio.timeout(10):
+        while True:
+            source.publish(b"the event")
+            try:
+                found = await kept()
+                break
+            except (NotFoundError, TimeoutError):  # the stream is being made
+                await asyncio.sleep(0.05)
+    ((kind, count, body),) = Splitter(1 << 20).feed(found[0])
+    assert (kind, unpack_events(body, count)[2][0]) == (EVENTS, b"the event")
+    await client.close()
+    await plane.close()
+    await place.close()
 
 
 async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> None:

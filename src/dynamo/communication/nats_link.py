@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Final, Self
 
 import nats.errors
+import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -29,6 +30,8 @@ PING_S: Final = 2
 """Between the library's own pings; two unanswered ones end the connection."""
 MAX_WAITING_BYTES: Final = 64 << 20
 FAREWELL_S: Final = 1.0
+KEPT_BYTES: Final = 1 << 30
+"""Of one stream, the oldest go first."""
 _NOBODY: Final = "503"
 
 _Said = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
@@ -120,6 +123,22 @@ class NatsLink:
                 self._say((subject, False))
 
         return leave
+
+    async def keep(self, stream: str, subjects: str, age_s: float) -> None:
+        """Have JetStream keep what is said at `subjects`. Where it cannot, that is logged."""
+        if self._client is None:
+            return
+        about: dict[str, Any] = {"name": stream, "subjects": [subjects], "max_age": age_s}
+        about |= {"max_bytes": KEPT_BYTES, "discard": "old"}
+        jetstream = self._client.jetstream()
+        try:
+            try:
+                await jetstream.update_stream(**about)
+            except nats.js.errors.NotFoundError:
+                await jetstream.add_stream(**about)
+        except (nats.errors.Error, TimeoutError) as error:
+            fields = {"stream": stream, "error": str(error) or "no answer"}
+            log.warning("jetstream keeps nothing", extra={"fields": fields})
 
     async def settled(self) -> None:
         """Return when NATS has taken all that was said so far; at once while it is away."""

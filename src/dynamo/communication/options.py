@@ -32,6 +32,7 @@ class PlaneOptions(msgspec.Struct, frozen=True):
     user: str = ""
     password: str = ""
     host: str = ""
+    keep_events_s: float = 0.0
     fallback: str = "tcp://127.0.0.1:0"
     """`nats:` requests: where the process listens too, for callers without NATS."""
 

@@ -89,6 +89,7 @@ def _options(settings: Settings, server: ServerTls, direct: str) -> PlaneOptions
         dial_timeout_s=settings.discovery.etcd.dial_timeout,
         max_reconnect=nats.max_reconnect,
         reconnect_wait_s=nats.reconnect_wait,
+        keep_events_s=nats.keep_events,
         secret=security.secret,
         tls=Tls(security.tls_ca, security.tls_cert, security.tls_key),
         server_tls=Tls(server.ca, server.cert, server.key),

@@ -13,8 +13,10 @@ from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.nats_link import NatsLink, subject_token
 from dynamo.communication.nats_wires import NatsWires
 from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.core.tasks import Tasks
 
 ROOT: Final = "dynamo.events"
+STREAM: Final = "dynamo-events"
 BEAT_S: Final = 1.0
 
 
@@ -87,13 +89,26 @@ class NatsEvents(Events):
         self._nats = nats
         self._wires = wires
         self._broadcast = NatsBroadcast(nats, wires.incarnation)
+        self._tasks = Tasks()
         self._events = TcpEvents(wires, directory, self._broadcast)
 
     @classmethod
     async def open(cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT) -> Self:
         """NATS is dialled in the background. Raises `ConfigError`."""
         link = await NatsLink.open(url, options)
-        return cls(link, NatsWires(link, options), directory)
+        made = cls(link, NatsWires(link, options), directory)
+        if options.keep_events_s:
+            made.keep(options.keep_events_s)
+        return made
+
+    def keep(self, age_s: float) -> None:
+        """Have JetStream keep all events of this NATS so long, from whenever it is there."""
+
+        def changed(up: bool) -> None:
+            if up:
+                self._tasks.start(self._nats.keep(STREAM, f"{ROOT}.>", age_s), "keep events")
+
+        self._nats.on_state(changed)
 
     @property
     def trouble(self) -> str:
@@ -119,6 +134,7 @@ class NatsEvents(Events):
 
     async def close(self) -> None:
         self._broadcast.close()
+        await self._tasks.close()
         await self._events.close()
         await self._nats.close()
         self._wires.leave()

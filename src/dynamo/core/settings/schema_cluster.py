@@ -167,6 +167,15 @@ class Nats(ServerTls, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ()
     cluster_name: Annotated[str, setting("its name", unused=True)] = ""
+    keep_events: Annotated[
+        float,
+        setting(
+            "how long JetStream keeps events for whoever wants to replay them (stream "
+            "`dynamo-events`); 0: not at all. Our own subscribers need none of it",
+            unit="seconds",
+            ge=0,
+        ),
+    ] = 0.0
     max_reconnect: Annotated[
         int, setting("quick attempts to connect again, then slower for ever", ge=0)
     ] = 10
