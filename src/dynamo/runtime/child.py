@@ -19,7 +19,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo.runtime.backoff import Backoff
-from dynamo.runtime.exits import describe_exit, oom_kills
+from dynamo.runtime.exits import describe_exit, oom_kills, starved
 from dynamo.runtime.link import Notice, Report, Start
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class Child:
         self._died = died
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
+        self._peak_bytes = 0
         self._ready_at: float | None = None
         self._notice = Notice()
         self._down: asyncio.StreamWriter | None = None
@@ -141,7 +142,7 @@ class Child:
         kills = oom_kills()
         try:
             code = await self._started()
-            return describe_exit(code, out_of_memory=oom_kills() > kills)
+            return describe_exit(code, out_of_memory=starved(kills, self._peak_bytes))
         except OSError as error:
             return f"not started: {error}"
 
@@ -177,7 +178,10 @@ class Child:
         finally:
             self._down = None
             writer.close()
-        return process.wait()
+        _, status, usage = os.wait4(process.pid, 0)  # noqa: ASYNC222 - it has died
+        self._peak_bytes = usage.ru_maxrss * 1024
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode
 
     async def _death(self, process: subprocess.Popen[bytes]) -> None:
         await _exit_of(process.pid)

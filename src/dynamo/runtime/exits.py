@@ -6,8 +6,11 @@ import signal
 from pathlib import Path
 
 VMSTAT = Path("/proc/vmstat")
+MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
+MUCH = 0.05
+"""The kernel kills who uses much; who had less than this share of the memory was not meant."""
 OUT_OF_MEMORY = (
     "SIGKILL, it seems by the kernel for want of memory (fewer workers or --num-blocks need less)"
 )
@@ -21,10 +24,25 @@ def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
     return OUT_OF_MEMORY if out_of_memory and name == "SIGKILL" else name
 
 
+def starved(kills_before: int, peak_bytes: int) -> bool:
+    """Whether a process that was killed, and had used so much at most, was killed for want of
+    memory, as far as can be told: the kernel did that to somebody meanwhile."""
+    return oom_kills() > kills_before and peak_bytes >= MUCH * _memory_bytes()
+
+
 def oom_kills() -> int:
     """How many processes the kernel has killed so far for want of memory: on this host, or in our
     control group where that counts more. Blocks for microseconds; 0 where nothing tells."""
     return _count(VMSTAT, "oom_kill") + _count(_group() / "memory.events", "oom_kill")
+
+
+def _memory_bytes() -> int:
+    """What there is for us: of this host, or less where our control group has a limit."""
+    host = _count(MEMINFO, "MemTotal:") * 1024
+    try:
+        return min(host, int((_group() / "memory.max").read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+        return host
 
 
 def _group() -> Path:

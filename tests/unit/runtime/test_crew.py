@@ -16,7 +16,7 @@ from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.control import Order, give
 from dynamo.runtime.crew import kind_of
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.exits import OUT_OF_MEMORY, describe_exit, oom_kills
+from dynamo.runtime.exits import OUT_OF_MEMORY, describe_exit, oom_kills, starved
 from dynamo.runtime.supervisor import Supervisor
 
 Spec = Callable[..., ProcessSpec]
@@ -155,6 +155,9 @@ def test_a_kill_for_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("dynamo.runtime.exits.VMSTAT", counts)
     monkeypatch.setattr("dynamo.runtime.exits.CGROUPS", tmp_path)
     assert oom_kills() == 3
+    assert starved(2, 1 << 50)
+    assert not starved(3, 1 << 50)
+    assert not starved(2, 1 << 20)
     assert describe_exit(-9, out_of_memory=True) == OUT_OF_MEMORY
     assert describe_exit(-15, out_of_memory=True) == "SIGTERM"
     assert describe_exit(-9) == "SIGKILL"
