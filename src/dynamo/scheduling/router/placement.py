@@ -219,8 +219,8 @@ class Placement:
 
     def _jointly(self, waiting: list[Arrival], now: float) -> list[Placed]:
         window = max(1, WINDOW_PAIRS // len(self.fleet.books))
-        rows = [self._row(one, now) for one in waiting[:window]]
-        placed = []
+        rows = [self._row(one, now) for one in self._may_go(waiting, now)[:window]]
+        placed: list[Placed] = []
         while rows:
             best = max(rows, key=lambda row: row.regret)
             rows.remove(best)
@@ -228,9 +228,25 @@ class Placement:
                 continue
             done = self._go(best.arrival, best.books, best.costs, best.at, now)
             placed.append(done)
+            if not self._some_free(now):
+                rows = [row for row in rows if self._overdue(row.arrival, now)]
             for row in rows:
                 row.changed(done, self.cost, now, self._rng)
         return placed
+
+    def _may_go(self, waiting: list[Arrival], now: float) -> list[Arrival]:
+        """Those whom a round may place. Most rounds end here."""
+        if self._some_free(now):
+            return waiting
+        return [one for one in waiting if self._overdue(one, now)]
+
+    def _some_free(self, now: float) -> bool:
+        """A worker is nearly done with the prompts before it."""
+        limit_ms = self._patience.backlog_s * 1e3
+        return any(book.backlog_ms(now) <= limit_ms for book in self.fleet.books)
+
+    def _overdue(self, arrival: Arrival, now: float) -> bool:
+        return now - arrival.submitted_s >= self._patience.longest_s
 
     def _row(self, arrival: Arrival, now: float) -> Row:
         if now - arrival.looked_s > self._patience.refresh_s:
@@ -240,9 +256,8 @@ class Placement:
         return Row(arrival, books, self.cost.row(arrival, books, now), self._rng)
 
     def _better_wait(self, row: Row, now: float) -> bool:
-        patience = self._patience
-        backlog_s = row.books[row.at].backlog_ms(now) * 1e-3
-        return backlog_s > patience.backlog_s and now - row.arrival.submitted_s < patience.longest_s
+        limit_ms = self._patience.backlog_s * 1e3
+        return row.books[row.at].backlog_ms(now) > limit_ms and not self._overdue(row.arrival, now)
 
     def _go(
         self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
