@@ -1,14 +1,17 @@
-"""Every command of the README, the tutorial and the how-to pages works as it stands there.
+"""Every command of the README, the tutorial, the how-to pages and the examples works as it stands.
 
-Blocks marked `sh` are run in order, with the default model; only ports are others. A command that
-serves is up until the next one that serves, or the end of the page. Files that a page tells to
-write (a `yaml` block under "`NAME`:") are written. `<!-- not run: WHY -->` above a block skips it.
+Blocks marked `sh` and `python` are run in order, with the default model; only ports and durations
+are others. A command that serves is up until the next one that serves, or the end of the page;
+parts started by `--only` are up together. Files that a page tells to write (a block under "`NAME`:")
+are written. `<!-- not run: WHY -->` above a block skips it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,115 +29,155 @@ from tests.conftest import free_port
 from dynamo.models.download import fetch
 
 ROOT = Path(__file__).parents[2]
-PAGES = (
-    "README.md",
-    "docs/tutorial.md",
-    "docs/how-to/serve-a-model.md",
-    "docs/how-to/several-workers.md",
-    "docs/how-to/troubleshooting.md",
-    "docs/how-to/watch.md",
-)
 BLOCK = re.compile(
     r"(?P<skip><!-- not run: .+ -->\n+)?(?:`(?P<file>[^`\n]+)`:\n\n)?"
-    r"^```(?P<kind>sh|yaml)\n(?P<text>.*?)^```$",
+    r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+RUN = ("sh", "python")
 PORT = re.compile(r"\b80\d\d\b")
-SERVES = ("make run", "dynamo run")
-ELSEWHERE = ("dynamo serve", "dynamo call")
-"""Run by the tests of the services' pages."""
+DURATION = re.compile(r"--duration \S+")
+ASKS = re.compile(r"dynamo (?:chat|bench)(?! http| compare| draw)")
+SERVES = re.compile(r"(\w+=\S+ )*(make run|dynamo serve|dynamo run)(?!.* (in=batch|--dry-run))")
+BEFORE = {
+    "docs/how-to/benchmark.md": "dynamo run out=mock --speedup-ratio 1000",
+    "docs/how-to/chat.md": "dynamo run",
+    "docs/how-to/client.md": "dynamo run",
+}
+"""What runs already where a page begins."""
+SAID = re.compile(r"^\w+ serves$", re.MULTILINE)
+"""What the terminal is told where nothing speaks HTTP."""
 PATIENCE_S = 40
+TYPING_S = 5
+"""A reader types slower than a frontend learns of a service."""
+
+
+def pages() -> Iterator[str]:
+    """Those with something to run."""
+    found = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
+    found += sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("examples/*/README.md")])
+    for page in found:
+        if any(blocks(str(page.relative_to(ROOT)))):
+            yield str(page.relative_to(ROOT))
 
 
 class Block(NamedTuple):
-    """`file`: what to write it to; else commands."""
+    """`file`: what to write it to; else commands, or a program."""
 
     file: str
     text: str
+    program: bool
 
 
 def blocks(page: str) -> Iterator[Block]:
     """What is to be done, in order."""
     for found in BLOCK.finditer((ROOT / page).read_text()):
-        if not found["skip"] and (found["kind"] == "sh" or found["file"]):
-            yield Block(found["file"] or "", found["text"])
+        if not found["skip"] and (found["kind"] in RUN or found["file"]):
+            yield Block(found["file"] or "", found["text"], found["kind"] == "python")
 
 
 class Reader:
     """Does what a page says, in a folder and with a state of its own."""
 
-    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, home: Path, folder: Path, environ: Mapping[str, str]) -> None:
         self.ports = {"8000": str(free_port())}
         self.done: list[str] = []
         self._folder = folder
-        self._log = folder / "log.txt"
-        self._serving: subprocess.Popen[bytes] | None = None
+        self._log = home / "log.txt"
+        self._serving: list[subprocess.Popen[bytes]] = []
+        self._parts = False
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         port = self.ports["8000"]
         self._environ = os.environ | environ | {"PATH": path, "DYNAMO_SERVER__HTTP_PORT": port}
-        self._environ["PORT"] = port
-        (folder / "model.gguf").symlink_to(fetch())
+        self._environ |= {"PORT": port, "PYTHONDONTWRITEBYTECODE": "1", "DYNAMO_ROUTER__PORT": "0"}
 
-    def write(self, name: str, text: str) -> None:
-        """A file of the page."""
-        (self._folder / name).write_text(self._other_ports(text))
+    def do(self, block: Block) -> None:
+        """One block."""
+        if block.file:
+            (self._folder / block.file).write_text(self._other_ports(block.text))
+        elif block.program:
+            self.run(f"python -c {shlex.quote(block.text)}")
+        else:
+            for command in commands(block.text):
+                self.run(command if made() else command.replace("make run", "dynamo run"))
+        if self._parts:
+            self._wait()
 
     def run(self, command: str) -> None:
         """One command: left running if it serves, else awaited."""
-        if command.startswith(ELSEWHERE):
+        self.done.append(command)
+        if command.startswith("cd "):
+            self._folder /= command.removeprefix("cd ")
             return
-        command = self._other_ports(command)
+        port = self.ports["8000"]
+        command = DURATION.sub("--duration 1s", self._other_ports(command))
+        command = ASKS.sub(rf"\g<0> http://127.0.0.1:{port}", command)
         if command == "dynamo stop":  # the user who runs the tests may have others
-            command += f" {self.ports['8000']}"
-        if command.startswith(SERVES):
-            self._serve(command)
+            command += f" {port}"
+        if SERVES.match(command):
+            self.serve(command)
         else:
             self._await(command)
-        self.done.append(command)
 
     def end(self) -> None:
         """Ctrl-C for what serves; it ends well and in time, if it has not already."""
-        if self._serving is None:
-            return
-        if self._serving.poll() is None:
-            os.killpg(self._serving.pid, signal.SIGINT)  # as a terminal does: `make` hears it, too
+        while self._serving:
+            self._end(self._serving.pop())
+
+    def _end(self, serving: subprocess.Popen[bytes]) -> None:
+        if serving.poll() is None:
+            os.killpg(serving.pid, signal.SIGINT)  # as a terminal does: `make` hears it, too
         try:
-            code = self._serving.wait(PATIENCE_S)
+            code = serving.wait(PATIENCE_S)
             assert code in {0, -signal.SIGINT}, self._log.read_text()
             assert "Traceback" not in self._log.read_text(), self._log.read_text()
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(self._serving.pid, signal.SIGKILL)
-            self._serving.wait()
-            self._serving = None
+                os.killpg(serving.pid, signal.SIGKILL)
+            serving.wait()
 
-    def _serve(self, command: str) -> None:
-        self.end()
-        with self._log.open("wb") as log:
-            self._serving = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"],
+    def serve(self, command: str) -> None:
+        """Leave it running; what ran before ends first, unless both are parts of one."""
+        part = "--only" in command
+        if not part or not self._parts:
+            self.end()
+            self._log.write_text("")
+        self._parts = part
+        with self._log.open("ab") as log:
+            one = subprocess.Popen(
+                ["bash", "-c", re.sub(r"^((?:\w+=\S+ )*)", r"\1exec ", command)],
                 stdout=log,
                 stderr=log,
                 env=self._environ,
                 cwd=ROOT if command.startswith("make") else self._folder,
                 start_new_session=True,
             )
+        self._serving.append(one)
+        if not part:
+            self._wait()
+
+    def _wait(self) -> None:
         until = time.monotonic() + PATIENCE_S
-        while not any(map(healthy, self.ports.values())):
-            assert self._serving.poll() is None, self._log.read_text()
+        while not (any(map(healthy, self.ports.values())) or SAID.search(self._log.read_text())):
+            assert all(one.poll() is None for one in self._serving), self._log.read_text()
             assert time.monotonic() < until, self._log.read_text()
             time.sleep(0.1)
 
     def _await(self, command: str) -> None:
-        ended = subprocess.run(
-            ["bash", "-c", command],
-            capture_output=True,
-            text=True,
-            env=self._environ,
-            cwd=ROOT if command.startswith("source") else self._folder,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        until = time.monotonic() + TYPING_S
+        while True:
+            ended = subprocess.run(
+                ["bash", "-c", command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=self._environ,
+                cwd=ROOT if command.startswith("source") else self._folder,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+            if '"error"' not in ended.stdout or time.monotonic() > until:
+                break
         assert ended.returncode == 0, command + ended.stdout + ended.stderr
         assert '"error"' not in ended.stdout
         if "capital of France" in command:
@@ -162,23 +205,40 @@ def commands(text: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, runtime_environ: Mapping[str, str]) -> Iterator[Reader]:
-    state = tmp_path / "state"
+def home(tmp_path: Path) -> Path:
+    """A folder with all that pages take to be there."""
+    for name in ("configs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for folder in (tmp_path, *tmp_path.glob("examples/*")):
+        (folder / "model.gguf").symlink_to(fetch())
+    trace = {"timestamp": 30, "input_length": 40, "output_length": 3, "hash_ids": [1]}
+    (tmp_path / "trace.jsonl").write_text(json.dumps(trace) + "\n")
+    subprocess.run(["gzip", "--keep", tmp_path / "trace.jsonl"], check=True)
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello there"}]
+    (tmp_path / "conversations.json").write_text(json.dumps([{"conversations": turns * 2}]))
+    return tmp_path
+
+
+@pytest.fixture
+def reader(
+    request: pytest.FixtureRequest, home: Path, runtime_environ: Mapping[str, str]
+) -> Iterator[Reader]:
+    state = home / "state"
     state.mkdir(mode=0o700)
-    made = Reader(tmp_path, {**runtime_environ, "XDG_RUNTIME_DIR": str(state)})
+    page = Path(request.getfixturevalue("page"))
+    folder = home / page.parent if page.parts[0] == "examples" else home
+    made = Reader(home, folder, {**runtime_environ, "XDG_RUNTIME_DIR": str(state)})
     yield made
     made.end()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", list(pages()))
 @pytest.mark.timeout(180)
 def test_a_page(page: str, reader: Reader) -> None:
+    if page in BEFORE:
+        reader.serve(BEFORE[page])
     for block in blocks(page):
-        if block.file:
-            reader.write(block.file, block.text)
-            continue
-        for command in commands(block.text):
-            reader.run(command if made() else command.replace("make run", "dynamo run"))
+        reader.do(block)
     assert reader.done
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, NoWorkers
-from dynamo.core.settings import Settings
+from dynamo.core.settings import Settings, load
+
+if TYPE_CHECKING:
+    from dynamo.communication.discovery import Discovery
+    from dynamo.runtime.deployment import Deployment
 
 WAIT_S = 5.0
 
@@ -30,7 +35,9 @@ def parser() -> Parser:
     )
     made.add_argument("endpoint", metavar="[NAMESPACE.]SERVICE.ENDPOINT", help="what to call")
     made.add_argument("request", nargs="?", help="JSON; - reads standard input")
-    made.add_argument("--deployment", metavar="NAME", help="its name or port, where several run")
+    made.add_argument(
+        "--deployment", metavar="NAME", help="its name or port, where several serve it"
+    )
     made.add_argument("--discovery", metavar="URL", help="a discovery plane of yours")
     return made
 
@@ -45,49 +52,77 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"the request is not JSON: {error}", hint='e.g. \'{"name": "Ann"}\''
         ) from None
-    url = found.discovery or _discovery(found.deployment)
-    asyncio.run(_call(url, found.endpoint, request))
+    settings = load(environ=os.environ).settings
+    name = found.endpoint
+    if name.partition("/")[0].count(".") == 1:
+        name = f"{settings.runtime.namespace}.{name}"
+    url = found.discovery or ("" if found.deployment else _server(settings))
+    asyncio.run(_call(settings, url or _discovery(found.deployment, name), name, request))
     return 0
 
 
-async def _call(url: str, name: str, request: Any) -> None:
+async def _call(settings: Settings, url: str, name: str, request: Any) -> None:
     from msgspec.structs import replace
 
     from dynamo.runtime import DistributedRuntime
 
-    settings = Settings()
     settings = replace(settings, runtime=replace(settings.runtime, discovery=url))
-    if name.partition("/")[0].count(".") == 1:
-        name = f"{settings.runtime.namespace}.{name}"
     async with await DistributedRuntime.create(settings, role="call") as runtime:
         client = await runtime.endpoint(name).client()
         try:
             await client.wait_for_instances(timeout_s=WAIT_S)
         except NoWorkers:
-            raise NoWorkers(f"nobody serves {name}", hint=await _served(runtime)) from None
+            names = ", ".join(sorted(await _served(runtime.discovery)))
+            hint = f"served: {names}" if names else "nothing is served there"
+            raise NoWorkers(f"nobody serves {name}", hint=hint) from None
         async with client.generate(request) as answers:
             async for item in answers:
                 print(msgspec.json.encode(item).decode(), flush=True)
 
 
-async def _served(runtime: Any) -> str:
-    """What could be called instead."""
+async def _served(discovery: Discovery) -> set[str]:
+    """What could be called there."""
     from dynamo.runtime.instances import decode_instance
 
-    records = await runtime.discovery.get("/")
+    records = await discovery.get("/")
     found = [
         decode_instance(key, value)
         for key, value in records.items()
         if key.split("/")[2:3] == ["workers"]
     ]
-    names = {f"{one.namespace}.{one.component}.{one.endpoint}" for one in found if one is not None}
-    return f"served: {', '.join(sorted(names))}" if names else "nothing is served there"
+    return {f"{one.namespace}.{one.component}.{one.endpoint}" for one in found if one is not None}
 
 
-def _discovery(which: str | None) -> str:
-    """The discovery plane of the deployment meant. Raises `ConfigError`, `NotFound`."""
+def _server(settings: Settings) -> str:
+    """The discovery plane that the environment names, if it is a server."""
+    from dynamo.runtime.planes import planes_of
+
+    url = planes_of(settings).discovery
+    return "" if url.startswith("file:") else url
+
+
+def _discovery(which: str | None, name: str) -> str:
+    """The discovery plane of the deployment meant: where several run, of the one that serves
+    `name`. Raises `ConfigError`, `NotFound`."""
     from dynamo.cli.stop import choose
     from dynamo.runtime.deployment import live_deployments
 
-    (deployment,) = choose(live_deployments(), which)
+    running = live_deployments()
+    if which is None and len(running) > 1:
+        running = asyncio.run(_serving(running, name)) or running
+    (deployment,) = choose(running, which)
     return deployment.discovery_url
+
+
+async def _serving(running: Sequence[Deployment], name: str) -> Sequence[Deployment]:
+    from dynamo.communication.discovery import open_discovery
+
+    found = []
+    for deployment in running:
+        discovery = await open_discovery(deployment.discovery_url)
+        try:
+            if name in await _served(discovery):
+                found.append(deployment)
+        finally:
+            await discovery.close()
+    return found
