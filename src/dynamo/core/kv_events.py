@@ -12,7 +12,7 @@ from dynamo.core.values import BlocksCleared, KvEvent
 KV_EVENTS: Final = "kv_events"
 """Last part of the subject."""
 
-PAYLOAD_BLOCKS: Final = 4096
+PAYLOAD_BLOCKS: Final = 1024
 
 encode_changes = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[KvEvent, ...]).decode
@@ -24,7 +24,7 @@ def decode_changes(payload: bytes) -> Sequence[KvEvent]:
 
 
 def event_payloads(changes: Sequence[KvEvent]) -> Sequence[bytes]:
-    """The same in payloads of some thousand blocks each, far below what a frame may hold."""
+    """The same in payloads of about a thousand blocks each, far below what a frame may hold."""
     return tuple(encode_changes(part) for part in _parts(changes))
 
 

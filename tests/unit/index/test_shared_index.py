@@ -12,6 +12,7 @@ from tests.unit.index.conftest import chain
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import Runtime
 from dynamo.core.settings.schema_index import Index
+from dynamo.core.values import BlocksStored
 from dynamo.inference.kv_publisher import KVPublisher
 from dynamo.models.card import BlockIdentity
 from dynamo.runtime.distributed import DistributedRuntime
@@ -66,6 +67,26 @@ async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) ->
     view.settled("a", blocks)
     assert view.mode("a") == "approximate"
     assert view.overlaps(blocks) == {"a": 8}
+
+
+async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) -> None:
+    chains = [tuple(chain(number, 500)) for number in range(40)]
+    held = [BlocksStored(0, one) for one in chains]
+    publisher = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: held)
+    view = CacheView(runtime.clock)
+    await view.follow(runtime.events, "ns.worker.kv_events")
+    turns = 0
+    async with asyncio.timeout(10):
+        while not view.heard["dump"]:
+            await asyncio.sleep(0)
+        publisher.removed(chains[0][::-1])
+        while view.index.blocks < 39 * 500 or view.heard["removed"] < 500:
+            turns += 1
+            await asyncio.sleep(0)
+    assert turns > 2
+    assert view.overlaps(chains[0]) == {}
+    assert view.overlaps(chains[39]) == {"a": 500}
+    view.close()
 
 
 async def test_kinds_apart_for_who_wants_one(runtime: DistributedRuntime) -> None:

@@ -120,3 +120,14 @@ async def test_bad_cards_are_skipped(frontend: Frontend) -> None:
 def test_what_makes_a_model_the_same() -> None:
     assert identity(CARD) == identity(replace(CARD, created=9, source="elsewhere"))
     assert identity(CARD) != identity(OTHER)
+
+
+async def test_workers_that_name_blocks_otherwise_are_told_of(frontend: Frontend) -> None:
+    await frontend.announce("a", CARD)
+    await until(lambda: frontend.opened)
+    await frontend.settle()
+    await frontend.announce("b", replace(CARD, block_tokens=32))
+    await until(frontend.catalogue.refused)
+    assert frontend.catalogue.refused() == {"b": "org/tiny: block tokens 32 instead of 16"}
+    await frontend.announce("b", None)
+    await until(lambda: not frontend.catalogue.refused())

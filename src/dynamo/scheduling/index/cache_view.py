@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal
 
@@ -26,6 +27,7 @@ believed on, predictions beside it. approximate: it sends no events, only predic
 Ask = Callable[[Sequence[int]], Awaitable[Mapping[str, int]]]
 """Blocks -> worker -> how many of them it holds, of an index elsewhere."""
 
+TURN_S: Final = 0.0005
 MAX_ANSWERS: Final = 1024
 MODE_LOG: Final[dict[Mode, str]] = {
     "exact": "a worker's cache is known exactly",
@@ -60,6 +62,7 @@ class CacheView:
         self._predictions = Predictions(ttl_s, max_blocks=predicted_bytes // PREDICTED_BLOCK_BYTES)
         self._modes: dict[str, Mode] = {}
         self._incomplete: set[str] = set()
+        self._unheard: deque[Event] = deque()
         self._unsubscribe: list[Callable[[], None]] = []
         self._ask: Ask | None = None
         self._answers: OrderedDict[int, Mapping[str, int]] = OrderedDict()
@@ -80,7 +83,7 @@ class CacheView:
     async def follow(self, events: Events, subject_prefix: str) -> None:
         """Hear every source of KV events under the prefix, until `close`."""
         self.lost = events.lost
-        self._unsubscribe.append(await events.subscribe(subject_prefix, self.hear))
+        self._unsubscribe.append(await events.subscribe(subject_prefix, self._hear_soon))
 
     def ask(self, match: Ask) -> None:
         """From now on what events say is asked of another index: `prepare` each prompt."""
@@ -108,6 +111,7 @@ class CacheView:
 
     def close(self) -> None:
         """Hear no more."""
+        self._unheard.clear()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
         self._unsubscribe.clear()
@@ -190,6 +194,26 @@ class CacheView:
                 self._incomplete.discard(worker)
                 self.tiers.drop(worker)
             self._take(worker, event.payload)
+
+    def _hear_soon(self, event: Event) -> None:
+        """Large states take turns with the rest of the loop; order is kept."""
+        if not self._unheard and event.kind != "dump":
+            self.hear(event)
+            return
+        self._unheard.append(event)
+        if len(self._unheard) == 1:
+            asyncio.get_running_loop().call_soon(self._catch_up)
+
+    def _catch_up(self) -> None:
+        until = self._clock.now() + TURN_S
+        try:
+            while self._unheard:
+                self.hear(self._unheard.popleft())
+                if self._clock.now() >= until:
+                    break
+        finally:
+            if self._unheard:
+                asyncio.get_running_loop().call_soon(self._catch_up)
 
     def _take(self, worker: str, payload: bytes) -> None:
         try:
