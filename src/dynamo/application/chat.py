@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.body import decode_body
-from dynamo.application.logprobs import ChatLogprobs, chat_logprobs
+from dynamo.application.envelope import Envelope
+from dynamo.application.logprobs import chat_logprobs
 from dynamo.application.messages import normalised
 from dynamo.application.options import (
     HARMLESS,
@@ -119,74 +120,33 @@ def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
     return tuple(body.tools or ())
 
 
-class Message(msgspec.Struct, frozen=True):
-    role: str
-    content: str
-
-
-class Choice(msgspec.Struct, frozen=True):
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: str | int | None
-
-
 class ChatFormat:
     """The JSON of one request's answer, whole or in chunks. Prepared once; a token costs the
     joining of three pieces."""
 
     def __init__(self, request_id: str, model: str, created: int, *, usage: bool) -> None:
-        self._id = f"chatcmpl-{request_id}"
-        self._created = created
-        self._model = model
-        self._base = (
-            b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
-            % (msgspec.json.encode(self._id), created, msgspec.json.encode(model))
-        )
-        self._tail = b',"usage":null}\n\n' if usage else b"}\n\n"
-        self.suffix = b'},"logprobs":null,"finish_reason":null}]' + self._tail
+        kinds = ("chat.completion.chunk", "chat.completion")
+        self._envelope = Envelope(f"chatcmpl-{request_id}", kinds, created, model, usage=usage)
+        self.suffix = b'},"logprobs":null,"finish_reason":null}]' + self._envelope.tail
+        self.usage = self._envelope.usage
 
     def prefix(self, choice: int) -> bytes:
         """What stands before the JSON string of a delta."""
-        return self._base + b'{"index":%d,"delta":{"content":' % choice
+        return self._envelope.base + b'{"index":%d,"delta":{"content":' % choice
 
     def opening(self, choice: int) -> bytes:
         """The event before the first text."""
-        return self._base + (
-            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,'
-            b'"finish_reason":null}]%b' % (choice, self._tail)
-        )
+        return self._envelope.choice(choice, b'"delta":{"role":"assistant","content":""}')
 
     def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
         """One delta with its tokens' logprobs."""
         del offset
-        return b"".join(
-            (
-                self.prefix(choice),
-                msgspec.json.encode(text),
-                b'},"logprobs":',
-                msgspec.json.encode(chat_logprobs(logprobs)),
-                b',"finish_reason":null}]',
-                self._tail,
-            )
-        )
+        said = b'"delta":{"content":%b}' % msgspec.json.encode(text)
+        return self._envelope.choice(choice, said, chat_logprobs(logprobs))
 
     def finish(self, choice: int, end: TextFinish) -> bytes:
         """The last event of a choice."""
-        return self._base + (
-            b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
-            % (
-                choice,
-                msgspec.json.encode(end.reason),
-                msgspec.json.encode(end.stop),
-                self._tail,
-            )
-        )
-
-    def usage(self, tally: Tally) -> bytes:
-        """The event that carries nothing but usage."""
-        return self._base + b'],"usage":%b}\n\n' % msgspec.json.encode(tally.usage())
+        return self._envelope.finish(choice, b'"delta":{}', end)
 
     def whole(
         self,
@@ -196,23 +156,6 @@ class ChatFormat:
         tally: Tally,
     ) -> bytes:
         """The unary answer."""
-        choices = [
-            Choice(
-                index,
-                Message("assistant", text),
-                None if tokens is None else chat_logprobs(tokens),
-                end.reason,
-                end.stop,
-            )
-            for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
-        ]
-        return msgspec.json.encode(
-            {
-                "id": self._id,
-                "object": "chat.completion",
-                "created": self._created,
-                "model": self._model,
-                "choices": choices,
-                "usage": tally.usage(),
-            }
-        )
+        said = [("message", {"role": "assistant", "content": text}) for text in texts]
+        told = [None if tokens is None else chat_logprobs(tokens) for tokens in logprobs]
+        return self._envelope.whole(said, ends, tally, told)

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.body import decode_body
-from dynamo.application.logprobs import CompletionLogprobs, completion_logprobs
+from dynamo.application.envelope import Envelope
+from dynamo.application.logprobs import completion_logprobs
 from dynamo.application.options import HARMLESS, Count, GenerationBody, Unsupporteds, text_options
 from dynamo.application.usage import Tally
 from dynamo.communication.http import Request
@@ -84,31 +85,18 @@ def packed(ids: list[int]) -> bytes:
         raise InvalidRequest("token ids are whole numbers from 0", param="prompt") from None
 
 
-class Choice(msgspec.Struct, frozen=True):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str
-    stop_reason: str | int | None
-
-
 class CompletionFormat:
     """The JSON of one request's answer, whole or in chunks."""
 
     def __init__(self, request_id: str, model: str, created: int, *, usage: bool) -> None:
-        self._id = f"cmpl-{request_id}"
-        self._created = created
-        self._model = model
-        self._base = (
-            b'data: {"id":%b,"object":"text_completion","created":%d,"model":%b,"choices":['
-            % (msgspec.json.encode(self._id), created, msgspec.json.encode(model))
-        )
-        self._tail = b',"usage":null}\n\n' if usage else b"}\n\n"
-        self.suffix = b',"logprobs":null,"finish_reason":null}]' + self._tail
+        kinds = ("text_completion", "text_completion")
+        self._envelope = Envelope(f"cmpl-{request_id}", kinds, created, model, usage=usage)
+        self.suffix = b',"logprobs":null,"finish_reason":null}]' + self._envelope.tail
+        self.usage = self._envelope.usage
 
     def prefix(self, choice: int) -> bytes:
         """What stands before the JSON string of a delta."""
-        return self._base + b'{"index":%d,"text":' % choice
+        return self._envelope.base + b'{"index":%d,"text":' % choice
 
     def opening(self, choice: int) -> bytes:
         """Completions have no opening event."""
@@ -117,32 +105,12 @@ class CompletionFormat:
 
     def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
         """One delta with its tokens' logprobs."""
-        return b"".join(
-            (
-                self.prefix(choice),
-                msgspec.json.encode(text),
-                b',"logprobs":',
-                msgspec.json.encode(completion_logprobs(logprobs, offset)),
-                b',"finish_reason":null}]',
-                self._tail,
-            )
-        )
+        said = b'"text":%b' % msgspec.json.encode(text)
+        return self._envelope.choice(choice, said, completion_logprobs(logprobs, offset))
 
     def finish(self, choice: int, end: TextFinish) -> bytes:
         """The last event of a choice."""
-        return self._base + (
-            b'{"index":%d,"text":"","logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
-            % (
-                choice,
-                msgspec.json.encode(end.reason),
-                msgspec.json.encode(end.stop),
-                self._tail,
-            )
-        )
-
-    def usage(self, tally: Tally) -> bytes:
-        """The event that carries nothing but usage."""
-        return self._base + b'],"usage":%b}\n\n' % msgspec.json.encode(tally.usage())
+        return self._envelope.finish(choice, b'"text":""', end)
 
     def whole(
         self,
@@ -152,23 +120,6 @@ class CompletionFormat:
         tally: Tally,
     ) -> bytes:
         """The unary answer."""
-        choices = [
-            Choice(
-                index,
-                text,
-                None if tokens is None else completion_logprobs(tokens, 0),
-                end.reason,
-                end.stop,
-            )
-            for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
-        ]
-        return msgspec.json.encode(
-            {
-                "id": self._id,
-                "object": "text_completion",
-                "created": self._created,
-                "model": self._model,
-                "choices": choices,
-                "usage": tally.usage(),
-            }
-        )
+        said = [("text", text) for text in texts]
+        told = [None if tokens is None else completion_logprobs(tokens, 0) for tokens in logprobs]
+        return self._envelope.whole(said, ends, tally, told)
