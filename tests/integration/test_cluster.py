@@ -97,6 +97,11 @@ def test_frontend_and_workers_meet_over_etcd_and_nats_and_outlive_both(
     assert (planes["discovery"], planes["events"]) == (etcd.url, nats.url)
     assert ask(front, 4) == {200}
 
+    words = ["call", "Processor.chat/answer", json.dumps(BODY)]
+    command = [sys.executable, "-m", "dynamo", *words]
+    called = subprocess.run(command, capture_output=True, text=True, env=front.environ)
+    assert json.loads(called.stdout)["finish_reason"] == "length", called.stderr
+
     etcd.kill()
     until(lambda: away(front) == {"discovery"})
     assert ask(front, 4) == {200}

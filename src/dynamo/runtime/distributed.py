@@ -32,6 +32,8 @@ from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
+PLANES = ("discovery", "requests", "events")
+
 Leave = Callable[[float], Coroutine[Any, Any, None]]
 
 
@@ -205,6 +207,13 @@ class DistributedRuntime:
             opened.push_async_callback(self.events.close)
             opened.push_async_callback(self.tasks.close)
             self._opened = opened.pop_all()
+        self.metrics.gauge(
+            "dynamo_plane_up_ratio",
+            "1: the plane's server is there (or it needs none); 0: it is away",
+            ("plane",),
+            callback=lambda: {(name,): float(name not in self.troubles()) for name in PLANES},
+            merge="max",
+        )
         self.lifecycle.to(State.REGISTERED)
         self.lifecycle.to(State.RUNNING)
         self.health.on_change(self._follow_health)
