@@ -74,7 +74,8 @@ def main() -> None:
         parts = []
         for figure, at in FIGURES:
             other, own = (median(run[side][figure][at] for run in runs) for side in (0, 1))
-            parts.append(f"{figure} {at} {other:.2f} / {own:.2f} ({own / other - 1:+.1%})")
+            change = f" ({own / other - 1:+.1%})" if other else ""
+            parts.append(f"{figure} {at} {other:.2f} / {own:.2f}{change}")
         cpu = [run[1]["processes"] for run in runs]
         bench, front = (
             median(one[role]["us_per_token"] for one in cpu) for role in ("bench", "frontend")
