@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.discovery.etcd import EtcdDiscovery
@@ -197,6 +198,23 @@ async def test_what_cannot_be_is_said() -> None:
     with pytest.raises(TooLarge):
         await plane.put("/k", bytes(2 << 20))
     await plane.close()
+
+
+async def test_a_server_with_users() -> None:
+    with EtcdProcess() as guarded:
+        etcdctl(guarded, "user", "add", "root:a password")
+        etcdctl(guarded, "user", "grant-role", "root", "root")
+        etcdctl(guarded, "auth", "enable")
+        stranger = await open_discovery(guarded.url, QUICK)
+        plane = await open_discovery(
+            guarded.url, replace(QUICK, user="root", password="a password")
+        )
+        await plane.put("/k", b"1")
+        assert dict(await plane.get("/")) == {"/k": b"1"}
+        with pytest.raises(PlaneAway):
+            await stranger.get("/")
+        await stranger.close()
+        await plane.close()
 
 
 def revoke(etcd: EtcdProcess, lease: int) -> None:
