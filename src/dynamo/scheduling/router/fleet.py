@@ -83,6 +83,16 @@ def engine_info(instance: Instance) -> EngineInfo | None:
     return msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
 
 
+class Group(msgspec.Struct):
+    """Prompts whose first tokens came together, from one or more steps; `context`: of those that
+    decoded meanwhile."""
+
+    start_s: float
+    end_s: float
+    tokens: int
+    context: int
+
+
 class Book:
     """One worker as the router sees it. Times in seconds of the router's clock, durations in
     milliseconds where the name says so.
@@ -129,7 +139,7 @@ class Book:
         self.load: Load | None = None
         self.load_s = 0.0
         self._surveyed_s = float("-inf")
-        self._group = (0.0, 0.0, 0)
+        self._group = Group(0.0, 0.0, 0, 0)
         self._tempo()
         self.announce(instance)
 
@@ -204,9 +214,9 @@ class Book:
         active.first_s = now
         if active.observed:
             self._observe_prefill(active, now)
-        active.prefill_before_ms = self.prefill_ms
-        self.context += active.prompt_tokens
         self._close(active, now)
+        self.context += active.prompt_tokens
+        active.prefill_before_ms = self.prefill_ms
 
     def end(self, active: Active, now: float) -> None:
         """It left, answered or not."""
@@ -226,6 +236,7 @@ class Book:
         self.open_tokens -= active.new_tokens
         if self.open_count == 0:
             self.free_s = now
+            self._settle()
         self._tempo()
 
     def _tempo(self) -> None:
@@ -236,20 +247,27 @@ class Book:
 
     def _observe_prefill(self, active: Active, now: float) -> None:
         """Prompts whose first tokens come together are one observation, settled when the next
-        comes: the time since the step before (or since placing, where the worker was idle)."""
-        start, end, tokens = self._group
-        if now - end < SAME_STEP_S:
-            self._group = (start, now, tokens + active.new_tokens)
+        comes or none is left: the time since the step before (or since placing, where the worker
+        was idle)."""
+        group = self._group
+        if group.tokens and now - group.end_s < SAME_STEP_S:
+            group.end_s = now
+            group.tokens += active.new_tokens
             return
-        if tokens:
-            self._settle(start, end, tokens)
-        self._group = (max(end, active.placed_s), now, active.new_tokens)
+        self._settle()
+        start = max(group.end_s, active.placed_s)
+        self._group = Group(start, now, active.new_tokens, self.context)
 
-    def _settle(self, start: float, end: float, tokens: int) -> None:
+    def _settle(self) -> None:
+        group = self._group
+        if not group.tokens:
+            return
+        self._group = Group(group.end_s, group.end_s, 0, 0)
+        tokens, context = group.tokens, group.context
         steps = -(-tokens // self.token_budget)
-        took_ms = (end - start) * 1e3
+        took_ms = (group.end_s - group.start_s) * 1e3
         timing, factor = self.timing, self.pace.factor
-        decode_ms = steps * timing.decode.at(1.0, self.context) if self.context else 0.0
+        decode_ms = steps * timing.decode.at(1.0, context) if context else 0.0
         expected_ms = timing.prefill.at(steps, tokens)
         self.prefill_ms += expected_ms * factor
         timing.prefill.observe(steps, tokens, took_ms / factor - decode_ms)

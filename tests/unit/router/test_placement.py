@@ -1,0 +1,122 @@
+"""Who goes where, who waits, and that nothing herds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.unit.router.stage import Stage
+
+from dynamo.scheduling.router.placement import Patience
+
+HASHES = list(range(1, 501))
+
+
+def test_a_prompt_goes_to_who_holds_it() -> None:
+    stage = Stage(4)
+    stage.view.caches["c"] = set(HASHES[:400])
+    assert stage.goes(8_000, HASHES) == "c"
+
+
+def test_equals_are_chosen_by_chance() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        seen[Stage(4, seed=seed).goes(100)] += 1
+    assert len(seen) == 4
+
+
+def test_a_burst_of_one_prompt_shares_its_prefix() -> None:
+    stage = Stage(4)
+    arrivals = [stage.submit(8_020, HASHES) for _ in range(3)]
+    stage.place()
+    stage.now += 2
+    stage.place()
+    assert len(set(stage.view.routes)) == 1
+    assert len(stage.view.routes) == len(arrivals)
+
+
+def test_a_hot_prefix_spreads_when_its_holder_saturates() -> None:
+    stage = Stage(4)
+    stage.view.caches["a"] = set(HASHES[:100])
+    for _ in range(60):
+        stage.submit(8_000, HASHES[:100])
+    for _ in range(200):
+        stage.place()
+        stage.now += 0.05
+        for book in stage.fleet.books:
+            if book.open_count and book.free_s <= stage.now:
+                for active in [one for one in book.active.values() if one.first_s is None]:
+                    stage.placement.first_token(active, stage.now)
+    per_worker = Counter(stage.view.routes)
+    assert len(per_worker) == 4
+    assert max(per_worker.values()) <= 30
+
+
+def test_regret_goes_first() -> None:
+    """Both want a; the one that has a second home gives way, though it came first."""
+    stage = Stage(2)
+    stage.view.caches["a"] = set(HASHES)
+    stage.view.caches["b"] = set(HASHES[:450])
+    own = list(range(900, 1_900))
+    stage.view.caches["a"] |= set(own[:500])
+    flexible = stage.submit(8_016, HASHES)
+    bound = stage.submit(16_000, own)
+    placed = stage.placement.place(stage.now)
+    assert [one.arrival for one in placed] == [bound, flexible]
+    assert [one.active.book.name for one in placed] == ["a", "b"]
+
+
+def test_a_request_waits_for_a_worker_that_is_nearly_free() -> None:
+    stage = Stage(1)
+    busy = stage.busy("a", 8_000)
+    arrival = stage.submit(100)
+    assert stage.place() == {}
+    due = stage.placement.next_due(stage.now)
+    assert due is not None
+    assert stage.now < due < stage.fleet["a"].free_s
+    stage.placement.first_token(busy, stage.now + 0.01)
+    assert arrival.id in stage.place()
+
+
+def test_nobody_waits_longer_than_the_patience() -> None:
+    stage = Stage(1, patience=Patience(longest_s=0.5))
+    stage.busy("a", 100_000)
+    arrival = stage.submit(100)
+    assert stage.place() == {}
+    stage.now += 0.5
+    assert arrival.id in stage.place()
+
+
+def test_barred_workers_are_left_out() -> None:
+    stage = Stage(3)
+    stage.view.caches["a"] = set(HASHES)
+    assert stage.goes(8_000, HASHES, barred=frozenset("ab")) == "c"
+
+
+def test_who_has_no_worker_left_is_told() -> None:
+    stage = Stage(2)
+    lost = stage.submit(100, barred=frozenset("ab"))
+    kept = stage.submit(100, barred=frozenset("a"))
+    assert stage.placement.stranded() == [lost]
+    assert kept.id in stage.place()
+
+
+def test_ends_without_a_first_token_settle_too() -> None:
+    stage = Stage(1)
+    arrival = stage.submit(100, HASHES[:6])
+    active = stage.place()[arrival.id]
+    assert stage.view.open == 1
+    stage.placement.ended(active, stage.now)
+    stage.placement.ended(active, stage.now)
+    book = stage.fleet["a"]
+    assert (book.open_count, book.open_tokens, len(book.active)) == (0, 0, 0)
+
+
+def test_the_table_explains_the_choice() -> None:
+    stage = Stage(3)
+    stage.view.caches["b"] = set(HASHES[:50])
+    stage.submit(800, HASHES[:50])
+    (placed,) = stage.placement.place(stage.now)
+    best = placed.table[0]
+    assert (best.worker, best.overlap_blocks) == ("b", 50)
+    assert [one.cost for one in placed.table] == sorted(one.cost for one in placed.table)
+    assert set(best.terms) == {"queue", "prefill", "harm", "eviction"}

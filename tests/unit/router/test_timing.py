@@ -1,0 +1,80 @@
+"""Times are learnt from what workers did."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from tests.unit.router.stage import Stage
+
+from dynamo.scheduling.router.timing import Line, Pace
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 200.0])
+def test_a_line_is_found_from_noisy_observations(scale: float) -> None:
+    rng, line = Random(3), Line(15.0, 0.02, 1_000.0)
+    for _ in range(400):
+        x = rng.choice([200, 1_000, 5_000])
+        true = scale * (10.0 + 0.03 * x)
+        line.observe(1.0, x, true * rng.uniform(0.8, 1.2))
+    assert line.base == pytest.approx(10.0 * scale, rel=0.35)
+    assert line.slope == pytest.approx(0.03 * scale, rel=0.15)
+
+
+def test_the_first_observation_sets_the_scale() -> None:
+    line = Line(15.0, 0.02, 1_000.0)
+    line.observe(1.0, 1_000, 3_500.0)
+    assert line.at(1.0, 1_000) == pytest.approx(3_500.0, rel=0.05)
+
+
+def test_a_stall_is_not_believed_in_full() -> None:
+    line = Line(15.0, 0.02, 1_000.0)
+    for _ in range(50):
+        line.observe(1.0, 1_000, 35.0)
+    line.observe(1.0, 1_000, 35_000.0)
+    assert line.at(1.0, 1_000) < 60
+
+
+def test_a_slow_worker_is_found_out_and_chance_is_not() -> None:
+    rng, slow, same = Random(5), Pace(), Pace()
+    for _ in range(200):
+        slow.observe(100.0, 200.0 * rng.uniform(0.9, 1.1))
+        same.observe(100.0, 100.0 * rng.uniform(0.7, 1.3))
+    assert slow.factor > 1.6
+    assert same.factor == pytest.approx(1.0, abs=0.06)
+
+
+def test_times_follow_the_first_tokens() -> None:
+    """A worker that takes 10 ms and 2 ms a token (a CPU): predictions come true."""
+    stage, rng = Stage(1), Random(2)
+    for _ in range(60):
+        tokens = rng.choice([100, 400, 900])
+        active = stage.busy("a", tokens)
+        stage.now += (10 + 2.0 * tokens) * 1e-3
+        stage.placement.first_token(active, stage.now)
+        stage.placement.ended(active, stage.now)
+        stage.now += 1
+    assert stage.fleet["a"].service_ms(500) == pytest.approx(1_010, rel=0.1)
+
+
+def test_prompts_of_one_step_are_one_observation() -> None:
+    stage = Stage(1)
+    for _ in range(30):
+        together = [stage.busy("a", 500) for _ in range(4)]
+        stage.now += (15 + 0.02 * 2_000) * 1e-3
+        for active in together:
+            stage.placement.first_token(active, stage.now)
+            stage.placement.ended(active, stage.now)
+        stage.now += 1
+    assert stage.fleet["a"].service_ms(2_000) == pytest.approx(55, rel=0.1)
+
+
+def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
+    stage = Stage(2)
+    for _ in range(30):
+        active = stage.busy("a", 1_000)
+        stage.now += 2.0
+        stage.placement.first_token(active, stage.now)
+        stage.placement.ended(active, stage.now)
+    stage.fleet.freshen(stage.now)
+    assert stage.fleet["b"].service_ms(1_000) == pytest.approx(2_000, rel=0.2)
