@@ -12,6 +12,7 @@ FILE = """
 server: {{log_requests: {log}, request_timeout: {limit}}}
 engine: {{kind: mock, speedup_ratio: 0.01, workers: {workers}}}
 logging: {{level: {level}, format: json}}
+router: {{mode: kv, policy: composite, routing_strategy: {{load_weight: {weight}}}}}
 """
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
 
@@ -24,7 +25,7 @@ def until(true: Callable[[], object]) -> None:
 
 
 def write(file: Path, **values: Any) -> None:
-    given = {"log": "false", "limit": "5m", "workers": 1, "level": "info"} | values
+    given = {"log": "false", "limit": "5m", "workers": 1, "level": "info", "weight": 0.3} | values
     file.write_text(FILE.format(**given))
 
 
@@ -35,13 +36,14 @@ def test_what_is_safe_changes_and_the_rest_is_told(
     write(file)
     running = start(tiny_model, "-f", file)
 
-    write(file, log="true", limit="300ms", workers=2, level="dynamo.services=debug")
+    write(file, log="true", limit="300ms", workers=2, level="dynamo.services=debug", weight=9)
     until(lambda: '"setting":"logging.level"' in running.log.read_text())
     status, answer = running.post("/v1/chat/completions", ASK)
 
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
     log = running.log.read_text()
     assert '"path":"/v1/chat/completions"' in log
+    assert '"setting":"router.routing_strategy.load_weight","before":0.3,"after":9.0' in log
     (told,) = [line for line in log.splitlines() if '"engine.workers"' in line]
     assert "a changed setting needs a restart" in told
     assert len([one for one in running.processes() if one["role"] == "worker"]) == 1
@@ -49,7 +51,7 @@ def test_what_is_safe_changes_and_the_rest_is_told(
     file.write_text("server: {log_request: true}")
     until(lambda: "settings cannot be read again" in running.log.read_text())
     assert "did you mean 'server.log_requests'?" in running.log.read_text()
-    write(file, log="true", limit="300ms", level="dynamo.services=debug")
+    write(file, log="true", limit="300ms", level="dynamo.services=debug", weight=9)
     until(lambda: running.log.read_text().count("settings read again: nothing changed"))
     running.process.send_signal(signal.SIGHUP)
     until(lambda: running.log.read_text().count("settings read again: nothing changed") == 2)

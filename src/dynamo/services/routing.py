@@ -7,6 +7,8 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.core.values import Load
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
@@ -18,7 +20,7 @@ from dynamo.scheduling.router.explained_timeline import EVERY_S, Timeline
 from dynamo.scheduling.router.explained_watch import RoutingWatch
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.opening import KV, open_policy
+from dynamo.scheduling.router.opening import KV, make_cost, open_policy
 from dynamo.scheduling.router.policy import Observer, Policy
 from dynamo.scheduling.router.prompt import prompt_reader
 from dynamo.scheduling.router.remote import RemotePolicy
@@ -29,6 +31,7 @@ from dynamo.sdk.declare import spec_of
 from dynamo.services.components import Router
 from dynamo.services.index_view import open_view
 
+COMPOSITE = "composite"
 WATCHED = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
 
@@ -77,6 +80,11 @@ class ModelRouting:
             return {}
         return {name: self.policy.placement.view.mode(name) for name in self.workers}
 
+    def weigh(self, settings: RouterSettings) -> None:
+        """Score by these weights from now on, where weights decide."""
+        if isinstance(self.policy, KvPolicy) and settings.policy == COMPOSITE:
+            self.policy.placement.cost = make_cost(settings)
+
     async def close(self) -> None:
         """Route no more."""
         await self.policy.close()
@@ -98,6 +106,7 @@ class Routing:
         )
         self.timeline = Timeline(self.watch)
         self._sampling = False
+        runtime.on_settings(self._reloaded)
         if runtime.settings.router.mode == KV:
             declare_view(runtime.metrics, self._cache_views.values)
 
@@ -105,6 +114,10 @@ class Routing:
     def explains(self) -> bool:
         """Whether decisions are remembered in the mode that is set."""
         return self._runtime.settings.router.mode in WATCHED
+
+    def _reloaded(self, settings: Settings) -> None:
+        for one in self._models.values():
+            one.weigh(settings.router)
 
     async def open(self, card: ModelCard, client: Client) -> ModelRouting:
         """Route a model's requests among `client`'s instances from now on, in place of what was

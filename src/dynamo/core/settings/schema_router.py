@@ -23,12 +23,12 @@ SPELLINGS = (
 class RoutingStrategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weights of the composite score (router.policy composite)."""
 
-    cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0)] = 0.4
+    cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0, reload=True)] = 0.4
     load_weight: Annotated[
-        float, setting("of a low load", ge=0, aliases=("load_balance_weight",))
+        float, setting("of a low load", ge=0, aliases=("load_balance_weight",), reload=True)
     ] = 0.3
-    latency_weight: Annotated[float, setting("of a low latency", ge=0)] = 0.2
-    memory_weight: Annotated[float, setting("of free memory", ge=0)] = 0.1
+    latency_weight: Annotated[float, setting("of a low latency", ge=0, reload=True)] = 0.2
+    memory_weight: Annotated[float, setting("of free memory", ge=0, reload=True)] = 0.1
 
 
 class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
