@@ -28,12 +28,18 @@ from dynamo.scheduling.router.waiting_room import WaitingRoom
 TABLE_ROWS = 16
 """Candidates kept for explanation."""
 
-WINDOW_PAIRS = 4_096
-"""(Request, worker) pairs that are weighed together; later arrivals wait their turn."""
+WINDOW = 32
+"""Requests that are weighed together: the cost of that grows with the square of them."""
+
+ROUND_PAIRS = 4_096
+"""(Request, worker) pairs that one round looks at; later arrivals wait their turn."""
 
 UNBOUND = 1 << 30
 LOOK_AGAIN_S = 0.05
 """After a round that left somebody waiting who was due: what frees a worker is heard anyway."""
+
+TOGETHER = 0.25
+"""Share of a worker's step that prompts may fill before those that come next are held back."""
 
 TIE = 1e-3
 """Costs nearer than this share of the best are equal, and chance decides."""
@@ -218,8 +224,16 @@ class Placement:
         return self._go(arrival, books, costs, at, now)
 
     def _jointly(self, waiting: list[Arrival], now: float) -> list[Placed]:
-        window = max(1, WINDOW_PAIRS // len(self.fleet.books))
-        rows = [self._row(one, now) for one in self._may_go(waiting, now)[:window]]
+        most = max(1, ROUND_PAIRS // len(self.fleet.books))
+        window = min(WINDOW, most)
+        placed: list[Placed] = []
+        for start in range(0, min(len(waiting), most), window):
+            placed += self._window(self._may_go(waiting[start : start + window], now), now)
+        return placed
+
+    def _window(self, waiting: list[Arrival], now: float) -> list[Placed]:
+        """Those weighed together."""
+        rows = [self._row(one, now) for one in waiting]
         placed: list[Placed] = []
         while rows:
             best = max(rows, key=lambda row: row.regret)
@@ -242,8 +256,15 @@ class Placement:
 
     def _some_free(self, now: float) -> bool:
         """A worker is nearly done with the prompts before it."""
-        limit_ms = self._patience.backlog_s * 1e3
-        return any(book.backlog_ms(now) <= limit_ms for book in self.fleet.books)
+        return any(self._nearly_free(book, now) for book in self.fleet.books)
+
+    def _nearly_free(self, book: Book, now: float) -> bool:
+        """Little is before it in time, or all of it goes into a part of its next step, where short
+        prompts cost next to nothing together."""
+        return (
+            book.open_tokens <= book.token_budget * TOGETHER
+            or book.backlog_ms(now) <= self._patience.backlog_s * 1e3
+        )
 
     def _overdue(self, arrival: Arrival, now: float) -> bool:
         return now - arrival.submitted_s >= self._patience.longest_s
@@ -256,8 +277,8 @@ class Placement:
         return Row(arrival, books, self.cost.row(arrival, books, now), self._rng)
 
     def _better_wait(self, row: Row, now: float) -> bool:
-        limit_ms = self._patience.backlog_s * 1e3
-        return row.books[row.at].backlog_ms(now) > limit_ms and not self._overdue(row.arrival, now)
+        book = row.books[row.at]
+        return not (self._nearly_free(book, now) or self._overdue(row.arrival, now))
 
     def _go(
         self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
