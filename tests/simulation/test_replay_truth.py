@@ -7,15 +7,16 @@ import msgspec
 import pytest
 from tests.simulation.conftest import chats, cluster
 
-from dynamo.core.settings.schema_router import BASIC_MODES
+from dynamo.core.settings.schema_router import BASIC_MODES, ROUTER_POLICIES
 
-ROUTINGS = [(mode, "predicted") for mode in (*BASIC_MODES, "kv")]
+ROUTINGS = [(mode, "predicted") for mode in (*BASIC_MODES, "adaptive")]
+ROUTINGS += [("kv", policy) for policy in ROUTER_POLICIES]
 
 
 def told(outcome):
     """All that a replay says, but how long it took."""
     result, log = outcome
-    return msgspec.structs.replace(result, wall_s=0, cpu_s=0), log.placings
+    return msgspec.structs.replace(result, wall_s=0, cpu_s=0), list(log.placings)
 
 
 @pytest.mark.parametrize(("mode", "policy"), ROUTINGS)

@@ -3,7 +3,6 @@ out: what the router sends is handed to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from itertools import count
 from random import Random
@@ -12,14 +11,17 @@ from typing import Self
 import msgspec
 
 from dynamo.communication.discovery import open_discovery
+from dynamo.communication.events import open_events
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
 from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.tasks import Tasks
 from dynamo.core.values import EngineInfo, GenerateRequest
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.leap import Leaper
+from dynamo.inference.load_report import LoadReport
 from dynamo.inference.mock.simulated import make_simulated
 from dynamo.inference.mock.timing import Timing
 from dynamo.operations.replay.flight import FlightLog
@@ -32,8 +34,10 @@ from dynamo.runtime.instances import (
     workers_prefix,
 )
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router import BasicPolicy, Policy, Router
-from dynamo.scheduling.router.opening import KV, kv_policy, make_placement
+from dynamo.scheduling.router import Policy, Router
+from dynamo.scheduling.router.adaptive_policy import ADAPTIVE
+from dynamo.scheduling.router.loads import LOADS
+from dynamo.scheduling.router.opening import KV, open_policy
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"
 _places = count()
@@ -66,6 +70,8 @@ class Cluster:
         self._rng = rng
         self._stack = AsyncExitStack()
         self._leapers: list[Leaper] = []
+        self._reports: list[LoadReport] = []
+        self._tasks = Tasks()
         self.engines: list[BatchedEngine] = []
         self.view: CacheView | None = None
         """What the router knows of the caches, in mode kv."""
@@ -74,12 +80,15 @@ class Cluster:
         place = f"memory:replay-{next(_places)}"
         self._discovery = await open_discovery(place)
         self._stack.push_async_callback(self._discovery.close)
+        self._events = await open_events(place, self._discovery)
+        self._stack.push_async_callback(self._events.close)
         self._requests = await open_requests("memory:")
         self._stack.push_async_callback(self._requests.close)
+        await self._stack.enter_async_context(self._tasks)
         for number in range(self._workers.number):
             await self._add(number)
         self._client = await self._connect()
-        self._policy = self._make_policy()
+        self._policy = await self._open_policy()
         self._stack.push_async_callback(self._policy.close)
         self.router = Router(self._policy, self._dispatch, clock=self._clock)
         return self
@@ -124,22 +133,33 @@ class Cluster:
         self._stack.push_async_callback(client.close)
         return client
 
-    def _make_policy(self) -> Policy:
-        if self._routing.mode != KV:
-            return BasicPolicy(self._client, self._routing.mode)
+    async def _open_policy(self) -> Policy:
         block_tokens = self._workers.engine.block_tokens
-        view = self.view = CacheView(self._clock, block_tokens=block_tokens)
-        for number, engine in enumerate(self.engines):
-            self._tell(engine, view, str(number))
-        placement = make_placement(self._routing, view, self._rng)
-        return kv_policy(
+        if self._routing.mode == KV:
+            self.view = CacheView(self._clock, block_tokens=block_tokens)
+            for number, engine in enumerate(self.engines):
+                self._tell(engine, self.view, str(number))
+        elif self._routing.mode == ADAPTIVE:
+            for number, engine in enumerate(self.engines):
+                await self._report(engine, str(number))
+        return await open_policy(
+            self._routing,
             self._client,
-            placement,
+            self._events,
             self._clock,
             block_tokens=block_tokens,
-            name=self._routing.policy,
             read=self._log.read,
+            view=self.view,
         )
+
+    async def _report(self, engine: BatchedEngine, name: str) -> None:
+        """Let the router hear of the engine's load as it does in a deployment."""
+        subject = f"{NAMESPACE}.{COMPONENT}{LOADS}"
+        source = await self._events.source(subject, name)
+        self._stack.push_async_callback(source.close)
+        report = LoadReport(engine, source, self._clock)
+        self._reports.append(report)
+        self._tasks.start(report.run(), "load report")
 
     def _tell(self, engine: BatchedEngine, view: CacheView, name: str) -> None:
         view.apply(name, ())
@@ -151,13 +171,7 @@ class Cluster:
         """A `SendTo`."""
         number = int(instance.id)
         self._log.placed(request, number, self._leapers[number])
+        for report in self._reports[number : number + 1]:
+            report.touch()
         with self._client.counted(instance):
             await self.engines[number].generate(request, context, reply)
-
-
-def requests_per_worker(log: FlightLog, number: int) -> Sequence[int]:
-    """How many requests each worker got."""
-    counts = [0] * number
-    for placing in log.placings:
-        counts[placing.worker] += 1
-    return counts

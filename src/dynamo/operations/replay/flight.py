@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -90,7 +90,8 @@ class FlightLog:
         self.clock = clock
         self.gaps = Gaps()
         self.under_way: dict[str, Flight] = {}
-        self.placings: list[Placing] = []
+        self._requests, self._workers = array("q"), array("i")
+        self._placed_ms = array("d")
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.arrived_s = array("d")
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
@@ -139,7 +140,18 @@ class FlightLog:
         """It goes to that worker."""
         flight = self.under_way[request.request_id]
         flight.worker, flight.leaper = worker, leaper
-        self.placings.append(Placing(flight.turn.row, worker, self.clock.now() * 1e3))
+        self._requests.append(flight.turn.row)
+        self._workers.append(worker)
+        self._placed_ms.append(self.clock.now() * 1e3)
+
+    @property
+    def placings(self) -> Iterator[Placing]:
+        """Where requests went, in order."""
+        return map(Placing, self._requests, self._workers, self._placed_ms)
+
+    def requests_of(self, worker: int) -> int:
+        """How many went to that worker."""
+        return self._workers.count(worker)
 
     def leapt(self, ends: Sequence[float]) -> None:
         """A request got a token at each of `ends`; those of one batch say so one after the other,

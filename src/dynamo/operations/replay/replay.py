@@ -10,11 +10,12 @@ import msgspec
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.core.tasks import Tasks
 from dynamo.core.values import GenerateRequest, Sampling, Stops
 from dynamo.core.virtual_time import VirtualClock, run_virtually
-from dynamo.operations.replay.cluster import Cluster, Workers, requests_per_worker
+from dynamo.operations.replay.cluster import Cluster, Workers
 from dynamo.operations.replay.figures import Result, spread
 from dynamo.operations.replay.flight import FlightLog, Progress
 from dynamo.operations.replay.trace import Blocks, Conversation
@@ -84,7 +85,8 @@ class Replay:
                 await clock.sleep(turn.delay_s)
             flight = log.depart(turn)
             name = str(turn.row)
-            request = GenerateRequest(name, self._plan.trace, b"", SAMPLING, STOPS)
+            ids = bytes(turn.prompt_tokens * TOKEN_BYTES)
+            request = GenerateRequest(name, self._plan.trace, ids, SAMPLING, STOPS)
             error = ""
             try:
                 await cluster.router.send(request, Context(name), flight)
@@ -108,7 +110,7 @@ class Replay:
             duration_s=self._duration_s,
             preemptions=self._preemptions,
             evictions=self._evictions,
-            requests_per_worker=requests_per_worker(log, plan.workers.number),
+            requests_per_worker=[log.requests_of(worker) for worker in range(plan.workers.number)],
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),
