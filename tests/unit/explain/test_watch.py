@@ -92,6 +92,8 @@ def test_samples_hold_reports_and_what_was_sent() -> None:
     assert last.waiting == 4
     assert (last.workers["w1"].cached_blocks, last.workers["w1"].sent) == (7, 1)
     assert (last.workers["w1"].routed, last.workers["w2"].view) == (0, "")
+    timeline.sample(4.0, ["w2"], {}, views={}, waiting=0)
+    assert not watch.routed
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=20), st.integers(1, 4))

@@ -56,6 +56,7 @@ class Timeline:
     ) -> None:
         """Keep how it is now."""
         made = {name: self._worker(name, loads.get(name), views.get(name, "")) for name in workers}
+        self._watch.forget(workers)
         self._routed = dict(self._watch.routed)
         self._samples.append(Sample(at, waiting, made))
 

@@ -4,7 +4,7 @@ metrics, so that a cold workload and a loss by routing can be told apart."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import GenerateRequest
@@ -70,6 +70,11 @@ class RoutingWatch(Observer):
             callback=self.collector.active,
             merge="max",
         )
+
+    def forget(self, workers: Collection[str]) -> None:
+        """Only these are there (any more)."""
+        for name in [name for name in self.routed if name not in workers]:
+            del self.routed[name]
 
     def decided(self, request: GenerateRequest, decision: Decision) -> None:
         worker = decision.instance.id

@@ -77,13 +77,13 @@ class Own:
         self.told = 0
 
     def move(self) -> Routed:
-        """As others are told of it."""
+        """As others are told of it; where the first token is out, events tell of its blocks."""
         return Routed(
             self.name,
             self.worker,
             self.prompt_tokens,
             self.new_tokens,
-            pack_hashes(self.hashes),
+            b"" if self.first else pack_hashes(self.hashes),
             self.ticket.emitted,
             self.first,
         )
