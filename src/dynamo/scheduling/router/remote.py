@@ -67,6 +67,7 @@ class RemotePolicy(Policy):
         self._block_tokens = block_tokens
         self._alone = BasicPolicy(client, MEANWHILE)
         self._away: dict[str, float] = {}
+        self._failing: set[str] = set()
         self._asking = True
         self._picked_alone = (metrics or Registry()).counter(
             "dynamo_router_unasked_total", "Requests routed without the router, which was away"
@@ -129,9 +130,9 @@ class RemotePolicy(Policy):
                 failed.add(router.id)
                 if isinstance(error, TimeoutError):
                     self._away[router.id] = self._clock.now() + AWAY_S
-                fields = {"router": router.id, "error": str(error) or "it does not answer"}
-                log.warning("a router cannot say", extra={"fields": fields})
+                self._failed(router.id, str(error))
                 continue
+            self._failing.discard(router.id)
             instance = self._client.instances.get(answer.instance)
             if instance is not None:
                 return _decision(instance, answer)
@@ -166,6 +167,13 @@ class RemotePolicy(Policy):
         if not answers:
             raise WorkerFailed(f"router {router.id} ended without an answer")
         return decode_answer(answers[0])
+
+    def _failed(self, router: str, error: str) -> None:
+        """Told once until it answers again, however many requests hear of it."""
+        if router not in self._failing:
+            self._failing.add(router)
+            fields = {"router": router, "error": error}
+            log.warning("a router cannot say", extra={"fields": fields})
 
     def _told(self, asked: bool) -> None:
         if asked != self._asking:
