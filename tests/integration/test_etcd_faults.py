@@ -16,6 +16,7 @@ from dynamo.communication.discovery.etcd import EtcdDiscovery
 from dynamo.communication.discovery.etcd_server import Compacted, EtcdServer, Server
 from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneAway, TooLarge
+from dynamo.core.tasks import run_all
 from dynamo.runtime.leases import KeptDiscovery
 from dynamo.testing.conformance.discovery import until
 from dynamo.testing.relay import Relay
@@ -59,7 +60,10 @@ async def back(plane: Discovery) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_restart_loses_nothing_and_tells_nothing(etcd: EtcdProcess, join: Join) -> None:
+@pytest.mark.parametrize("time", range(3))
+async def test_a_restart_loses_nothing_and_tells_nothing(
+    etcd: EtcdProcess, join: Join, time: int
+) -> None:
     owner, watcher = await join(), await join()
     await owner.put("/w/before", b"1")
     async with watcher.watch("/w/") as changes:
@@ -215,6 +219,27 @@ async def test_a_server_with_users() -> None:
             await stranger.get("/")
         await stranger.close()
         await plane.close()
+
+
+async def test_a_cluster_loses_the_server_that_was_asked() -> None:
+    nodes = [EtcdProcess() for _ in range(3)]
+    cluster = ",".join(f"n{at}=http://127.0.0.1:{one._peer}" for at, one in enumerate(nodes))
+    for at, one in enumerate(nodes):
+        one._extra = ("--name", f"n{at}", "--initial-cluster", cluster)
+    await run_all(*(asyncio.to_thread(one.start) for one in nodes))
+    url = "etcd://" + ",".join(f"127.0.0.1:{one.port}" for one in nodes)
+    owner, watcher = await open_discovery(url, QUICK), await open_discovery(url, QUICK)
+    await owner.put("/w/a", b"1")
+    async with watcher.watch("/w/") as changes:
+        await until(changes, "/w/a", b"1")
+        await asyncio.to_thread(nodes[0].kill)  # the one that both were asking
+        await owner.put("/w/a", b"2")
+        seen = await until(changes, "/w/a", b"2")
+        assert ("/w/a", None) not in seen
+    await owner.close()
+    await watcher.close()
+    for one in nodes:
+        one.close()
 
 
 def revoke(etcd: EtcdProcess, lease: int) -> None:

@@ -57,6 +57,7 @@ class EtcdServer:
         self._timeout_s = options.dial_timeout_s
         self._metadata: tuple[tuple[str, str], ...] = (_NEEDS_LEADER,)
         self._channel: Any = None
+        self.closed = asyncio.Event()
 
     async def open(self, timeout_s: float) -> None:
         """Connect, authenticate, and see that it answers with a quorum behind it."""
@@ -82,6 +83,7 @@ class EtcdServer:
 
     async def close(self) -> None:
         """Cut every call."""
+        self.closed.set()
         if self._channel is not None:
             await self._channel.close()
 

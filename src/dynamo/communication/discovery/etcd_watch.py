@@ -9,9 +9,10 @@ from typing import Final
 
 from dynamo.communication.directory import Change
 from dynamo.communication.discovery.etcd_link import EtcdLink
-from dynamo.communication.discovery.etcd_server import Compacted
+from dynamo.communication.discovery.etcd_server import Compacted, EtcdServer
 from dynamo.communication.discovery.feed import Feed
 from dynamo.core.errors import PlaneAway
+from dynamo.core.tasks import first_of
 
 GRACE_S: Final = 2.5
 """A server that lost its data comes back empty: a record that is missing after an outage is told
@@ -36,18 +37,21 @@ class KeptWatch:
         try:
             while True:
                 server = await self._link.server()
-                try:
-                    revision, state = await server.read(self._prefix)
-                    self._resume(state)
-                    async with aclosing(server.watch(self._prefix, revision + 1)) as batches:
-                        async for batch in batches:
-                            self._pass(batch)
+                try:  # gRPC does not always wake who reads from a channel that is closed
+                    await first_of(self._follow(server), server.closed.wait())
                 except Compacted:
                     continue
                 except PlaneAway as error:
                     self._link.failed(server, error)
         finally:
             self._forgive()
+
+    async def _follow(self, server: EtcdServer) -> None:
+        revision, state = await server.read(self._prefix)
+        self._resume(state)
+        async with aclosing(server.watch(self._prefix, revision + 1)) as batches:
+            async for batch in batches:
+                self._pass(batch)
 
     def _resume(self, state: Mapping[str, bytes]) -> None:
         """The present state, at first or again."""
