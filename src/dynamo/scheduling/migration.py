@@ -14,7 +14,6 @@ from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     ContextLengthExceeded,
-    DynamoError,
     InstanceGone,
     NoWorkers,
     PoisonedRequest,
@@ -79,22 +78,18 @@ class Said(Reply):
 class Failures:
     """What one request has been through: whether it may go on, and after which pause."""
 
-    __slots__ = ("avoid", "deaths", "idle_tries", "last", "lost_at", "tries")
+    __slots__ = ("avoid", "deaths", "idle_tries", "tries")
 
     def __init__(self) -> None:
         self.tries = 0
         self.idle_tries = 0
         self.deaths = 0
-        self.lost_at = 0.0
         self.avoid: tuple[str, ...] = ()
-        self.last: DynamoError | None = None
 
-    def failed(self, error: WorkerFailed, now: float, *, progress: bool, admitted: bool) -> None:
+    def failed(self, error: WorkerFailed, *, progress: bool, admitted: bool) -> None:
         """An attempt ended. `admitted`: it was in the worker's running batch, as far as is known;
         `progress`: it brought tokens."""
         self.tries += 1
-        self.last = error
-        self.lost_at = now
         self.idle_tries = 0 if progress else self.idle_tries + 1
         if progress:
             self.deaths = 0
@@ -199,7 +194,7 @@ class Migration(Operator):
     ) -> None:
         """Count the failure. Raises where it was the last that this request may have."""
         progress = len(said.ids) > said.before
-        failures.failed(error, self._clock.now(), progress=progress, admitted=said.admitted)
+        failures.failed(error, progress=progress, admitted=said.admitted)
         if failures.deaths >= DEADLY:
             self._lost.labels(PoisonedRequest.code).inc()
             raise PoisonedRequest(
