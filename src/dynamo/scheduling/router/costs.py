@@ -68,14 +68,17 @@ class PredictedCost(Cost):
             self._harm,
             self._eviction,
         )
-        overlap = request.overlaps.get
+        overlaps = request.overlaps
         costs = []
         for book in books:  # the terms written out: this runs once a worker and request
-            new = tokens - overlap(book.name, 0) * size
-            if new < 1:
-                new = 1
+            new = tokens
+            if book.name in overlaps:
+                new = max(1, tokens - overlaps[book.name] * size)
             prefill = book.token_ms * new
-            service = -(-new // book.token_budget) * book.step_ms + prefill
+            if new <= book.token_budget:
+                service = book.step_ms + prefill
+            else:
+                service = -(-new // book.token_budget) * book.step_ms + prefill
             cost = service * (1.0 + harm * book.youth) + eviction * prefill
             if book.open_count and book.free_s > now:
                 cost += (book.free_s - now) * 1e3

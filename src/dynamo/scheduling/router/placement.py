@@ -336,9 +336,11 @@ class Row:
 
     def _rank(self, rng: Random) -> None:
         costs = self.costs
-        self.at = lowest(costs, rng)
-        best = costs[self.at]
-        costs[self.at] = inf
+        best = min(costs)
+        at = costs.index(best)
+        costs[at] = inf
         second = min(costs)
-        costs[self.at] = best
+        costs[at] = best
+        equals = second <= best + abs(best) * TIE
+        self.at = lowest(costs, rng) if equals else at
         self.regret = second - best if second < inf else 0.0
