@@ -65,8 +65,12 @@ class Stage:
                 self._command, env=self.environ, stdout=log, stderr=log, cwd=self.folder
             )
         self._held.callback(self._stop)
-        self.until(lambda: len(self.ready("worker")) == self._workers, 30)
-        self.until(lambda: len(self.ready("frontend")) == self._frontends, 30)
+        try:
+            self.until(lambda: len(self.ready("worker")) == self._workers, 30)
+            self.until(lambda: len(self.ready("frontend")) == self._frontends, 30)
+        except BaseException:
+            self._held.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,10 +16,10 @@ import msgspec
 
 from dynamo.core.errors import DynamoError, ErrorRecord, InvalidRequest, NotFound, error_types
 from dynamo.runtime.crew import Crew
+from dynamo.runtime.deployment import CONTROL
 
 log = logging.getLogger(__name__)
 
-SOCKET = "control"
 LINE_BYTES = 64 << 10
 
 
@@ -62,7 +62,7 @@ class Control:
         """Take no more."""
         if self._server is not None:
             self._server.close()
-            (self._folder / SOCKET).unlink(missing_ok=True)
+            (self._folder / CONTROL).unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def answer(one: Answer) -> None:
@@ -128,6 +128,6 @@ def _short(folder: Path) -> Iterator[str]:
     """The socket's path, short enough for its address (108 bytes) wherever the folder lies."""
     at = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
-        yield f"/proc/self/fd/{at}/{SOCKET}"
+        yield f"/proc/self/fd/{at}/{CONTROL}"
     finally:
         os.close(at)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 ProcessState = Literal["starting", "ready", "draining"]
 PROCESSES = "processes"
 DISCOVERY = "discovery"
+CONTROL = "control"
+"""The socket that takes orders (`runtime.control`)."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
@@ -74,6 +76,8 @@ class Deployment(msgspec.Struct, frozen=True):
 
     def clear(self) -> None:
         """Remove the folder if nobody is left in it. Blocks."""
+        if not self.processes():  # which removes the records of the killed
+            (self.folder / CONTROL).unlink(missing_ok=True)
         for folder in (self.folder / PROCESSES, self.folder / DISCOVERY, self.folder):
             with contextlib.suppress(OSError):  # not empty: others live there, or were killed
                 folder.rmdir()

@@ -15,7 +15,7 @@ from dynamo.core.tasks import Tasks
 from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.control import Order, give
 from dynamo.runtime.crew import kind_of
-from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.exits import OUT_OF_MEMORY, describe_exit, oom_kills, starved
 from dynamo.runtime.supervisor import Supervisor
 
@@ -65,6 +65,17 @@ async def test_up_and_down(spec: Spec, supervise: Supervise, deployment: Deploym
         ]
         assert await order(deployment, "scale", "worker", 0) == ["worker has left"]
         assert await order(deployment, "scale", "worker", 1) == ["worker-1 serves"]
+
+
+async def test_nothing_is_left_of_a_deployment_that_ended(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
+    async with serving(supervise(spec(SERVE, "worker"))):
+        killed = ProcessRecord(
+            deployment="test", role="worker", name="w", pid=os.getpid(), start_ticks=1, instance="x"
+        )
+        deployment.write(killed)
+    assert not deployment.folder.exists()
 
 
 async def test_who_is_drained_stays_away(
