@@ -5,9 +5,9 @@ from __future__ import annotations
 
 class Block:
     """One block. `hash` and `parent` mean something only while `held`; `hits` counts the sequences
-    that found it; `generated` tells output from prompt (for the eviction policy)."""
+    that found it; `generated` tells output from prompt; `used` is the eviction policy's own."""
 
-    __slots__ = ("generated", "hash", "held", "hits", "id", "parent", "refs")
+    __slots__ = ("generated", "hash", "held", "hits", "id", "parent", "refs", "used")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
@@ -17,3 +17,4 @@ class Block:
         self.parent = 0
         self.hits = 0
         self.generated = False
+        self.used = 0

@@ -62,8 +62,8 @@ class ReuseAware(Eviction):
 
     def __init__(self, window: int = 4096) -> None:
         """`window`: over about so many victims the lifetime is averaged."""
-        self._once: OrderedDict[int, tuple[Block, int]] = OrderedDict()
-        self._shared: OrderedDict[int, tuple[Block, int]] = OrderedDict()
+        self._once: OrderedDict[Block, None] = OrderedDict()
+        self._shared: OrderedDict[Block, None] = OrderedDict()
         self._time = 0
         self._lifetime = 0.0
         self._victims = 0
@@ -73,28 +73,29 @@ class ReuseAware(Eviction):
         return len(self._once) + len(self._shared)
 
     def add(self, block: Block) -> None:
-        self._time += 1
-        queue = self._shared if block.hits else self._once
-        queue[block.id] = (block, self._time)
+        block.used = self._time = self._time + 1
+        if block.hits:
+            self._shared[block] = None
+        else:
+            self._once[block] = None
 
     def remove(self, block: Block) -> None:
-        if self._once.pop(block.id, None) is None:
-            del self._shared[block.id]
+        if block in self._once:
+            del self._once[block]
+        else:
+            del self._shared[block]
 
     def pop(self) -> Block:
-        queue = self._once or self._shared
-        if self._once and self._shared:
-            oldest, shared = _head(self._once), _head(self._shared)
-            if shared + self._lifetime < oldest:
-                queue = self._shared
-        block, since = queue.popitem(last=False)[1]
-        self._victims += self._victims < self._window
-        self._lifetime += (self._time - since - self._lifetime) / self._victims
+        queue, shared = self._once, self._shared
+        if shared and (
+            not queue or next(iter(shared)).used + self._lifetime < next(iter(queue)).used
+        ):
+            queue = shared
+        block = queue.popitem(last=False)[0]
+        if self._victims < self._window:
+            self._victims += 1
+        self._lifetime += (self._time - block.used - self._lifetime) / self._victims
         return block
-
-
-def _head(queue: OrderedDict[int, tuple[Block, int]]) -> int:
-    return next(iter(queue.values()))[1]
 
 
 EVICTIONS: dict[str, type[Eviction]] = {"lru": LeastRecentlyUsed, "reuse": ReuseAware}
