@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from nats import connect
 from nats.js.errors import NotFoundError
 
-from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.communication.discovery import Discovery
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.events.messages import EVENTS, unpack_events
@@ -25,17 +24,16 @@ from dynamo.communication.frames import HELLO, Splitter
 from dynamo.communication.handshake import pack_hello
 from dynamo.communication.nats_link import NatsLink, subject_token
 from dynamo.communication.nats_wires import NatsWires
-from dynamo.communication.options import DEFAULT, PlaneOptions, Tls
+from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
 from dynamo.core.tasks import Tasks
-from dynamo.testing.certificates import make_authority, make_certificate, openssl_is_there
 from dynamo.testing.conformance.events import Heard
 from dynamo.testing.conformance.requests import Collected, Endless, echo
 from dynamo.testing.relay import Relay
-from dynamo.testing.servers import EtcdProcess, NatsProcess, free_port
+from dynamo.testing.servers import NatsProcess, free_port
 
 HERE = Context("request-1")
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
@@ -334,40 +332,6 @@ async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> Non
     with server:
         await state(planes[1], up=True)
         assert await ask(planes[1], planes[0]) == [b"x"]
-
-
-async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) -> None:
-    if not openssl_is_there():
-        pytest.skip("openssl makes the certificates")
-    make_authority(tmp_path)
-    tls = make_certificate(tmp_path, "server")
-    client = make_certificate(tmp_path, "client")
-    flags = f"--tls --tlscert={tls.cert} --tlskey={tls.key} --tlsverify --tlscacert={tls.ca}"
-    with NatsProcess(*flags.split(), "--user", "u", "--pass", "secret word") as server:
-        options = PlaneOptions(
-            server_tls=client, user="u", password="secret word", reconnect_wait_s=0.1
-        )
-        link = await NatsLink.open(server.url, options)
-        opened.append(link)
-        await link.wait_up()
-        wrong = await NatsLink.open(server.url, PlaneOptions(server_tls=Tls(ca=client.ca)))
-        opened.append(wrong)
-        await wrong.tried.wait()
-        assert wrong.trouble
-
-
-async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
-    if not openssl_is_there():
-        pytest.skip("openssl makes the certificates")
-    make_authority(tmp_path)
-    tls, client = make_certificate(tmp_path, "server"), make_certificate(tmp_path, "client")
-    flags = f"--cert-file={tls.cert} --key-file={tls.key} --client-cert-auth "
-    flags += f"--trusted-ca-file={tls.ca}"
-    with EtcdProcess(*flags.split(), scheme="https") as server:
-        plane = await open_discovery(server.url, PlaneOptions(server_tls=client))
-        opened.append(plane)
-        await plane.put("/k", b"1")
-        assert dict(await plane.get("/")) == {"/k": b"1"}
 
 
 async def test_what_cannot_be_is_said() -> None:

@@ -1,0 +1,57 @@
+"""etcd and NATS with TLS, certificates of clients, and users."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.communication.discovery import open_discovery
+from dynamo.communication.nats_link import NatsLink
+from dynamo.communication.options import PlaneOptions, Tls
+from dynamo.testing.certificates import make_authority, make_certificate, openssl_is_there
+from dynamo.testing.servers import EtcdProcess, NatsProcess
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for one in made:
+        await one.close()
+
+
+async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) -> None:
+    if not openssl_is_there():
+        pytest.skip("openssl makes the certificates")
+    make_authority(tmp_path)
+    tls = make_certificate(tmp_path, "server")
+    client = make_certificate(tmp_path, "client")
+    flags = f"--tls --tlscert={tls.cert} --tlskey={tls.key} --tlsverify --tlscacert={tls.ca}"
+    with NatsProcess(*flags.split(), "--user", "u", "--pass", "secret word") as server:
+        options = PlaneOptions(
+            server_tls=client, user="u", password="secret word", reconnect_wait_s=0.1
+        )
+        link = await NatsLink.open(server.url, options)
+        opened.append(link)
+        await link.wait_up()
+        wrong = await NatsLink.open(server.url, PlaneOptions(server_tls=Tls(ca=client.ca)))
+        opened.append(wrong)
+        await wrong.tried.wait()
+        assert wrong.trouble
+
+
+async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
+    if not openssl_is_there():
+        pytest.skip("openssl makes the certificates")
+    make_authority(tmp_path)
+    tls, client = make_certificate(tmp_path, "server"), make_certificate(tmp_path, "client")
+    flags = f"--cert-file={tls.cert} --key-file={tls.key} --client-cert-auth "
+    flags += f"--trusted-ca-file={tls.ca}"
+    with EtcdProcess(*flags.split(), scheme="https") as server:
+        plane = await open_discovery(server.url, PlaneOptions(server_tls=client))
+        opened.append(plane)
+        await plane.put("/k", b"1")
+        assert dict(await plane.get("/")) == {"/k": b"1"}
