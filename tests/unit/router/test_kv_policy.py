@@ -1,0 +1,207 @@
+"""Mode kv over real clients on memory planes, and the KvRouter library beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from tests.unit.router.stage import ENGINE
+
+from dynamo.communication.requests import Outgoing
+from dynamo.core.codec import ReplyWriter, decode_request
+from dynamo.core.context import Context
+from dynamo.core.errors import InvalidRequest, NoWorkers
+from dynamo.core.hashing import block_hashes
+from dynamo.core.labels import LABELS
+from dynamo.core.reply import Extra, Reply
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.scheduling.assembly import standard_pipeline
+from dynamo.scheduling.router import Decision, KvRouter, Observer, Outcome, SchedulingRequest
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.opening import open_policy
+
+ENDPOINT = "dynamo.worker.generate"
+IDS = array("I", range(160))
+REQUEST = GenerateRequest("r1", "tiny", IDS.tobytes(), Sampling(), Stops())
+CONTEXT = Context(request_id="r1")
+Open = Callable[[], Awaitable[DistributedRuntime]]
+_places = itertools.count()
+
+
+@pytest.fixture
+async def open_runtime() -> AsyncIterator[Open]:
+    settings = Settings()
+    planes = replace(
+        settings.runtime,
+        discovery=f"memory:kv-policy{next(_places)}",
+        requests="memory:",
+        events="memory:",
+    )
+    router = replace(settings.router, mode="kv")
+    settings = replace(settings, runtime=planes, router=router)
+    opened: list[DistributedRuntime] = []
+
+    async def begin() -> DistributedRuntime:
+        opened.append(await DistributedRuntime.create(settings))
+        return opened[-1]
+
+    yield begin
+    for runtime in reversed(opened):
+        await runtime.shutdown(0)
+
+
+class Read(Reply):
+    """Keeps what comes; `worker`: who answered."""
+
+    def __init__(self) -> None:
+        self.worker = ""
+        self.ids: list[int] = []
+
+    def begin(self, started: Started) -> None:
+        self.worker = started.worker
+
+    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        self.ids += ids
+        return True
+
+    def finish(self, end: Finish) -> None:
+        pass
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+        self.outcomes: list[Outcome] = []
+
+    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+        self.decisions.append(decision)
+
+    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+async def serve(runtime: DistributedRuntime, held: Sequence[int] = (), **about: Any) -> str:
+    """A worker that answers three tokens, and tells that it holds `held`."""
+
+    async def generate(payload: bytes, out: Outgoing) -> None:
+        decode_request(payload)
+        reply = ReplyWriter(out.send, runtime.instance_id)
+        reply.begin(Started(cached_tokens=16))
+        for token in (1, 2, 3):
+            reply.tokens((token,))
+        reply.finish(Finish("length", 3))
+
+    source = await runtime.events.source("dynamo.worker.kv_events", runtime.instance_id)
+    if held:
+        source.publish(msgspec.msgpack.encode([BlocksStored(0, tuple(held))]))
+    await runtime.endpoint(ENDPOINT).serve(generate, capabilities={"engine": ENGINE} | about)
+    return runtime.instance_id
+
+
+async def policy_of(runtime: DistributedRuntime, workers: int) -> tuple[Client, KvPolicy]:
+    client = await runtime.endpoint(ENDPOINT).client()
+    if workers:
+        await client.wait_for_instances(workers)
+    policy = await open_policy(
+        runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+    )
+    assert isinstance(policy, KvPolicy)
+    return client, policy
+
+
+async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> None:
+    await serve(await open_runtime())
+    holder = await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
+    client, policy = await policy_of(await open_runtime(), 2)
+    while not policy.placement.view.overlaps(block_hashes(REQUEST.token_ids)):
+        await asyncio.sleep(0)
+    heard = Heard()
+    send = standard_pipeline(client, policy, observers=[heard])
+    await send(REQUEST, CONTEXT, read := Read())
+    assert (read.worker, read.ids) == (holder, [1, 2, 3])
+    (decision,), (outcome,) = heard.decisions, heard.outcomes
+    assert (decision.overlap_blocks, decision.prompt_blocks, decision.view) == (10, 10, "exact")
+    assert (outcome.cached_tokens, outcome.prompt_tokens, outcome.output_tokens) == (16, 160, 3)
+    assert outcome.ok
+    assert outcome.ttft_s is not None
+    assert not policy.placement.fleet[holder].active
+    await policy.close()
+
+
+async def test_without_workers_and_after_them(open_runtime: Open) -> None:
+    client, policy = await policy_of(await open_runtime(), 0)
+    with pytest.raises(NoWorkers):
+        await policy.choose(REQUEST, CONTEXT, frozenset())
+    await serve(await open_runtime())
+    await client.wait_for_instances(1)
+    decision = await policy.choose(REQUEST, CONTEXT, frozenset())
+    with pytest.raises(NoWorkers):
+        await policy.choose(REQUEST, CONTEXT, {decision.instance.id})
+    await policy.close()
+
+
+async def test_a_choice_that_nobody_waits_for_takes_no_place(open_runtime: Open) -> None:
+    await serve(await open_runtime())
+    _, policy = await policy_of(await open_runtime(), 1)
+    async with Tasks() as tasks:
+        choosing = tasks.start(policy.choose(REQUEST, CONTEXT, frozenset()))
+        await asyncio.sleep(0)
+        choosing.cancel()
+        await asyncio.wait([choosing])
+    assert len(policy.placement) == 0
+    assert not any(book.active for book in policy.placement.fleet.books)
+    await policy.close()
+
+
+async def test_arrivals_of_one_turn_spread(open_runtime: Open) -> None:
+    for _ in range(3):
+        await serve(await open_runtime())
+    _, policy = await policy_of(await open_runtime(), 3)
+    requests = [
+        replace(REQUEST, token_ids=array("I", [number] * 1600).tobytes()) for number in range(3)
+    ]
+    decisions = await run_all(
+        *(
+            policy.choose(request, Context(f"q{number}"), frozenset())
+            for number, request in enumerate(requests)
+        )
+    )
+    assert len({decision.instance.id for decision in decisions}) == 3
+    await policy.close()
+
+
+async def test_labels_are_kept(open_runtime: Open) -> None:
+    await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
+    other = await serve(await open_runtime(), **{LABELS: {"zone": "b"}})
+    _, policy = await policy_of(await open_runtime(), 2)
+    about = Context("r2", metadata={LABELS: "zone=b"})
+    decision = await policy.choose(REQUEST, about, frozenset())
+    assert decision.instance.id == other
+    await policy.close()
+
+
+async def test_kv_router_as_a_library(open_runtime: Open) -> None:
+    await serve(await open_runtime())
+    holder = await serve(await open_runtime(), block_hashes(REQUEST.token_ids)[:5])
+    runtime = await open_runtime()
+    component = runtime.namespace("dynamo").component("worker")
+    async with KvRouter(component, 16, tokenizer=lambda text: [len(text)] * 32) as router:
+        prefix = router.analyze_request_prefix(SchedulingRequest(token_ids=IDS))
+        while not router.query_cache_hits(prefix).best_hit_worker:
+            await asyncio.sleep(0)
+        result = await router.route_request(SchedulingRequest(token_ids=IDS))
+        assert (result.worker.id, result.cache_hit_ratio) == (holder, 0.5)
+        prefix = router.analyze_request_prefix(SchedulingRequest(prompt="hello"))
+        assert (prefix.sequence_length, prefix.prefix_patterns) == (32, [16, 32])
+    async with KvRouter(component) as router:
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            await router.route_request(SchedulingRequest(prompt="hello"))

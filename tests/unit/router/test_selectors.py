@@ -1,0 +1,113 @@
+"""How one worker is taken, and only those that a request allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+from tests.unit.router.stage import Stage, instance
+
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError
+from dynamo.core.labels import LABELS, read_labels
+from dynamo.scheduling.router import (
+    DefaultWorkerSelector,
+    PerformanceRequirements,
+    RouterError,
+    SelectionStrategy,
+    WorkerScore,
+    WorkerSelector,
+    WorkerStatus,
+)
+from dynamo.scheduling.router import selectors as selectors_module
+from dynamo.scheduling.router.composite import Weights
+from dynamo.scheduling.router.kv_router import worker_score
+from dynamo.scheduling.router.labels import barred
+from dynamo.scheduling.router.selectors import make_selector, selecting
+
+SCORES = {
+    "a": WorkerScore(0.3, load_factor=0.1, labels={"zone": "east"}),
+    "b": WorkerScore(0.5, load_factor=0.9, labels={"zone": "west"}),
+    "c": WorkerScore(0.49, load_factor=0.2, labels={"zone": "west"}),
+}
+
+
+def picked(strategy: SelectionStrategy, temperature: float = 1.0) -> Counter[str]:
+    selector = DefaultWorkerSelector(strategy, temperature=temperature, rng=Random(1))
+    return Counter(selector.select_worker(SCORES, {}) for _ in range(300))
+
+
+def test_the_highest_score_wins() -> None:
+    assert picked(SelectionStrategy.HighestScore) == {"b": 300}
+
+
+def test_chances_follow_the_scores() -> None:
+    seen = picked(SelectionStrategy.WeightedRandom)
+    assert seen["b"] > seen["c"] > seen["a"] > 0
+    assert picked(SelectionStrategy.WeightedRandom, temperature=0) == {"b": 300}
+
+
+def test_load_balanced_takes_the_least_loaded_of_the_best() -> None:
+    assert picked(SelectionStrategy.LoadBalanced) == {"c": 300}
+
+
+@pytest.mark.parametrize("strategy", SelectionStrategy)
+def test_constraints_are_kept(strategy: SelectionStrategy) -> None:
+    selector = DefaultWorkerSelector(strategy, rng=Random(1))
+    assert selector.select_worker(SCORES, {"zone": "east"}) == "a"
+    with pytest.raises(RouterError.NoAvailableWorker):
+        selector.select_worker(SCORES, {"zone": "north"})
+
+
+def test_negative_scores_win_too() -> None:
+    selector = DefaultWorkerSelector(rng=Random(1))
+    assert selector.select_worker({"a": WorkerScore(-3.0), "b": WorkerScore(-2.0)}, {}) == "b"
+
+
+class Last(WorkerSelector):
+    def select_worker(
+        self, worker_scores: Mapping[str, WorkerScore], constraints: Mapping[str, str]
+    ) -> str:
+        return max(worker_scores)
+
+
+class Point:
+    name = "last"
+
+    def load(self) -> type[WorkerSelector]:
+        return Last
+
+
+def test_a_selector_of_ones_own_comes_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selectors_module, "entry_points", lambda group: [Point()])
+    selector = make_selector("last", 1.0, Random(1))
+    stage = Stage(4, select=selecting(selector))
+    assert stage.goes(100) == "d"
+
+
+def test_a_selector_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="nobody"):
+        make_selector("nobody", 1.0, Random(1))
+
+
+def test_labels() -> None:
+    assert read_labels("zone=a, gpu = h100,fast") == {"zone": "a", "gpu": "h100", "fast": "true"}
+    workers = {"a": instance("a", **{LABELS: {"zone": "x"}}), "b": instance("b")}
+    assert barred(workers, Context("r")) == frozenset()
+    assert barred(workers, Context("r", metadata={LABELS: "zone=x"})) == {"b"}
+    with pytest.raises(RouterError.NoAvailableWorker, match="zone=y"):
+        barred(workers, Context("r", metadata={LABELS: "zone=y"}))
+
+
+def test_the_seeds_score_of_its_example() -> None:
+    """Matches of 5, 50, 75 %, loads of 30, 50, 80 %, equal latency, memory as the load leaves it."""
+    scores = {
+        name: worker_score(
+            hit, WorkerStatus(load, 0.01, 1.0 - load), PerformanceRequirements(), Weights()
+        )
+        for name, hit, load in (("1", 0.05, 0.3), ("2", 0.5, 0.5), ("3", 0.75, 0.8))
+    }
+    assert DefaultWorkerSelector().select_worker(scores, {}) == "2"
+    assert scores["2"].total_score == pytest.approx(0.2 + 0.15 + 0.2 * 0.995 + 0.05)
