@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,18 @@ CONFIG_PATH = "DYNAMO_CONFIG_PATH"
 SHOWN = 4
 
 
-def add_settings(parser: Parser) -> None:
-    """A flag for every setting that has one, in a group a section; `--section.key` for all."""
+def add_settings(parser: Parser, shown: Collection[str] | None = None) -> None:
+    """A flag for every setting that has one, in a group a section; `--section.key` for all. Help
+    tells of the sections in `shown` (None: of all)."""
     for section, about in sections().items():
         inside = [one for one in declared_settings().values() if one.key.startswith(f"{section}.")]
         flagged = [one for one in inside if one.about.flag]
         if flagged:
-            group = parser.add_argument_group(section, about)
+            told = shown is None or section in shown
+            group = parser.add_argument_group(section, about) if told else parser
             for declared in flagged:
-                _add(group, declared, declared.about.flag, describe(declared))
+                text = describe(declared) if told else argparse.SUPPRESS
+                _add(group, declared, declared.about.flag, text)
         for declared in inside:
             _add(parser, declared, f"--{declared.key}", argparse.SUPPRESS)
     parser.add_argument(

@@ -38,14 +38,15 @@ def parser() -> Parser:
         "What a trace would do on a cluster: router, caches and schedulers as they are, simulated "
         "engines, virtual time.\nA trace is in Mooncake's form: a line {timestamp (ms), "
         "input_length, output_length, hash_ids} a request;\nlines of one session_id run one after "
-        "the other, each `delay` ms after the one before ended.",
+        "the other, each `delay` ms after the one before ended.\nThe default here is 8 workers "
+        "and blocks of 64 tokens.",
         EXAMPLES,
         usage="TRACE [FLAGS]",
     )
     made.add_argument("trace", metavar="TRACE", help="JSON lines, plain or .gz")
     _arrival_flags(made.add_argument_group("replay"))
     _output_flags(made.add_argument_group("output"))
-    add_settings(made)
+    add_settings(made, shown=("router", "engine"))
     return made
 
 

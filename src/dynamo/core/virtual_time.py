@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dynamo.core.clock import Clock, P
 from dynamo.core.errors import InternalError
@@ -91,17 +91,5 @@ class VirtualClock(Clock):
 
 def run_virtually(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
     """Run `main` on a loop of its own to its end. Raises `Deadlock`, and what `main` raises."""
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(main(VirtualClock(loop)))
-    finally:
-        _cancel_rest(loop)
-        loop.close()
-
-
-def _cancel_rest(loop: VirtualLoop) -> None:
-    rest = asyncio.all_tasks(loop)
-    for task in rest:
-        task.cancel()
-    if rest:
-        loop.run_until_complete(asyncio.wait(rest, timeout=1.0))
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main(VirtualClock(cast("VirtualLoop", runner.get_loop()))))

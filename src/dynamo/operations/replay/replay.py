@@ -68,8 +68,7 @@ class Replay:
                 if conversation.start_s > clock.now():
                     await clock.sleep_until(conversation.start_s)
                 tasks.start(self._converse(conversation, cluster, log, clock))
-                if self._progress is not None:
-                    self._progress(log)
+                self._tell(log)
             await tasks.join()
             log.close()
             self._duration_s = clock.now()
@@ -93,6 +92,11 @@ class Replay:
             except DynamoError as failure:
                 error = failure.code
             log.landed(turn, error)
+            self._tell(log)
+
+    def _tell(self, log: FlightLog) -> None:
+        if self._progress is not None:
+            self._progress(log)
 
     def _result(self, log: FlightLog, wall_s: float, cpu_s: float) -> Result:
         plan = self._plan
