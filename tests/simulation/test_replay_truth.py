@@ -3,11 +3,17 @@ same."""
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 from tests.simulation.conftest import chats, cluster
 
+from dynamo.core.clock import Clock
 from dynamo.core.settings.schema_router import BASIC_MODES, ROUTER_POLICIES
+from dynamo.core.virtual_time import Deadlock
+from dynamo.operations.replay import cluster as cluster_module
+from dynamo.scheduling.router import Policy
 
 ROUTINGS = [(mode, "predicted") for mode in (*BASIC_MODES, "adaptive")]
 ROUTINGS += [("kv", policy) for policy in ROUTER_POLICIES]
@@ -73,3 +79,26 @@ def test_no_request_comes_early(replay):
     placed = {placing.request: placing.placed_ms / 1e3 for placing in log.placings}
     for one in conversations:
         assert placed[one.turns[0].row] == pytest.approx(one.start_s, abs=1e-9)
+
+
+class Never(Policy):
+    """Chooses nobody; `ticks`: looks again every second, for ever."""
+
+    def __init__(self, clock: Clock, ticks: bool) -> None:
+        self._clock = clock
+        self._ticks = ticks
+
+    async def choose(self, request, context, tried):
+        while self._ticks:
+            await self._clock.sleep(1)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("ticks", [False, True])
+def test_a_policy_that_never_chooses_is_a_deadlock_and_told(replay, monkeypatch, ticks):
+    async def never(settings, client, events, clock, **_):
+        return Never(clock, ticks)
+
+    monkeypatch.setattr(cluster_module, "open_policy", never)
+    with pytest.raises(Deadlock, match="wait"):
+        replay(chats(3))

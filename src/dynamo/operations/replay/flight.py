@@ -76,6 +76,7 @@ class Flight(Reply):
                 self.first_s = now
             self._last_s = now
         self.tokens_out += len(ids)
+        log.moved_s = self._last_s
         return True
 
     def finish(self, end: Finish) -> None:
@@ -94,6 +95,8 @@ class FlightLog:
         self._placed_ms = array("d")
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.arrived_s = array("d")
+        self.moved_s = 0.0
+        """When a request last came, or got a token."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.requests = 0
         self.completed = 0
@@ -117,6 +120,7 @@ class FlightLog:
         flight = Flight(self, turn, hashes, self.clock.now())
         self.under_way[str(turn.row)] = flight
         self.requests += 1
+        self.moved_s = flight.arrived_s
         return flight
 
     def landed(self, turn: Turn, error: str = "") -> None:

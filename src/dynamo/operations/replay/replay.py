@@ -14,7 +14,7 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.core.tasks import Tasks
 from dynamo.core.values import GenerateRequest, Sampling, Stops
-from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
 from dynamo.operations.replay.cluster import Cluster, Workers
 from dynamo.operations.replay.figures import Result, spread
 from dynamo.operations.replay.flight import FlightLog, Progress
@@ -22,6 +22,7 @@ from dynamo.operations.replay.trace import Blocks, Conversation
 from dynamo.scheduling.router.opening import KV
 
 SAMPLING = Sampling()
+STUCK_S = 3600.0
 STOPS = Stops()
 """The same for all: no policy may see how long an answer will be."""
 
@@ -62,8 +63,7 @@ class Replay:
             Cluster(plan.workers, plan.routing, log, clock, rng) as cluster,
             Tasks() as tasks,
         ):
-            if plan.routing.mode == KV:
-                clock.on_jump(cluster.catch_up)
+            clock.on_jump(lambda: self._jumped(cluster, log))
             for conversation in conversations:
                 if conversation.start_s > clock.now():
                     await clock.sleep_until(conversation.start_s)
@@ -93,6 +93,15 @@ class Replay:
                 error = failure.code
             log.landed(turn, error)
             self._tell(log)
+
+    def _jumped(self, cluster: Cluster, log: FlightLog) -> None:
+        if self._plan.routing.mode == KV:
+            cluster.catch_up()
+        if log.under_way and log.clock.now() > log.moved_s + STUCK_S:
+            raise Deadlock(
+                f"{len(log.under_way)} requests wait and nothing has moved since "
+                f"{log.moved_s:.0f} s of virtual time"
+            )
 
     def _tell(self, log: FlightLog) -> None:
         if self._progress is not None:
