@@ -37,7 +37,7 @@ class Worker:
         """Requests that run, that wait, blocks in use."""
         self._connection.request("GET", "/metrics")
         text = self._connection.getresponse().read().decode()
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in "#")
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return [int(float(values[name])) for name in BUSY]
 
     def until(self, wanted: list[bool], timeout_s: float = 10.0) -> float:
