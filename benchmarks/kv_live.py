@@ -2,11 +2,11 @@
 """KV-aware routing in real time: a multi-turn chat on live deployments, alternating in one run.
 
     benchmarks/kv_live.py mock   TRACE --model MODEL_DIR --peer-python PEER/bin/python [--rounds 2]
-    benchmarks/kv_live.py native [--sessions 6] [--turns 5] [--rounds 2]
+    benchmarks/kv_live.py native [--sessions 6] [--turns 6] [--rounds 2]
 
 mock: 4 mock workers with Dynamo's timing under mode kv, beside the real Dynamo 1.6.1 with its KV
-router and mocker. TRACE: Mooncake form with session_id and delay. native: 2 engines that really
-compute, mode kv beside round robin. Prints mean TTFT (ms) and the share of prompt tokens that came
+router and mocker. TRACE: Mooncake form with session_id and delay. native: 4 engines that really
+compute, mode kv beside round robin, which comes back to a worker every fourth turn only. Prints mean TTFT (ms) and the share of prompt tokens that came
 from a cache, per round, and their ratio.
 """
 
@@ -79,10 +79,10 @@ def native(args: argparse.Namespace) -> None:
     """Beside round robin."""
 
     def ours(mode: str) -> Callable[[], Server]:
-        return lambda: start_ours("", 2, REAL_TIME, mode, engine="native")
+        return lambda: start_ours("", 4, REAL_TIME, mode, engine="native")
 
     flags = ["-c", str(args.concurrency), "--turns", str(args.turns), "--isl", str(args.isl)]
-    flags += ["--requests", str(args.sessions * args.turns), "--osl", "16"]
+    flags += ["--requests", str(args.sessions * args.turns), "--osl", "8"]
     alternate({"kv": ours("kv"), "round_robin": ours("round_robin")}, flags, args.rounds)
 
 
@@ -99,8 +99,8 @@ def main() -> None:
     beside.set_defaults(run=mock)
     real = kinds.add_parser("native")
     real.add_argument("--sessions", type=int, default=6)
-    real.add_argument("--turns", type=int, default=5)
-    real.add_argument("--isl", type=int, default=256, help="tokens that a turn adds")
+    real.add_argument("--turns", type=int, default=6)
+    real.add_argument("--isl", type=int, default=192, help="tokens that a turn adds")
     real.add_argument("--concurrency", type=int, default=2)
     real.set_defaults(run=native)
     for kind in (beside, real):

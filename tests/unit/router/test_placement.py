@@ -27,11 +27,21 @@ def test_equals_are_chosen_by_chance() -> None:
 def test_a_burst_of_one_prompt_shares_its_prefix() -> None:
     stage = Stage(4)
     arrivals = [stage.submit(8_020, HASHES) for _ in range(3)]
-    stage.place()
-    stage.now += 2
+    (first,) = stage.place().values()
+    stage.now += 0.2
+    stage.placement.first_token(first, stage.now)
     stage.place()
     assert len(set(stage.view.routes)) == 1
     assert len(stage.view.routes) == len(arrivals)
+
+
+def test_who_is_late_is_not_taken_for_free() -> None:
+    """A worker that takes longer than was predicted is still at it."""
+    stage = Stage(2)
+    stage.view.caches["a"] = set(HASHES[:10])
+    stage.busy("a", 800)
+    stage.now += 5
+    assert stage.goes(800, HASHES[:50]) == "b"
 
 
 def test_a_hot_prefix_spreads_when_its_holder_saturates() -> None:

@@ -80,8 +80,8 @@ class PredictedCost(Cost):
             else:
                 service = -(-new // book.token_budget) * book.step_ms + prefill
             cost = service * (1.0 + harm * book.youth) + eviction * prefill
-            if book.open_count and book.free_s > now:
-                cost += (book.free_s - now) * 1e3
+            if book.open_count:
+                cost += abs(book.free_s - now) * 1e3
             costs.append(cost)
         return costs
 

@@ -171,8 +171,9 @@ class Book:
         return steps * self.step_ms + self.token_ms * new_tokens
 
     def backlog_ms(self, now: float) -> float:
-        """How long the prefills that are open will still take."""
-        return max(0.0, self.free_s - now) * 1e3 if self.open_count else 0.0
+        """How long the prefills that are open will still take. One that is late is expected to take
+        as long again as it is late by: it is not done, whatever was predicted."""
+        return abs(self.free_s - now) * 1e3 if self.open_count else 0.0
 
     def memory_share(self) -> float:
         """Of its KV memory: what active requests hold, by this book or by its own last report."""
@@ -192,7 +193,7 @@ class Book:
     def place(self, active: Active, now: float) -> None:
         """The request goes there now."""
         took_ms = self.service_ms(active.new_tokens)
-        begins = max(now, self.free_s) if self.open_count else now
+        begins = now + self.backlog_ms(now) * 1e-3
         self.free_s = active.due_s = begins + took_ms * 1e-3
         self.open_count += 1
         self.open_tokens += active.new_tokens
@@ -237,6 +238,8 @@ class Book:
         if self.open_count == 0:
             self.free_s = now
             self._settle()
+        elif self.free_s < now:
+            self.free_s = now + self.service_ms(self.open_tokens) * 1e-3
         self._tempo()
 
     def _tempo(self) -> None:
