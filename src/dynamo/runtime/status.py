@@ -1,4 +1,4 @@
-"""The status port of every process: /health, /live and /metrics, on an ephemeral port."""
+"""The status port of every process: /health, /live and /metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 import dynamo
-from dynamo.communication.http import HttpLimits, HttpServer, Request, Response
+from dynamo.communication.http import HttpLimits, HttpServer, PortInUse, Request, Response
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.runtime.distributed import DistributedRuntime
@@ -18,6 +18,8 @@ from dynamo.telemetry.process import add_process_metrics
 JSON = (("content-type", "application/json"),)
 PROMETHEUS = (("content-type", "text/plain; version=0.0.4; charset=utf-8"),)
 RETRY_S = 1
+PORTS = 256
+"""How many are tried from `runtime.status_port` on."""
 
 
 class StatusServer:
@@ -33,6 +35,7 @@ class StatusServer:
         about: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._host = settings.runtime.status_host
+        self._port = settings.runtime.status_port
         self._clock = clock
         self._metrics = metrics
         self._reasons = reasons
@@ -43,9 +46,17 @@ class StatusServer:
         add_process_metrics(metrics)
 
     async def start(self) -> None:
-        """Listen on any free port of `runtime.status_host`; `url` says where."""
-        port = await self._http.start(self._host, 0)
-        self.url = f"http://{_bracketed(self._host)}:{port}"
+        """Listen at `runtime.status_host`, on `runtime.status_port` or the next free port above it
+        (0: any free one); `url` says where. Raises `PortInUse`."""
+        self.url = f"http://{_bracketed(self._host)}:{await self._listen()}"
+
+    async def _listen(self) -> int:
+        for port in range(self._port, self._port + PORTS if self._port else 1):
+            try:
+                return await self._http.start(self._host, port)
+            except PortInUse:
+                continue
+        raise PortInUse(self._host, self._port)
 
     async def stop(self) -> None:
         """Close the port."""

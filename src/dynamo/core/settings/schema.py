@@ -246,6 +246,14 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     status_host: Annotated[str, setting("address of every process's status port")] = "127.0.0.1"
+    status_port: Annotated[
+        int,
+        setting(
+            "first status port: a process takes it, or the next free one above; 0: any free port",
+            ge=0,
+            le=65_000,
+        ),
+    ] = 0
     drain_s: Annotated[
         float, setting("SIGTERM: time for requests in flight", flag="--drain", unit="seconds", ge=0)
     ] = 30.0
