@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from tests.unit.router.stage import Stage
+from tests.unit.router.stage import ENGINE, Stage, instance
 
 from dynamo.scheduling.router.timing import Line, Pace
 
@@ -71,6 +71,9 @@ def test_prompts_of_one_step_are_one_observation() -> None:
 
 def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
     stage = Stage(2)
+    larger = instance("b", engine=ENGINE | {"num_blocks": 9_999})
+    stage.fleet.replace({"a": instance("a")})
+    stage.fleet.replace({"a": instance("a"), "b": larger})
     for _ in range(30):
         active = stage.busy("a", 1_000)
         stage.now += 2.0

@@ -83,6 +83,15 @@ def engine_info(instance: Instance) -> EngineInfo | None:
     return msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
 
 
+Kind = tuple[str, int]
+
+
+def kind_of(info: EngineInfo | None) -> Kind:
+    """What workers of one model must share to be thought equally fast. How many blocks each found
+    room for does not matter."""
+    return ("", 0) if info is None else (info.engine, info.max_num_batched_tokens)
+
+
 class Group(msgspec.Struct):
     """Prompts whose first tokens came together, from one or more steps; `context`: of those that
     decoded meanwhile."""
@@ -291,7 +300,7 @@ class Fleet:
     def __init__(self) -> None:
         self.books: list[Book] = []
         self._by_name: dict[str, Book] = {}
-        self._timings: dict[EngineInfo | None, Timing] = {}
+        self._timings: dict[Kind, Timing] = {}
         self._next = 0
 
     def __getitem__(self, name: str) -> Book:
@@ -320,7 +329,7 @@ class Fleet:
         for name, instance in instances.items():
             book = self._by_name.get(name)
             if book is None:
-                kind = engine_info(instance)
+                kind = kind_of(engine_info(instance))
                 timing = self._timings.get(kind)
                 if timing is None:
                     timing = self._timings[kind] = Timing()
