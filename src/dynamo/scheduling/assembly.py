@@ -9,6 +9,7 @@ from dynamo.core.context import Context
 from dynamo.core.reply import Operator, Reply, Send
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
+from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.health import Health
 from dynamo.scheduling.migration import Migration
@@ -44,17 +45,21 @@ def standard_pipeline(
     clock: Clock | None = None,
     migration_limit: int = 16,
     health: Health | None = None,
+    admission: Admission | None = None,
     observers: Sequence[Observer] = (),
 ) -> Send:
-    """What a frontend sends by: migration, the router by `policy` (or a basic mode's name), ending
-    in dispatch to one of `client`'s instances. Raises ConfigError for an unknown mode."""
+    """What a frontend sends by: admission, migration, the router by `policy` (or a basic mode's
+    name), ending in dispatch to one of `client`'s instances. Raises ConfigError for an unknown
+    mode."""
     clock = clock or SystemClock()
     migration = Migration(clock, client.rng, metrics, limit=migration_limit)
-    operators: list[Operator] = [migration]
+    operators: list[Operator] = [migration] if admission is None else [admission, migration]
     chosen = BasicPolicy(client, policy) if isinstance(policy, str) else policy
     dispatch: SendTo = Dispatch(client).send
     if health is not None:
         dispatch = health.guard(dispatch)
+    if admission is not None:
+        dispatch = admission.guard(dispatch)
     router = Router(chosen, dispatch, metrics, clock=clock, observers=observers)
     return assemble(operators, router.send)
 

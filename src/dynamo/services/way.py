@@ -10,8 +10,10 @@ from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.watch import Watch
+from dynamo.scheduling.admission import Admission, Promise
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.health import Health
+from dynamo.scheduling.router.loads import LoadView
 from dynamo.services.agreement import Agreement
 from dynamo.services.routing import Routing
 
@@ -48,6 +50,18 @@ class Way:
             held.push_async_callback(health.close)
             routed = await routing.open(card, client)
             held.push_async_callback(routed.close)
+            admission = Admission(
+                client,
+                routed.policy,
+                runtime.clock,
+                Promise.of(settings),
+                runtime.metrics,
+            )
+            held.callback(admission.close)
+            loads = LoadView(runtime.clock)
+            loads.on_report(admission.reported)
+            await loads.follow(runtime.events, client.path.rsplit(".", 1)[0])
+            held.callback(loads.close)
             send = standard_pipeline(
                 client,
                 routed.policy,
@@ -55,6 +69,7 @@ class Way:
                 clock=runtime.clock,
                 migration_limit=settings.migration_limit,
                 health=health,
+                admission=admission,
                 observers=routed.observers,
             )
             health.start()

@@ -115,6 +115,34 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 16
+    ttft_slo: Annotated[
+        float,
+        setting(
+            "a first token is promised within so long: a request for which that cannot be kept is "
+            "answered 503 overloaded at once; 0: no promise",
+            flag="--ttft-slo",
+            unit="seconds",
+            ge=0,
+        ),
+    ] = 0.0
+    max_queue_wait: Annotated[
+        float,
+        setting(
+            "without a promise: who would wait longer than that for a place at a worker is "
+            "answered 503 overloaded at once",
+            flag="--max-queue-wait",
+            unit="seconds",
+            ge=0,
+        ),
+    ] = 30.0
+    max_worker_requests: Annotated[
+        int,
+        setting(
+            "requests that one worker is given at a time; 0: as many as its engine works on",
+            flag="--max-worker-requests",
+            ge=0,
+        ),
+    ] = 0
     queue_order: Annotated[
         str,
         setting(

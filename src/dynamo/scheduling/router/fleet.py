@@ -168,7 +168,7 @@ class Book:
         for active in self.active.values():
             emitted = active.emitted
             youth += 1.0 / (emitted + YOUNG_TOKENS)
-            if emitted:
+            if active.first_s is not None:
                 context += active.prompt_tokens + emitted
         self.context = context
         self.youth = youth
@@ -216,6 +216,13 @@ class Book:
         active.first_s = now
         self.active[active.id] = active
         self._surveyed_s = float("-inf")
+
+    def cached(self, active: Active, tokens: int) -> None:
+        """So much of its prompt need not be computed, as the worker said."""
+        if active.first_s is None and active.id in self.active:
+            saved = min(tokens, active.new_tokens - 1)
+            active.new_tokens -= saved
+            self.open_tokens -= saved
 
     def first_token(self, active: Active, now: float) -> None:
         """Its prefill is done."""

@@ -94,6 +94,10 @@ class WaitingQueue(Generic[T]):
         insort(self._sorted, (key, name))
         self._held[name] = (key, rank, item)
 
+    def ahead(self, rank: Rank) -> int:
+        """How many one of that rank would find before it."""
+        return bisect_left(self._sorted, ((self.place(rank), rank.arrived_s, self._count + 1), ""))
+
     def pop(self, name: str, now: float | None = None) -> T | None:
         """Leave; with `now`, because a worker was found, which tells how fast places become free.
         None for who is not there."""

@@ -1,0 +1,305 @@
+"""The first operator: takes a request whose promise can be kept, and holds it until a worker has a
+place for it; turns it away at once otherwise.
+
+Workers get no more than they have places for, so that whoever waits can still go to the worker that
+becomes free first, whatever the router's mode is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+from msgspec.structs import replace
+
+from dynamo.core.clock import Clock
+from dynamo.core.context import Context
+from dynamo.core.errors import NoWorkers, Overloaded
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import Operator, Reply, Send
+from dynamo.core.values import GenerateRequest, Load
+from dynamo.runtime.client import Client
+from dynamo.scheduling.admission.attendance import Attendance
+from dynamo.scheduling.admission.places import Places
+from dynamo.scheduling.admission.promise import Promise
+from dynamo.scheduling.router.fleet import Fleet
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.labels import barred
+from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.router.router import SendTo
+from dynamo.scheduling.router.waiting import Rank, WaitingQueue
+from dynamo.telemetry import Registry
+
+RELAXED_S = 30.0
+"""No prefill is weighed against a limit beyond this."""
+LOOK_AGAIN_S = 0.25
+"""While requests wait, places are counted anew so often, whatever was reported or not."""
+LOOKED_AT = 32
+"""So many that wait are looked at for one that may go."""
+WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Ticket:
+    """One request before it has a worker. `limit_s`: its first token is wanted so long after
+    `arrived_s`; `turn`: resolved when it may go; `barred`: workers that it must not go to."""
+
+    __slots__ = (
+        "arrived_s",
+        "barred",
+        "limit_s",
+        "name",
+        "predicted_s",
+        "prefill_s",
+        "request",
+        "stop_timer",
+        "turn",
+    )
+
+    def __init__(self, request: GenerateRequest, now: float, limit_s: float) -> None:
+        self.request = request
+        self.arrived_s = now
+        self.limit_s = limit_s
+        self.name = ""
+        self.barred: frozenset[str] = frozenset()
+        self.prefill_s = 0.0
+        self.predicted_s: float | None = None
+        self.turn: asyncio.Future[None] | None = None
+        self.stop_timer: Callable[[], None] | None = None
+
+
+class Admission(Operator):
+    """Before everything that may send a request more than once: what was let in is not asked
+    again. Its `guard` belongs around whatever calls the workers."""
+
+    def __init__(
+        self,
+        client: Client,
+        policy: Policy | None,
+        clock: Clock,
+        promise: Promise | None = None,
+        metrics: Registry | None = None,
+    ) -> None:
+        self.promise = promise or Promise()
+        self._client = client
+        self._clock = clock
+        self._places = Places(self.promise.worker_cap, clock.now)
+        kept = policy.placement.fleet if isinstance(policy, KvPolicy) else None
+        self._fleet = kept or Fleet()
+        self._keeps = kept is None
+        self._attendance = Attendance(clock, self._places, self._fleet, keeps=self._keeps)
+        self._attendance.on_left = self._release
+        self._attendance.on_came = self._came
+        self._queue: WaitingQueue[Ticket] = WaitingQueue(self.promise.order, self.promise.bound)
+        self._between: dict[int, Ticket] = {}
+        self._count = 0
+        self._stop_looking: Callable[[], None] | None = None
+        self._declare(metrics or Registry())
+        self._stop_listening = client.on_change(self._announced)
+        self._announced()
+
+    def _declare(self, registry: Registry) -> None:
+        self._waiting = registry.gauge(
+            "dynamo_admission_waiting", "Requests that wait for a place at a worker"
+        )
+        self._waited = registry.histogram(
+            "dynamo_admission_wait_seconds", "Waiting for a place, of those that waited", WAITS
+        )
+        self._rejected = registry.counter(
+            "dynamo_admission_rejected_total",
+            "Requests turned away because what was promised could not be kept",
+            ("reason",),
+        )
+
+    def close(self) -> None:
+        """Follow the workers no more. Who waits goes on."""
+        self._stop_listening()
+
+    def guard(self, onward: SendTo) -> SendTo:
+        """`onward`, attended: who is with a worker is known by that."""
+        return self._attendance.guard(onward)
+
+    def reported(self, worker: str, load: Load, now: float) -> None:
+        """A worker's own word about its load."""
+        self._places.reported(worker, load, now)
+        if len(self._queue):
+            self._release()
+
+    async def send(
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+    ) -> None:
+        """Raises `Overloaded` where the request is not taken, saying when it might be."""
+        ticket = self._enter(request, context)
+        if ticket.turn is None:
+            self._between[id(request)] = ticket
+        else:
+            await self._wait(ticket, ticket.turn)
+        try:
+            await self._pass(request, context, reply, onward)
+        finally:
+            if self._between.pop(id(request), None) is not None:
+                self._release()
+
+    async def _pass(
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+    ) -> None:
+        """To any worker that has a place; where those are gone, to any."""
+        full = self._places.full
+        if not full or not self._places.free:
+            return await onward(request, context, reply)
+        try:
+            await onward(request, replace(context, avoid=(*context.avoid, *full)), reply)
+        except NoWorkers:
+            await onward(request, context, reply)
+
+    def _enter(self, request: GenerateRequest, context: Context) -> Ticket:
+        """Let in: at once where it has no `turn` to wait for. Raises `Overloaded`."""
+        limit_s = self.promise.ttft_s
+        if context.timeout_s is not None and context.timeout_s < limit_s:
+            limit_s = context.timeout_s
+        ticket = Ticket(request, self._clock.now(), limit_s)
+        if context.metadata:
+            ticket.barred = barred(self._client.instances, context)
+        if not self._client.instances:
+            return ticket  # the router knows what to say
+        prompt = len(request.token_ids) // TOKEN_BYTES
+        goes = not len(self._queue) and self._has_place(ticket)
+        if not goes or limit_s < RELAXED_S:
+            ticket.prefill_s = self._attendance.prefill_s(prompt, len(self._between))
+        if goes:
+            self._weigh(ticket, 0.0, ticket.prefill_s)
+        else:
+            self._join(ticket, prompt)
+        return ticket
+
+    def _join(self, ticket: Ticket, prompt: int) -> None:
+        """Queue, or be turned away."""
+        request, now = ticket.request, ticket.arrived_s
+        rank = Rank(now, prompt, request.priority, now + ticket.limit_s)
+        ahead = self._queue.ahead(rank) + len(self._between)
+        wait_s = self._places.wait_s(ahead, request.stops.max_tokens)
+        margin_s = min(self._attendance.margin_s(), ticket.limit_s / 2)
+        predicted_s = wait_s + ticket.prefill_s
+        self._weigh(ticket, wait_s, predicted_s + margin_s)
+        ticket.predicted_s = now + predicted_s
+        self._count += 1
+        ticket.name = str(self._count)
+        try:
+            self._queue.push(ticket.name, ticket, rank)
+        except Overloaded:
+            self._rejected.labels("queue_full").inc()
+            raise
+        ticket.turn = asyncio.get_running_loop().create_future()
+        if self.promise.ttft_s < inf:
+            at = now + self.promise.ttft_s - ticket.prefill_s
+            ticket.stop_timer = self._clock.call_at(at, lambda: self._shed(ticket))
+        self._waiting.inc()
+        self._look_later()
+
+    def _weigh(self, ticket: Ticket, wait_s: float, first_token_s: float) -> None:
+        """Raises `Overloaded` where a promise would be broken and no worker is idle."""
+        limit_s = ticket.limit_s
+        if first_token_s > limit_s:
+            over_s = first_token_s - limit_s
+        elif self.promise.ttft_s == inf and wait_s > self.promise.queue_wait_s:
+            over_s = wait_s - self.promise.queue_wait_s
+        else:
+            return
+        if self._places.anybody_idle(ticket.barred):
+            return
+        if first_token_s <= limit_s:
+            reason, limit_s = "queue_wait", self.promise.queue_wait_s
+            hint = "router.max_queue_wait is the limit; more workers would take it"
+        elif limit_s < self.promise.ttft_s:
+            reason, hint = "deadline", "the request's own time is the limit"
+        else:
+            reason, hint = "ttft", "router.ttft_slo is the promise; more workers would keep it"
+        self._rejected.labels(reason).inc()
+        raise Overloaded(
+            f"a first token is expected in {first_token_s:.2f} s, which is beyond {limit_s:g} s",
+            hint=hint,
+            retry_after_s=over_s,
+        )
+
+    async def _wait(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
+        try:
+            await turn
+        except BaseException:
+            if self._queue.pop(ticket.name) is None:
+                self._between.pop(id(ticket.request), None)
+                self._release()
+            raise
+        finally:
+            self._waiting.dec()
+            self._waited.observe(self._clock.now() - ticket.arrived_s)
+            if ticket.stop_timer is not None:
+                ticket.stop_timer()
+
+    def _shed(self, ticket: Ticket) -> None:
+        """Its time has come, but no place: what was predicted did not happen."""
+        turn = ticket.turn
+        if turn is None or turn.done() or self._queue.pop(ticket.name) is None:
+            return
+        self._rejected.labels("late").inc()
+        wait_s = self._places.wait_s(len(self._queue), ticket.request.stops.max_tokens)
+        turn.set_exception(
+            Overloaded(
+                f"no worker became free in time for a first token in {ticket.limit_s:g} s",
+                hint="router.ttft_slo is the promise; more workers would keep it",
+                retry_after_s=wait_s,
+            )
+        )
+
+    def _release(self) -> None:
+        """Whoever is first goes as long as there are places."""
+        while len(self._queue) and self._places.free > len(self._between):
+            for ticket in self._queue.in_order(self._clock.now(), LOOKED_AT):
+                if self._has_place(ticket):
+                    break
+            else:
+                return
+            self._queue.pop(ticket.name, self._clock.now())
+            self._between[id(ticket.request)] = ticket
+            self._places.granted(ticket.request.stops.max_tokens)
+            if ticket.turn is not None and not ticket.turn.done():
+                ticket.turn.set_result(None)
+
+    def _has_place(self, ticket: Ticket) -> bool:
+        taken = len(self._between)
+        if not ticket.barred:
+            return self._places.free > taken
+        desks = self._places.desks.items()
+        return sum(desk.open for name, desk in desks if name not in ticket.barred) > taken
+
+    def _came(self, request: GenerateRequest) -> float | None:
+        ticket = self._between.pop(id(request), None)
+        return ticket.predicted_s if ticket is not None else None
+
+    def _announced(self) -> None:
+        live = self._client.instances
+        if self._keeps:
+            self._fleet.replace(live)
+        self._places.announced((name, self._fleet.get(name)) for name in live)
+        if not live:
+            self._empty()
+        self._release()
+
+    def _empty(self) -> None:
+        """Nobody is left: the router knows what to say."""
+        for ticket in self._queue.in_order(self._clock.now()):
+            self._queue.pop(ticket.name)
+            if ticket.turn is not None and not ticket.turn.done():
+                ticket.turn.set_result(None)
+
+    def _look_later(self) -> None:
+        if self._stop_looking is None:
+            self._stop_looking = self._clock.call_at(
+                self._clock.now() + LOOK_AGAIN_S, self._look_again
+            )
+
+    def _look_again(self) -> None:
+        self._stop_looking = None
+        if len(self._queue):
+            self._places.recount()
+            self._release()
+            self._look_later()

@@ -1,0 +1,166 @@
+"""Sees every request come to its worker, say its first token, and leave: what places and
+predictions are learnt from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dynamo.core.clock import Clock
+from dynamo.core.context import Context
+from dynamo.core.errors import DynamoError
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import Extra, Reply
+from dynamo.core.values import Finish, GenerateRequest, Started
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.admission.places import Held, Places
+from dynamo.scheduling.router.fleet import Active, Fleet
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.router import SendTo
+
+ERRORS = 64
+"""So many first tokens of requests that waited say how good predictions are."""
+EXCEEDED = 3
+"""So many of those may have come later than predicted with the margin."""
+ERROR_AGE_S = 30.0
+
+
+class Tokens(Protocol):
+    """`Reply.tokens`."""
+
+    def __call__(self, ids: Sequence[int], extra: Extra | None = None) -> bool: ...
+
+
+class AttendedReply(Reply):
+    """Hears of the beginning, the first token and the end; the tokens between pass it by."""
+
+    __slots__ = ("_attendance", "_held", "_reply", "tokens")
+
+    tokens: Tokens
+
+    def __init__(self, reply: Reply, held: Held, attendance: Attendance) -> None:
+        self._reply = reply
+        self._held = held
+        self._attendance = attendance
+        self.tokens = self._first
+
+    def begin(self, started: Started) -> None:
+        self._attendance.began(self._held, started)
+        self._reply.begin(started)
+
+    def _first(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        self.tokens = self._reply.tokens
+        self._attendance.first_token(self._held)
+        return self._reply.tokens(ids, extra)
+
+    def finish(self, end: Finish) -> None:
+        self._held.tokens = end.completion_tokens
+        self._reply.finish(end)
+
+
+class Attendance:
+    """`fleet`: books of the workers, kept here where `keeps` (where the policy does not).
+    `on_left` is called whenever a place became free, `on_came` whenever a request came to its
+    worker, with what predicted its first token for (None: nothing was)."""
+
+    def __init__(self, clock: Clock, places: Places, fleet: Fleet, *, keeps: bool) -> None:
+        self.fleet = fleet
+        self.on_left: Callable[[], None] = _nothing
+        self.on_came: Callable[[GenerateRequest], float | None] = _nobody
+        self._clock = clock
+        self._places = places
+        self._keeps = keeps
+        self._uncached = 1.0
+        self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
+
+    def guard(self, onward: SendTo) -> SendTo:
+        """`onward`, attended."""
+
+        async def send(
+            instance: Instance, request: GenerateRequest, context: Context, reply: Reply
+        ) -> None:
+            held = self._came(instance.id, request)
+            attended = AttendedReply(reply, held, self)
+            ok = True
+            try:
+                await onward(instance, request, context, attended)
+            except DynamoError:
+                ok = False
+                raise
+            finally:
+                self._left(instance.id, held, ok)
+
+        return send
+
+    def prefill_s(self, prompt_tokens: int, others: int = 0) -> float:
+        """From getting a place to the first token, at the worker that is best for that, with so
+        many more before it that are on their way to some worker."""
+        desks = self._places.open_desks() or self._places.desks.values()
+        books = [desk.book for desk in desks if desk.book]
+        if not books:
+            return 0.0
+        now, tokens = self._clock.now(), max(1, round(prompt_tokens * self._uncached))
+        rounds = 1 + others / len(books)
+        return min(book.backlog_ms(now) + book.service_ms(tokens) * rounds for book in books) * 1e-3
+
+    def margin_s(self) -> float:
+        """How much later than predicted first tokens came of late, but for a few."""
+        oldest = self._clock.now() - ERROR_AGE_S
+        while self._errors and self._errors[0][0] < oldest:
+            self._errors.popleft()
+        late = sorted(error for _, error in self._errors)
+        return max(0.0, late[-EXCEEDED]) if len(late) >= EXCEEDED else 0.0
+
+    def began(self, held: Held, started: Started) -> None:
+        """The engine took it, and told what it had of the prompt."""
+        if started.prompt_tokens:
+            share = 1.0 - started.cached_tokens / started.prompt_tokens
+            self._uncached += 0.05 * (share - self._uncached)
+        if held.active is not None and started.cached_tokens:
+            held.active.book.cached(held.active, started.cached_tokens)
+
+    def first_token(self, held: Held) -> None:
+        """Its prompt is computed."""
+        now = held.first_s = self._clock.now()
+        if held.active is not None:
+            held.active.book.first_token(held.active, now)
+        if held.predicted_s is not None:
+            self._errors.append((now, now - held.predicted_s))
+
+    def _came(self, worker: str, request: GenerateRequest) -> Held:
+        now = self._clock.now()
+        bound = request.stops.max_tokens
+        prompt = len(request.token_ids) // TOKEN_BYTES
+        held = Held(bound, prompt + self._places.durations.answer_tokens(bound), now)
+        held.predicted_s = self.on_came(request)
+        self._places.take(worker, held)
+        book = self.fleet.get(worker) if self._keeps else None
+        if book is not None:
+            book.survey(now)
+            name = f"{request.request_id}/{id(held)}"
+            held.active = Active(name, book, Prompt(prompt, ()), prompt, now)
+            book.place(held.active, now)
+        return held
+
+    def _left(self, worker: str, held: Held, ok: bool) -> None:
+        now = self._clock.now()
+        durations = self._places.durations
+        if ok:
+            durations.observe(held.bound, now - held.began_s)
+            if held.tokens and held.first_s is not None:
+                durations.answered(held.bound, held.tokens, now - held.first_s)
+        if held.active is not None:
+            held.active.emitted = held.tokens
+            held.active.book.end(held.active, now)
+        self._places.leave(worker, held)
+        self.on_left()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nobody(request: GenerateRequest) -> float | None:
+    del request
+    return None
