@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# The whole stack on this host: with Docker, or (--local) as plain processes.
+set -euo pipefail
+
+HERE=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
+ROOT=$(dirname -- "$HERE")
+SECRETS=$HERE/secrets.env
+FRONTEND_PORT=${FRONTEND_PORT:-8000}
+FRONTEND_2_PORT=${FRONTEND_2_PORT:-8010}
+ROUTER_PORT=${ROUTER_PORT:-8001}
+ETCD_PORT=${ETCD_PORT:-2379}
+ETCD_PEER_PORT=${ETCD_PEER_PORT:-2380}
+NATS_PORT=${NATS_PORT:-4222}
+NATS_MONITOR_PORT=${NATS_MONITOR_PORT:-8222}
+PROMETHEUS_PORT=${PROMETHEUS_PORT:-9090}
+GRAFANA_PORT=${GRAFANA_PORT:-3000}
+WORKERS=${WORKERS:-2}
+START_TIMEOUT=${START_TIMEOUT:-900}
+export FRONTEND_PORT FRONTEND_2_PORT ROUTER_PORT ETCD_PORT ETCD_PEER_PORT NATS_PORT \
+  NATS_MONITOR_PORT PROMETHEUS_PORT GRAFANA_PORT WORKERS
+
+usage() {
+  cat <<EOF
+usage: deploy.sh [--local] [--infra] COMMAND
+
+  build            make the image dynamo:latest (--local: see that all programs are there)
+  start            start everything in order, wait until it serves, tell where
+  stop             stop it; what it keeps stays
+  restart          stop, then start
+  status           what runs, and whether it is well (exit code 1: not all of it)
+  logs [SERVICE]   follow the logs (--no-follow: print them)
+  cleanup          stop it and remove what it keeps: of this deployment, nothing else
+
+  --local          without Docker: etcd, nats-server, router, workers and two frontends as
+                   processes of this host; their state is in \$DEPLOY_STATE
+  --infra          etcd and NATS alone
+
+Environment: FRONTEND_PORT ($FRONTEND_PORT), FRONTEND_2_PORT ($FRONTEND_2_PORT), ROUTER_PORT ($ROUTER_PORT), ETCD_PORT ($ETCD_PORT),
+ETCD_PEER_PORT ($ETCD_PEER_PORT), NATS_PORT ($NATS_PORT), NATS_MONITOR_PORT ($NATS_MONITOR_PORT), PROMETHEUS_PORT ($PROMETHEUS_PORT),
+GRAFANA_PORT ($GRAFANA_PORT), WORKERS ($WORKERS), START_TIMEOUT ($START_TIMEOUT s), MODELS (folder mounted at /models), BIND (127.0.0.1),
+and every setting as DYNAMO_SECTION__KEY (--local; with Docker those that docker-compose.yml names).
+EOF
+}
+
+say() { printf '%s\n' "$*"; }
+
+# MESSAGE HINT...
+fail() {
+  printf 'deploy.sh: %s\n' "$1" >&2
+  shift
+  for hint in "$@"; do printf '  %s\n' "$hint" >&2; done
+  exit 1
+}
+
+misused() {
+  printf 'deploy.sh: %s\n' "$1" >&2
+  usage >&2
+  exit 2
+}
+
+answers() { curl -fs -o /dev/null --max-time 5 "$1"; }
+
+tell_endpoints() {
+  if [[ $INFRA ]]; then
+    say "etcd          http://127.0.0.1:$ETCD_PORT"
+    say "NATS          nats://127.0.0.1:$NATS_PORT, http://127.0.0.1:$NATS_MONITOR_PORT"
+    return
+  fi
+  cat <<EOF
+API           http://127.0.0.1:$FRONTEND_PORT
+              http://127.0.0.1:$FRONTEND_2_PORT
+Router        http://127.0.0.1:$ROUTER_PORT
+etcd          http://127.0.0.1:$ETCD_PORT
+NATS          nats://127.0.0.1:$NATS_PORT, http://127.0.0.1:$NATS_MONITOR_PORT
+EOF
+}
+
+# With Docker
+
+docker_need() {
+  local instead="or do without it: $0 --local start"
+  command -v docker >/dev/null ||
+    fail "Docker is not installed" "install it: https://docs.docker.com/engine/install" "$instead"
+  docker compose version >/dev/null 2>&1 ||
+    fail "Docker's compose plugin is missing" \
+      "install docker-compose-plugin (Docker's packages) or docker-compose-v2 (Ubuntu's)" "$instead"
+  docker info >/dev/null 2>&1 ||
+    fail "Docker's daemon does not answer" "start it: sudo systemctl start docker" \
+      "or be one of its users: sudo usermod -aG docker $(id -un), then log in again" "$instead"
+}
+
+docker_compose() {
+  local words=(--file "$HERE/docker-compose.yml" --env-file "$HERE/.env")
+  [[ ! -f $SECRETS ]] || words+=(--env-file "$SECRETS")
+  docker compose "${words[@]}" --profile "${INFRA:-stack}" "$@"
+}
+
+random_word() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
+
+docker_make_secrets() {
+  [[ ! -f $SECRETS ]] || return 0
+  (
+    umask 077
+    printf 'GRAFANA_PASSWORD=%s\nDYNAMO_SECRET=%s\nDYNAMO_PLANE_HOST=0.0.0.0\n' \
+      "$(random_word)" "$(random_word)" >"$SECRETS"
+  )
+}
+
+docker_build() { docker_compose build; }
+
+docker_start() {
+  docker_make_secrets
+  docker_compose up --detach --wait --wait-timeout "$START_TIMEOUT" ||
+    fail "not everything is well after $START_TIMEOUT s" "see why: $0 status; $0 logs SERVICE"
+  tell_endpoints
+  [[ ! $INFRA ]] || return 0
+  say "Prometheus    http://127.0.0.1:$PROMETHEUS_PORT"
+  say "Grafana       http://127.0.0.1:$GRAFANA_PORT (admin; the password is in $SECRETS)"
+}
+
+docker_stop() { docker_compose --profile stack down; }
+
+docker_status() {
+  docker_compose ps --all
+  [[ ! $INFRA ]] || return 0
+  answers "http://127.0.0.1:$FRONTEND_PORT/health" ||
+    fail "http://127.0.0.1:$FRONTEND_PORT/health is not well" "see why: $0 logs dynamo-frontend"
+  say "the API is well"
+}
+
+docker_logs() {
+  local words=()
+  [[ ! $FOLLOW ]] || words+=(--follow)
+  docker_compose logs "${words[@]}" "$@"
+}
+
+docker_cleanup() {
+  docker_compose --profile stack down --volumes --remove-orphans
+  rm -f "$SECRETS"
+}
+
+main() {
+  local way=docker command="" rest=()
+  INFRA="" FOLLOW=yes
+  for word in "$@"; do
+    case $word in
+      -h | --help) usage && exit 0 ;;
+      --local) way=local ;;
+      --infra) INFRA=infra ;;
+      --no-follow) FOLLOW="" ;;
+      -*) misused "no option is called $word" ;;
+      *) if [[ $command ]]; then rest+=("$word"); else command=$word; fi ;;
+    esac
+  done
+  [[ $command ]] || misused "what to do?"
+  [[ $command == logs || ${#rest[@]} -eq 0 ]] || misused "$command takes no ${rest[0]}"
+  case $command in
+    build | start | stop | restart | status | logs | cleanup) ;;
+    *) misused "no command is called $command" ;;
+  esac
+  if [[ $way == local ]]; then
+    # shellcheck source-path=SCRIPTDIR
+    source "$HERE/local.sh"
+  fi
+  command -v curl >/dev/null || fail "curl is not installed" "install it: apt-get install curl"
+  "${way}_need"
+  if [[ $command == restart ]]; then
+    "${way}_stop"
+    "${way}_start"
+  else
+    "${way}_$command" "${rest[@]}"
+  fi
+}
+
+main "$@"
