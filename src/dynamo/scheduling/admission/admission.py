@@ -35,6 +35,9 @@ RELAXED_S = 30.0
 """No prefill is weighed against a limit beyond this."""
 LOOK_AGAIN_S = 0.25
 """While requests wait, places are counted anew so often, whatever was reported or not."""
+RESERVE = 0.05
+"""Of a promised first token's time, for the way to the client."""
+LONGEST_RETRY_S = 60.0
 LOOKED_AT = 32
 """So many that wait are looked at for one that may go."""
 WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -81,18 +84,20 @@ class Admission(Operator):
         metrics: Registry | None = None,
     ) -> None:
         self.promise = promise or Promise()
+        self._promised_s = self.promise.ttft_s * (1 - RESERVE)
         self._client = client
         self._clock = clock
-        self._places = Places(self.promise.worker_cap, clock.now)
+        self.places = Places(self.promise.worker_cap, clock.now)
         kept = policy.placement.fleet if isinstance(policy, KvPolicy) else None
         self._fleet = kept or Fleet()
         self._keeps = kept is None
-        self._attendance = Attendance(clock, self._places, self._fleet, keeps=self._keeps)
+        self._attendance = Attendance(clock, self.places, self._fleet, keeps=self._keeps)
         self._attendance.on_left = self._release
         self._attendance.on_came = self._came
         self._queue: WaitingQueue[Ticket] = WaitingQueue(self.promise.order, self.promise.bound)
         self._between: dict[int, Ticket] = {}
         self._count = 0
+        self._told_s = 0.0
         self._stop_looking: Callable[[], None] | None = None
         self._declare(metrics or Registry())
         self._stop_listening = client.on_change(self._announced)
@@ -121,7 +126,7 @@ class Admission(Operator):
 
     def reported(self, worker: str, load: Load, now: float) -> None:
         """A worker's own word about its load."""
-        self._places.reported(worker, load, now)
+        self.places.reported(worker, load, now)
         if len(self._queue):
             self._release()
 
@@ -144,8 +149,8 @@ class Admission(Operator):
         self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
     ) -> None:
         """To any worker that has a place; where those are gone, to any."""
-        full = self._places.full
-        if not full or not self._places.free:
+        full = self.places.full
+        if not full or not self.places.free:
             return await onward(request, context, reply)
         try:
             await onward(request, replace(context, avoid=(*context.avoid, *full)), reply)
@@ -154,7 +159,7 @@ class Admission(Operator):
 
     def _enter(self, request: GenerateRequest, context: Context) -> Ticket:
         """Let in: at once where it has no `turn` to wait for. Raises `Overloaded`."""
-        limit_s = self.promise.ttft_s
+        limit_s = self._promised_s
         if context.timeout_s is not None and context.timeout_s < limit_s:
             limit_s = context.timeout_s
         ticket = Ticket(request, self._clock.now(), limit_s)
@@ -177,7 +182,7 @@ class Admission(Operator):
         request, now = ticket.request, ticket.arrived_s
         rank = Rank(now, prompt, request.priority, now + ticket.limit_s)
         ahead = self._queue.ahead(rank) + len(self._between)
-        wait_s = self._places.wait_s(ahead, request.stops.max_tokens)
+        wait_s = self.places.wait_s(ahead, request.stops.max_tokens)
         margin_s = min(self._attendance.margin_s(), ticket.limit_s / 2)
         predicted_s = wait_s + ticket.prefill_s
         self._weigh(ticket, wait_s, predicted_s + margin_s)
@@ -190,8 +195,8 @@ class Admission(Operator):
             self._rejected.labels("queue_full").inc()
             raise
         ticket.turn = asyncio.get_running_loop().create_future()
-        if self.promise.ttft_s < inf:
-            at = now + self.promise.ttft_s - ticket.prefill_s
+        if self._promised_s < inf:
+            at = now + self._promised_s - ticket.prefill_s
             ticket.stop_timer = self._clock.call_at(at, lambda: self._shed(ticket))
         self._waiting.inc()
         self._look_later()
@@ -205,21 +210,30 @@ class Admission(Operator):
             over_s = wait_s - self.promise.queue_wait_s
         else:
             return
-        if self._places.anybody_idle(ticket.barred):
+        if self.places.anybody_idle(ticket.barred):
             return
         if first_token_s <= limit_s:
             reason, limit_s = "queue_wait", self.promise.queue_wait_s
             hint = "router.max_queue_wait is the limit; more workers would take it"
-        elif limit_s < self.promise.ttft_s:
+        elif limit_s < self._promised_s:
             reason, hint = "deadline", "the request's own time is the limit"
         else:
             reason, hint = "ttft", "router.ttft_slo is the promise; more workers would keep it"
         self._rejected.labels(reason).inc()
+        bound = ticket.request.stops.max_tokens
         raise Overloaded(
             f"a first token is expected in {first_token_s:.2f} s, which is beyond {limit_s:g} s",
             hint=hint,
-            retry_after_s=over_s,
+            retry_after_s=self._retry_s(over_s, bound),
         )
+
+    def _retry_s(self, over_s: float, bound: int) -> float:
+        """In how long it should come again: those turned away are told one after the other, as
+        places become free, so that they do not all come back at once."""
+        now = self._clock.now()
+        self._told_s = max(now + over_s, self._told_s + self.places.gap_s(bound))
+        self._told_s = min(self._told_s, now + LONGEST_RETRY_S)
+        return self._told_s - now
 
     async def _wait(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
         try:
@@ -241,18 +255,18 @@ class Admission(Operator):
         if turn is None or turn.done() or self._queue.pop(ticket.name) is None:
             return
         self._rejected.labels("late").inc()
-        wait_s = self._places.wait_s(len(self._queue), ticket.request.stops.max_tokens)
+        bound = ticket.request.stops.max_tokens
         turn.set_exception(
             Overloaded(
                 f"no worker became free in time for a first token in {ticket.limit_s:g} s",
                 hint="router.ttft_slo is the promise; more workers would keep it",
-                retry_after_s=wait_s,
+                retry_after_s=self._retry_s(0.0, bound),
             )
         )
 
     def _release(self) -> None:
         """Whoever is first goes as long as there are places."""
-        while len(self._queue) and self._places.free > len(self._between):
+        while len(self._queue) and self.places.free > len(self._between):
             for ticket in self._queue.in_order(self._clock.now(), LOOKED_AT):
                 if self._has_place(ticket):
                     break
@@ -260,15 +274,15 @@ class Admission(Operator):
                 return
             self._queue.pop(ticket.name, self._clock.now())
             self._between[id(ticket.request)] = ticket
-            self._places.granted(ticket.request.stops.max_tokens)
+            self.places.granted(ticket.request.stops.max_tokens)
             if ticket.turn is not None and not ticket.turn.done():
                 ticket.turn.set_result(None)
 
     def _has_place(self, ticket: Ticket) -> bool:
         taken = len(self._between)
         if not ticket.barred:
-            return self._places.free > taken
-        desks = self._places.desks.items()
+            return self.places.free > taken
+        desks = self.places.desks.items()
         return sum(desk.open for name, desk in desks if name not in ticket.barred) > taken
 
     def _came(self, request: GenerateRequest) -> float | None:
@@ -279,7 +293,7 @@ class Admission(Operator):
         live = self._client.instances
         if self._keeps:
             self._fleet.replace(live)
-        self._places.announced((name, self._fleet.get(name)) for name in live)
+        self.places.announced((name, self._fleet.get(name)) for name in live)
         if not live:
             self._empty()
         self._release()
@@ -300,6 +314,6 @@ class Admission(Operator):
     def _look_again(self) -> None:
         self._stop_looking = None
         if len(self._queue):
-            self._places.recount()
+            self.places.recount()
             self._release()
             self._look_later()

@@ -190,6 +190,10 @@ class Places:
         rounds, at = divmod(ahead, len(ends))
         return max(0.0, ends[at] - now) + rounds * self.durations.rest(bound, 0.0)
 
+    def gap_s(self, bound: int) -> float:
+        """Between two places that become free, on average."""
+        return self.durations.rest(bound, 0.0) / max(1, len(self._ends))
+
     def granted(self, bound: int) -> None:
         """The next place that becomes free is given away."""
         if self._ends:

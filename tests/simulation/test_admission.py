@@ -1,0 +1,288 @@
+"""Admission before simulated workers, as a frontend has it, under virtual time."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from dynamo.core.context import Context
+from dynamo.core.errors import Overloaded
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import Send
+from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import EngineInfo, GenerateRequest, Sampling, Stops
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.inference.mock.timing import Linear
+from dynamo.operations.replay.cluster import Cluster, Workers
+from dynamo.operations.replay.flight import FlightLog
+from dynamo.operations.replay.trace import Blocks, Turn
+from dynamo.scheduling.admission import Admission, Promise
+from dynamo.scheduling.assembly import assemble
+from dynamo.scheduling.router import Router
+from dynamo.telemetry import Registry
+
+BLOCK, PROMPT, ANSWER = 64, 256, 60
+SLOTS = 16
+HOLD_S = ANSWER * 0.023
+CAPACITY = SLOTS / (HOLD_S + 0.05)
+
+
+def small(number: int = 4, seqs: int = 4, blocks: int = 64) -> Workers:
+    """Workers with few places: 23 ms a token whatever they do."""
+    info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, seqs, 8192)
+    return Workers(number, info, Linear(23.0, 0.01), "reuse")
+
+
+class Trial:
+    """Sends requests; keeps what became of each, in order of arrival: seconds to the first token,
+    or the error."""
+
+    def __init__(
+        self, send: Send, clock: VirtualClock, log: FlightLog, admission: Admission
+    ) -> None:
+        self.send, self.clock, self.log, self.admission = send, clock, log, admission
+        self.first: dict[int, float] = {}
+        self.arrived: dict[int, float] = {}
+        self.refused: dict[int, tuple[float, Overloaded]] = {}
+        self.rows = 0
+
+    async def one(
+        self,
+        answer: int = ANSWER,
+        *,
+        bound: int | None = None,
+        prompt: int = PROMPT,
+        timeout_s: float | None = 300.0,
+        priority: int = 0,
+    ) -> None:
+        """One request to its end."""
+        row = self.rows
+        self.rows += 1
+        flight = self.log.depart(Turn(row, prompt, answer))
+        request = GenerateRequest(
+            str(row),
+            "m",
+            bytes(prompt * TOKEN_BYTES),
+            Sampling(),
+            Stops(max_tokens=bound or answer),
+            priority=priority,
+        )
+        self.arrived[row] = arrived = self.clock.now()
+        try:
+            await self.send(request, Context(str(row), timeout_s=timeout_s), flight)
+            self.first[row] = flight.first_s - arrived
+        except Overloaded as error:
+            self.refused[row] = (self.clock.now() - arrived, error)
+        finally:
+            self.log.landed(Turn(row, prompt, answer))
+
+    async def offer(self, per_s: float, seconds: float, rng: Random, **about: Any) -> None:
+        """An open loop."""
+        end_s = self.clock.now() + seconds
+        async with Tasks() as tasks:
+            while True:
+                await self.clock.sleep(rng.expovariate(per_s))
+                if self.clock.now() >= end_s:
+                    break
+                lengths = about.get("lengths")
+                answer = lengths(rng) if lengths else ANSWER
+                tasks.start(self.one(answer, bound=about.get("bound", ANSWER)))
+            await tasks.join()
+
+
+class Admitted(Cluster):
+    """With admission before its router."""
+
+    def admit(self, promise: Promise, metrics: Registry | None = None) -> tuple[Send, Admission]:
+        """Everything that a request passes."""
+        admission = Admission(self._client, self._policy, self._clock, promise, metrics)
+        router = Router(self._policy, admission.guard(self._dispatch), clock=self._clock)
+        return assemble([admission], router.send), admission
+
+
+@asynccontextmanager
+async def trial(
+    clock: VirtualClock,
+    promise: Promise,
+    workers: Workers,
+    mode: str = "round_robin",
+    metrics: Registry | None = None,
+) -> Any:
+    log = FlightLog(clock, Blocks(BLOCK, BLOCK), BLOCK)
+    settings = RouterSettings(mode=mode)
+    async with Admitted(workers, settings, log, clock, Random(1)) as cluster:
+        if mode == "kv":
+            clock.on_jump(cluster.catch_up)
+        send, admission = cluster.admit(promise, metrics)
+        yield Trial(send, clock, log, admission)
+
+
+def short_and_long(rng: Random) -> int:
+    """Answers of very different lengths under one bound."""
+    return min(400, max(2, int(rng.lognormvariate(3.6, 0.9))))
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "random", "kv"])
+@pytest.mark.parametrize("times", [1.0, 2.0, 3.0])
+def test_the_promise_is_kept_and_nothing_lost_by_it(mode: str, times: float) -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(ttft_s=2.0), small(), mode) as made:
+            await made.offer(CAPACITY, 10, Random(7))
+            before = len(made.first)
+            await made.offer(times * CAPACITY, 40, Random(3))
+            late = [row for row, took in made.first.items() if took > 2.0]
+            assert not late
+            if times > 1:
+                assert (len(made.first) - before) / 40 >= 0.97 * CAPACITY
+            slow = [took for took, _ in made.refused.values() if took > 0.01]
+            assert len(slow) <= 0.01 * len(made.refused)
+            assert all((error.retry_after_s or 0) > 0 for _, error in made.refused.values())
+
+    run_virtually(main)
+
+
+def test_answers_of_unlike_lengths() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(ttft_s=2.0), small()) as made:
+            await made.offer(30.0, 60, Random(5), lengths=short_and_long, bound=400)
+            assert len(made.refused) > 200
+            assert not [took for took in made.first.values() if took > 2.0]
+            slow = [took for took, _ in made.refused.values() if took > 0.01]
+            assert len(slow) <= 0.03 * len(made.refused)
+
+    run_virtually(main)
+
+
+def test_nobody_is_refused_while_a_worker_is_idle() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(ttft_s=0.001), small(2)) as made, Tasks() as tasks:
+            tasks.start(made.one())
+            tasks.start(made.one())
+            await clock.sleep(0.5)
+            assert not made.refused
+            await made.one()
+            assert [*made.refused] == [2]
+            await tasks.join()
+
+    run_virtually(main)
+
+
+def test_users_of_a_laptop_wait_their_turn() -> None:
+    async def main(clock: VirtualClock) -> None:
+        workers = small(1, 1)
+        async with trial(clock, Promise(), workers) as made, Tasks() as tasks:
+            await made.one()
+            for _ in range(40):
+                tasks.start(made.one())
+                await clock.sleep(0.001)
+            waits = [took for took, _ in made.refused.values()]
+            assert 15 <= len(waits) <= 20  # 30 s of 1.4 s each find a place in the queue
+            assert max(waits) == 0.0
+            told = [error.retry_after_s or 0.0 for _, error in made.refused.values()]
+            assert told[-1] - told[0] == pytest.approx((len(told) - 1) * HOLD_S, rel=0.1)
+            await tasks.join()
+            order = [took + made.arrived[row] for row, took in sorted(made.first.items())]
+            assert order == sorted(order)
+            assert len(made.first) + len(waits) == 41
+
+    run_virtually(main)
+
+
+def test_memory_bounds_the_places() -> None:
+    async def main(clock: VirtualClock) -> None:
+        workers = small(1, 64, blocks=32)  # of 2,048 tokens, each wants 316
+        async with trial(clock, Promise(), workers) as made, Tasks() as tasks:
+            await made.one()
+            for _ in range(20):
+                tasks.start(made.one())
+            await clock.sleep(0.5)
+            held = sum(len(desk.held) for desk in made.admission.places.desks.values())
+            assert 4 <= held <= 7
+            await tasks.join()
+            assert len(made.first) == 21
+
+    run_virtually(main)
+
+
+def test_a_deadline_is_a_promise_too() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+            await made.one()
+            for _ in range(4):
+                tasks.start(made.one())
+            await clock.sleep(0.1)
+            await made.one(timeout_s=2.0)
+            took, error = made.refused[5]
+            assert took == 0.0
+            assert "2 s" in error.message
+            tasks.start(made.one(timeout_s=20.0))
+            await tasks.join()
+            assert len(made.first) == 6
+
+    run_virtually(main)
+
+
+def test_priority_goes_first() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+            await made.one()
+            for _ in range(5):
+                tasks.start(made.one())
+            await clock.sleep(0.1)
+            tasks.start(made.one(priority=10))
+            await tasks.join()
+            assert made.first[6] < made.first[3]
+
+    run_virtually(main)
+
+
+def test_the_queue_is_bounded() -> None:
+    async def main(clock: VirtualClock) -> None:
+        metrics = Registry()
+        promise = Promise(bound=3)
+        async with trial(clock, promise, small(1, 1), metrics=metrics) as made, Tasks() as tasks:
+            for _ in range(6):
+                tasks.start(made.one())
+            await tasks.join()
+            assert len(made.refused) == 2
+            assert len(made.first) == 4
+            text = metrics.render()
+            assert 'dynamo_admission_rejected_total{reason="queue_full"} 2' in text
+            assert "dynamo_admission_waiting 0" in text
+
+    run_virtually(main)
+
+
+def test_a_cap_for_each_worker() -> None:
+    async def main(clock: VirtualClock) -> None:
+        promise = Promise(worker_cap=2)
+        async with trial(clock, promise, small(2)) as made, Tasks() as tasks:
+            for _ in range(10):
+                tasks.start(made.one())
+            await clock.sleep(0.5)
+            assert [len(d.held) for d in made.admission.places.desks.values()] == [2, 2]
+            await tasks.join()
+
+    run_virtually(main)
+
+
+def test_who_leaves_the_queue_blocks_nobody() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+            running = tasks.start(made.one())
+            await clock.sleep(0.1)
+            waiting = [tasks.start(made.one()) for _ in range(3)]
+            await clock.sleep(0.1)
+            waiting[0].cancel()
+            running.cancel()
+            await clock.sleep(0)
+            waiting[1].cancel()
+            await tasks.join()
+            assert [*made.first] == [3]
+            assert made.admission.places.free == 1
+
+    run_virtually(main)
