@@ -36,6 +36,7 @@ check: setup  ## format, lint, types, layers, sizes, reference pages
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_shape.py
 	$(BIN)/python scripts/reference.py --check
+	$(BIN)/shellcheck --external-sources deploy/*.sh
 
 format: setup  ## format and mend what can be mended
 	$(BIN)/ruff format --quiet .

@@ -139,7 +139,9 @@ local_start() {
   (umask 077 && mkdir -p "$STATE")
   local name wanted=()
   for name in $(local_parts); do
-    if pid_of "$name" >/dev/null; then say "$name runs already"; else wanted+=("$name"); fi
+    if pid_of "$name" >/dev/null; then say "$name runs already"; continue; fi
+    rm -f "$STATE/$name.pid"
+    wanted+=("$name")
   done
   for name in "${wanted[@]}"; do check_ports_of "$name"; done
   for name in "${wanted[@]}"; do
