@@ -28,7 +28,7 @@ from dynamo.scheduling.router.waiting_room import WaitingRoom
 TABLE_ROWS = 16
 """Candidates kept for explanation."""
 
-WINDOW = 32
+WINDOW = 12
 """Requests that are weighed together: the cost of that grows with the square of them."""
 
 ROUND_PAIRS = 4_096
@@ -327,9 +327,11 @@ class Row:
         """Another request went to a worker: it has more to do, and will hold what both share."""
         book = placed.active.book
         arrival = self.arrival
-        shared = common_blocks(arrival.prompt.hashes, placed.active.hashes)
-        if shared > arrival.overlaps.get(book.name, 0):
-            arrival.overlaps[book.name] = shared
+        mine, theirs = arrival.prompt.hashes, placed.active.hashes
+        if mine and theirs and mine[0] == theirs[0]:
+            shared = common_blocks(mine, theirs)
+            if shared > arrival.overlaps.get(book.name, 0):
+                arrival.overlaps[book.name] = shared
         if book in self.books:
             self.costs[self.books.index(book)] = cost.cost(arrival, book, now)
             self._rank(rng)
