@@ -90,7 +90,7 @@ class Admission(Operator):
         self.places = Places(self.promise.worker_cap, clock.now)
         kept = policy.placement.fleet if isinstance(policy, KvPolicy) else None
         self._fleet = kept or Fleet()
-        self._keeps = kept is None
+        self._keeps = kept is None and self._promised_s < inf
         self._attendance = Attendance(clock, self.places, self._fleet, keeps=self._keeps)
         self._attendance.on_left = self._release
         self._attendance.on_came = self._came
@@ -167,14 +167,12 @@ class Admission(Operator):
             ticket.barred = barred(self._client.instances, context)
         if not self._client.instances:
             return ticket  # the router knows what to say
-        prompt = len(request.token_ids) // TOKEN_BYTES
-        goes = not len(self._queue) and self._has_place(ticket)
-        if not goes or limit_s < RELAXED_S:
-            ticket.prefill_s = self._attendance.prefill_s(prompt, len(self._between))
-        if goes:
-            self._weigh(ticket, 0.0, ticket.prefill_s)
-        else:
+        prompt, between = len(request.token_ids) // TOKEN_BYTES, len(self._between)
+        if len(self._queue) or not self._has_place(ticket):
+            ticket.prefill_s = self._attendance.prefill_s(prompt, between)
             self._join(ticket, prompt)
+        elif limit_s < RELAXED_S and (ticket.barred or self.places.idle <= between):
+            self._weigh(ticket, 0.0, self._attendance.prefill_s(prompt, between, limit_s))
         return ticket
 
     def _join(self, ticket: Ticket, prompt: int) -> None:
@@ -293,7 +291,7 @@ class Admission(Operator):
         live = self._client.instances
         if self._keeps:
             self._fleet.replace(live)
-        self.places.announced((name, self._fleet.get(name)) for name in live)
+        self.places.announced(live, {book.name: book for book in self._fleet.books})
         if not live:
             self._empty()
         self._release()

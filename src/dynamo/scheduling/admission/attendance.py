@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from dynamo.core.clock import Clock
@@ -23,6 +24,8 @@ ERRORS = 64
 """So many first tokens of requests that waited say how good predictions are."""
 EXCEEDED = 3
 """So many of those may have come later than predicted with the margin."""
+PACE_EVERY = 8
+"""One answer of so many teaches how long a token takes."""
 ERROR_AGE_S = 30.0
 
 
@@ -72,6 +75,8 @@ class Attendance:
         self._places = places
         self._keeps = keeps
         self._uncached = 1.0
+        self._first_s = 0.0
+        self._left_in_all = 0
         self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
 
     def guard(self, onward: SendTo) -> SendTo:
@@ -93,16 +98,23 @@ class Attendance:
 
         return send
 
-    def prefill_s(self, prompt_tokens: int, others: int = 0) -> float:
-        """From getting a place to the first token, at the worker that is best for that, with so
-        many more before it that are on their way to some worker."""
-        desks = self._places.open_desks() or self._places.desks.values()
-        books = [desk.book for desk in desks if desk.book]
-        if not books:
-            return 0.0
+    def prefill_s(self, prompt_tokens: int, others: int = 0, good_s: float = 0.0) -> float:
+        """From getting a place to the first token, at the worker that is best for that (or the
+        first where it takes `good_s` at most), with so many more requests before it that are on
+        their way to some worker."""
+        desks = self._places.open_desks() or list(self._places.desks.values())
         now, tokens = self._clock.now(), max(1, round(prompt_tokens * self._uncached))
-        rounds = 1 + others / len(books)
-        return min(book.backlog_ms(now) + book.service_ms(tokens) * rounds for book in books) * 1e-3
+        rounds = 1 + others / max(1, len(desks))
+        best = inf
+        for desk in desks:
+            book = desk.book
+            if book is not None:
+                took = book.backlog_ms(now) + book.service_ms(tokens) * rounds
+                if took < best:
+                    best = took
+                    if took <= good_s * 1e3:
+                        break
+        return best * 1e-3 if best < inf else self._first_s
 
     def margin_s(self) -> float:
         """How much later than predicted first tokens came of late, but for a few."""
@@ -125,6 +137,7 @@ class Attendance:
         now = held.first_s = self._clock.now()
         if held.active is not None:
             held.active.book.first_token(held.active, now)
+        self._first_s += 0.05 * (now - held.began_s - self._first_s)
         if held.predicted_s is not None:
             self._errors.append((now, now - held.predicted_s))
 
@@ -134,7 +147,7 @@ class Attendance:
         prompt = len(request.token_ids) // TOKEN_BYTES
         held = Held(bound, prompt + self._places.durations.answer_tokens(bound), now)
         held.predicted_s = self.on_came(request)
-        self._places.take(worker, held)
+        self._places.take(worker, held, now)
         book = self.fleet.get(worker) if self._keeps else None
         if book is not None:
             book.survey(now)
@@ -151,9 +164,11 @@ class Attendance:
             if held.tokens and held.first_s is not None:
                 durations.answered(held.bound, held.tokens, now - held.first_s)
         if held.active is not None:
-            held.active.emitted = held.tokens
+            self._left_in_all += 1
+            if not self._left_in_all % PACE_EVERY:
+                held.active.emitted = held.tokens  # else the book learns no pace from it
             held.active.book.end(held.active, now)
-        self._places.leave(worker, held)
+        self._places.leave(worker, held, now)
         self.on_left()
 
 

@@ -12,6 +12,8 @@ FORGET = 0.99
 """An observation counts half after 69 more."""
 FEW = 4
 """Fewer observations of a kind say less than all together."""
+EVERY = 16
+"""One observation of so many counts among all together."""
 GUESSED_TOKEN_S = 0.02
 GUESSED_TOKENS = 512
 """Of an answer whose like has never been seen: half of its bound, and of this, at such a pace."""
@@ -99,7 +101,8 @@ class Durations:
         if spread is None:
             spread = self._kinds[kind] = Spread()
         spread.observe(held_s)
-        self._all.observe(held_s)
+        if spread.seen <= FEW or not spread.seen % EVERY:
+            self._all.observe(held_s)
 
     def answered(self, bound: int, tokens: int, seconds: float) -> None:
         """An answer of so many tokens took so long after its first."""

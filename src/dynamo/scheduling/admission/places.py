@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
-from dynamo.core.values import Load
+from dynamo.core.values import EngineInfo, Load
+from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission.durations import Durations
-from dynamo.scheduling.router.fleet import Active, Book
+from dynamo.scheduling.router.fleet import Active, Book, engine_info
 
 BOUNDLESS = 1 << 20
 """Places of a worker that does not tell."""
 REPORT_AGE_S = 1.0
 """A busy worker reports ten times a second; what is older is not believed."""
+ALWAYS_FRESH = 64
+"""Up to so many ends are looked at anew for every request that waits."""
 LEAST_SHARE = 0.05
 
 
@@ -34,16 +37,20 @@ class Held:
 
 class Desk:
     """One worker's places. `open`: free ones; `others`: taken by requests that are not ours, as the
-    worker reported; `live`: it is among those that may be chosen."""
+    worker reported; `idle`: it has nothing to do; `live`: it is among those that may be chosen."""
 
     __slots__ = (
+        "_info",
+        "_memory",
         "_peak",
         "_peak_before",
+        "_places",
         "_reported_s",
         "_share",
         "_tokens",
         "book",
         "held",
+        "idle",
         "live",
         "open",
         "others",
@@ -51,8 +58,12 @@ class Desk:
 
     def __init__(self) -> None:
         self.book: Book | None = None
+        self._info: EngineInfo | None = None
+        self._places = BOUNDLESS
+        self._memory = 0
         self.held: set[Held] = set()
         self.live = False
+        self.idle = False
         self.open = 0
         self.others = 0
         self._tokens = 0.0
@@ -60,16 +71,20 @@ class Desk:
         self._peak = self._peak_before = 0
         self._reported_s = float("-inf")
 
-    @property
-    def idle(self) -> bool:
-        """It has nothing to do."""
-        return not self.held and not self.others
+    def announce(self, info: EngineInfo | None, cap: int) -> None:
+        """What its engine is; `cap`: requests at a time, at most (0: what the engine says)."""
+        self._info = info
+        self._places = info.max_num_seqs if info else BOUNDLESS
+        if cap:
+            self._places = min(self._places, cap)
+        self._memory = info.num_blocks * info.block_tokens if info else 0
 
     def take(self, held: Held) -> None:
         """One place less."""
         self.held.add(held)
         self._tokens += held.need
-        self._peak = max(self._peak, len(self.held))
+        if len(self.held) > self._peak:
+            self._peak = len(self.held)
 
     def leave(self, held: Held) -> None:
         """One place more."""
@@ -83,35 +98,34 @@ class Desk:
         ours = max(self._peak, self._peak_before, len(self.held))
         self._peak_before, self._peak = self._peak, len(self.held)
         self.others = max(0, load.running + load.waiting - ours)
-        info = self.book.info if self.book else None
+        info = self._info
         if info and self._tokens and self.held and not self.others:
             share = min(1.0, load.active_blocks * info.block_tokens / self._tokens)
             self._share = max(LEAST_SHARE, self._share + 0.1 * (share - self._share))
 
-    def count(self, cap: int, typical: float, now: float) -> int:
-        """Free places, of at most `cap` (0: what the engine says), for requests that take `typical`
-        tokens of memory."""
-        if now - self._reported_s > REPORT_AGE_S:
+    def count(self, typical: float, now: float) -> int:
+        """Free places for requests that take `typical` tokens of memory."""
+        if self.others and now - self._reported_s > REPORT_AGE_S:
             self.others = 0
-        info = self.book.info if self.book else None
-        places = info.max_num_seqs if info else BOUNDLESS
-        if cap:
-            places = min(places, cap)
         taken = len(self.held) + self.others
-        free = places - taken
-        if info and taken and free > 0:
-            room = info.num_blocks * info.block_tokens - self._tokens * self._share
-            free = min(free, int(room / max(1.0, typical * self._share)))
+        free = self._places - taken
+        if self._memory and taken and free > 0:
+            needed = typical * self._share
+            left = self._memory - self._tokens * self._share
+            if left < free * needed:
+                free = int(left / needed)
         return max(0, free)
 
 
 class Places:
-    """All desks. `free`: places in all; `full`: workers without one."""
+    """All desks. `free`: places in all; `idle`: workers that have nothing to do; `full`: workers
+    without a place."""
 
     def __init__(self, cap: int, now: Callable[[], float]) -> None:
         self.desks: dict[str, Desk] = {}
         self.durations = Durations()
         self.free = 0
+        self.idle = 0
         self.full: frozenset[str] = frozenset()
         self._cap = cap
         self._now = now
@@ -119,46 +133,44 @@ class Places:
         self._ends: list[float] = []
         self._ends_s = float("-inf")
 
-    def announced(self, books: Iterable[tuple[str, Book | None]]) -> None:
-        """These are the workers that may be chosen from now on."""
-        live = dict(books)
+    def announced(self, live: Mapping[str, Instance], books: Mapping[str, Book]) -> None:
+        """These are the workers that may be chosen from now on, with those of their books that are
+        kept."""
         for name in live.keys() - self.desks.keys():
             self.desks[name] = Desk()
         for name, desk in tuple(self.desks.items()):
-            desk.live = name in live
-            desk.book = live.get(name, desk.book)
+            instance = live.get(name)
+            desk.live = instance is not None
+            if instance is not None:
+                desk.announce(engine_info(instance), self._cap)
+                desk.book = books.get(name)
             if not desk.live and not desk.held:
+                self._changed(name, desk, self._now())
                 del self.desks[name]
         self.recount()
 
     def recount(self) -> None:
         """Look at every worker anew."""
         now = self._now()
-        self.free = 0
-        full = []
         for name, desk in self.desks.items():
-            desk.open = desk.count(self._cap, self._typical, now) if desk.live else 0
-            self.free += desk.open
-            if desk.live and not desk.open:
-                full.append(name)
-        self.full = frozenset(full)
+            self._changed(name, desk, now)
         self._ends_s = float("-inf")
 
-    def take(self, name: str, held: Held) -> None:
+    def take(self, name: str, held: Held, now: float) -> None:
         """The request goes to that worker now."""
         desk = self.desks.get(name)
         if desk is None:
             desk = self.desks[name] = Desk()
         desk.take(held)
         self._typical += 0.1 * (held.need - self._typical) if self._typical else held.need
-        self._changed(name, desk)
+        self._changed(name, desk, now)
 
-    def leave(self, name: str, held: Held) -> None:
+    def leave(self, name: str, held: Held, now: float) -> None:
         """It left."""
         desk = self.desks[name]
         desk.leave(held)
         if desk.live or desk.held:
-            self._changed(name, desk)
+            self._changed(name, desk, now)
         else:
             del self.desks[name]
 
@@ -167,7 +179,7 @@ class Places:
         desk = self.desks.get(name)
         if desk is not None:
             desk.reported(load, now)
-            self._changed(name, desk)
+            self._changed(name, desk, now)
 
     def open_desks(self) -> list[Desk]:
         """Those with a free place."""
@@ -175,9 +187,7 @@ class Places:
 
     def anybody_idle(self, barred: frozenset[str]) -> bool:
         """Whether a worker that may be chosen has nothing to do."""
-        return any(
-            desk.live and desk.idle and name not in barred for name, desk in self.desks.items()
-        )
+        return any(desk.idle and name not in barred for name, desk in self.desks.items())
 
     def wait_s(self, ahead: int, bound: int) -> float:
         """How long one of that bound, with so many before it, waits for a place."""
@@ -212,10 +222,17 @@ class Places:
         ends.sort()
         self._ends, self._ends_s = ends, now
 
-    def _changed(self, name: str, desk: Desk) -> None:
-        before = desk.open
-        desk.open = desk.count(self._cap, self._typical, self._now()) if desk.live else 0
-        self.free += desk.open - before
-        if desk.live and (desk.open == 0) != (name in self.full):
-            self.full = self.full - {name} if desk.open else self.full | {name}
-        self._ends_s = float("-inf") if len(self._ends) <= 64 else self._ends_s
+    def _changed(self, name: str, desk: Desk, now: float) -> None:
+        live, before = desk.live, desk.open
+        desk.open = free = desk.count(self._typical, now) if live else 0
+        self.free += free - before
+        idle = live and not desk.held and not desk.others
+        if idle != desk.idle:
+            desk.idle = idle
+            self.idle += 1 if idle else -1
+        if live and not free:
+            self.full |= {name}
+        elif not before:
+            self.full -= {name}
+        if len(self._ends) <= ALWAYS_FRESH:
+            self._ends_s = float("-inf")
