@@ -256,7 +256,9 @@ def http_page() -> str:
     parts.append(_table(("method", "path", "what it answers"), rows))
     parts.append(
         "\nFields beyond these are ignored. `Authorization: Bearer KEY` where `server.api_keys` is "
-        "set. `x-request-id` is taken over, or made, and answered.\n"
+        "set. `x-request-id` is taken over, or made, and answered. `x-dynamo-timeout: SECONDS` is "
+        "the client's own limit of the whole request (504 `deadline_exceeded`), shorter than "
+        "`server.request_timeout`.\n"
     )
     for title, body in (("chat/completions", ChatBody), ("completions", CompletionBody)):
         parts.append(f"## /v1/{title}\n")

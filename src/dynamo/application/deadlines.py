@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf, nan
 
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DeadlineExceeded
+from dynamo.core.errors import DeadlineExceeded, InvalidRequest
+
+TIMEOUT_HEADER = "x-dynamo-timeout"
+"""The client's own limit of the whole request, in seconds."""
+
+
+def asked_limit_s(header: str | None) -> float:
+    """What a client asks for by that header; inf where it does not. Raises `InvalidRequest`."""
+    if header is None:
+        return inf
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = nan
+    if not 0.0 < seconds < inf:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} {header!r} is no number of seconds", hint="e.g. 2.5"
+        )
+    return seconds
 
 
 class Deadline:
@@ -50,7 +69,7 @@ class Deadlines:
             deadline.task.uncancel()
             raise DeadlineExceeded(
                 f"the request took longer than {self.limit_s:g} s",
-                hint="server.request_timeout is the limit",
+                hint="server.request_timeout or the request's x-dynamo-timeout is the limit",
             ) from None
 
     def close(self) -> None:

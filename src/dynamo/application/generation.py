@@ -15,7 +15,7 @@ from dynamo.application.completions import (
     completion_requests,
     read_completion,
 )
-from dynamo.application.deadlines import Deadlines
+from dynamo.application.deadlines import TIMEOUT_HEADER, Deadlines, asked_limit_s
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway, Served
 from dynamo.application.metrics import FrontendMetrics, ModelMetrics
@@ -132,6 +132,10 @@ class Generation:
         self, exchange: Exchange, work: Callable[[Context], Awaitable[None]]
     ) -> None:
         deadlines = self.deadlines
+        asked_s = asked_limit_s(exchange.request.header(TIMEOUT_HEADER))
+        own = asked_s < deadlines.limit_s
+        if own:
+            deadlines = Deadlines(self._clock, asked_s)
         deadline = deadlines.start()
         try:
             await self.admission.enter()
@@ -148,6 +152,8 @@ class Generation:
             raise
         finally:
             deadlines.stop(deadline)
+            if own:
+                deadlines.close()
 
 
 def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> None:

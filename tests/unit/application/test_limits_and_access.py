@@ -83,6 +83,22 @@ async def test_request_timeout(open_site: Any, connect: Any, stream: bool) -> No
     assert site.processor.cancelled.is_set()
 
 
+async def test_a_request_says_how_long_it_may_take(open_site: Any, connect: Any) -> None:
+    site = await open_site()
+    site.processor.gate.clear()
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": "0.05"})
+        answer = await one.answer()
+        assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+        for wrong in ("soon", "-1", "nan", "inf"):
+            one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": wrong})
+            answer = await one.answer()
+            assert (answer.status, answer.error["code"]) == (400, "invalid_request")
+        site.processor.gate.set()
+        one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": "1e9"})
+        assert (await one.answer()).status == 200
+
+
 async def test_request_timeout_in_the_middle(open_site: Any, connect: Any) -> None:
     site = await open_site(request_timeout=0.05)
     async with connect(site.port) as one:
