@@ -23,6 +23,7 @@ from dynamo.runtime.client import Client
 from dynamo.scheduling.admission.attendance import Attendance
 from dynamo.scheduling.admission.places import Places
 from dynamo.scheduling.admission.promise import Promise
+from dynamo.scheduling.admission.ticket import Ticket, Turns
 from dynamo.scheduling.router.fleet import Fleet
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.labels import barred
@@ -41,34 +42,6 @@ LONGEST_RETRY_S = 60.0
 LOOKED_AT = 32
 """So many that wait are looked at for one that may go."""
 WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-
-
-class Ticket:
-    """One request before it has a worker. `limit_s`: its first token is wanted so long after
-    `arrived_s`; `turn`: resolved when it may go; `barred`: workers that it must not go to."""
-
-    __slots__ = (
-        "arrived_s",
-        "barred",
-        "limit_s",
-        "name",
-        "predicted_s",
-        "prefill_s",
-        "request",
-        "stop_timer",
-        "turn",
-    )
-
-    def __init__(self, request: GenerateRequest, now: float, limit_s: float) -> None:
-        self.request = request
-        self.arrived_s = now
-        self.limit_s = limit_s
-        self.name = ""
-        self.barred: frozenset[str] = frozenset()
-        self.prefill_s = 0.0
-        self.predicted_s: float | None = None
-        self.turn: asyncio.Future[None] | None = None
-        self.stop_timer: Callable[[], None] | None = None
 
 
 class Admission(Operator):
@@ -98,6 +71,7 @@ class Admission(Operator):
         self._between: dict[int, Ticket] = {}
         self._count = 0
         self._told_s = 0.0
+        self._turns = Turns()
         self._stop_looking: Callable[[], None] | None = None
         self._declare(metrics or Registry())
         self._stop_listening = client.on_change(self._announced)
@@ -181,6 +155,8 @@ class Admission(Operator):
         rank = Rank(now, prompt, request.priority, now + ticket.limit_s)
         ahead = self._queue.ahead(rank) + len(self._between)
         wait_s = self.places.wait_s(ahead, request.stops.max_tokens)
+        if self.places.shared:
+            wait_s = max(wait_s, self._turns.wait_s(ahead))
         margin_s = min(self._attendance.margin_s(), ticket.limit_s / 2)
         predicted_s = wait_s + ticket.prefill_s
         self._weigh(ticket, wait_s, predicted_s + margin_s)
@@ -273,6 +249,7 @@ class Admission(Operator):
             self._queue.pop(ticket.name, self._clock.now())
             self._between[id(ticket.request)] = ticket
             self.places.granted(ticket.request.stops.max_tokens)
+            self._turns.granted(self._clock.now(), len(self._queue))
             if ticket.turn is not None and not ticket.turn.done():
                 ticket.turn.set_result(None)
 

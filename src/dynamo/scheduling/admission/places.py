@@ -181,6 +181,11 @@ class Places:
             desk.reported(load, now)
             self._changed(name, desk, now)
 
+    @property
+    def shared(self) -> bool:
+        """Whether others have places, too."""
+        return any(desk.others for desk in self.desks.values())
+
     def open_desks(self) -> list[Desk]:
         """Those with a free place."""
         return [desk for desk in self.desks.values() if desk.open]
@@ -212,12 +217,14 @@ class Places:
 
     def _look_ahead(self, now: float) -> None:
         rest = self.durations.rest
+        whole_s = rest(1 << 10, 0.0)
         ends: list[float] = []
         for desk in self.desks.values():
             if not desk.live:
                 continue
             ends += [now + rest(held.bound, now - held.began_s) for held in desk.held]
-            ends += [now + rest(1 << 10, 0.0)] * desk.others
+            others = desk.others
+            ends += [now + whole_s * at / others for at in range(1, others + 1)]
             ends += [now] * min(desk.open, 1 << 10)
         ends.sort()
         self._ends, self._ends_s = ends, now
