@@ -148,27 +148,29 @@ class StepScheduler:
 
     def steady_steps(self, plan: StepPlan) -> int:
         """How many steps would follow `plan`, the last one completed, in which every sequence only
-        decodes one more token, none ends and none waits for blocks. 0 where something has changed
+        decodes one more token, none can end and none waits for blocks. 0 where something changed
         since it was planned, or it did more than decode. Whoever waits now could not be admitted
         then, and cannot be while blocks only get fewer."""
         running = self.running
         if self._changed or not plan.decode_seqs == len(plan.chunks) == len(running):
+            return 0
+        if any(sequence.stop_ids for sequence in running):
             return 0
         steps = min(sequence.max_length - sequence.length for sequence in running) - 1
         if self._blocks_for(steps) <= self.pool.available:
             return steps
         return bisect_right(range(steps), self.pool.available, key=self._blocks_for) - 1
 
-    def advance(self, steps: int) -> None:
-        """`steps` steps of `steady_steps` were computed; what they sampled was token 0."""
+    def advance(self, steps: int, sampled: Listed[Listed[int]]) -> None:
+        """`steps` steps of `steady_steps` were computed; `sampled`: by each running sequence."""
         block_tokens = self._block_tokens
-        for sequence in self.running:
+        for sequence, tokens in zip(self.running, sampled, strict=True):
             sequence.computed = computed = sequence.computed + steps
             sequence.length += steps
             need = -(-computed // block_tokens) - len(sequence.blocks)
             if need > 0:
                 sequence.blocks += self.pool.allocate(need)
-            sequence.content.repeat(0, steps)
+            sequence.content.extend_by(tokens)
             if computed // block_tokens > sequence.registered:
                 self._register(sequence, computed // block_tokens)
 

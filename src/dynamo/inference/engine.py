@@ -72,9 +72,9 @@ class Counters:
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """What an engine is given under virtual time."""
+    """What an engine is given under virtual time. `known` None: requests are what they say."""
 
-    known: Known
+    known: Known | None
     settled: Settled
     leaper: Leaper
 
@@ -190,7 +190,7 @@ class BatchedEngine(Engine):
             self._simulation.leaper.interrupt()
 
     def _sequence(self, request: GenerateRequest, job: Job) -> Sequence:
-        if self._simulation is not None:
+        if self._simulation is not None and self._simulation.known is not None:
             known, prompt_tokens, answer_tokens = self._simulation.known(request)
             return Sequence(known, prompt_tokens, answer_tokens, request=request, owner=job)
         content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
@@ -282,11 +282,10 @@ class BatchedEngine(Engine):
             index += 1
         self.counters.generated_tokens += index
 
-    def _deliver_leap(self, steps: int) -> None:
+    def _deliver_leap(self, steps: int, sampled: Listed[Listed[int]]) -> None:
         """So many steps were taken at once; the running sequences have a token of each."""
-        ids = (0,) * steps
         running = self.scheduler.running.copy()
-        for sequence in running:
+        for sequence, ids in zip(running, sampled, strict=True):
             if not sequence.owner.reply.tokens(ids):
                 self._end(sequence)
         self.counters.steps += steps

@@ -12,8 +12,8 @@ from dynamo.inference.batching import StepScheduler
 from dynamo.inference.runner import PredictableRunner, StepPlan
 
 SHORTEST = 2
-Deliver = Callable[[int], None]
-"""So many tokens of every running sequence are there."""
+Deliver = Callable[[int, Sequence[Sequence[int]]], None]
+"""So many steps were taken; what each running sequence sampled in them."""
 
 
 class Leaper:
@@ -84,8 +84,9 @@ class Leaper:
             return
         self.ends = self._ends[self._done : until]
         self._done = until
-        self._scheduler.advance(steps)
-        self._deliver(steps)
+        sampled = self._runner.decoded(self._scheduler.running, steps)
+        self._scheduler.advance(steps, sampled)
+        self._deliver(steps, sampled)
         self.ends = ()
 
 

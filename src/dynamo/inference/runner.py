@@ -85,5 +85,10 @@ class PredictableRunner(Runner):
         `seqs` sequences; `context`: the sum of their lengths in the first."""
 
     @abstractmethod
+    def decoded(self, sequences: Listed[Sequence], steps: int) -> Listed[Listed[int]]:
+        """What the next `steps` steps would sample for each of `sequences`, were they only to
+        decode. Asked once: they are taken as computed."""
+
+    @abstractmethod
     def skip_to(self, when: float) -> None:
         """The steps up to the one that ends at `when` were taken without `step`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Sequence as Listed
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.hashing import block_hashes, root_hash
@@ -34,9 +35,9 @@ class Content(ABC):
     def append(self, token: int) -> None:
         """The next token was sampled."""
 
-    def repeat(self, token: int, count: int) -> None:
-        """`token` was sampled `count` times."""
-        for _ in range(count):
+    def extend_by(self, tokens: Listed[int]) -> None:
+        """These were sampled, one after the other."""
+        for token in tokens:
             self.append(token)
 
 

@@ -64,8 +64,12 @@ class MemoryDiscovery(Discovery):
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
         self._lost.append(callback)
 
+    def expire(self) -> None:
+        """What a server does that has not heard of this process for too long."""
+        self._remove_own()
+
     def lose_lease(self) -> None:
-        """What a server that forgot this process does; for tests of what follows."""
+        """What a server that forgot this process does, and tells it; for tests of what follows."""
         self._remove_own()
         for callback in self._lost:
             callback()

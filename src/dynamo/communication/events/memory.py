@@ -41,6 +41,7 @@ class MemoryEvents(Events):
         self._subscriptions: set[_Subscription] = set()
         self._lost = 0
         self.lossy: Callable[[int], bool] | None = None
+        self.severed = False
 
     @classmethod
     async def open(cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT) -> Self:
@@ -49,7 +50,7 @@ class MemoryEvents(Events):
         return cls(url.partition(":")[2])
 
     async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
-        made = _MemorySource(self._place, subject, publisher, dump, self._flusher)
+        made = _MemorySource(self, self._place, subject, publisher, dump, self._flusher)
         self._sources.add(made)
         made.appear()
         return made.outlet
@@ -74,6 +75,18 @@ class MemoryEvents(Events):
         if not self._place.planes:
             _places.pop(self._name, None)
 
+    def sever(self) -> None:
+        """The network reaches this process no more: events from it and for it are lost."""
+        self.severed = True
+
+    def rejoin(self) -> None:
+        """The network reaches it again: connections are made anew."""
+        self.severed = False
+        for subscription in self._place.subscriptions:
+            for source in self._place.sources.values():
+                if self in (subscription.plane, source.plane):
+                    subscription.reconnect(source)
+
     def _unsubscribe(self, subscription: _Subscription) -> None:
         self._lost += subscription.lost()
         self._subscriptions.discard(subscription)
@@ -83,8 +96,15 @@ class MemoryEvents(Events):
 
 class _MemorySource:
     def __init__(
-        self, place: _Place, subject: str, publisher: str, dump: Dump | None, flusher: Flusher
+        self,
+        plane: MemoryEvents,
+        place: _Place,
+        subject: str,
+        publisher: str,
+        dump: Dump | None,
+        flusher: Flusher,
     ) -> None:
+        self.plane = plane
         self._place = place
         self.subject = subject
         self.publisher = publisher
@@ -113,7 +133,7 @@ class _MemorySource:
 
 class _Subscription:
     def __init__(self, plane: MemoryEvents, prefix: str, listener: Listener) -> None:
-        self._plane = plane
+        self.plane = plane
         self._prefix = prefix
         self._listener = listener
         self._loop = asyncio.get_running_loop()
@@ -147,8 +167,20 @@ class _Subscription:
     def take(self, source: _MemorySource, first: int, payloads: Sequence[bytes]) -> None:
         """Live events."""
         tracker = self._tracker(source)
-        if tracker is not None and not (self._plane.lossy and self._plane.lossy(first)):
+        if tracker is None or self._severed(source):
+            return
+        if not (self.plane.lossy and self.plane.lossy(first)):
             tracker.events(first, payloads)
+
+    def reconnect(self, source: _MemorySource) -> None:
+        """What happened while nothing came through is asked for."""
+        tracker = self._tracker(source)
+        if tracker is not None and not self._severed(source):
+            tracker.interrupted()
+            tracker.start()
+
+    def _severed(self, source: _MemorySource) -> bool:
+        return self.plane.severed or source.plane.severed
 
     def _tracker(self, source: _MemorySource) -> Tracker | None:
         tracker = self.trackers.get((source.subject, source.publisher))
@@ -158,5 +190,5 @@ class _Subscription:
         self._loop.call_soon(self._answer, tracker, source, after)
 
     def _answer(self, tracker: Tracker, source: _MemorySource, after: int) -> None:
-        if self._tracker(source) is tracker:
+        if self._tracker(source) is tracker and not self._severed(source):
             tracker.repair(source.outlet.catch_up(after))

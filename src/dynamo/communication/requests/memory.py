@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 from dynamo.communication.addresses import new_incarnation
@@ -31,6 +32,8 @@ class MemoryRequests(Requests):
         self._wires: dict[str, _Wire] = {}
         self.accepted: set[_Wire] = set()
         self._broken: list[Callable[[str], None]] = []
+        self.severed = False
+        self.holding: set[_Wire] = set()
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
@@ -72,7 +75,7 @@ class MemoryRequests(Requests):
     def break_off(self, address: str) -> None:
         wire = self._wires.get(address)
         if wire is not None:
-            wire.cut()
+            wire.leave()
 
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)
@@ -87,8 +90,20 @@ class MemoryRequests(Requests):
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
         _planes.pop(self._address, None)
-        for wire in [*self._wires.values(), *self.accepted]:
-            wire.cut()
+        for wire in list(self._wires.values()):
+            wire.leave()
+        for wire in list(self.accepted):
+            wire.die()
+
+    def sever(self) -> None:
+        """The network reaches this process no more: whatever is said to it or by it waits."""
+        self.severed = True
+
+    def rejoin(self) -> None:
+        """The network reaches it again: what waited arrives, in order."""
+        self.severed = False
+        for wire in list(self.holding):
+            wire.release()
 
     def _connect(self, address: str) -> _Wire:
         there = _planes.get(address)
@@ -99,11 +114,12 @@ class MemoryRequests(Requests):
         there.accepted.add(wire)
         return wire
 
-    def forget(self, wire: _Wire, there: MemoryRequests) -> None:
-        """A wire from here to there was cut."""
-        there.accepted.discard(wire)
-        if self._wires.pop(there.address, None) is not None and self._address in _planes:
-            self._tell_broken(there.address)
+    def forget(self, wire: _Wire, address: str) -> None:
+        """The wire from here to `address` is gone."""
+        if self._wires.get(address) is wire:
+            del self._wires[address]
+            if self._address in _planes:
+                self._tell_broken(address)
 
     def _tell_broken(self, address: str) -> None:
         for callback in tuple(self._broken):
@@ -111,13 +127,16 @@ class MemoryRequests(Requests):
 
 
 class _Wire:
-    """One connection; what crosses it takes a turn of the loop, in order."""
+    """One connection; what crosses it takes a turn of the loop, in order. While the network is
+    severed it waits, the end of the connection too: each end learns only then of the other's."""
 
     def __init__(self, here: MemoryRequests, there: MemoryRequests) -> None:
         self._here = here
         self._there = there
         self._loop = asyncio.get_running_loop()
-        self._cut = False
+        self._left = False
+        self._dead = False
+        self._held: list[Callable[[], object]] = []
         self.calls = Calls(self)
         self._outbox = Outbox(self._arm)
 
@@ -126,34 +145,78 @@ class _Wire:
     ) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise TooLarge(f"a request of {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
-        self._loop.call_soon(self._opened, stream, endpoint, context, window_bytes, payload)
+        self._send(partial(self._opened, stream, endpoint, context, window_bytes, payload))
 
     def cancel(self, stream: int) -> None:
-        self._loop.call_soon(self._left, stream)
+        self._send(partial(self._cancelled, stream))
 
     def credit(self, stream: int, size_bytes: int) -> None:
-        self._loop.call_soon(self._released, stream, size_bytes)
+        self._send(partial(self._released, stream, size_bytes))
 
-    def cut(self) -> None:
-        """Break the connection: calls fail, handlers are cancelled."""
-        if self._cut:
+    def leave(self) -> None:
+        """The caller's end breaks it: its calls fail, handlers are cancelled when they hear it."""
+        self._end_calls()
+        self._pass(self._end_handlers)
+
+    def die(self) -> None:
+        """The handlers' end is gone: they are cancelled, calls fail when they hear it."""
+        self._end_handlers()
+        self._pass(self._end_calls)
+
+    def release(self) -> None:
+        """The network may be whole again: what waited arrives."""
+        if self._severed:
             return
-        self._cut = True
-        self._here.forget(self, self._there)
-        self._outbox.leave_all()
-        self.calls.fail(WorkerFailed(f"the connection to {self._there.address} broke"))
+        held, self._held = self._held, []
+        self._here.holding.discard(self)
+        self._there.holding.discard(self)
+        for crossing in held:
+            crossing()
+
+    @property
+    def _severed(self) -> bool:
+        return self._here.severed or self._there.severed
+
+    def _send(self, crossing: Callable[[], object]) -> None:
+        if self._severed:
+            self._hold(crossing)
+        else:
+            self._loop.call_soon(crossing)
+
+    def _pass(self, crossing: Callable[[], object]) -> None:
+        if self._severed:
+            self._hold(crossing)
+        else:
+            crossing()
+
+    def _hold(self, crossing: Callable[[], object]) -> None:
+        self._held.append(crossing)
+        self._here.holding.add(self)
+        self._there.holding.add(self)
+
+    def _end_calls(self) -> None:
+        if not self._left:
+            self._left = True
+            self._here.forget(self, self._there.address)
+            self.calls.fail(WorkerFailed(f"the connection to {self._there.address} broke"))
+
+    def _end_handlers(self) -> None:
+        if not self._dead:
+            self._dead = True
+            self._there.accepted.discard(self)
+            self._outbox.leave_all()
 
     def _arm(self) -> None:
-        self._loop.call_soon(self._deliver)
+        self._send(self._deliver)
 
     def _opened(
         self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
     ) -> None:
-        if not self._cut:
+        if not self._dead:
             incoming = Stream(self._outbox, stream, context, window_bytes)
             self._there.endpoints.start(endpoint, payload, incoming)
 
-    def _left(self, stream: int) -> None:
+    def _cancelled(self, stream: int) -> None:
         if (incoming := self._outbox.open.get(stream)) is not None:
             incoming.leave()
 

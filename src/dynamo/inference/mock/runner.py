@@ -11,6 +11,7 @@ from dynamo.core.values import EngineInfo, TokenLogprobs
 from dynamo.inference.mock.timing import Timing
 from dynamo.inference.mock.tokens import Voice
 from dynamo.inference.runner import Chunk, PredictableRunner, StepPlan, StepResult
+from dynamo.inference.sequence import Sequence
 
 LONGEST_LAG_S = 0.05
 """A loop that falls further behind its modelled times than this does not catch up."""
@@ -61,6 +62,11 @@ class MockRunner(PredictableRunner):
         ends = list(accumulate([time * scale for time in times], initial=self._due))
         del ends[0]
         return ends
+
+    def decoded(self, sequences: Listed[Sequence], steps: int) -> Listed[Listed[int]]:
+        if not self._words:
+            return [(0,) * steps] * len(sequences)
+        return [one.slot.say(one.tokens[-1], steps) for one in sequences]
 
     def skip_to(self, when: float) -> None:
         self._due = when

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo
@@ -32,7 +32,7 @@ class HashContent(Content):
     def append(self, token: int) -> None:
         """What it was does not matter."""
 
-    def repeat(self, token: int, count: int) -> None:
+    def extend_by(self, tokens: Sequence[int]) -> None:
         """What they were does not matter."""
 
 
@@ -41,13 +41,15 @@ def make_simulated(
     timing: Timing,
     clock: Clock,
     *,
-    known: Known,
     settled: Settled,
     eviction: str,
+    known: Known | None = None,
+    words: Sequence[int] = (),
     prefix_caching: bool = True,
 ) -> tuple[BatchedEngine, Leaper]:
-    """An engine that computes requests which are `known` otherwise than by their tokens."""
-    runner = MockRunner(info, (), timing, clock, shortest_sleep_s=0.0)
+    """An engine that computes requests which are `known` otherwise than by their tokens; or, where
+    they are not, one that speaks in `words` (ids) and takes requests as they are."""
+    runner = MockRunner(info, words, timing, clock, shortest_sleep_s=0.0)
     leaper = Leaper(runner, clock)
     engine = BatchedEngine(
         runner,

@@ -36,6 +36,17 @@ class Voice:
         words = self._words
         return words[self._hash.intdigest() % len(words)]
 
+    def say(self, last: int, count: int) -> list[int]:
+        """The next `count` tokens after `last`, which is not heard yet; the last of them is not
+        either."""
+        words, context = self._words, self._hash
+        said = []
+        for _ in range(count):
+            context.update(_pack(last))
+            last = words[context.intdigest() % len(words)]
+            said.append(last)
+        return said
+
     def logprobs(self, top: int) -> TokenLogprobs:
         """Of the token after the context: it has a probability between .5 and 1, and the `top` best
         share what is left, each half of the one before."""
