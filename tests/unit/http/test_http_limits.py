@@ -76,6 +76,20 @@ async def test_an_idle_connection_is_closed(serve: Any, connect: Any) -> None:
         assert await served.closed()
 
 
+async def test_who_asks_for_nothing_is_dropped_sooner_than_who_has(
+    serve: Any, connect: Any
+) -> None:
+    _, port = await serve(tell, header_timeout_s=0.2, idle_timeout_s=60.0)
+    async with connect(port) as silent, connect(port) as blank, connect(port) as served:
+        blank.send(b"\r\n")
+        served.ask("GET", "/")
+        assert (await served.answer()).status == 200
+        assert await silent.closed()
+        assert await blank.closed()
+        served.ask("GET", "/")
+        assert (await served.answer()).status == 200
+
+
 async def test_refusing_waits_for_earlier_answers(serve: Any, connect: Any) -> None:
     async def slowly(request: Request, response: Response) -> None:
         await asyncio.sleep(0.02)

@@ -92,7 +92,8 @@ class Connection(asyncio.Protocol):
         self._written = 0
         self._progress = (0, 0.0)
         self.paused_at: float | None = None
-        self.deadline = shared.clock.now() + shared.limits.idle_timeout_s
+        limits = shared.limits  # who has asked for nothing yet has no claim to wait for long
+        self.deadline = shared.clock.now() + min(limits.header_timeout_s, limits.idle_timeout_s)
 
     # input
 

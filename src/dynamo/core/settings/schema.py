@@ -102,7 +102,11 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_headers: Annotated[int, setting("headers in one request", ge=8)] = 100
     header_timeout: Annotated[
         float,
-        setting("time to send the headers, then the body's next part", unit="seconds", ge=0.1),
+        setting(
+            "time from connecting to a first request, to send its headers, then the body's next part",
+            unit="seconds",
+            ge=0.1,
+        ),
     ] = 15.0
     idle_timeout: Annotated[
         float, setting("an idle kept-alive connection is closed after", unit="seconds", ge=1)
