@@ -94,3 +94,16 @@ def test_the_index_equals_the_caches_at_the_end(replay, monkeypatch):
         assert held
         for block in held:
             assert str(number) in view.index.match([block])
+
+
+def test_mode_adaptive_spreads_a_burst_and_minds_memory(replay):
+    """Workers tell of their load late; a worker of little memory is soon full."""
+    conversations = chats(150, per_s=6)
+    adaptive, _ = replay(conversations, "adaptive")
+    turns, _ = replay(conversations, "round_robin")
+    assert adaptive.ttft_ms.mean <= turns.ttft_ms.mean
+
+    workers = replace(cluster(4), num_blocks=(200, 4096))
+    adaptive, _ = replay(conversations, "adaptive", workers=workers)
+    fewest, _ = replay(conversations, "least_loaded", workers=workers)
+    assert adaptive.ttft_ms.mean < fewest.ttft_ms.mean

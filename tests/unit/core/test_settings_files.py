@@ -163,7 +163,7 @@ def test_everything_is_explained_and_secrets_are_not() -> None:
     assert rows["server.api_keys"].value == "***"
     assert rows["server.http_port"].origin == "f.yaml:1"
     assert rows["server.idle_timeout"].unit == "seconds"
-    assert rows["router.load_balancing.algorithm"].note == "not in use yet"
+    assert rows["nixl.compression"].note == "not in use yet"
 
 
 def test_the_schema_knows_every_spelling() -> None:

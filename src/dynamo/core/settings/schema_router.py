@@ -37,7 +37,9 @@ class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     algorithm: Annotated[
         str,
         setting(
-            "between workers of equal score", choices=BASIC_MODES, spellings=SPELLINGS, unused=True
+            "between workers of equal score, in mode adaptive",
+            choices=BASIC_MODES,
+            spellings=SPELLINGS,
         ),
     ] = "random"
     health_check_interval: Annotated[

@@ -9,6 +9,7 @@ from random import Random
 from typing import Self
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events import open_events
@@ -44,12 +45,21 @@ _places = count()
 
 
 class Workers(msgspec.Struct, frozen=True):
-    """How many, each with `engine`, as fast as `timing` says."""
+    """How many, each with `engine`, as fast as `timing` says. `num_blocks`: of each in turn, where
+    their memories differ."""
 
     number: int
     engine: EngineInfo
     timing: Timing
     eviction: str
+    num_blocks: tuple[int, ...] = ()
+
+    def engine_of(self, number: int) -> EngineInfo:
+        """What the engine of one of them is."""
+        if not self.num_blocks:
+            return self.engine
+        blocks = self.num_blocks[number % len(self.num_blocks)]
+        return replace(self.engine, num_blocks=blocks)
 
 
 class Cluster:
@@ -104,7 +114,7 @@ class Cluster:
     async def _add(self, number: int) -> None:
         workers = self._workers
         engine, leaper = make_simulated(
-            workers.engine,
+            workers.engine_of(number),
             workers.timing,
             self._clock,
             known=self._log.known,

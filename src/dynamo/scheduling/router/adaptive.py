@@ -4,7 +4,7 @@ most left once it is there. It looks at no cache: for engines that publish nothi
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,11 @@ UNKNOWN_SPEED = 1000.0
 UNKNOWN_OUTPUT = 256
 HISTORY = 256
 RETRY_S = 1.0
+TIE = 1e-3
+"""Scores nearer than this share of the best are equal."""
+
+Pick = Callable[[Sequence[str]], str]
+"""One of several equal workers."""
 
 
 class LoadBalancingError(Overloaded):
@@ -60,11 +65,13 @@ class WorkerAssignment(msgspec.Struct, frozen=True):
 
 
 class WorkerMetrics(msgspec.Struct, frozen=True):
-    """Shares between 0 and 1; `capacity_tokens`: of its KV memory."""
+    """Shares between 0 and 1; `capacity_tokens`: of its KV memory; `speed`: tokens a second, where
+    that is known better than from what completed."""
 
     current_load: float = 0.0
     available_memory: float = 1.0
     capacity_tokens: float = 1 << 20
+    speed: float | None = None
 
 
 class Balanced(Protocol):
@@ -100,9 +107,10 @@ class LoadPredictionModel:
 class AdaptiveLoadBalancer:
     """Keeps what it knows of workers by their ids."""
 
-    def __init__(self, config: Any = None) -> None:
-        """`config`: free for the caller's use."""
+    def __init__(self, config: Any = None, pick: Pick | None = None) -> None:
+        """`config`: free for the caller's use; `pick`: between equals (the first)."""
         self.config = config
+        self._pick = pick or _first
         self.worker_metrics: dict[str, WorkerMetrics] = {}
         self.load_history: defaultdict[str, deque[PredictedLoad]] = defaultdict(
             lambda: deque(maxlen=HISTORY)
@@ -133,13 +141,15 @@ class AdaptiveLoadBalancer:
                 hint="add workers, or shorten the prompt",
                 retry_after_s=RETRY_S,
             )
-        best = max(scores, key=scores.__getitem__)
+        best = self._best(scores)
         self.load_history[best].append(predicted)
         return WorkerAssignment(best, predicted, scores[best], self._completion_s(best, predicted))
 
     def update_metrics(self, worker_id: str, metrics: WorkerMetrics) -> None:
         """What a worker says of itself."""
         self.worker_metrics[worker_id] = metrics
+        if metrics.speed is not None:
+            self._speeds[worker_id] = metrics.speed
 
     def completed(self, worker_id: str, prompt: int, output: int, seconds: float) -> None:
         """A request ended there: how long answers get and how fast the worker is."""
@@ -167,6 +177,12 @@ class AdaptiveLoadBalancer:
             memory_constrained=metrics.available_memory < CONSTRAINED,
         )
 
+    def _best(self, scores: Mapping[str, float]) -> str:
+        best = max(scores.values())
+        limit = best - abs(best) * TIE
+        equal = [name for name, score in scores.items() if score >= limit]
+        return equal[0] if len(equal) == 1 else self._pick(equal)
+
     def _score(self, worker_id: str, predicted: PredictedLoad, capacity: Capacity) -> float:
         """The share left with the request there, times how fast the worker is."""
         left = (capacity.effective - predicted.total) / max(capacity.base, 1.0)
@@ -183,6 +199,10 @@ class AdaptiveLoadBalancer:
 
     def _mean_speed(self) -> float:
         return sum(self._speeds.values()) / len(self._speeds) if self._speeds else UNKNOWN_SPEED
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0]
 
 
 def prompt_tokens(request: Any) -> int:

@@ -1,122 +1,122 @@
-"""Mode `adaptive`: the adaptive balancer over what workers report."""
+"""Mode `adaptive`: the adaptive balancer over what workers report and what was sent there since."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
-from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.values import GenerateRequest, Load
+from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
-from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.adaptive import (
+    UNKNOWN_SPEED,
     AdaptiveLoadBalancer,
     LoadBalancingError,
     WorkerMetrics,
+    prompt_tokens,
 )
+from dynamo.scheduling.router.fleet import SEQUENCES, Active, Book, Fleet
+from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.policy import Candidate, Decision, Policy, Ticket
+from dynamo.scheduling.router.policy import Candidate, Decision, Policy
+from dynamo.scheduling.router.prompt import Prompt
 
 ADAPTIVE = "adaptive"
-UNKNOWN_SEATS = 256
-UNKNOWN_BLOCKS = 4096
-BLOCK_TOKENS = 16
+UNKNOWN_CAPACITY = 65_536.0
 
 
 class AdaptivePolicy(Policy):
-    """Where none has room, the least loaded gets the request, which then waits in its queue."""
+    """Where none has room, the least loaded gets the request, which then waits in its queue.
+    Reports are late, so the books of what went where count beside them."""
 
-    def __init__(self, client: Client, loads: LoadView, clock: Clock) -> None:
+    def __init__(self, client: Client, loads: LoadView, clock: Clock, ties: str = "random") -> None:
+        """`ties`: the basic mode that decides between equals."""
         self._client = client
         self._loads = loads
         self._clock = clock
-        self.balancer = AdaptiveLoadBalancer()
+        self._ties = ties
+        self._fleet = Fleet()
+        self.balancer = AdaptiveLoadBalancer(pick=self._pick)
+        loads.on_report(self._fleet.reported)
         self._stop_listening = client.on_change(self._announced)
-        self._known: frozenset[str] = frozenset(client.instances)
+        self._announced()
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        del context
-        live = [one for one in self._client.instances.values() if one.id not in tried]
-        if not live:
+        instances = self._client.instances
+        out = barred(instances, context)
+        books = [one for one in self._fleet.books if one.name not in tried and one.name not in out]
+        if not books:
             raise NoWorkers("no instance serves this endpoint now", retry_after_s=1.0)
-        balancer = self.balancer
-        for one in live:
-            balancer.update_metrics(one.id, self._metrics(one))
-        try:
-            best = balancer.assign(live, request).worker_id
-        except LoadBalancingError:
-            best = min(live, key=lambda one: balancer.worker_metrics[one.id].current_load).id
-        instance = self._client.instances[best]
-        return Decision(
-            instance,
-            ADAPTIVE,
-            len(live),
-            table=self._table(live),
-            ticket=_Ticket(self, instance, request),
-        )
+        now = self._clock.now()
+        self._fleet.freshen(now)
+        best = self._assign(books, request)
+        table = self._table(books)
+        prompt = Prompt(prompt_tokens(request), ())
+        name = f"{context.request_id}/{request.choice}/{context.attempt}"
+        active = Active(name, best, prompt, prompt.tokens, now)
+        active.on_first, active.on_end = self._first_token, self._ended
+        best.place(active, now)
+        return Decision(best.instance, ADAPTIVE, len(books), table=table, ticket=active)
 
     async def close(self) -> None:
         self._stop_listening()
         self._loads.close()
 
-    def ended(self, ticket: _Ticket) -> None:
-        """What it took teaches."""
-        seconds = self._clock.now() - ticket.started_s
-        if ticket.emitted:
-            self.balancer.completed(ticket.worker, ticket.prompt_tokens, ticket.emitted, seconds)
+    def _assign(self, books: list[Book], request: GenerateRequest) -> Book:
+        balancer = self.balancer
+        for book in books:
+            balancer.update_metrics(book.name, metrics_of(book))
+        try:
+            name = balancer.assign([book.instance for book in books], request).worker_id
+        except LoadBalancingError:
+            return min(books, key=lambda book: balancer.worker_metrics[book.name].current_load)
+        return self._fleet[name]
 
-    def now(self) -> float:
-        """Seconds."""
-        return self._clock.now()
+    def _pick(self, equal: Sequence[str]) -> str:
+        return self._client.pick(self._ties, frozenset(equal)).id
 
-    def _metrics(self, instance: Instance) -> WorkerMetrics:
-        """The worker's last report, with what was sent there since."""
-        load = self._loads.loads.get(instance.id) or Load()
-        about = instance.capabilities.get("engine")
-        engine = about if isinstance(about, dict) else {}
-        seats = engine.get("max_num_seqs") or UNKNOWN_SEATS
-        blocks = load.total_blocks or engine.get("num_blocks") or UNKNOWN_BLOCKS
-        busy = max(load.running + load.waiting, self._client.in_flight(instance.id))
-        return WorkerMetrics(
-            current_load=min(1.0, busy / seats),
-            available_memory=1.0 - load.active_blocks / blocks,
-            capacity_tokens=blocks * float(engine.get("block_tokens") or BLOCK_TOKENS),
-        )
+    def _first_token(self, active: Active) -> None:
+        active.book.first_token(active, self._clock.now())
 
-    def _table(self, live: list[Instance]) -> tuple[Candidate, ...]:
+    def _ended(self, active: Active) -> None:
+        """How long its answer was teaches."""
+        active.book.end(active, self._clock.now())
+        if active.emitted:
+            self.balancer.prediction_model.observe(active.prompt_tokens, active.emitted)
+
+    def _table(self, books: list[Book]) -> tuple[Candidate, ...]:
         rows = []
-        for one in live:
-            capacity = self.balancer.capacity(one.id)
+        for book in books:
+            capacity = self.balancer.capacity(book.name)
             terms = {
                 "base": capacity.base,
                 "available": capacity.available,
                 "effective": capacity.effective,
             }
-            rows.append(Candidate(one.id, 0, -capacity.effective, terms))
+            rows.append(Candidate(book.name, 0, -capacity.effective, terms))
         return tuple(sorted(rows, key=lambda row: row.cost))
 
     def _announced(self) -> None:
-        now = frozenset(self._client.instances)
-        for gone in self._known - now:
+        for gone in self._fleet.replace(self._client.instances):
             self.balancer.forget(gone)
-        self._known = now
 
 
-class _Ticket(Ticket):
-    __slots__ = ("_policy", "prompt_tokens", "started_s", "worker")
-
-    def __init__(
-        self, policy: AdaptivePolicy, instance: Instance, request: GenerateRequest
-    ) -> None:
-        super().__init__()
-        self._policy = policy
-        self.worker = instance.id
-        self.prompt_tokens = len(request.token_ids) // TOKEN_BYTES
-        self.started_s = policy.now()
-
-    def end(self) -> None:
-        self._policy.ended(self)
+def metrics_of(book: Book) -> WorkerMetrics:
+    """As the worker reports, with what was sent there since. Its load is x / (1 + x), x being the
+    steps that its open prompts fill plus the share of its places that is taken: it never is full,
+    but whoever comes next gets a smaller part."""
+    info = book.info
+    places = info.max_num_seqs if info else SEQUENCES
+    prompts = book.open_tokens + book.others_tokens
+    requests = len(book.active) + book.others_count
+    work = prompts / book.token_budget + requests / places
+    return WorkerMetrics(
+        current_load=work / (1.0 + work),
+        available_memory=1.0 - book.memory_share(),
+        capacity_tokens=float(info.num_blocks * info.block_tokens) if info else UNKNOWN_CAPACITY,
+        speed=UNKNOWN_SPEED / book.pace.factor,
+    )

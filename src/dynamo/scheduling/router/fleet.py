@@ -108,7 +108,8 @@ class Book:
 
     `open_tokens`, `open_count`: prompts whose first token is still out; `free_s`: when the last of
     those is expected to come; `context`: tokens of all that decode; `youth`: the sum over active
-    requests of 1 / (tokens emitted + 50); `load`: as last reported by the worker.
+    requests of 1 / (tokens emitted + 50); `load`: as last reported by the worker; `others_tokens`,
+    `others_count`: prompts and requests in that report that others sent there.
     """
 
     __slots__ = (
@@ -121,10 +122,11 @@ class Book:
         "info",
         "instance",
         "load",
-        "load_s",
         "name",
         "open_count",
         "open_tokens",
+        "others_count",
+        "others_tokens",
         "pace",
         "prefill_ms",
         "step_ms",
@@ -146,7 +148,8 @@ class Book:
         self.context = 0
         self.youth = 0.0
         self.load: Load | None = None
-        self.load_s = 0.0
+        self.others_tokens = 0
+        self.others_count = 0
         self._surveyed_s = float("-inf")
         self._group = Group(0.0, 0.0, 0, 0)
         self._tempo()
@@ -185,13 +188,23 @@ class Book:
         return abs(self.free_s - now) * 1e3 if self.open_count else 0.0
 
     def memory_share(self) -> float:
-        """Of its KV memory: what active requests hold, by this book or by its own last report."""
-        told = self.load
-        share = told.active_blocks / told.total_blocks if told and told.total_blocks else 0.0
-        if self.info is not None:
-            tokens = self.context + self.open_tokens
-            share = max(share, tokens / (self.info.num_blocks * self.info.block_tokens))
+        """Of its KV memory: what is in use there by its own last report (by this book where there
+        is none), and what the prompts need that are not computed, or were placed since."""
+        told, info = self.load, self.info
+        if told is not None and told.total_blocks:
+            share = told.active_blocks / told.total_blocks
+            held = 0
+        else:
+            share, held = 0.0, self.context
+        if info is not None:
+            share += (held + self.open_tokens) / (info.num_blocks * info.block_tokens)
         return min(share, 1.0)
+
+    def told(self, load: Load) -> None:
+        """The worker's own word about its load. What this book knows of is not counted again."""
+        self.load = load
+        self.others_tokens = max(0, load.prefill_tokens - self.open_tokens)
+        self.others_count = max(0, load.running + load.waiting - len(self.active))
 
     def load_factor(self) -> float:
         """Between 0 and 1, the larger of two: a step's prompt tokens and its places taken."""
@@ -348,6 +361,7 @@ class Fleet:
 
     def reported(self, name: str, load: Load, now: float) -> None:
         """A worker's own word about its load."""
+        del now
         book = self._by_name.get(name)
         if book is not None:
-            book.load, book.load_s = load, now
+            book.told(load)

@@ -113,7 +113,7 @@ async def open_policy(
     if settings.mode == ADAPTIVE:
         loads = LoadView(clock)
         await loads.follow(events, component)
-        return AdaptivePolicy(client, loads, clock)
+        return AdaptivePolicy(client, loads, clock, settings.load_balancing.algorithm)
     if settings.mode != KV:
         return BasicPolicy(client, settings.mode)
     if view is None:

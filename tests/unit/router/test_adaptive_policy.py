@@ -1,0 +1,128 @@
+"""Mode adaptive: what was sent since a worker's last report counts beside it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any, cast
+
+import pytest
+from msgspec.msgpack import encode
+from tests.unit.router.stage import ENGINE, instance
+
+from dynamo.communication.events import Event
+from dynamo.core.clock import SystemClock
+from dynamo.core.context import Context
+from dynamo.core.errors import NoWorkers
+from dynamo.core.labels import LABELS
+from dynamo.core.values import GenerateRequest, Load, Sampling, Stops
+from dynamo.runtime.client import Client
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.router.adaptive_policy import AdaptivePolicy
+from dynamo.scheduling.router.fleet import Active
+from dynamo.scheduling.router.loads import LoadView
+
+CONTEXT = Context("r")
+
+
+class Workers:
+    """A client's instances; picks the last by name, so that ties can be told from firsts."""
+
+    def __init__(self, *workers: Instance) -> None:
+        self.instances = {one.id: one for one in workers}
+        self.picked: list[str] = []
+        self._changed: Callable[[], None] = lambda: None
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self._changed = callback
+        return lambda: None
+
+    def pick(self, mode: str, allowed: frozenset[str]) -> Instance:
+        self.picked.append(mode)
+        return self.instances[max(allowed)]
+
+    def leave(self, name: str) -> None:
+        del self.instances[name]
+        self._changed()
+
+
+def request(tokens: int) -> GenerateRequest:
+    ids = array("I", range(tokens)).tobytes()
+    return GenerateRequest("r", "m", ids, Sampling(), Stops())
+
+
+class Bench:
+    def __init__(self, *workers: Instance) -> None:
+        self.clock = SystemClock()
+        self.workers = Workers(*workers)
+        self.loads = LoadView(self.clock)
+        self.policy = AdaptivePolicy(
+            cast("Client", self.workers), self.loads, self.clock, "round_robin"
+        )
+
+    def reports(self, name: str, **load: int) -> None:
+        told = encode(Load(**load))
+        self.loads.update_scores(Event("n.worker.load_metrics", name, 1, 1, told))
+
+    async def goes(self, tokens: int = 1000, context: Context = CONTEXT) -> Active:
+        decision = await self.policy.choose(request(tokens), context, frozenset())
+        assert isinstance(decision.ticket, Active)
+        assert decision.instance.id == decision.ticket.book.name
+        return decision.ticket
+
+
+async def test_ten_at_once_spread_though_no_report_comes_between() -> None:
+    bench = Bench(*(instance(name) for name in "abcde"))
+    for name in "bcde":
+        bench.reports(name, active_blocks=40, total_blocks=4096)
+    went = Counter([(await bench.goes(8000)).book.name for _ in range(10)])
+    assert dict(went) == dict.fromkeys("abcde", 2)
+
+
+async def test_the_setting_decides_between_equals() -> None:
+    bench = Bench(instance("a"), instance("b"))
+    assert (await bench.goes()).book.name == "b"
+    assert bench.workers.picked == ["round_robin"]
+
+
+async def test_reports_of_what_others_sent_count() -> None:
+    bench = Bench(instance("a"), instance("b"))
+    bench.reports("a", waiting=4, prefill_tokens=30_000)
+    assert (await bench.goes()).book.name == "b"
+    assert (await bench.goes()).book.name == "b"
+    bench.reports("a")
+    assert (await bench.goes()).book.name == "a"
+
+
+async def test_what_ended_weighs_no_more_and_teaches_how_long_answers_are() -> None:
+    bench = Bench(instance("a"), instance("b"))
+    first = await bench.goes(8000)
+    first.first_token()
+    first.emitted = 40
+    first.end()
+    assert first.book.open_tokens == 0
+    predicted = bench.policy.balancer.prediction_model.predict_request_load(request(8000))
+    assert predicted.output_tokens == 40
+
+
+async def test_the_bigger_memory_gets_more() -> None:
+    small = ENGINE | {"num_blocks": 1024}
+    bench = Bench(instance("big"), instance("small", engine=small))
+    rng = Random(1)
+    placed = [await bench.goes(rng.randrange(500, 4000)) for _ in range(40)]
+    for one in placed:
+        one.first_token()
+    went = Counter(one.book.name for one in placed)
+    assert went["big"] > 1.5 * went["small"] > 0
+
+
+async def test_labels_and_tried_ones_are_respected() -> None:
+    labelled: dict[str, Any] = {LABELS: {"zone": "east"}}
+    bench = Bench(instance("a", **labelled), instance("b"))
+    context = Context("r", metadata={LABELS: "zone=east"})
+    assert {(await bench.goes(context=context)).book.name for _ in range(4)} == {"a"}
+    bench.workers.leave("a")
+    with pytest.raises(NoWorkers):
+        await bench.policy.choose(request(10), CONTEXT, frozenset({"b"}))
