@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo.core.context import Context
-from dynamo.core.errors import Overloaded
+from dynamo.core.errors import NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Send
 from dynamo.core.settings.schema_router import Router as RouterSettings
@@ -20,6 +21,7 @@ from dynamo.inference.mock.timing import Linear
 from dynamo.operations.replay.cluster import Cluster, Workers
 from dynamo.operations.replay.flight import FlightLog
 from dynamo.operations.replay.trace import Blocks, Turn
+from dynamo.runtime.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, Promise
 from dynamo.scheduling.assembly import assemble
 from dynamo.scheduling.router import Router
@@ -44,6 +46,7 @@ class Trial:
     def __init__(
         self, send: Send, clock: VirtualClock, log: FlightLog, admission: Admission
     ) -> None:
+        self.cluster: Any = None
         self.send, self.clock, self.log, self.admission = send, clock, log, admission
         self.first: dict[int, float] = {}
         self.arrived: dict[int, float] = {}
@@ -97,6 +100,17 @@ class Trial:
 class Admitted(Cluster):
     """With admission before its router."""
 
+    async def hide(self) -> None:
+        """Its first worker is not announced any more."""
+        self._hidden = next(iter(self._client.instances.values()))
+        await self._discovery.delete(instance_key(self._hidden))
+        await asyncio.sleep(0)
+
+    async def show(self) -> None:
+        """It is again."""
+        await self._discovery.put(instance_key(self._hidden), encode_instance(self._hidden))
+        await asyncio.sleep(0)
+
     def admit(self, promise: Promise, metrics: Registry | None = None) -> tuple[Send, Admission]:
         """Everything that a request passes."""
         admission = Admission(self._client, self._policy, self._clock, promise, metrics)
@@ -118,7 +132,9 @@ async def trial(
         if mode == "kv":
             clock.on_jump(cluster.catch_up)
         send, admission = cluster.admit(promise, metrics)
-        yield Trial(send, clock, log, admission)
+        made = Trial(send, clock, log, admission)
+        made.cluster = cluster
+        yield made
 
 
 def short_and_long(rng: Random) -> int:
@@ -266,6 +282,28 @@ def test_a_cap_for_each_worker() -> None:
             await clock.sleep(0.5)
             assert [len(d.held) for d in made.admission.places.desks.values()] == [2, 2]
             await tasks.join()
+
+    run_virtually(main)
+
+
+def test_who_waits_outlives_its_worker() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+            for _ in range(3):
+                tasks.start(made.one())
+            await clock.sleep(0.1)
+            await made.cluster.hide()
+            await clock.sleep(10)
+            assert [*made.first] == [0]
+            await made.cluster.show()
+            await tasks.join()
+            assert [*made.first] == [0, 1, 2]
+            tasks.start(made.one())
+            waiting = tasks.start(made.one())
+            await clock.sleep(0.1)
+            await made.cluster.hide()
+            with pytest.raises(NoWorkers):
+                await waiting
 
     run_virtually(main)
 

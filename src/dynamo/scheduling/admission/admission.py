@@ -36,6 +36,8 @@ RELAXED_S = 30.0
 """No prefill is weighed against a limit beyond this."""
 LOOK_AGAIN_S = 0.25
 """While requests wait, places are counted anew so often, whatever was reported or not."""
+RECOVERY_S = 30.0
+"""Who waits already does so for so long when there is no worker any more."""
 RESERVE = 0.05
 """Of a promised first token's time, for the way to the client."""
 LONGEST_RETRY_S = 60.0
@@ -72,6 +74,7 @@ class Admission(Operator):
         self._count = 0
         self._told_s = 0.0
         self._turns = Turns()
+        self._alone_s: float | None = None
         self._stop_looking: Callable[[], None] | None = None
         self._declare(metrics or Registry())
         self._stop_listening = client.on_change(self._announced)
@@ -269,12 +272,14 @@ class Admission(Operator):
         if self._keeps:
             self._fleet.replace(live)
         self.places.announced(live, {book.name: book for book in self._fleet.books})
-        if not live:
-            self._empty()
+        if live:
+            self._alone_s = None
+        elif self._alone_s is None:
+            self._alone_s = self._clock.now()
         self._release()
 
-    def _empty(self) -> None:
-        """Nobody is left: the router knows what to say."""
+    def _give_up(self) -> None:
+        """No worker has come for long: the router knows what to say."""
         for ticket in self._queue.in_order(self._clock.now()):
             self._queue.pop(ticket.name)
             if ticket.turn is not None and not ticket.turn.done():
@@ -288,6 +293,9 @@ class Admission(Operator):
 
     def _look_again(self) -> None:
         self._stop_looking = None
+        alone_s = self._alone_s
+        if alone_s is not None and self._clock.now() - alone_s >= RECOVERY_S:
+            self._give_up()
         if len(self._queue):
             self.places.recount()
             self._release()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
@@ -86,6 +88,8 @@ class Attendance:
             instance: Instance, request: GenerateRequest, context: Context, reply: Reply
         ) -> None:
             held = self._came(instance.id, request)
+            if context.avoid:  # has been of use, and may be long
+                context = replace(context, avoid=())
             attended = AttendedReply(reply, held, self)
             ok = True
             try:
