@@ -1,0 +1,162 @@
+"""Runs a day."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import count
+from random import Random
+
+import msgspec
+
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import EngineInfo
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.inference.mock.timing import Linear, Timing
+from dynamo.operations.replay.figures import spread
+from dynamo.testing.day.books import leaks, places_left
+from dynamo.testing.day.faults import Faults, Fleet
+from dynamo.testing.day.figures import DayResult, counters, resident_mb
+from dynamo.testing.day.processes import Ground, SimulatedFrontend
+from dynamo.testing.day.requests import Asking, Prompts, Tally
+
+SETTLING_S = 90.0
+"""After the last fault; longer than any probe, lease or repair takes."""
+COUNTERS = (
+    "dynamo_migrations_total",
+    "dynamo_migrations_failed_total",
+    "dynamo_workers_frozen_total",
+    "dynamo_requests_moved_total",
+    "dynamo_workers_ejected_total",
+    "dynamo_router_retries_total",
+)
+_places = count()
+
+Progress = Callable[[float, Tally, Fleet], None]
+"""Called every virtual hour with the hours that have gone."""
+
+
+class Day(msgspec.Struct, frozen=True):
+    """What is lived through. `rate`: requests a second."""
+
+    hours: float = 24.0
+    workers: int = 100
+    rate: float = 2.0
+    prompt_tokens: int = 1024
+    answer_tokens: int = 128
+    deadline_s: float = 10.0
+    num_blocks: int = 1024
+    block_tokens: int = 16
+    mode: str = "kv"
+    timing: Timing = Linear(c0=10.0, c1=0.1)
+    faults: Faults = Faults()
+    seed: int = 0
+
+
+def live_through(day: Day, progress: Progress | None = None) -> DayResult:
+    """Hours in minutes. Raises `Deadlock`."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = run_virtually(lambda clock: _live(day, clock, progress))
+    took = {
+        "wall_s": round(time.perf_counter() - wall, 1),
+        "cpu_s": round(time.process_time() - cpu, 1),
+    }
+    return msgspec.structs.replace(result, leaks=[*result.leaks, *places_left()], **took)
+
+
+async def _live(day: Day, clock: VirtualClock, progress: Progress | None) -> DayResult:
+    engine = EngineInfo(
+        engine="mock",
+        block_tokens=day.block_tokens,
+        num_blocks=day.num_blocks,
+        context_tokens=day.num_blocks * day.block_tokens,
+        max_num_seqs=256,
+        max_num_batched_tokens=8_192,
+    )
+    ground = Ground(f"memory:day-{next(_places)}", clock, engine, day.timing, day.mode)
+    rng, tally = Random(day.seed), Tally()
+    fleet = Fleet(ground, day.faults, Random(rng.random()), day.workers)
+    await fleet.start()
+    frontend = await SimulatedFrontend.start(ground, day.seed)
+    clock.on_jump(lambda: _catch_up(fleet))
+    memory = await _ask_all(day, clock, rng, tally, fleet, frontend, progress)
+    await fleet.calm()
+    await clock.sleep(SETTLING_S)
+    left = leaks(frontend, fleet.workers.values())
+    if tally.under_way:
+        left.append(f"{tally.under_way} requests under way")
+    counted = counters(frontend.runtime.metrics.render(), COUNTERS)
+    await frontend.leave()
+    await fleet.leave()
+    left += [f"task left: {name}" for name in _tasks_left()]
+    return _result(day, tally, fleet, counted, left, memory)
+
+
+async def _ask_all(
+    day: Day,
+    clock: VirtualClock,
+    rng: Random,
+    tally: Tally,
+    fleet: Fleet,
+    frontend: SimulatedFrontend,
+    progress: Progress | None,
+) -> list[float]:
+    """Requests come by chance until the day is over, and are answered. Resident memory by hour."""
+    asking = Asking(frontend.send, clock, tally, day.answer_tokens, day.deadline_s)
+    prompts = Prompts(day.prompt_tokens, Random(rng.random()))
+    memory: list[float] = []
+    begin = clock.now()
+    end, told = begin + day.hours * 3600.0, begin
+    async with Tasks() as tasks:
+        fleet.unleash()
+        while clock.now() < end:
+            await clock.sleep(rng.expovariate(day.rate))
+            tasks.start(asking.ask(prompts.make()))
+            if clock.now() >= told:
+                memory.append(resident_mb())
+                if progress is not None:
+                    progress((clock.now() - begin) / 3600.0, tally, fleet)
+                told += 3600.0
+        await tasks.join()
+    return memory
+
+
+def _catch_up(fleet: Fleet) -> None:
+    for worker in fleet.workers.values():
+        worker.leaper.catch_up()
+
+
+def _tasks_left() -> list[str]:
+    mine = asyncio.current_task()
+    return sorted(task.get_name() for task in asyncio.all_tasks() if task is not mine)
+
+
+def _result(
+    day: Day,
+    tally: Tally,
+    fleet: Fleet,
+    counted: dict[str, float],
+    left: list[str],
+    memory: list[float],
+) -> DayResult:
+    return DayResult(
+        hours=day.hours,
+        workers=day.workers,
+        requests=tally.requests,
+        right=tally.right,
+        right_share=tally.right / max(1, tally.requests),
+        failed=dict(tally.failed),
+        told=tally.told,
+        hit=len(tally.hit_s),
+        hit_gap_ms=spread(tally.hit_s),
+        took_ms=spread(tally.took_s),
+        crashes=fleet.crashes,
+        partitions=fleet.partitions,
+        severed=fleet.severed,
+        counters=counted,
+        leaks=left,
+        resident_mb=memory,
+        wall_s=0.0,
+        cpu_s=0.0,
+    )

@@ -1,0 +1,119 @@
+"""What befalls the workers of a day."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+import msgspec
+
+from dynamo.core.tasks import Tasks
+from dynamo.testing.day.processes import Ground, SimulatedWorker
+
+RESTART_S = (2.0, 15.0)
+LEASE_S = (0.0, 30.0)
+"""A dead worker stays listed so long: not at all where the kernel drops its lock, else until its
+lease ends."""
+PARTITION_S = (10.0, 60.0)
+SHARE = (0.1, 0.5)
+LOST_LEASE_S = 20.0
+"""Whom discovery, too, has not heard of for so long is taken off its list."""
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """Seconds between two crashes of a worker, and between two partitions, on average; 0: never."""
+
+    crash_every_s: float = 5 * 3600.0
+    partition_every_s: float = 3600.0
+
+
+class Fleet:
+    """The workers, who die and come back."""
+
+    def __init__(self, ground: Ground, faults: Faults, rng: Random, number: int) -> None:
+        self._ground = ground
+        self._faults = faults
+        self._rng = rng
+        self._number = number
+        self._living = Tasks()
+        self._graves = Tasks()
+        self._starts = 0
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.crashes = self.partitions = self.severed = 0
+
+    async def start(self) -> None:
+        """All serve; nothing befalls them yet."""
+        for number in range(self._number):
+            await self._come(number)
+
+    def unleash(self) -> None:
+        """From now on they crash, and the network breaks."""
+        if self._faults.crash_every_s:
+            for number in range(self._number):
+                self._living.start(self._live(number), f"life of worker {number}")
+        if self._faults.partition_every_s:
+            self._living.start(self._partitions(), "partitions")
+
+    async def calm(self) -> None:
+        """No more faults: everybody is back, whom nobody hears of any more is buried."""
+        await self._living.close()
+        for worker in self.workers.values():
+            if worker.severed:
+                worker.rejoin()
+        await self._graves.join()
+        for number, worker in list(self.workers.items()):
+            if not worker.alive:
+                await self._come(number)
+
+    async def leave(self) -> None:
+        """Stop in good order."""
+        for worker in self.workers.values():
+            await worker.leave()
+
+    async def _come(self, number: int) -> None:
+        """Those with even numbers keep their name over a restart, the others get a new one."""
+        self._starts += 1
+        name = f"w{number}" if number % 2 == 0 else f"w{number}-{self._starts}"
+        self.workers[number] = await SimulatedWorker.start(self._ground, name, self._starts)
+
+    async def _live(self, number: int) -> None:
+        clock, rng = self._ground.clock, self._rng
+        while True:
+            await clock.sleep(rng.expovariate(1 / self._faults.crash_every_s))
+            worker = self.workers[number]
+            self.crashes += 1
+            self._graves.start(self._die(worker, rng.uniform(*LEASE_S)), f"death of {worker.name}")
+            await clock.sleep(rng.uniform(*RESTART_S))
+            while worker.severed:
+                await clock.sleep(1.0)
+            await self._come(number)
+
+    async def _die(self, worker: SimulatedWorker, lease_s: float) -> None:
+        await worker.crash()
+        await self._ground.clock.sleep(lease_s)
+        await worker.bury()
+
+    async def _partitions(self) -> None:
+        clock, rng = self._ground.clock, self._rng
+        while True:
+            await clock.sleep(rng.expovariate(1 / self._faults.partition_every_s))
+            alive = [worker for worker in self.workers.values() if worker.alive]
+            part = rng.sample(alive, round(len(alive) * rng.uniform(*SHARE)))
+            self.partitions += 1
+            self.severed += len(part)
+            await self._partition(part, rng.uniform(*PARTITION_S), rng.random() < 0.5)
+
+    async def _partition(
+        self, part: Iterable[SimulatedWorker], seconds: float, from_discovery: bool
+    ) -> None:
+        clock = self._ground.clock
+        for worker in part:
+            worker.sever()
+        until = clock.now() + seconds
+        if from_discovery and seconds > LOST_LEASE_S:
+            await clock.sleep(LOST_LEASE_S)
+            for worker in part:
+                worker.expire()
+        await clock.sleep_until(until)
+        for worker in part:
+            worker.rejoin()
