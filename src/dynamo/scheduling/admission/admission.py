@@ -232,6 +232,8 @@ class Admission(Operator):
         if turn is None or turn.done() or self._queue.pop(ticket.name) is None:
             return
         self._rejected.labels("late").inc()
+        if ticket.predicted_s is not None:
+            self._attendance.told(ticket.predicted_s, self._clock.now() + ticket.prefill_s)
         bound = ticket.request.stops.max_tokens
         turn.set_exception(
             Overloaded(

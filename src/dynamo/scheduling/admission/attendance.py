@@ -143,7 +143,11 @@ class Attendance:
             held.active.book.first_token(held.active, now)
         self._first_s += 0.05 * (now - held.began_s - self._first_s)
         if held.predicted_s is not None:
-            self._errors.append((now, now - held.predicted_s))
+            self.told(held.predicted_s, now)
+
+    def told(self, predicted_s: float, came_s: float) -> None:
+        """A first token that was predicted came (or would have, at the earliest)."""
+        self._errors.append((self._clock.now(), came_s - predicted_s))
 
     def _came(self, worker: str, request: GenerateRequest) -> Held:
         now = self._clock.now()

@@ -16,6 +16,7 @@ REPORT_AGE_S = 1.0
 """A busy worker reports ten times a second; what is older is not believed."""
 ALWAYS_FRESH = 64
 """Up to so many ends are looked at anew for every request that waits."""
+UNSEEN = (0, 0, 0)
 LEAST_SHARE = 0.05
 
 
@@ -46,6 +47,7 @@ class Desk:
         "_peak_before",
         "_places",
         "_reported_s",
+        "_seen",
         "_share",
         "_tokens",
         "book",
@@ -69,6 +71,7 @@ class Desk:
         self._tokens = 0.0
         self._share = 1.0
         self._peak = self._peak_before = 0
+        self._seen = UNSEEN
         self._reported_s = float("-inf")
 
     def announce(self, info: EngineInfo | None, cap: int) -> None:
@@ -93,11 +96,13 @@ class Desk:
 
     def reported(self, load: Load, now: float) -> None:
         """The worker's word. It is older than what is known here, so of our own requests as many
-        count as were there since the report before."""
+        count as were there since the report before; and of the others as many as in any of the last
+        few, for who has just lost a request fills that place again."""
         self._reported_s = now
         ours = max(self._peak, self._peak_before, len(self.held))
         self._peak_before, self._peak = self._peak, len(self.held)
-        self.others = max(0, load.running + load.waiting - ours)
+        self._seen = (*self._seen[1:], max(0, load.running + load.waiting - ours))
+        self.others = max(self._seen)
         info = self._info
         if info and self._tokens and self.held and not self.others:
             share = min(1.0, load.active_blocks * info.block_tokens / self._tokens)
@@ -106,7 +111,7 @@ class Desk:
     def count(self, typical: float, now: float) -> int:
         """Free places for requests that take `typical` tokens of memory."""
         if self.others and now - self._reported_s > REPORT_AGE_S:
-            self.others = 0
+            self.others, self._seen = 0, UNSEEN
         taken = len(self.held) + self.others
         free = self._places - taken
         if self._memory and taken and free > 0:
