@@ -11,6 +11,7 @@ from dynamo.scheduling.router.block_cost import BlockCost
 from dynamo.scheduling.router.composite import CompositeCost
 from dynamo.scheduling.router.costs import AffinityCost, Cost, PredictedCost, TtftCost
 from dynamo.scheduling.router.opening import COSTS, make_cost
+from dynamo.scheduling.router.placement import lowest
 from dynamo.scheduling.router.prompt import common_blocks
 
 STEP, PROMPT = 8_192, 4_096
@@ -118,3 +119,14 @@ def test_common_blocks() -> None:
     assert common_blocks([1, 2, 3], [1, 2, 9, 4]) == 2
     assert common_blocks([], [1]) == 0
     assert common_blocks([1, 2], [1, 2]) == 2
+
+
+def test_block_cost_takes_the_lower_however_near() -> None:
+    """By predicted time two workers that are nearly equal are taken by chance."""
+    stage = Stage(2, BlockCost(), seed=3)
+    stage.busy("a", 100_016)
+    stage.busy("b", 100_000)
+    row = [stage.placement.cost.cost(stage.arrival(160), stage.fleet[name], 0.0) for name in "ab"]
+    assert row[0] - row[1] == 1.0
+    assert {lowest(row, stage.rng, stage.placement.cost.tie) for _ in range(20)} == {1}
+    assert {lowest(row, stage.rng) for _ in range(20)} == {0, 1}

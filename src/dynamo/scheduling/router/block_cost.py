@@ -11,7 +11,10 @@ from dynamo.scheduling.router.fleet import Active, Book
 
 class BlockCost(Cost):
     """prefill_scale x (tokens queued there + new ones) / block size + distinct blocks that would be
-    active there with this request. Source: ai-dynamo 1.6, kv-router."""
+    active there with this request; chance decides between the same only. Source: ai-dynamo 1.6,
+    kv-router."""
+
+    tie = 0.0
 
     def __init__(self, prefill_scale: float = 1.0) -> None:
         self._scale = prefill_scale

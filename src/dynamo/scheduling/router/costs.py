@@ -11,11 +11,18 @@ AT_HOME_MS = 1e6
 """What a block that is there already weighs with affinity: more than any queue."""
 
 
+TIE = 1e-3
+"""Costs nearer than this share of the best are equal, and chance decides: predictions are no
+better than that."""
+
+
 class Cost(ABC):
     """Prices a worker for a request; the lowest wins. `joint`: what waits is placed together, and
-    may wait a moment for a worker that is nearly free."""
+    may wait a moment for a worker that is nearly free; `tie`: the share of the best within which
+    costs are equal."""
 
     joint = False
+    tie = TIE
 
     @abstractmethod
     def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.core.errors import Overloaded
 from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import Cost
+from dynamo.scheduling.router.costs import TIE, Cost
 from dynamo.scheduling.router.fleet import Active, Book, Fleet
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.prompt import common_blocks
@@ -40,9 +40,6 @@ LOOK_AGAIN_S = 0.05
 
 TOGETHER = 0.25
 """Share of a worker's step that prompts may fill before those that come next are held back."""
-
-TIE = 1e-3
-"""Costs nearer than this share of the best are equal, and chance decides."""
 
 
 class View(Protocol):
@@ -84,10 +81,10 @@ Select = Callable[[Arrival, Sequence[Book], Sequence[float], Random], int]
 """(Request, its workers, their costs, chance) -> the index of the one to take."""
 
 
-def lowest(costs: Sequence[float], rng: Random) -> int:
-    """The lowest; among equals any."""
+def lowest(costs: Sequence[float], rng: Random, tie: float = TIE) -> int:
+    """The lowest; among equals, nearer than `tie` of the best, any."""
     best = min(costs)
-    limit = best + abs(best) * TIE
+    limit = best + abs(best) * tie
     equal = [index for index, cost in enumerate(costs) if cost <= limit]
     return equal[0] if len(equal) == 1 else equal[int(rng.random() * len(equal))]
 
@@ -218,7 +215,7 @@ class Placement:
         books = self._books_for(arrival)
         costs = self.cost.row(arrival, books, now)
         if self._select is None:
-            at = lowest(costs, self._rng)
+            at = lowest(costs, self._rng, self.cost.tie)
         else:
             at = self._select(arrival, books, costs, self._rng)
         return self._go(arrival, books, costs, at, now)
