@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.communication.http.errors import HeadersTooLarge
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.request import Request, RequestReader
 
@@ -58,3 +59,28 @@ def test_any_split_gives_the_same_requests(
     whole = read(stream, [])
     assert [(one[0], one[4]) for one in whole] == [(method, body) for _, method, body in sent]
     assert read(stream, cuts) == whole
+
+
+def test_a_request_behind_a_large_body_is_no_large_header() -> None:
+    body = b"x" * 200_000
+    large = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    small = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
+    found = read(large + small + large + small, [65_536, len(large) + 9, 2 * len(large)])
+    assert [one[0] for one in found] == ["POST", "GET", "POST", "GET"]
+
+
+@given(st.integers(1, 60_000))
+def test_large_headers_behind_a_body_are_refused_in_the_end(cut: int) -> None:
+    first = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n" + b"x" * 9
+    data = first + b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 50_000
+    found: list[Request] = []
+    reader = RequestReader(HttpLimits(), found.append, lambda: None)
+    refused = False
+    for part in (data[:cut], data[cut:], b"y" * 50_000):
+        try:
+            reader.feed(part)
+        except HeadersTooLarge:
+            refused = True
+            break
+    assert refused
+    assert len(found) == 1

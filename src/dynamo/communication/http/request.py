@@ -71,6 +71,7 @@ class RequestReader:
         "_on_request",
         "_pairs",
         "_parser",
+        "_sure",
         "_target",
         "_version",
         "body_bytes",
@@ -89,7 +90,7 @@ class RequestReader:
         self._on_continue = on_continue
         self._parser = httptools.HttpRequestParser(self)
         self._error: DynamoError | None = None
-        self._fed = 0
+        self._fed = self._sure = 0  # bytes of the message in hand: at most, at least
         self.started = 0
         self.stage: Stage = "idle"
         self.on_message_begin()
@@ -98,7 +99,9 @@ class RequestReader:
     def feed(self, data: bytes) -> bool:
         """Parse what came. False = the client wants another protocol: no request follows. Raises
         the error to answer with; nothing may be fed after that."""
+        started, idle = self.started, self.stage == "idle"
         self._fed += len(data)
+        self._sure += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -106,8 +109,10 @@ class RequestReader:
         except httptools.HttpParserError as error:
             raise self._error or InvalidRequest(f"malformed HTTP: {error}") from None
         if self.stage == "idle":
-            self._fed = 0
-        elif self.stage == "headers" and self._fed > self._limits.max_header_bytes:
+            self._fed = self._sure = 0
+        elif self.started > started + idle:  # it began behind another one, who knows where
+            self._fed, self._sure = len(data), 0
+        elif self.stage == "headers" and self._sure > self._limits.max_header_bytes:
             raise self._headers_too_large()
         return True
 
