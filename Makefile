@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: help setup run test check format bench faults oracle docs clean
+.PHONY: help setup run test check format bench faults fuzz oracle docs clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -50,6 +50,9 @@ bench: setup  ## frontend CPU with mock workers (benchmarks/)
 
 faults: setup  ## every fault on all planes, minutes; writes docs/faults.md
 	$(BIN)/python scripts/faults.py $(ARGS)
+
+fuzz: setup  ## frames, HTTP and JSON bent at random, 10 minutes each; ARGS="--seconds 60"
+	$(BIN)/python scripts/fuzz.py $(ARGS)
 
 oracle:  ## make the native engine's reference answers anew (torch and transformers, large)
 	test -x $(VENV)-oracle/bin/python || $(PYTHON) -m venv $(VENV)-oracle

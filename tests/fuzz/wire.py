@@ -1,0 +1,75 @@
+"""A connection without a network: what is written is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+class Wire(asyncio.Transport):
+    """`said`: what the protocol wrote; `ended`: it is told that the connection is lost;
+    `forgiven`: what it may fail with."""
+
+    def __init__(
+        self, protocol: asyncio.Protocol, forgiven: tuple[type[Exception], ...] = ()
+    ) -> None:
+        super().__init__()
+        self._protocol = protocol
+        self._forgiven = forgiven
+        self._closing = False
+        self.said = bytearray()
+        self.ended = False
+        protocol.connection_made(self)
+
+    def hear(self, data: bytes) -> None:
+        """Bytes from the other side. Who fails on them is cut off, as event loops do."""
+        if self._closing:
+            return
+        try:
+            self._protocol.data_received(data)
+        except Exception as error:
+            self.close()
+            if isinstance(error, self._forgiven):
+                return
+            context = {"message": "data_received failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    def write(self, data: Any) -> None:
+        self.said += data
+
+    def writelines(self, list_of_data: Any) -> None:
+        for data in list_of_data:
+            self.said += data
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            asyncio.get_running_loop().call_soon(self._lost)
+
+    def abort(self) -> None:
+        self.close()
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def _lost(self) -> None:
+        self.ended = True
+        self._protocol.connection_lost(None)
