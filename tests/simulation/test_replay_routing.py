@@ -9,8 +9,10 @@ import pytest
 from msgspec.structs import replace
 from tests.simulation.conftest import chats, cluster, same, unique
 
+from dynamo.core.values import Load
 from dynamo.operations.replay.cluster import Cluster
 from dynamo.operations.replay.flight import FlightLog
+from dynamo.scheduling.router.fleet import Fleet
 
 
 def test_kv_routing_finds_what_workers_hold(replay):
@@ -107,3 +109,17 @@ def test_mode_adaptive_spreads_a_burst_and_minds_memory(replay):
     adaptive, _ = replay(conversations, "adaptive", workers=workers)
     fewest, _ = replay(conversations, "least_loaded", workers=workers)
     assert adaptive.ttft_ms.mean < fewest.ttft_ms.mean
+
+
+def test_composite_goes_by_the_memory_that_workers_report(replay, monkeypatch):
+    told: dict[str, int] = {}
+    reported = Fleet.reported
+
+    def hear(self: Fleet, name: str, load: Load, now: float) -> None:
+        told[name] = max(told.get(name, 0), load.active_blocks)
+        reported(self, name, load, now)
+
+    monkeypatch.setattr(Fleet, "reported", hear)
+    replay(chats(60), policy="composite")
+    assert sorted(told) == ["0", "1", "2", "3"]
+    assert sum(map(bool, told.values())) > 1

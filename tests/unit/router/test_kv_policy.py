@@ -22,12 +22,21 @@ from dynamo.core.labels import LABELS
 from dynamo.core.reply import Extra, Reply
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, run_all
-from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.values import (
+    BlocksStored,
+    Finish,
+    GenerateRequest,
+    Load,
+    Sampling,
+    Started,
+    Stops,
+)
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.router import Decision, KvRouter, Observer, Outcome, SchedulingRequest
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
+from dynamo.services.routing import Routing
 
 ENDPOINT = "dynamo.worker.generate"
 IDS = array("I", range(160))
@@ -134,6 +143,22 @@ async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> Non
     assert outcome.ok
     assert outcome.ttft_s is not None
     assert not policy.placement.fleet[holder].active
+    await policy.close()
+
+
+async def test_load_reports_come_into_the_books(open_runtime: Open) -> None:
+    worker = await open_runtime()
+    name = await serve(worker)
+    router = await open_runtime()
+    client, policy = await policy_of(router, 1)
+    loads = await Routing(router).follow_loads(policy, client)
+    source = await worker.events.source("dynamo.worker.load_metrics", name)
+    source.publish(msgspec.msgpack.encode(Load(active_blocks=3, total_blocks=4)))
+    book = policy.placement.fleet[name]
+    while book.load is None:
+        await asyncio.sleep(0)
+    assert book.memory_share() == 0.75
+    loads.close()
     await policy.close()
 
 

@@ -37,7 +37,8 @@ from dynamo.runtime.instances import (
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router import Policy, Router
 from dynamo.scheduling.router.adaptive_policy import ADAPTIVE
-from dynamo.scheduling.router.loads import LOADS
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.loads import LOADS, LoadView
 from dynamo.scheduling.router.opening import KV, open_policy
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"
@@ -149,10 +150,7 @@ class Cluster:
             self.view = CacheView(self._clock, block_tokens=block_tokens)
             for number, engine in enumerate(self.engines):
                 self._tell(engine, self.view, str(number))
-        elif self._routing.mode == ADAPTIVE:
-            for number, engine in enumerate(self.engines):
-                await self._report(engine, str(number))
-        return await open_policy(
+        policy = await open_policy(
             self._routing,
             self._client,
             self._events,
@@ -161,6 +159,19 @@ class Cluster:
             read=self._log.read,
             view=self.view,
         )
+        if isinstance(policy, KvPolicy) and policy.placement.cost.reads_loads:
+            loads = LoadView(self._clock)
+            loads.on_report(policy.placement.fleet.reported)
+            await loads.follow(self._events, f"{NAMESPACE}.{COMPONENT}")
+            self._stack.callback(loads.close)
+            await self._report_all()
+        elif self._routing.mode == ADAPTIVE:
+            await self._report_all()
+        return policy
+
+    async def _report_all(self) -> None:
+        for number, engine in enumerate(self.engines):
+            await self._report(engine, str(number))
 
     async def _report(self, engine: BatchedEngine, name: str) -> None:
         """Let the router hear of the engine's load as it does in a deployment."""

@@ -41,6 +41,8 @@ def latency_score(latency_ms: float, longest_ms: float = MAX_LATENCY_MS) -> floa
 class CompositeCost(Cost):
     """The negative of the score, since the lowest cost wins."""
 
+    reads_loads = True
+
     def __init__(self, weights: Weights | None = None) -> None:
         self._weights = weights or Weights()
 

@@ -19,9 +19,10 @@ better than that."""
 class Cost(ABC):
     """Prices a worker for a request; the lowest wins. `joint`: what waits is placed together, and
     may wait a moment for a worker that is nearly free; `tie`: the share of the best within which
-    costs are equal."""
+    costs are equal; `reads_loads`: it goes by what workers report of themselves."""
 
     joint = False
+    reads_loads = False
     tie = TIE
 
     @abstractmethod
