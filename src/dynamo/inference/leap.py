@@ -21,9 +21,13 @@ class Leaper:
     `catch_up`; whoever changes its batch calls `interrupt`, and the leap ends with the step that
     is being computed at that moment."""
 
-    def __init__(self, runner: PredictableRunner, clock: Clock) -> None:
+    def __init__(
+        self, runner: PredictableRunner, clock: Clock, leaping: set[Leaper] | None = None
+    ) -> None:
+        """`leaping`: keeps those who are in the midst of a leap."""
         self._runner = runner
         self._clock = clock
+        self._leaping = set() if leaping is None else leaping
         self._landing: asyncio.Future[None] | None = None
         self._disarm: Callable[[], None] = _nothing
         self._ends: list[float] = []
@@ -47,9 +51,11 @@ class Leaper:
         self._last, self._done = steps, 0
         self._landing = asyncio.get_running_loop().create_future()
         self._arm()
+        self._leaping.add(self)
         try:
             await self._landing
         finally:
+            self._leaping.discard(self)
             self._disarm()
             self._landing = None
         self._take(self._last)

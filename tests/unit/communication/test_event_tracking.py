@@ -143,3 +143,19 @@ def test_a_new_epoch_without_a_dump_ends_the_old_one() -> None:
     new.start()
     new.repair(CatchUp(1, 1, [b"1"]))
     assert [(event.kind, event.epoch) for event in events] == [("gone", 7), ("event", 8)]
+
+
+def test_who_came_back_under_its_name_is_not_told_gone_again() -> None:
+    """The state of the new epoch replaces the old one's at once; a repair later is just that."""
+    follower = Follower()
+    before = Tracker("s", "p", 6, follower.events.append, follower.asked.append)
+    before.start()
+    before.repair(CatchUp(1, 1, (b"a",), dump=True))
+    after = Tracker("s", "p", 7, follower.events.append, follower.asked.append, before)
+    after.start()
+    after.repair(CatchUp(0, 0, (b"",), dump=True))
+    follower.told()
+    after.interrupted()
+    after.start()
+    after.repair(CatchUp(1, 1, (b"1",)))
+    assert follower.told() == [("stale", 0, b""), ("event", 1, b"1")]

@@ -67,6 +67,7 @@ class Tracker:
         """The answer to `ask`."""
         self._waiting = False
         if answer.dump:
+            self._replaced_epoch = None
             self._stale = False
             self._last = answer.last
             first, *rest = answer.payloads or (b"",)

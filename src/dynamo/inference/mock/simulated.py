@@ -45,12 +45,13 @@ def make_simulated(
     eviction: str,
     known: Known | None = None,
     words: Sequence[int] = (),
+    leaping: set[Leaper] | None = None,
     prefix_caching: bool = True,
 ) -> tuple[BatchedEngine, Leaper]:
     """An engine that computes requests which are `known` otherwise than by their tokens; or, where
     they are not, one that speaks in `words` (ids) and takes requests as they are."""
     runner = MockRunner(info, words, timing, clock, shortest_sleep_s=0.0)
-    leaper = Leaper(runner, clock)
+    leaper = Leaper(runner, clock, leaping)
     engine = BatchedEngine(
         runner,
         hits_from="scheduled",

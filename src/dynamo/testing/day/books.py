@@ -33,9 +33,7 @@ def _of_engine(worker: SimulatedWorker) -> Iterator[str]:
         yield f"{worker.name}: {left} sequences in its batch"
 
 
-def _of_client(
-    frontend: SimulatedFrontend, alive: Mapping[str, SimulatedWorker]
-) -> Iterator[str]:
+def _of_client(frontend: SimulatedFrontend, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
     client = frontend.way.client
     if set(client.instances) != set(alive):
         yield f"not the workers that live: {sorted(set(client.instances) ^ set(alive))[:5]}"

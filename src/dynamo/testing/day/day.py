@@ -74,12 +74,12 @@ async def _live(day: Day, clock: VirtualClock, progress: Progress | None) -> Day
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
     )
-    ground = Ground(f"memory:day-{next(_places)}", clock, engine, day.timing, day.mode)
+    ground = Ground(f"memory:day-{next(_places)}", clock, engine, day.timing, day.mode, set())
     rng, tally = Random(day.seed), Tally()
     fleet = Fleet(ground, day.faults, Random(rng.random()), day.workers)
     await fleet.start()
     frontend = await SimulatedFrontend.start(ground, day.seed)
-    clock.on_jump(lambda: _catch_up(fleet))
+    clock.on_jump(lambda: _catch_up(ground))
     memory = await _ask_all(day, clock, rng, tally, fleet, frontend, progress)
     await fleet.calm()
     await clock.sleep(SETTLING_S)
@@ -122,9 +122,9 @@ async def _ask_all(
     return memory
 
 
-def _catch_up(fleet: Fleet) -> None:
-    for worker in fleet.workers.values():
-        worker.leaper.catch_up()
+def _catch_up(ground: Ground) -> None:
+    for leaper in tuple(ground.leaping):
+        leaper.catch_up()
 
 
 def _tasks_left() -> list[str]:

@@ -35,13 +35,15 @@ WORDS = range(1_000, VOCABULARY)
 
 
 class Ground(msgspec.Struct, frozen=True):
-    """What all processes of a day stand on. `place`: the name of their memory planes."""
+    """What all processes of a day stand on. `place`: the name of their memory planes; `leaping`:
+    engines in the midst of many steps."""
 
     place: str
     clock: VirtualClock
     engine: EngineInfo
     timing: Timing
     mode: str
+    leaping: set[Leaper]
 
     @property
     def card(self) -> ModelCard:
@@ -107,6 +109,7 @@ class SimulatedWorker:
             settled=ground.clock.settled,
             eviction="reuse",
             words=WORDS,
+            leaping=ground.leaping,
         )
         runtime, lease = await ground.runtime("worker", name, seed)
         worker = Worker(engine, ground.card)
