@@ -91,7 +91,7 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
     try:
         record = _decode(value)
         address = next(iter(record.transport.values()))
-    except (msgspec.DecodeError, StopIteration) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, StopIteration) as error:
         log.warning("bad instance record", extra={"fields": {"key": key, "error": str(error)}})
         return None
     return Instance(

@@ -88,7 +88,7 @@ class Catalogue:
             try:
                 if change.value is not None:
                     self._cards[name][instance] = _decode(change.value)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("bad model card", extra={"fields": fields})
         return changed

@@ -131,3 +131,12 @@ async def test_workers_that_name_blocks_otherwise_are_told_of(frontend: Frontend
     assert frontend.catalogue.refused() == {"b": "org/tiny: block tokens 32 instead of 16"}
     await frontend.announce("b", None)
     await until(lambda: not frontend.catalogue.refused())
+
+
+async def test_an_unreadable_card_hides_no_other(frontend: Frontend) -> None:
+    for instance, card in (("a", b"{"), ("b", b'{"names": ["\xff"]}')):
+        await frontend.runtime.discovery.put(f"/dynamo/models/org%2Ftiny/{instance}", card)
+    await frontend.settle()
+    await frontend.announce("c", CARD)
+    await until(lambda: frontend.opened)
+    assert frontend.opened == [CARD]
