@@ -14,17 +14,18 @@ from dynamo.core.errors import NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Send
 from dynamo.core.settings.schema_router import Router as RouterSettings
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import EngineInfo, GenerateRequest, Sampling, Stops
 from dynamo.core.virtual_time import VirtualClock, run_virtually
 from dynamo.inference.mock.timing import Linear
-from dynamo.operations.replay.cluster import Cluster, Workers
+from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, Cluster, Workers
 from dynamo.operations.replay.flight import FlightLog
 from dynamo.operations.replay.trace import Blocks, Turn
 from dynamo.runtime.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, Promise
 from dynamo.scheduling.assembly import assemble
 from dynamo.scheduling.router import Router
+from dynamo.scheduling.router.loads import LoadView
 from dynamo.telemetry import Registry
 
 BLOCK, PROMPT, ANSWER = 64, 256, 60
@@ -111,6 +112,19 @@ class Admitted(Cluster):
         await self._discovery.put(instance_key(self._hidden), encode_instance(self._hidden))
         await asyncio.sleep(0)
 
+    async def second(self, first: Trial, promise: Promise) -> Trial:
+        """Another frontend; what workers report goes to both from now on."""
+        send, admission = self.admit(promise)
+        for number, engine in enumerate(self.engines):
+            await self._report(engine, str(number))
+        loads = LoadView(self._clock)
+        loads.on_report(first.admission.reported)
+        loads.on_report(admission.reported)
+        await loads.follow(self._events, f"{NAMESPACE}.{COMPONENT}")
+        other = Trial(send, self._clock, self._log, admission)
+        other.rows = 1_000_000
+        return other
+
     def admit(self, promise: Promise, metrics: Registry | None = None) -> tuple[Send, Admission]:
         """Everything that a request passes."""
         admission = Admission(self._client, self._policy, self._clock, promise, metrics)
@@ -135,6 +149,26 @@ async def trial(
         made = Trial(send, clock, log, admission)
         made.cluster = cluster
         yield made
+
+
+@pytest.mark.parametrize("times", [1.0, 3.0])
+def test_frontends_share_the_workers(times: float) -> None:
+    async def main(clock: VirtualClock) -> None:
+        promise = Promise(ttft_s=2.0)
+        async with trial(clock, promise, small()) as one:
+            another = await one.cluster.second(one, promise)
+            half = CAPACITY / 2
+            await run_all(one.offer(half, 10, Random(7)), another.offer(half, 10, Random(8)))
+            before = len(one.first) + len(another.first)
+            half *= times
+            await run_all(one.offer(half, 40, Random(3)), another.offer(half, 40, Random(4)))
+            took = [*one.first.values(), *another.first.values()]
+            assert sum(seconds > 2.0 for seconds in took) <= 0.01 * len(took)
+            if times > 1:
+                assert (len(took) - before) / 40 >= 0.95 * CAPACITY
+                assert min(len(one.first), len(another.first)) > 0.3 * len(took)
+
+    run_virtually(main)
 
 
 def short_and_long(rng: Random) -> int:
