@@ -2,7 +2,7 @@
 # The stack as processes of this host. Read by deploy.sh, which has fail, say, answers and the ports.
 
 : "${HERE:?run deploy.sh}" "${ROOT:?}"
-STATE=${DEPLOY_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/dynamo-deploy}
+STATE=$(realpath -m -- "${DEPLOY_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/dynamo-deploy}")
 CONFIG=$(realpath -- "${DYNAMO_CONFIG_PATH:-$ROOT/configs/distributed.yaml}")
 SERVERS=(etcd nats)
 PARTS=(router worker frontend frontend-2)
