@@ -302,7 +302,7 @@ def test_the_queue_is_bounded() -> None:
             assert len(made.first) == 4
             text = metrics.render()
             assert 'dynamo_admission_rejected_total{reason="queue_full"} 2' in text
-            assert "dynamo_admission_waiting 0" in text
+            assert "dynamo_admission_waiting_requests 0" in text
 
     run_virtually(main)
 

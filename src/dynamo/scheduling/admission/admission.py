@@ -82,7 +82,7 @@ class Admission(Operator):
 
     def _declare(self, registry: Registry) -> None:
         self._waiting = registry.gauge(
-            "dynamo_admission_waiting", "Requests that wait for a place at a worker"
+            "dynamo_admission_waiting_requests", "Requests that wait for a place at a worker"
         )
         self._waited = registry.histogram(
             "dynamo_admission_wait_seconds", "Waiting for a place, of those that waited", WAITS
