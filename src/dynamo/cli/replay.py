@@ -160,6 +160,10 @@ def _with_defaults(loaded: Loaded) -> Engine:
     engine = replace(engine, **unsaid)
     if engine.workers < 1:
         raise ConfigError("a replay wants at least one worker", hint="--workers N")
+    if engine.data_parallel_size > 1:
+        raise ConfigError(
+            "a replay knows no data-parallel ranks", hint="a rank is an engine: --workers N"
+        )
     return engine
 
 

@@ -18,6 +18,11 @@ encode_changes = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[KvEvent, ...]).decode
 
 
+def worker_name(instance: str, rank: int | None = None) -> str:
+    """How publishers, indexes and routers call a worker, or a data-parallel rank of it."""
+    return instance if rank is None else f"{instance}/{rank}"
+
+
 def decode_changes(payload: bytes) -> Sequence[KvEvent]:
     """What `encode_changes` wrote; b"" is nothing. Raises msgspec.DecodeError."""
     return _decode(payload) if payload else ()

@@ -13,6 +13,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
+from dynamo.inference.ranked import RankedEngine
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
@@ -54,8 +55,12 @@ def check_kind(kind: str) -> None:
 
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
-    """An engine of this kind, not started yet. Raises as `check_kind`, and `ModelUnavailable`."""
+    """An engine of this kind, not started yet; of as many ranks as the settings say. Raises as
+    `check_kind`, and `ModelUnavailable`."""
     check_kind(kind)
     module, _, name = ENGINES[kind].partition(":")
     make: OpenEngine = getattr(import_module(module), name)
-    return await make(inputs)
+    ranks = inputs.settings.engine.data_parallel_size
+    if ranks == 1:
+        return await make(inputs)
+    return RankedEngine([await make(inputs) for _ in range(ranks)])

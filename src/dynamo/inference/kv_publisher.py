@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from dynamo.communication.events import Events, Source
-from dynamo.core.kv_events import KV_EVENTS, event_payloads
+from dynamo.core.kv_events import KV_EVENTS, event_payloads, worker_name
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Tier
 from dynamo.telemetry import Registry
 
@@ -18,11 +18,6 @@ Held = Callable[[], Sequence[KvEvent]]
 """Changes that rebuild the present state from nothing, parents first."""
 
 
-def worker_name(instance: str, rank: int | None = None) -> str:
-    """How indexes call a worker, or a data-parallel rank of it."""
-    return instance if rank is None else f"{instance}/{rank}"
-
-
 class KVPublisher:
     """Make it by `open`. Everything of one worker or rank goes out in order as `kv_events`, one
     payload a step, numbered by the plane; who joins late or missed too much gets `held()`.
@@ -31,10 +26,11 @@ class KVPublisher:
     want one kind only; between the two there is no order.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, published: Counter[str] | None = None) -> None:
+        """`published`: where totals are counted."""
         self._held = held
         self._sources: dict[str, Source] = {}
-        self.published: Counter[str] = Counter()
+        self.published: Counter[str] = Counter() if published is None else published
 
     @classmethod
     async def open(
@@ -46,10 +42,11 @@ class KVPublisher:
         *,
         rank: int | None = None,
         apart: bool = False,
+        published: Counter[str] | None = None,
     ) -> Self:
         """Publish under `component` ("namespace.component") as `instance`, of which `rank` is
         one data-parallel rank."""
-        made = cls(held)
+        made = cls(held, published)
         worker = worker_name(instance, rank)
         subject = f"{component}.{KV_EVENTS}"
         made._sources[KV_EVENTS] = await events.source(subject, worker, made._dump)
@@ -103,9 +100,8 @@ class KVPublisher:
         return event_payloads(self._held())
 
 
-def declare_publisher(registry: Registry, publisher: KVPublisher) -> None:
+def declare_publisher(registry: Registry, published: Counter[str]) -> None:
     """Totals of what was published."""
-    published = publisher.published
     registry.counter(
         "dynamo_worker_kv_events_total",
         "Batches of KV events published; every change of the prefix cache is in one.",

@@ -3,6 +3,7 @@ publishes load and KV events."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.files import FileServer
 from dynamo.inference.kv_publisher import KVPublisher, declare_publisher
 from dynamo.inference.load_report import LoadReport, encode_load
+from dynamo.inference.ranked import by_rank
 from dynamo.inference.worker_metrics import declare_metrics
 from dynamo.models.card import block_identity
 
@@ -72,8 +74,8 @@ class Worker:
         self._card = card = served_card(self._card, info)
         declare_metrics(runtime.metrics, self._engine)
         runtime.health.check("engine", self._ailing)
-        if isinstance(self._engine, BatchedEngine):
-            self._engine.on_failure(self._leave)
+        for engine in self._batched:
+            engine.on_failure(self._leave)
         component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
         await self._publish(component.namespace.name)
         tokenizer = card.tokenizer
@@ -120,7 +122,7 @@ class Worker:
     async def _clear(self, payload: bytes, outgoing: Outgoing) -> None:
         """Forget the prefix cache; answers {"cleared": blocks} in msgpack."""
         del payload
-        count = self._engine.clear_blocks() if isinstance(self._engine, BatchedEngine) else 0
+        count = sum(engine.clear_blocks() for engine in self._batched)
         outgoing.send(msgspec.msgpack.encode({"cleared": count}))
 
     async def _tell_blocks(self, payload: bytes, outgoing: Outgoing) -> None:
@@ -134,8 +136,8 @@ class Worker:
         self._tasks.start(self.close(), "leave")
 
     def _ailing(self) -> str:
-        failure = self._engine.failure if isinstance(self._engine, BatchedEngine) else None
-        return failure.message if failure is not None else ""
+        failures = (engine.failure for engine in self._batched)
+        return next((failure.message for failure in failures if failure is not None), "")
 
     async def _publish(self, namespace: str) -> None:
         """Load and KV events, as `{namespace}.{component}.load_metrics` and `.kv_events`."""
@@ -143,13 +145,22 @@ class Worker:
         subject = f"{namespace}.{self._component}"
         load = await events.source(f"{subject}.load_metrics", instance, self._dump_load)
         self._sources.append(load)
-        if tells_blocks(self._engine):
-            kv = await KVPublisher.open(events, subject, instance, self._engine.held_blocks)
-            self._engine.on_kv_events(kv.publish)
+        published: Counter[str] = Counter()
+        telling = [(rank, one) for rank, one in by_rank(self._engine) if tells_blocks(one)]
+        for rank, one in telling:
+            kv = await KVPublisher.open(
+                events, subject, instance, one.held_blocks, rank=rank, published=published
+            )
+            one.on_kv_events(kv.publish)
             self._sources.append(kv)
-            declare_publisher(self._runtime.metrics, kv)
+        if telling:
+            declare_publisher(self._runtime.metrics, published)
         self._report = LoadReport(self._engine, load, self._runtime.clock)
         self._tasks.start(self._report.run(), "load report")
+
+    @property
+    def _batched(self) -> Sequence[BatchedEngine]:
+        return [one for _, one in by_rank(self._engine) if isinstance(one, BatchedEngine)]
 
     def _dump_load(self) -> Sequence[bytes]:
         return (encode_load(self._engine.load()),)

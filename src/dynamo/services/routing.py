@@ -78,7 +78,8 @@ class ModelRouting:
         """How each worker's cache is known."""
         if not isinstance(self.policy, KvPolicy):
             return {}
-        return {name: self.policy.placement.view.mode(name) for name in self.workers}
+        placement = self.policy.placement
+        return {book.name: placement.view.mode(book.name) for book in placement.fleet.books}
 
     def weigh(self, settings: RouterSettings) -> None:
         """Score by these weights from now on, where weights decide."""

@@ -50,6 +50,15 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             aliases=("model.block_size", "cache.block_size"),
         ),
     ] = 16
+    data_parallel_size: Annotated[
+        int,
+        setting(
+            "engines in one worker (data-parallel ranks), each with blocks, sequences and steps of "
+            "its own; routers choose among them",
+            flag="--data-parallel-size",
+            ge=1,
+        ),
+    ] = 1
     max_num_seqs: Annotated[
         int,
         setting(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import msgspec
+
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
@@ -27,6 +29,12 @@ ADAPTIVE = "adaptive"
 UNKNOWN_CAPACITY = 65_536.0
 
 
+class Named(msgspec.Struct, frozen=True):
+    """A worker to the balancer, which was told of it before."""
+
+    id: str
+
+
 class AdaptivePolicy(Policy):
     """Where none has room, the least loaded gets the request, which then waits in its queue.
     Reports are late, so the books of what went where count beside them."""
@@ -47,8 +55,8 @@ class AdaptivePolicy(Policy):
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         instances = self._client.instances
-        out = barred(instances, context)
-        books = [one for one in self._fleet.books if one.name not in tried and one.name not in out]
+        out = barred(instances, context) | tried
+        books = [one for one in self._fleet.books if one.instance.id not in out]
         if not books:
             raise NoWorkers("no instance serves this endpoint now", retry_after_s=1.0)
         now = self._clock.now()
@@ -60,7 +68,9 @@ class AdaptivePolicy(Policy):
         active = Active(name, best, prompt, prompt.tokens, now)
         active.on_first, active.on_end = self._first_token, self._ended
         best.place(active, now)
-        return Decision(best.instance, ADAPTIVE, len(books), table=table, ticket=active)
+        return Decision(
+            best.instance, ADAPTIVE, len(books), table=table, ticket=active, rank=best.rank
+        )
 
     async def close(self) -> None:
         self._stop_listening()
@@ -71,13 +81,14 @@ class AdaptivePolicy(Policy):
         for book in books:
             balancer.update_metrics(book.name, metrics_of(book))
         try:
-            name = balancer.assign([book.instance for book in books], request).worker_id
+            name = balancer.assign([Named(book.name) for book in books], request).worker_id
         except LoadBalancingError:
             return min(books, key=lambda book: balancer.worker_metrics[book.name].current_load)
         return self._fleet[name]
 
     def _pick(self, equal: Sequence[str]) -> str:
-        return self._client.pick(self._ties, frozenset(equal)).id
+        ids = {self._fleet[name].instance.id: name for name in reversed(equal)}
+        return ids[self._client.pick(self._ties, ids).id]
 
     def _first_token(self, active: Active) -> None:
         active.book.first_token(active, self._clock.now())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Arrival:
     """`overlaps`: worker -> leading blocks of the prompt that it holds (as far as is known at
-    `looked_s`); `barred`: workers that it must not go to; `decided`: resolved when it is placed;
+    `looked_s`); `barred`: instances that it must not go to; `decided`: resolved when it is placed;
     `priority`, `deadline_s`: for the order of those that wait."""
 
     __slots__ = (

@@ -3,10 +3,12 @@ worker will be free. It needs no word from the workers, which are late by nature
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
+from dynamo.core.kv_events import worker_name
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.policy import Ticket
@@ -83,6 +85,20 @@ def engine_info(instance: Instance) -> EngineInfo | None:
     return msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
 
 
+def share_of(info: EngineInfo) -> EngineInfo:
+    """One rank's part."""
+    ranks = info.data_parallel
+    blocks, places = info.num_blocks // ranks, info.max_num_seqs // ranks
+    return replace(info, num_blocks=blocks, max_num_seqs=max(1, places), data_parallel=1)
+
+
+def ranks_of(instance: Instance) -> Iterator[int | None]:
+    """Its data-parallel ranks; None: it has but one."""
+    about = instance.capabilities.get("engine")
+    ranks = about.get("data_parallel", 1) if isinstance(about, dict) else 1
+    return iter(range(ranks)) if ranks > 1 else iter((None,))
+
+
 Kind = tuple[str, int]
 
 
@@ -103,8 +119,8 @@ class Group(msgspec.Struct):
 
 
 class Book:
-    """One worker as the router sees it. Times in seconds of the router's clock, durations in
-    milliseconds where the name says so.
+    """One worker, or one data-parallel rank of it, as the router sees it. Times in seconds of the
+    router's clock, durations in milliseconds where the name says so.
 
     `open_tokens`, `open_count`: prompts whose first token is still out; `free_s`: when the last of
     those is expected to come; `context`: tokens of all that decode; `youth`: the sum over active
@@ -129,6 +145,7 @@ class Book:
         "others_tokens",
         "pace",
         "prefill_ms",
+        "rank",
         "step_ms",
         "timing",
         "token_budget",
@@ -136,8 +153,11 @@ class Book:
         "youth",
     )
 
-    def __init__(self, name: str, instance: Instance, timing: Timing) -> None:
+    def __init__(
+        self, name: str, instance: Instance, timing: Timing, rank: int | None = None
+    ) -> None:
         self.name = name
+        self.rank = rank
         self.timing = timing
         self.pace = Pace()
         self.active: dict[str, Active] = {}
@@ -158,7 +178,10 @@ class Book:
     def announce(self, instance: Instance) -> None:
         """Discovery says (again) what it is."""
         self.instance = instance
-        self.info = engine_info(instance)
+        info = engine_info(instance)
+        if info is not None and self.rank is not None:
+            info = share_of(info)
+        self.info = info
         self.token_budget = self.info.max_num_batched_tokens if self.info else BATCHED_TOKENS
 
     def survey(self, now: float) -> None:
@@ -315,7 +338,8 @@ class Book:
 
 
 class Fleet:
-    """The books of all workers, in the order in which they were announced."""
+    """The books of all workers, in the order in which they were announced; of one with
+    data-parallel ranks a book a rank, called "instance/rank" as by its publishers."""
 
     def __init__(self) -> None:
         self.books: list[Book] = []
@@ -343,17 +367,22 @@ class Fleet:
 
     def replace(self, instances: Mapping[str, Instance]) -> list[str]:
         """These are the workers from now on; the names of those that are gone."""
-        gone = [name for name in self._by_name if name not in instances]
+        workers = {
+            worker_name(name, rank): (instance, rank)
+            for name, instance in instances.items()
+            for rank in ranks_of(instance)
+        }
+        gone = [name for name in self._by_name if name not in workers]
         for name in gone:
             del self._by_name[name]
-        for name, instance in instances.items():
+        for name, (instance, rank) in workers.items():
             book = self._by_name.get(name)
             if book is None:
                 kind = kind_of(engine_info(instance))
                 timing = self._timings.get(kind)
                 if timing is None:
                     timing = self._timings[kind] = Timing()
-                self._by_name[name] = Book(name, instance, timing)
+                self._by_name[name] = Book(name, instance, timing, rank)
             elif book.instance is not instance:
                 book.announce(instance)
         self.books = list(self._by_name.values())

@@ -146,6 +146,7 @@ class KvPolicy(Policy):
                 waited_s=now - arrival.submitted_s,
                 view=self.placement.view.mode(book.name),
                 ticket=active,
+                rank=book.rank,
             )
         )
 

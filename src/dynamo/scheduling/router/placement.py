@@ -138,7 +138,7 @@ class Placement:
         lost = [
             one
             for one in self._waiting
-            if not books or (one.barred and all(book.name in one.barred for book in books))
+            if not books or (one.barred and all(book.instance.id in one.barred for book in books))
         ]
         for one in lost:
             self._waiting.leave(one)
@@ -185,7 +185,7 @@ class Placement:
 
     def _eligible(self, arrival: Arrival) -> bool:
         return not arrival.barred or any(
-            book.name not in arrival.barred for book in self.fleet.books
+            book.instance.id not in arrival.barred for book in self.fleet.books
         )
 
     def _in_turn(self, waiting: list[Arrival], now: float) -> list[Placed]:
@@ -209,7 +209,7 @@ class Placement:
 
     def _books_for(self, arrival: Arrival) -> list[Book]:
         books, barred = self.fleet.books, arrival.barred
-        return [book for book in books if book.name not in barred] if barred else books
+        return [book for book in books if book.instance.id not in barred] if barred else books
 
     def _alone(self, arrival: Arrival, now: float) -> Placed:
         books = self._books_for(arrival)

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from dynamo.core.context import Context
+from dynamo.core.kv_events import worker_name
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
@@ -46,7 +47,8 @@ class Decision(msgspec.Struct, frozen=True):
     """One choice. `candidates`: how many instances it was made among; `table`: the best of them,
     best first, as they were when the choice fell; `overlap_blocks`: leading blocks of the prompt
     that the instance is expected to hold; `waited_s`: in the router, for a better moment; `view`:
-    how well the instance's cache is known (exact, stale, approximate; "" = not looked at)."""
+    how well the instance's cache is known (exact, stale, approximate; "" = not looked at); `rank`:
+    the data-parallel rank that was chosen, of an instance that has several."""
 
     instance: Instance
     mode: str
@@ -59,6 +61,12 @@ class Decision(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     view: str = ""
     ticket: Ticket | None = None
+    rank: int | None = None
+
+    @property
+    def worker(self) -> str:
+        """The instance, or the rank of it, by the name that its books have."""
+        return worker_name(self.instance.id, self.rank)
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ class RemotePolicy(Policy):
         self._replicas.routed(
             Own(
                 name,
-                made.instance.id,
+                made.worker,
                 ticket,
                 prompt_tokens=prompt.tokens,
                 new_tokens=max(1, prompt.tokens - overlap),
@@ -106,6 +106,7 @@ class RemotePolicy(Policy):
             waited_s=made.waited_s,
             view=made.view,
             ticket=ticket,
+            rank=made.rank,
         )
 
     async def close(self) -> None:
@@ -210,4 +211,5 @@ def _decision(instance: Instance, answer: Answer) -> Decision:
         predicted_ttft_s=answer.predicted_ttft_s,
         waited_s=answer.waited_s,
         view=answer.view,
+        rank=answer.rank,
     )

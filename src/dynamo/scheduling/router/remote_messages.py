@@ -42,6 +42,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     predicted_ttft_s: float | None
     waited_s: float
     view: str
+    rank: int | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -82,6 +83,7 @@ def encode_answer(made: Decision) -> bytes:
             made.predicted_ttft_s,
             made.waited_s,
             made.view,
+            made.rank,
         )
     )
 

@@ -77,16 +77,18 @@ class Router:
         self, decision: Decision, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
         """Send it there; whoever wants to know hears how it went."""
+        onward = self._onward
+        asked = request if decision.rank is None else replace(request, rank=decision.rank)
         ticket, observers = decision.ticket, self._observers
         if ticket is None and not observers:
-            return await self._onward(decision.instance, request, context, reply)
+            return await onward(decision.instance, asked, context, reply)
         ticket = ticket or Ticket()
         tracked = TrackedReply(reply, ticket, self._clock)
         for observer in observers:
             observer.decided(request, decision)
         error = ""
         try:
-            await self._onward(decision.instance, request, context, tracked)
+            await onward(decision.instance, asked, context, tracked)
         except DynamoError as failure:
             error = failure.code
             raise

@@ -1,0 +1,171 @@
+"""Data-parallel ranks: books, caches and placements of their own, within one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.router.stage import ENGINE, Stage, instance
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError
+from dynamo.core.hashing import block_hashes
+from dynamo.core.reply import Extra, Reply
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_engine import Engine as EngineSettings
+from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.mock.engine import make_mock
+from dynamo.inference.ranked import RankedEngine
+from dynamo.inference.worker import Worker
+from dynamo.models.card import ModelCard
+from dynamo.models.files import FileRef
+from dynamo.runtime import DistributedRuntime
+from dynamo.scheduling.assembly import standard_pipeline
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.opening import open_policy
+
+TWO = {"engine": ENGINE | {"data_parallel": 2}}
+_places = itertools.count()
+
+
+def mock(**settings: int) -> BatchedEngine:
+    about = EngineSettings(kind="mock", **settings)
+    return make_mock(about, range(100, 900), SystemClock(), context_tokens=4096, vocab_size=1000)
+
+
+def prompt(first: int, blocks: int = 100) -> bytes:
+    return array("I", ((first + at) % 1000 for at in range(16 * blocks))).tobytes()
+
+
+def request(name: str, ids: bytes, rank: int | None = None) -> GenerateRequest:
+    return GenerateRequest(name, "m", ids, Sampling(), Stops(max_tokens=2), rank=rank)
+
+
+class Read(Reply):
+    cached = 0
+
+    def begin(self, started: Started) -> None:
+        self.cached = started.cached_tokens
+
+    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        return True
+
+    def finish(self, end: Finish) -> None:
+        pass
+
+
+def test_every_rank_has_a_book_and_its_share() -> None:
+    stage = Stage(0)
+    gone = stage.fleet.replace({"a": instance("a", **TWO), "b": instance("b")})
+    assert not gone
+    assert [(book.name, book.rank) for book in stage.fleet.books] == [
+        ("a/0", 0),
+        ("a/1", 1),
+        ("b", None),
+    ]
+    infos = [book.info for book in stage.fleet.books]
+    assert [one and (one.num_blocks, one.max_num_seqs) for one in infos] == [
+        (2048, 50),
+        (2048, 50),
+        (4096, 100),
+    ]
+    assert stage.fleet.replace({"b": instance("b")}) == ["a/0", "a/1"]
+
+
+def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
+    stage = Stage(0)
+    stage.fleet.replace({"a": instance("a", **TWO), "b": instance("b")})
+    hashes = list(range(1, 101))
+    stage.view.caches["a/1"] = set(hashes)
+    assert stage.goes(1600, hashes) == "a/1"
+    assert stage.goes(1600, hashes, barred=frozenset("a")) == "b"
+    stage.busy("a/1", 60_000)
+    stage.busy("b", 60_000)
+    assert stage.goes(1600, list(range(500, 600))) == "a/0"
+    stage.submit(16, barred=frozenset("ab"))
+    assert len(stage.placement.stranded()) == 1
+
+
+async def test_requests_reach_the_rank_that_they_name() -> None:
+    engine = RankedEngine([mock(), mock()])
+    info = await engine.start()
+    assert (info.data_parallel, info.num_blocks) == (2, 2 * 16_384)
+    for _ in range(2):
+        await engine.generate(request("r", prompt(0), rank=1), Context("r"), Read())
+    await engine.generate(request("r", prompt(0), rank=0), Context("r"), read := Read())
+    assert read.cached == 0
+    assert [one.counters.requests for one in (mock_of(engine, 0), mock_of(engine, 1))] == [1, 2]
+    assert engine.load().total_blocks == 2 * 16_384
+    await engine.stop()
+    with pytest.raises(ConfigError):
+        await RankedEngine([mock(), mock(num_blocks=8)]).start()
+
+
+def mock_of(engine: RankedEngine, rank: int) -> BatchedEngine:
+    one = engine.ranks[rank]
+    assert isinstance(one, BatchedEngine)
+    return one
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[DistributedRuntime]:
+    settings = Settings()
+    planes = replace(
+        settings.runtime,
+        discovery=f"memory:ranks{next(_places)}",
+        requests="memory:",
+        events="memory:",
+    )
+    router = replace(settings.router, mode="kv")
+    async with await DistributedRuntime.create(
+        replace(settings, runtime=planes, router=router)
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> ModelCard:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"{}")
+    file = FileRef("tokenizer.json", hashlib.sha256(b"{}").hexdigest(), 2, str(path))
+    return ModelCard(names=("m",), context_tokens=4096, vocab_size=1000, tokenizer=file)
+
+
+async def test_publishers_index_and_dispatch_agree(
+    runtime: DistributedRuntime, card: ModelCard
+) -> None:
+    """What came to a rank once goes there again: its cache, told under its own name, knows it."""
+    engine = RankedEngine([mock(), mock()])
+    worker = Worker(engine, card)
+    await worker.attach(runtime)
+    client = await runtime.endpoint("dynamo.worker.generate").client()
+    await client.wait_for_instances(1)
+    policy = await open_policy(
+        runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+    )
+    assert isinstance(policy, KvPolicy)
+    view = policy.placement.view
+    names = [book.name for book in policy.placement.fleet.books]
+    assert names == [f"{runtime.instance_id}/{rank}" for rank in (0, 1)]
+    send = standard_pipeline(client, policy)
+    for rank in (0, 1):
+        ids = prompt(1 + 400 * rank)
+        await engine.generate(request("seed", ids, rank=rank), Context("seed"), Read())
+        while view.overlaps(block_hashes(ids)).get(names[rank]) != 100:
+            await asyncio.sleep(0)
+    for rank in (1, 0, 1):
+        ids = prompt(1 + 400 * rank)
+        await send(request("again", ids), Context("again"), read := Read())
+        assert read.cached >= 99 * 16
+    assert [mock_of(engine, rank).counters.requests for rank in (0, 1)] == [2, 3]
+    assert {view.mode(name) for name in names} == {"exact"}
+    await policy.close()
+    await worker.close()
