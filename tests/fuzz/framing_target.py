@@ -53,6 +53,7 @@ def read_by_us(pieces: Sequence[bytes]) -> Read:
                 break
     except DynamoError:
         pass
+    reader.close()
     return [(one.method, one.body) for one in found]
 
 

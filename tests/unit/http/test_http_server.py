@@ -121,12 +121,29 @@ async def test_chunked_body_split_into_bytes(serve: Any, connect: Any) -> None:
         assert (await one.answer()).body == b"POST /c  5"
 
 
-async def test_upgrade_is_declined_by_answering(serve: Any, connect: Any) -> None:
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+async def test_an_offered_upgrade_is_left_alone(serve: Any, connect: Any, step: int) -> None:
+    """Java's client and `curl --http2` offer h2c with every request, bodies too."""
+    _, port = await serve(tell)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    head = b"POST /a HTTP/1.1\r\nHost: b\r\n" + offer
+    data = head + b"Content-Length: 5\r\n\r\nhello"
+    data += head + b"Transfer-Encoding: chunked\r\n\r\n2\r\nwo\r\n3\r\nrld\r\n0\r\n\r\n"
+    data += head + b"\r\n" + b"GET /c HTTP/1.1\r\nhost: b\r\nconnection: close\r\n\r\n"
+    async with connect(port) as one:
+        for start in range(0, len(data), step):
+            one.send(data[start : start + step])
+            await asyncio.sleep(0)
+        said = [(await one.answer()).body for _ in range(4)]
+        assert said == [b"POST /a  5", b"POST /a  5", b"POST /a  0", b"GET /c  0"]
+        assert await one.closed()
+
+
+async def test_no_tunnel(serve: Any, connect: Any) -> None:
     _, port = await serve(tell)
     async with connect(port) as one:
-        one.ask("GET", "/", headers={"connection": "upgrade", "upgrade": "h2c"})
-        answer = await one.answer()
-        assert answer.headers["connection"] == "close"
+        one.send(b"CONNECT a:1 HTTP/1.1\r\nhost: a:1\r\n\r\n", b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await one.answer()).headers["connection"] == "close"
         assert await one.closed()
 
 

@@ -97,15 +97,14 @@ class RequestReader:
         self.stage, self.started = "idle", 0
 
     def feed(self, data: bytes) -> bool:
-        """Parse what came. False = the client wants another protocol: no request follows. Raises
-        the error to answer with; nothing may be fed after that."""
+        """Parse what came. False = the client wants a tunnel: no request follows. Raises the error
+        to answer with; nothing may be fed after that."""
         started, idle = self.started, self.stage == "idle"
         self._fed += len(data)
         self._sure += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            return False
+            if not self._parse(data):
+                return False
         except httptools.HttpParserError as error:
             raise self._error or InvalidRequest(f"malformed HTTP: {error}") from None
         if self.stage == "idle":
@@ -115,6 +114,31 @@ class RequestReader:
         elif self.stage == "headers" and self._sure > self._limits.max_header_bytes:
             raise self._headers_too_large()
         return True
+
+    def _parse(self, data: bytes) -> bool:
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._declines():
+                    return False
+                data = self._plain_head() + data[upgrade.args[0] :]
+                self._parser = httptools.HttpRequestParser(self)
+            else:
+                return True
+
+    def _declines(self) -> bool:
+        """An upgrade is offered, which a server may leave alone; the parser however takes what
+        follows for another protocol, the body too."""
+        return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
+
+    def _plain_head(self) -> bytes:
+        """The head that was read, without its offer."""
+        kept = [pair for name, value in self._pairs for pair in _without_offer(name, value)]
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self._target, version)]
+        lines += [b"%b: %b" % pair for pair in kept]
+        return b"\r\n".join([*lines, b"", b""])
 
     def close(self) -> None:
         """Nothing is fed any more: let go of what refers back to this reader."""
@@ -139,6 +163,8 @@ class RequestReader:
             self._count_body(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
+        if self._declines():
+            return  # they come again
         self._version = self._parser.get_http_version()
         try:
             self._headers = self._checked_headers()
@@ -154,6 +180,8 @@ class RequestReader:
         self._body.append(part)
 
     def on_message_complete(self) -> None:
+        if self.stage == "headers" and self._declines():
+            return
         body = self._body
         request = Request(
             self._parser.get_method().decode("latin-1"),
@@ -217,6 +245,16 @@ def check_framing(headers: Mapping[bytes, bytes], version: str, max_body_bytes: 
     expect = headers.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
         raise InvalidRequest("only `Expect: 100-continue` is understood")
+
+
+def _without_offer(name: bytes, value: bytes) -> list[tuple[bytes, bytes]]:
+    """The header, but for what it says of an upgrade."""
+    if name.lower() == b"upgrade":
+        return []
+    if name.lower() != b"connection":
+        return [(name, value)]
+    words = [word for word in value.split(b",") if word.strip().lower() != b"upgrade"]
+    return [(name, b",".join(words))]
 
 
 def _refuse_twice(name: bytes) -> None:
