@@ -3,6 +3,7 @@
 
     benchmarks/day.py [--hours 24] [--workers 100] [--rate 2] [--prompt 1024] [--answer 128]
                       [--deadline 10] [--crash-every 5] [--partition-every 1] [--mode kv] [--seed 0]
+                      [--minutes N]
 
 Under virtual time, over memory planes: the runtimes, workers, event and request planes, watch,
 health, admission, migration, router and index that serve. Every token of every answer is compared
@@ -14,9 +15,12 @@ code 1: fewer than 99.9 % answered right within the deadline, or something leake
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
+import time
+from math import inf
 
 import msgspec
 
@@ -27,8 +31,8 @@ from dynamo.testing.day.requests import Tally
 BAR = 0.999
 
 
-def tell(hours: float, tally: Tally, fleet: Fleet) -> None:
-    """One line."""
+def tell(hours: float, tally: Tally, fleet: Fleet, until: float) -> bool:
+    """One line. False: no time is left."""
     wrong = sum(tally.failed.values())
     print(
         f"{hours:5.1f} h  {tally.requests:7d} requests, {wrong} not right; "
@@ -36,6 +40,7 @@ def tell(hours: float, tally: Tally, fleet: Fleet) -> None:
         file=sys.stderr,
         flush=True,
     )
+    return time.monotonic() < until
 
 
 def main() -> int:
@@ -52,8 +57,11 @@ def main() -> int:
     parser.add_argument("--partition-every", type=float, default=1.0, help="hours")
     parser.add_argument("--mode", default=plain.mode, help="the router's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=inf, help="end the day after so many")
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
+    gc.set_threshold(100_000, 20, 50)
+    until = time.monotonic() + asked.minutes * 60
     result = live_through(
         Day(
             hours=asked.hours,
@@ -66,7 +74,7 @@ def main() -> int:
             faults=Faults(asked.crash_every * 3600, asked.partition_every * 3600),
             seed=asked.seed,
         ),
-        tell,
+        lambda hours, tally, fleet: tell(hours, tally, fleet, until),
     )
     print(json.dumps(msgspec.to_builtins(result)))
     return 0 if result.right_share >= BAR and not result.leaks else 1

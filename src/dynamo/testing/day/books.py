@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 from dynamo.communication.events import memory as event_places
 from dynamo.communication.requests import memory as request_places
 from dynamo.core.values import BlocksStored
+from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.testing.day.processes import SimulatedFrontend, SimulatedWorker
 
@@ -51,7 +54,10 @@ def _of_policy(policy: KvPolicy, alive: Mapping[str, SimulatedWorker]) -> Iterat
                 f"the router's book of {book.name}: {len(book.active)} active, "
                 f"{book.open_count} open ({book.open_tokens} tokens), context {book.context}"
             )
-    view = placement.view
+    yield from _of_index(cast("CacheView", placement.view), alive)
+
+
+def _of_index(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
     if strangers := set(view.modes()) - set(alive):
         yield f"the index knows dead workers: {sorted(strangers)[:5]}"
     if inexact := [name for name in alive if view.mode(name) != "exact"]:
@@ -73,6 +79,18 @@ def held_by(worker: SimulatedWorker) -> set[int]:
     """The blocks in its cache."""
     changes = worker.engine.held_blocks()
     return {one for change in changes if isinstance(change, BlocksStored) for one in change.hashes}
+
+
+async def records_left(
+    frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]
+) -> list[str]:
+    """Records in discovery of who is dead, and those that who lives has not."""
+    counts = Counter(key.rsplit("/", 1)[-1] for key in await frontend.runtime.discovery.get("/"))
+    names = {worker.name for worker in workers}
+    usual = max(counts.values(), default=0)
+    found = [f"{counts[name]} records of {name}, who is dead" for name in counts.keys() - names]
+    short = [name for name in names if counts[name] != usual]
+    return found + [f"{counts[name]} of {usual} records of {name}" for name in short]
 
 
 def places_left() -> list[str]:

@@ -15,7 +15,7 @@ from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock, run_virtually
 from dynamo.inference.mock.timing import Linear, Timing
 from dynamo.operations.replay.figures import spread
-from dynamo.testing.day.books import leaks, places_left
+from dynamo.testing.day.books import leaks, places_left, records_left
 from dynamo.testing.day.faults import Faults, Fleet
 from dynamo.testing.day.figures import DayResult, counters, resident_mb
 from dynamo.testing.day.processes import Ground, SimulatedFrontend
@@ -23,6 +23,7 @@ from dynamo.testing.day.requests import Asking, Prompts, Tally
 
 SETTLING_S = 90.0
 """After the last fault; longer than any probe, lease or repair takes."""
+PORTION_S = 0.05
 COUNTERS = (
     "dynamo_migrations_total",
     "dynamo_migrations_failed_total",
@@ -33,12 +34,13 @@ COUNTERS = (
 )
 _places = count()
 
-Progress = Callable[[float, Tally, Fleet], None]
-"""Called every virtual hour with the hours that have gone."""
+Progress = Callable[[float, Tally, Fleet], bool]
+"""Called every virtual hour with the hours that have gone; False: that was enough."""
 
 
 class Day(msgspec.Struct, frozen=True):
-    """What is lived through. `rate`: requests a second."""
+    """What is lived through. `rate`: requests a second; `hang_up`: beside them, clients a second
+    that leave before their answer is complete."""
 
     hours: float = 24.0
     workers: int = 100
@@ -51,6 +53,7 @@ class Day(msgspec.Struct, frozen=True):
     mode: str = "kv"
     timing: Timing = Linear(c0=10.0, c1=0.1)
     faults: Faults = Faults()
+    hang_up: float = 0.0
     seed: int = 0
 
 
@@ -79,18 +82,20 @@ async def _live(day: Day, clock: VirtualClock, progress: Progress | None) -> Day
     fleet = Fleet(ground, day.faults, Random(rng.random()), day.workers)
     await fleet.start()
     frontend = await SimulatedFrontend.start(ground, day.seed)
-    clock.on_jump(lambda: _catch_up(ground))
+    clock.on_jump(Hands(ground).jumped)
     memory = await _ask_all(day, clock, rng, tally, fleet, frontend, progress)
+    hours = clock.now() / 3600.0
     await fleet.calm()
     await clock.sleep(SETTLING_S)
     left = leaks(frontend, fleet.workers.values())
+    left += await records_left(frontend, fleet.workers.values())
     if tally.under_way:
         left.append(f"{tally.under_way} requests under way")
     counted = counters(frontend.runtime.metrics.render(), COUNTERS)
     await frontend.leave()
     await fleet.leave()
     left += [f"task left: {name}" for name in _tasks_left()]
-    return _result(day, tally, fleet, counted, left, memory)
+    return _result(day, hours, tally, fleet, counted, left, memory)
 
 
 async def _ask_all(
@@ -108,23 +113,44 @@ async def _ask_all(
     memory: list[float] = []
     begin = clock.now()
     end, told = begin + day.hours * 3600.0, begin
-    async with Tasks() as tasks:
+    async with Tasks() as tasks, Tasks() as leavers:
         fleet.unleash()
+        if day.hang_up:
+            leavers.start(_hang_up(day, clock, Random(rng.random()), asking), "clients that leave")
         while clock.now() < end:
             await clock.sleep(rng.expovariate(day.rate))
             tasks.start(asking.ask(prompts.make()))
             if clock.now() >= told:
                 memory.append(resident_mb())
-                if progress is not None:
-                    progress((clock.now() - begin) / 3600.0, tally, fleet)
                 told += 3600.0
+                if progress and not progress((clock.now() - begin) / 3600.0, tally, fleet):
+                    break
         await tasks.join()
     return memory
 
 
-def _catch_up(ground: Ground) -> None:
-    for leaper in tuple(ground.leaping):
-        leaper.catch_up()
+async def _hang_up(day: Day, clock: VirtualClock, rng: Random, asking: Asking) -> None:
+    """Without end: one leaves after the other, at any moment of its answer."""
+    prompts = Prompts(day.prompt_tokens, Random(rng.random()))
+    while True:
+        await clock.sleep(rng.expovariate(day.hang_up))
+        await asking.hang_up(prompts.make(), rng.uniform(0.0, 3.0))
+
+
+class Hands:
+    """Hands out the tokens of engines that take many steps at once, in small portions."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground = ground
+        self._due_s = 0.0
+
+    def jumped(self) -> None:
+        """It is later."""
+        now = self._ground.clock.now()
+        if now >= self._due_s:
+            self._due_s = now + PORTION_S
+            for leaper in tuple(self._ground.leaping):
+                leaper.catch_up()
 
 
 def _tasks_left() -> list[str]:
@@ -134,6 +160,7 @@ def _tasks_left() -> list[str]:
 
 def _result(
     day: Day,
+    hours: float,
     tally: Tally,
     fleet: Fleet,
     counted: dict[str, float],
@@ -141,7 +168,7 @@ def _result(
     memory: list[float],
 ) -> DayResult:
     return DayResult(
-        hours=day.hours,
+        hours=round(hours, 3),
         workers=day.workers,
         requests=tally.requests,
         right=tally.right,

@@ -14,17 +14,18 @@ RESTART_S = (2.0, 15.0)
 LEASE_S = (0.0, 30.0)
 """A dead worker stays listed so long: not at all where the kernel drops its lock, else until its
 lease ends."""
-PARTITION_S = (10.0, 60.0)
 SHARE = (0.1, 0.5)
 LOST_LEASE_S = 20.0
 """Whom discovery, too, has not heard of for so long is taken off its list."""
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """Seconds between two crashes of a worker, and between two partitions, on average; 0: never."""
+    """Seconds between two crashes of a worker, and between two partitions, on average; 0: never.
+    `partition_s`: the shortest and the longest partition."""
 
     crash_every_s: float = 5 * 3600.0
     partition_every_s: float = 3600.0
+    partition_s: tuple[float, float] = (10.0, 60.0)
 
 
 class Fleet:
@@ -101,7 +102,7 @@ class Fleet:
             part = rng.sample(alive, round(len(alive) * rng.uniform(*SHARE)))
             self.partitions += 1
             self.severed += len(part)
-            await self._partition(part, rng.uniform(*PARTITION_S), rng.random() < 0.5)
+            await self._partition(part, rng.uniform(*self._faults.partition_s), rng.random() < 0.5)
 
     async def _partition(
         self, part: Iterable[SimulatedWorker], seconds: float, from_discovery: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from random import Random
+from typing import cast
 
 import msgspec
 from msgspec.structs import replace
@@ -86,15 +87,13 @@ class SimulatedWorker:
         engine: BatchedEngine,
         leaper: Leaper,
     ) -> None:
-        assert isinstance(runtime.requests, MemoryRequests)
-        assert isinstance(runtime.events, MemoryEvents)
         self.name = name
         self.engine = engine
         self.leaper = leaper
         self.alive = True
         self._runtime = runtime
-        self._requests = runtime.requests
-        self._events = runtime.events
+        self._requests = cast("MemoryRequests", runtime.requests)
+        self._events = cast("MemoryEvents", runtime.events)
         self._lease = lease
         self._worker = worker
         self._expired = False
@@ -179,13 +178,17 @@ class SimulatedFrontend:
     """The process that routes. Make it by `start`."""
 
     def __init__(
-        self, runtime: DistributedRuntime, watch: Watch, routing: RememberedRouting, way: Way
+        self,
+        runtime: DistributedRuntime,
+        routing: RememberedRouting,
+        way: Way,
+        held: AsyncExitStack,
     ) -> None:
         self.runtime = runtime
-        self.watch = watch
         self.way = way
         self.send = way.send
         self._routing = routing
+        self._held = held
 
     @classmethod
     async def start(cls, ground: Ground, seed: int) -> SimulatedFrontend:
@@ -198,11 +201,7 @@ class SimulatedFrontend:
             routing = RememberedRouting(runtime)
             way = await Way.open(runtime, watch, routing, ground.card)
             held.push_async_callback(way.close)
-            made = cls(runtime, watch, routing, way)
-            made._held = held.pop_all()
-        return made
-
-    _held: AsyncExitStack
+            return cls(runtime, routing, way, held.pop_all())
 
     @property
     def policy(self) -> KvPolicy | None:

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 
 from dynamo.core.clock import Clock
@@ -71,10 +72,13 @@ class Answer(Reply):
     def finish(self, end: Finish) -> None:
         self.ends.append(end)
 
+    def right(self, prompt: array[int]) -> list[int]:
+        """What should have been said, as far as something was."""
+        return Voice(WORDS, prompt[:-1]).say(prompt[-1], len(self.ids))
+
     def fault(self, prompt: array[int], count: int) -> str:
         """What is wrong with it; "" where nothing is."""
-        right = Voice(WORDS, prompt[:-1]).say(prompt[-1], count)
-        if list(self.ids) != right:
+        if len(self.ids) != count or list(self.ids) != self.right(prompt):
             return "altered" if len(self.ids) == count else "lost or doubled"
         if self.begun != 1:
             return "begun not once"
@@ -94,6 +98,7 @@ class Tally:
         """The first few failures in words."""
         self.took_s, self.hit_s = array("d"), array("d")
         self.under_way = 0
+        self.hung_up = 0
 
 
 class Asking:
@@ -107,6 +112,18 @@ class Asking:
         self._tally = tally
         self._stops = Stops(max_tokens=answer_tokens, ignore_eos=True)
         self._deadline_s = deadline_s
+
+    async def hang_up(self, prompt: array[int], after_s: float) -> None:
+        """One request, whose client leaves; what was said until then must be right."""
+        tally = self._tally
+        tally.hung_up += 1
+        answer, name = Answer(self._clock), f"h{tally.hung_up}"
+        request = GenerateRequest(name, MODEL, prompt.tobytes(), GREEDY, self._stops)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                await self._send(request, Context(name, timeout_s=self._deadline_s), answer)
+        if answer.right(prompt) != list(answer.ids):
+            tally.failed["altered before the client left"] += 1
 
     async def ask(self, prompt: array[int]) -> None:
         """One request, to its end."""
