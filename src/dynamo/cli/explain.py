@@ -91,7 +91,7 @@ def _table(one: Mapping[str, Any]) -> list[str]:
     terms = list(one["costs"][0]["terms"])
     rows = [("", "WORKER", "BLOCKS HELD", "COST", *(term.upper() for term in terms))]
     for row in one["costs"]:
-        chosen = "->" if row["worker"].split("/", 1)[0] == one["worker"] else ""
+        chosen = "->" if row["worker"] == one["worker"] else ""
         values = (f"{row['terms'].get(term, 0.0):.2f}" for term in terms)
         rows.append(
             (chosen, row["worker"], str(row["overlap_blocks"]), f"{row['cost']:.2f}", *values)

@@ -120,7 +120,7 @@ class _Entry:
             model=self.model,
             at=self.at,
             router=router,
-            worker=made.instance.id,
+            worker=made.worker,
             mode=made.mode,
             view=made.view,
             candidates=made.candidates,
@@ -139,9 +139,9 @@ def why(made: Decision) -> str:
     """A decision in a sentence."""
     among = f"of {made.candidates} worker" + ("s" if made.candidates != 1 else "")
     if not made.table:
-        return f"{made.mode} took {made.instance.id} {among}, without a look at what workers hold"
-    chosen = next((one for one in made.table if _instance(one) == made.instance.id), None)
-    parts = [f"{made.instance.id} {among}"]
+        return f"{made.mode} took {made.worker} {among}, without a look at what workers hold"
+    chosen = next((one for one in made.table if one.worker == made.worker), None)
+    parts = [f"{made.worker} {among}"]
     if chosen is not None:
         parts.append(f"cost {chosen.cost:.4g}")
         others = [one for one in made.table if one is not chosen]
@@ -156,8 +156,3 @@ def why(made: Decision) -> str:
     if made.view and made.view != "exact":
         parts.append(f"its cache is known only as {made.view}")
     return ", ".join(parts)
-
-
-def _instance(candidate: Candidate) -> str:
-    """The instance of a worker, which may be one rank of it."""
-    return candidate.worker.split("/", 1)[0]
