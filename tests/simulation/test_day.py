@@ -47,6 +47,14 @@ def test_so_it_is_in_other_modes(mode: str) -> None:
     assert not result.leaks
 
 
+def test_routers_that_hear_nothing_for_a_while_know_all_again() -> None:
+    """Two of them, that tell each other what they send; their events are lost, too."""
+    faults = Faults(240.0, 90.0, (5.0, 20.0), deaf_every_s=20.0)
+    result = bad_day(frontends=2, faults=faults)
+    assert result.right == result.requests > 700, result.told
+    assert not result.leaks
+
+
 def test_the_same_seed_brings_the_same_day() -> None:
     def told() -> DayResult:
         return msgspec.structs.replace(bad_day(hours=0.03), wall_s=0.0, cpu_s=0.0, resident_mb=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from dynamo.communication.events import memory as event_places
@@ -82,10 +82,13 @@ def held_by(worker: SimulatedWorker) -> set[int]:
 
 
 async def records_left(
-    frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]
+    frontends: Sequence[SimulatedFrontend], workers: Iterable[SimulatedWorker]
 ) -> list[str]:
     """Records in discovery of who is dead, and those that who lives has not."""
-    counts = Counter(key.rsplit("/", 1)[-1] for key in await frontend.runtime.discovery.get("/"))
+    discovery = frontends[0].runtime.discovery
+    counts = Counter(key.rsplit("/", 1)[-1] for key in await discovery.get("/"))
+    for frontend in frontends:
+        counts.pop(frontend.runtime.instance_id, None)
     names = {worker.name for worker in workers}
     usual = max(counts.values(), default=0)
     found = [f"{counts[name]} records of {name}, who is dead" for name in counts.keys() - names]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from itertools import count
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, cycle
 from random import Random
 
 import msgspec
 
+from dynamo.core.context import Context
+from dynamo.core.reply import Reply, Send
 from dynamo.core.tasks import Tasks
-from dynamo.core.values import EngineInfo
+from dynamo.core.values import EngineInfo, GenerateRequest
 from dynamo.core.virtual_time import VirtualClock, run_virtually
 from dynamo.inference.mock.timing import Linear, Timing
 from dynamo.operations.replay.figures import spread
 from dynamo.testing.day.books import leaks, places_left, records_left
-from dynamo.testing.day.faults import Faults, Fleet
+from dynamo.testing.day.faults import Faults, Fleet, deafen
 from dynamo.testing.day.figures import DayResult, counters, resident_mb
 from dynamo.testing.day.processes import Ground, SimulatedFrontend
 from dynamo.testing.day.requests import Asking, Prompts, Tally
@@ -44,6 +47,7 @@ class Day(msgspec.Struct, frozen=True):
 
     hours: float = 24.0
     workers: int = 100
+    frontends: int = 1
     rate: float = 2.0
     prompt_tokens: int = 1024
     answer_tokens: int = 128
@@ -81,18 +85,27 @@ async def _live(day: Day, clock: VirtualClock, progress: Progress | None) -> Day
     rng, tally = Random(day.seed), Tally()
     fleet = Fleet(ground, day.faults, Random(rng.random()), day.workers)
     await fleet.start()
-    frontend = await SimulatedFrontend.start(ground, day.seed)
+    frontends = [
+        await SimulatedFrontend.start(ground, f"frontend-{number}", day.seed + number)
+        for number in range(day.frontends)
+    ]
     clock.on_jump(Hands(ground).jumped)
-    memory = await _ask_all(day, clock, rng, tally, fleet, frontend, progress)
+    async with Tasks() as troubles:
+        if day.faults.deaf_every_s:
+            deafening = deafen(ground, day.faults, Random(rng.random()), frontends)
+            troubles.start(deafening, "deafen frontends")
+        memory = await _ask_all(day, clock, rng, tally, fleet, InTurn(frontends).send, progress)
     hours = clock.now() / 3600.0
     await fleet.calm()
     await clock.sleep(SETTLING_S)
-    left = leaks(frontend, fleet.workers.values())
-    left += await records_left(frontend, fleet.workers.values())
+    left = [leak for one in frontends for leak in leaks(one, fleet.workers.values())]
+    left += await records_left(frontends, fleet.workers.values())
     if tally.under_way:
         left.append(f"{tally.under_way} requests under way")
-    counted = counters(frontend.runtime.metrics.render(), COUNTERS)
-    await frontend.leave()
+    counted = Counter[str]()
+    for frontend in frontends:
+        counted.update(counters(frontend.runtime.metrics.render(), COUNTERS))
+        await frontend.leave()
     await fleet.leave()
     left += [f"task left: {name}" for name in _tasks_left()]
     return _result(day, hours, tally, fleet, counted, left, memory)
@@ -104,11 +117,11 @@ async def _ask_all(
     rng: Random,
     tally: Tally,
     fleet: Fleet,
-    frontend: SimulatedFrontend,
+    send: Send,
     progress: Progress | None,
 ) -> list[float]:
     """Requests come by chance until the day is over, and are answered. Resident memory by hour."""
-    asking = Asking(frontend.send, clock, tally, day.answer_tokens, day.deadline_s)
+    asking = Asking(send, clock, tally, day.answer_tokens, day.deadline_s)
     prompts = Prompts(day.prompt_tokens, Random(rng.random()))
     memory: list[float] = []
     begin = clock.now()
@@ -137,6 +150,17 @@ async def _hang_up(day: Day, clock: VirtualClock, rng: Random, asking: Asking) -
         await asking.hang_up(prompts.make(), rng.uniform(0.0, 3.0))
 
 
+class InTurn:
+    """Sends requests by one frontend after the other."""
+
+    def __init__(self, frontends: Sequence[SimulatedFrontend]) -> None:
+        self._next = cycle(frontends)
+
+    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        """A `Send`."""
+        await next(self._next).send(request, context, reply)
+
+
 class Hands:
     """Hands out the tokens of engines that take many steps at once, in small portions."""
 
@@ -163,7 +187,7 @@ def _result(
     hours: float,
     tally: Tally,
     fleet: Fleet,
-    counted: dict[str, float],
+    counted: Mapping[str, float],
     left: list[str],
     memory: list[float],
 ) -> DayResult:

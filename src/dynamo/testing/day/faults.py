@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import msgspec
 
 from dynamo.core.tasks import Tasks
-from dynamo.testing.day.processes import Ground, SimulatedWorker
+from dynamo.testing.day.processes import Ground, SimulatedFrontend, SimulatedWorker
 
 RESTART_S = (2.0, 15.0)
 LEASE_S = (0.0, 30.0)
@@ -21,11 +21,28 @@ LOST_LEASE_S = 20.0
 
 class Faults(msgspec.Struct, frozen=True):
     """Seconds between two crashes of a worker, and between two partitions, on average; 0: never.
-    `partition_s`: the shortest and the longest partition."""
+    `partition_s`: the shortest and longest partition; `deaf_every_s`: a frontend hears no events
+    for as long as that."""
 
     crash_every_s: float = 5 * 3600.0
     partition_every_s: float = 3600.0
     partition_s: tuple[float, float] = (10.0, 60.0)
+    deaf_every_s: float = 0.0
+
+
+async def deafen(
+    ground: Ground, faults: Faults, rng: Random, frontends: Sequence[SimulatedFrontend]
+) -> None:
+    """Without end: one of them hears nothing for a while."""
+    clock = ground.clock
+    while True:
+        await clock.sleep(rng.expovariate(1 / faults.deaf_every_s))
+        frontend = rng.choice(frontends)
+        frontend.deafen()
+        try:
+            await clock.sleep(rng.uniform(*faults.partition_s))
+        finally:
+            frontend.hear_again()
 
 
 class Fleet:

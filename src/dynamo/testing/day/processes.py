@@ -185,16 +185,17 @@ class SimulatedFrontend:
         held: AsyncExitStack,
     ) -> None:
         self.runtime = runtime
+        self._events = cast("MemoryEvents", runtime.events)
         self.way = way
         self.send = way.send
         self._routing = routing
         self._held = held
 
     @classmethod
-    async def start(cls, ground: Ground, seed: int) -> SimulatedFrontend:
+    async def start(cls, ground: Ground, name: str, seed: int) -> SimulatedFrontend:
         """Knows the workers that are there."""
         async with AsyncExitStack() as held:
-            runtime, lease = await ground.runtime("frontend", "frontend", seed)
+            runtime, lease = await ground.runtime("frontend", name, seed)
             held.push_async_callback(lease.close)
             held.push_async_callback(runtime.shutdown, 0.0)
             watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
@@ -208,6 +209,14 @@ class SimulatedFrontend:
         """What chooses, in mode kv."""
         policy = self._routing.made.policy
         return policy if isinstance(policy, KvPolicy) else None
+
+    def deafen(self) -> None:
+        """No event reaches it any more, and none of its own gets out; its calls do."""
+        self._events.sever()
+
+    def hear_again(self) -> None:
+        """Events come and go again."""
+        self._events.rejoin()
 
     async def leave(self) -> None:
         """Stop in good order."""
