@@ -103,7 +103,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     header_timeout: Annotated[
         float,
         setting(
-            "time from connecting to a first request, to send its headers, then the body's next part",
+            "time from connecting to a request, to send its headers, then the body's next part",
             unit="seconds",
             ge=0.1,
         ),
