@@ -27,8 +27,6 @@ from dynamo.core.errors import DynamoError
 HERE = Context("request-1", attempt=1, metadata={"a": "b"})
 INCARNATION = "there"
 ENDPOINT = "worker/generate"
-NOT_UTF8 = (UnicodeDecodeError,)
-"""Of text inside a frame msgspec raises it bare; the event loop then cuts that connection off."""
 
 
 class LooseWires(Wires):
@@ -53,7 +51,7 @@ class LooseWires(Wires):
         self._accept = accept
 
     async def dial(self, link: Link, address: str) -> None:
-        wire = Wire(link, NOT_UTF8)
+        wire = Wire(link)
         for delay, piece in enumerate(self.pieces):
             asyncio.get_running_loop().call_later(delay * 1e-6, wire.hear, piece)
         asyncio.get_running_loop().call_later(len(self.pieces) * 1e-6 + 1e-4, wire.close)
@@ -67,7 +65,7 @@ class LooseWires(Wires):
     def plug(self) -> Wire:
         """Somebody dials us."""
         assert self._accept is not None
-        return Wire(self._accept(), NOT_UTF8)
+        return Wire(self._accept())
 
 
 async def echo(payload: bytes, out: Outgoing) -> None:

@@ -7,15 +7,11 @@ from typing import Any
 
 
 class Wire(asyncio.Transport):
-    """`said`: what the protocol wrote; `ended`: it is told that the connection is lost;
-    `forgiven`: what it may fail with."""
+    """`said`: what the protocol wrote; `ended`: it is told that the connection is lost."""
 
-    def __init__(
-        self, protocol: asyncio.Protocol, forgiven: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
         self._protocol = protocol
-        self._forgiven = forgiven
         self._closing = False
         self.said = bytearray()
         self.ended = False
@@ -29,8 +25,6 @@ class Wire(asyncio.Transport):
             self._protocol.data_received(data)
         except Exception as error:
             self.close()
-            if isinstance(error, self._forgiven):
-                return
             context = {"message": "data_received failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 

@@ -112,5 +112,5 @@ def _calls(calls: Any, field: str) -> list[dict[str, Any]]:
 def _arguments(text: str) -> Any:
     try:
         return msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return text

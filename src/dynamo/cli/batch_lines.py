@@ -71,7 +71,7 @@ def answered(output: Path) -> frozenset[str]:
                 found = msgspec.json.decode(line)
                 if found["error"] is None:
                     done.add(str(found["custom_id"]))
-            except (msgspec.DecodeError, KeyError, TypeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{output} is not the output of a batch", hint="give another --output"
                 ) from error

@@ -203,7 +203,7 @@ def _target(found: argparse.Namespace) -> Any:
 
     try:
         extra = msgspec.json.decode(found.extra, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--extra {found.extra}: {error}", hint="wanted a JSON object") from None
     url = found.words[0] if found.words else URL
     return Target(

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     text = sys.stdin.read() if found.request == "-" else found.request or "null"
     try:
         request = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the request is not JSON: {error}", hint='e.g. \'{"name": "Ann"}\''
         ) from None

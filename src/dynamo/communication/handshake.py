@@ -54,7 +54,7 @@ def decode_hello(kind: int, body: bytes, plane: str) -> Hello:
         raise ProtocolError(f"the first frame is of kind {kind}, not a hello")
     try:
         hello = _decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"unreadable hello: {error}") from error
     if hello.magic != MAGIC or hello.plane != plane:
         raise ProtocolError(f"a hello of plane {hello.plane!r} at a {plane!r} port")

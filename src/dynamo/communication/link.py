@@ -52,7 +52,7 @@ class Peer(Protocol):
         """Connected; nothing was read yet."""
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
-        """One frame. Raising `ProtocolError` or `msgspec.DecodeError` closes the connection."""
+        """One frame. Raising `ProtocolError` or what decoding raises closes the connection."""
 
     def on_lost(self, error: Exception | None) -> None:
         """The connection is closed; called once."""
@@ -147,7 +147,7 @@ class Link(asyncio.Protocol):
         try:
             for kind, count, body in self._splitter.feed(data):
                 on_frame(kind, count, body)
-        except (ProtocolError, msgspec.DecodeError) as error:
+        except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = self._about() | {"error": str(error)}
             log.warning("connection closed: protocol broken", extra={"fields": fields})
             self.abort()

@@ -110,7 +110,7 @@ class Worker:
             return
         try:
             request = decode_request(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"not a generate request: {error}") from error
         self._report.touch()
         reply = ReplyWriter(outgoing.send, self._runtime.instance_id)

@@ -154,7 +154,7 @@ def verdict(ref: FileRef) -> Verdict | None:
     """What was proven of this tokenizer under the installed versions; None: nothing yet."""
     try:
         return msgspec.json.decode(_verdict_path(ref).read_bytes(), type=Verdict)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
@@ -187,7 +187,7 @@ def _proof(tokenizer: Path, target: Path) -> Verdict:
         return Verdict(equal=False, cuts=False, why="the proof took too long")
     try:
         return msgspec.json.decode(target.read_bytes(), type=Verdict)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         why = ended.stderr.decode(errors="replace").strip()[-500:]
         found = Verdict(equal=False, cuts=False, why=f"the proof ended with {ended.returncode}")
         log.warning("proof failed", extra={"fields": {"code": ended.returncode, "stderr": why}})

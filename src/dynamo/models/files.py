@@ -74,7 +74,7 @@ def remembered_hash(path: Path) -> str | None:
     try:
         note = msgspec.json.decode(_note_of(path).read_bytes(), type=_Verified)
         stat = path.stat()
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     same = (note.size_bytes, note.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     return note.sha256 if same else None

@@ -107,7 +107,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelUnavailable(f"{path} cannot be read: {error}") from error
 
 

@@ -75,7 +75,7 @@ class Pip:
             return (
                 msgspec.json.decode(report.read_bytes(), type=_Report).install[0].download_info.url
             )
-        except (OSError, msgspec.DecodeError, IndexError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, IndexError):
             return ""
 
     def download(self, told: Told) -> Path:

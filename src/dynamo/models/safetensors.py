@@ -103,7 +103,7 @@ class SafetensorsFolder:
             header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
             entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()}
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _broken(path, f"its header is not valid ({error})") from error
         base = 8 + length
         for name, entry in entries.items():
@@ -121,7 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE] if (folder / SINGLE).is_file() else []
     try:
         shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _broken(index, str(error)) from error
     paths = [folder / Path(name).name for name in sorted(set(shards))]
     missing = [path.name for path in paths if not path.is_file()]

@@ -52,7 +52,7 @@ def read_tokenizer_file(path: Path) -> TokenizerFile:
         return msgspec.json.decode(path.read_bytes(), type=TokenizerFile)
     except OSError as error:
         raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelUnavailable(f"{path} is not a tokenizer.json: {error}") from error
 
 

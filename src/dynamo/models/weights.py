@@ -204,7 +204,7 @@ def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
         said = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
     _supported(said.get("model_type", ""), _HF_TYPES)
     if said.get("sliding_window"):

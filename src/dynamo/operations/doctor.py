@@ -200,7 +200,7 @@ def _health(url: str) -> dict[str, Any]:
     try:
         connection.request("GET", "/health")
         found: dict[str, Any] = msgspec.json.decode(connection.getresponse().read(), type=dict)
-    except (HTTPException, msgspec.DecodeError) as error:
+    except (HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise OSError(f"{url} gives no /health: {error}") from error
     finally:
         connection.close()

@@ -71,13 +71,13 @@ class RouterPort:
                 f"nobody answers at {self._url}: {reason}",
                 hint="`dynamo ps` lists what runs; --url says where",
             ) from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DynamoError(f"{self._url}{path} is no answer of ours: {error}") from None
 
 
 def _told(status: int, body: bytes) -> DynamoError:
     try:
         spoken = msgspec.json.decode(body, type=ErrorBody).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         spoken = Spoken(f"the server answered {status}")
     return ERRORS.get(status, DynamoError)(spoken.message, hint=spoken.hint)

@@ -192,7 +192,7 @@ class Child:
             while line := await reader.readline():
                 try:
                     self.report = msgspec.json.decode(line, type=Report)
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, UnicodeDecodeError):
                     log.warning("unreadable report", extra={"fields": {"name": self.spec.name}})
                     continue
                 if self.report.state == "ready" and self._ready_at is None:

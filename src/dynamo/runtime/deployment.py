@@ -135,7 +135,7 @@ def _at(path: Path) -> ProcessRecord | None:
     """The live process of one record file; a dead one's file is removed."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=ProcessRecord)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         log.warning("bad process record", extra={"fields": {"path": path, "error": str(error)}})
         return None
     if is_alive(record.pid, record.start_ticks):

@@ -92,7 +92,7 @@ class ParentLink:
         line, _, rest = data.partition(b"\n")
         try:
             return cls(fd, msgspec.json.decode(line, type=Start), rest)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"no start line on standard input: {error}",
                 hint=FOR_SUPERVISOR,

@@ -151,7 +151,13 @@ class Health:
                 await self._client.call(instance, b"", Context(request_id=PROBE), sink)
         except ProtocolError:
             return Beat()  # an older worker, which knows no probes
-        except (DynamoError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (
+            DynamoError,
+            OSError,
+            TimeoutError,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+        ) as error:
             fields = {"worker": instance.id, "error": str(error) or type(error).__name__}
             log.warning("a probe failed", extra={"fields": fields})
             return None

@@ -26,7 +26,7 @@ def request_decoder(endpoint: EndpointSpec) -> Decode | None:
     def decode(payload: bytes) -> Any:
         try:
             return read(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{endpoint.function.__qualname__}: {error}") from None
 
     return decode

@@ -68,7 +68,7 @@ class Offers:
             try:
                 if change.value is not None:
                     offers[instance] = _decode_offer(change.value)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("bad offer", extra={"fields": fields})
         for model in changed:

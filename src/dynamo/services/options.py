@@ -114,6 +114,6 @@ def _plain(raw: Any) -> Any:
     if isinstance(raw, str) and raw[:1] in {"[", "{"}:
         try:
             return msgspec.json.decode(raw)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return raw
     return raw

@@ -96,7 +96,7 @@ class Router:
         out.send(TAKEN)
         try:
             ask = decode_ask(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"not a question for a router: {error}") from error
         model = self._models.get(ask.model)
         if model is None:

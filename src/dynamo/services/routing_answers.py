@@ -144,7 +144,13 @@ class RoutingAnswers:
                 context = Context("routing", timeout_s=ANSWER_S)
                 await client.call(instance, _encode(question), context, sink)
             found: list[Any] = msgspec.msgpack.decode(answers[0], type=kind)
-        except (DynamoError, TimeoutError, IndexError, msgspec.DecodeError) as error:
+        except (
+            DynamoError,
+            TimeoutError,
+            IndexError,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+        ) as error:
             fields = {"instance": instance.id, "error": str(error)}
             log.warning("a router's part is missing", extra={"fields": fields})
             return []

@@ -94,7 +94,7 @@ def read_timing(text: str) -> Timing:
         return read_constant(text.removeprefix("constant:"))
     try:
         return msgspec.json.decode(Path(text).read_bytes(), type=Linear | Polynomials)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"timing {text!r}: {error}",
             hint="say dynamo, constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP, or the path of a JSON file",

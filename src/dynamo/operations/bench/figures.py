@@ -171,7 +171,7 @@ def read_result(path: str) -> Result:
             return msgspec.json.decode(file.read(), type=Result)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} is no result of `dynamo bench`: {error}", hint="made with --out FILE"
         ) from None

@@ -160,7 +160,7 @@ def events_of(data: bytes) -> Sequence[Mapping[str, Any]]:
         if at >= 0:
             try:
                 found.append(msgspec.json.decode(part[at + 5 :].strip()))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
     return [one for one in found if isinstance(one, dict)]
 

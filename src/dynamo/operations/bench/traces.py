@@ -47,7 +47,7 @@ def read_rows(path: str) -> Iterator[Row]:
     for at, line in enumerate(_lines(path)):
         try:
             yield decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{path}:{at + 1}: {error}",
                 hint="wanted lines of {timestamp, input_length, output_length, hash_ids}",
@@ -101,7 +101,7 @@ def _conversations(path: str) -> Iterator[Iterable[Any]]:
             found = msgspec.json.decode(b"\n".join(lines))
         else:
             found = [msgspec.json.decode(line) for line in lines]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}", hint="wanted a ShareGPT file, JSON") from None
     for one in found:
         if isinstance(one, dict):

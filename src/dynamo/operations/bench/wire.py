@@ -184,7 +184,7 @@ class Server:
             )
         try:
             return sample.status, msgspec.json.decode(b"".join(sample.body))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return sample.status, None
 
     def close(self) -> None:

@@ -218,7 +218,7 @@ class CacheView:
     def _take(self, worker: str, payload: bytes) -> None:
         try:
             changes = decode_changes(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.heard["undecodable"] += 1
             fields = {"worker": worker, "error": str(error)}
             log.exception("KV event not understood", extra={"fields": fields})

@@ -60,7 +60,7 @@ class RemoteIndex:
         self.asked += 1
         try:
             return _decode_overlaps(await self._ask(self._match, pack_hashes(hashes)))
-        except (DynamoError, OSError, TimeoutError, msgspec.DecodeError):
+        except (DynamoError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
             self.unanswered += 1
             return {}
 
@@ -71,7 +71,13 @@ class RemoteIndex:
             try:
                 view.trust(_decode_modes(await self._ask(self._modes, b"")))
                 away = False
-            except (DynamoError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            except (
+                DynamoError,
+                OSError,
+                TimeoutError,
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+            ) as error:
                 view.trust({})
                 if not away:
                     log.warning("no indexer answers", extra={"fields": {"error": str(error)}})

@@ -61,7 +61,7 @@ def restore_index(index: KvIndex, packed: bytes, block_tokens: int) -> int:
     block size, and for what is no snapshot."""
     try:
         found = _decode(packed)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"not a saved index: {error}") from error
     if found.version != VERSION or found.block_tokens != block_tokens:
         raise ConfigError(

@@ -52,7 +52,7 @@ class LoadView:
             return
         try:
             load = _decode(event.payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"worker": event.publisher, "error": str(error)}
             log.warning("bad load report", extra={"fields": fields})
             return

@@ -186,7 +186,7 @@ class Replicas:
         self._meet(peer)
         try:
             moves = decode_moves(event.payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"publisher": peer, "error": str(error)}
             log.warning("bad moves of another router", extra={"fields": fields})
             return
