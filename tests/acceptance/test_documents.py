@@ -30,7 +30,7 @@ from dynamo.models.download import fetch
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
-    r"(?P<skip><!-- not run: .+ -->\n+)?(?:`(?P<file>[^`\n]+)`:\n\n)?"
+    r"(?P<skip><!-- not run: .+ -->\n+)?(?:`(?P<file>[^`\n/][^`\n]*)`:\n\n)?"
     r"^```(?P<kind>\w+)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
