@@ -225,7 +225,10 @@ class Placement:
         window = min(WINDOW, most)
         placed: list[Placed] = []
         for start in range(0, min(len(waiting), most), window):
-            placed += self._window(self._may_go(waiting[start : start + window], now), now)
+            gone = self._window(self._may_go(waiting[start : start + window], now), now)
+            placed += gone
+            if not gone and start:
+                break  # a dozen who would rather wait: those behind them are hardly keener
         return placed
 
     def _window(self, waiting: list[Arrival], now: float) -> list[Placed]:
