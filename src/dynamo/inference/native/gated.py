@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
+LEAD_UNITS = 2
+"""Blocks of columns that the caller's piece has more than the others', where there are many: it
+starts at once, the other threads have to wake."""
+
 TILE_ROWS = 32
 """Rows of the gate at once: what the passes touch stays in the L2 cache."""
 
@@ -36,11 +40,13 @@ class Piece:
 def cut(
     gate: Floats, up: Floats, down: Floats, threads: int, small_kernels: bool, empty: Arena
 ) -> tuple[Piece, ...]:
-    """Pieces of about equal width, one a thread, from weights [out, in]."""
+    """Pieces of about equal width, one a thread, the caller's first, from weights [out, in]."""
     inner = len(gate)
     units = -(-inner // BLOCK_COLUMNS)
     pieces = min(threads, units)
-    borders = [min(inner, units * part // pieces * BLOCK_COLUMNS) for part in range(pieces + 1)]
+    lead = LEAD_UNITS if units >= 16 * pieces > 16 else 0
+    ends = [0, *(lead + (units - lead) * part // pieces for part in range(1, pieces + 1))]
+    borders = [min(inner, end * BLOCK_COLUMNS) for end in ends]
     return tuple(
         Piece(
             block_matrix((-gate[low:high], -up[low:high]), 1, small_kernels, empty),
@@ -55,23 +61,27 @@ def add_gated(
     total: Floats, rows: Floats, pieces: tuple[Piece, ...], scratch: Scratch, crew: Crew
 ) -> None:
     """total += (silu(rows @ gate) * (rows @ up)) @ down."""
-    count = len(rows)
+    count, width = len(rows), total.shape[1]
     sums = [scratch(f"sum{part}", count, piece.down.padded) for part, piece in enumerate(pieces)]
-    crew.each(
-        [
-            partial(
-                _piece,
-                rows,
-                piece,
-                scratch(f"gate_up{part}", count, piece.gate_up.padded),
-                scratch(f"gated{part}", count, piece.width),
-                sums[part],
-            )
-            for part, piece in enumerate(pieces)
-        ]
-    )
-    for one in sums:
-        total += one[:, : total.shape[1]]
+    jobs = [
+        partial(
+            _piece,
+            rows,
+            piece,
+            scratch(f"gate_up{part}", count, piece.gate_up.padded),
+            scratch(f"gated{part}", count, piece.width),
+            sums[part],
+        )
+        for part, piece in enumerate(pieces)
+    ]
+
+    def own() -> None:
+        jobs[0]()
+        np.add(total, sums[0][:, :width], out=total)
+
+    crew.each([own, *jobs[1:]])
+    for one in sums[1:]:
+        total += one[:, :width]
 
 
 def _piece(rows: Floats, piece: Piece, gate_up: Floats, gated: Floats, out: Floats) -> None:
