@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from dynamo.cli.bar import Bar
 from dynamo.cli.bench_flags import bench_of, parser
 from dynamo.cli.bench_text import Progress, as_text, comparison
 from dynamo.core.errors import ConfigError
@@ -70,7 +71,8 @@ def _one(found: argparse.Namespace) -> Result:
         loop.add_signal_handler(signal.SIGINT, interrupt)
         return await run_bench(bench, progress, stop=stop)
 
-    with Progress(sys.stderr, bench.load) as progress:
+    with Bar(sys.stderr) as bar:
+        progress = Progress(bar, bench.load)
         return _stamped(run_on_loop(work()))
 
 

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dynamo.cli.bar import Bar
     from dynamo.operations.bench.compare import Difference
     from dynamo.operations.bench.figures import Result
     from dynamo.operations.bench.measure import Measurement
     from dynamo.operations.bench.plan import Load
 
-WIDTH = 24
-LINE_S = 10.0
-CLEAR = "\r\x1b[K"
 SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line now and then."""
+    """Shows on `bar` how far a measurement is."""
 
-    def __init__(self, out: TextIO, load: Load) -> None:
-        self._out = out
+    def __init__(self, bar: Bar, load: Load) -> None:
+        self._bar = bar
         self._load = load
-        self._tty = out.isatty()
-        self._told = time.monotonic()
 
     def __call__(self, measurement: Measurement, seconds: float) -> None:
         """How far it is after `seconds`."""
-        if not self._tty and time.monotonic() - self._told < LINE_S:
+        if not self._bar.due():
             return
-        self._told = time.monotonic()
         done = len(measurement.samples)
-        share = self._share(done, seconds)
-        line = (
-            f"[{'#' * round(share * WIDTH):<{WIDTH}}] {seconds:.0f} s  {done} done  "
-            f"{measurement.in_flight} in flight  {measurement.texts / seconds:.0f} events/s"
+        self._bar.show(
+            self._share(done, seconds),
+            f"{seconds:.0f} s  {done} done  {measurement.in_flight} in flight  "
+            f"{measurement.texts / seconds:.0f} events/s",
         )
-        self._out.write(f"{CLEAR}{line}" if self._tty else f"{line}\n")
-        self._out.flush()
 
     def _share(self, done: int, seconds: float) -> float:
         shares = [0.0]
@@ -50,19 +41,6 @@ class Progress:
         if self._load.duration_s:
             shares.append(seconds / self._load.duration_s)
         return min(1.0, max(shares))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._tty:
-            self._out.write(CLEAR)
-            self._out.flush()
 
 
 def as_text(result: Result, url: str) -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from dynamo.cli.bar import Bar
 from dynamo.cli.flags import add_settings, load_settings
 from dynamo.cli.parsing import Parser
-from dynamo.cli.replay_text import Progress, as_text
+from dynamo.cli.replay_text import BAR_S, Progress, as_text
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Loaded
 
@@ -100,8 +101,9 @@ def run(arguments: Sequence[str]) -> int:
     plan = _plan(found, loaded)
     arrivals = Arrivals(found.speed, found.smear, found.seed)
     conversations = read_trace(found.trace, arrivals, found.rows)
-    with Progress(sys.stderr, sum(len(one.turns) for one in conversations)) as progress:
-        result, log = Replay(plan, progress).run(conversations)
+    total = sum(len(one.turns) for one in conversations)
+    with Bar(sys.stderr, BAR_S) as bar:
+        result, log = Replay(plan, Progress(bar, total)).run(conversations)
     if found.decisions:
         _write(found.decisions, map(msgspec.json.encode, log.placings))
     if found.json:

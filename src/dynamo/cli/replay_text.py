@@ -2,57 +2,35 @@
 
 from __future__ import annotations
 
-import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dynamo.cli.bar import Bar
     from dynamo.operations.replay.figures import Result
     from dynamo.operations.replay.flight import FlightLog
 
-WIDTH = 24
-BAR_S, LINE_S = 0.1, 10.0
-CLEAR = "\r\x1b[K"
+BAR_S = 0.1
 SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 COLUMNS = ("mean", "p50", "p90", "p99")
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line now and then. `total`: requests of the trace."""
+    """Shows on `bar` how far a replay is. `total`: requests of the trace."""
 
-    def __init__(self, out: TextIO, total: int) -> None:
-        self._out = out
+    def __init__(self, bar: Bar, total: int) -> None:
+        self._bar = bar
         self._total = max(1, total)
-        self._tty = out.isatty()
-        self._every_s = BAR_S if self._tty else LINE_S
-        self._told = time.monotonic()
 
     def __call__(self, log: FlightLog) -> None:
         """How far it is."""
-        now = time.monotonic()
-        if now - self._told < self._every_s:
+        if not self._bar.due():
             return
-        self._told = now
         share = log.completed / self._total
-        line = (
-            f"[{'#' * round(share * WIDTH):<{WIDTH}}] {share:.0%}  {log.completed} done  "
-            f"{len(log.under_way)} in flight  {log.clock.now():.0f} s of virtual time"
+        self._bar.show(
+            share,
+            f"{share:.0%}  {log.completed} done  {len(log.under_way)} in flight  "
+            f"{log.clock.now():.0f} s of virtual time",
         )
-        self._out.write(f"{CLEAR}{line}" if self._tty else f"{line}\n")
-        self._out.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._tty:
-            self._out.write(CLEAR)
-            self._out.flush()
 
 
 def as_text(result: Result) -> str:
