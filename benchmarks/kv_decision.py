@@ -20,10 +20,10 @@ from dynamo.core.reply import Extra, Reply
 from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import PredictedCost
-from dynamo.scheduling.router.fleet import Active, Fleet
-from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import PredictedCost
+from dynamo.scheduling.router.placing.fleet import Active, Fleet
+from dynamo.scheduling.router.placing.placement import Placement
 from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.prompt import Prompt, prompt_reader
 from dynamo.scheduling.router.tracked import TrackedReply

@@ -19,13 +19,14 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, Sampling, Stops
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.costs import PredictedCost
-from dynamo.scheduling.router.explained_watch import RoutingWatch
-from dynamo.scheduling.router.fleet import Fleet
-from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.explain.watch import RoutingWatch
+from dynamo.scheduling.router.placing.costs import PredictedCost
+from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Ticket
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.remote_messages import (
+from dynamo.scheduling.router.remote.messages import (
     decode_answer,
     decode_ask,
     encode_answer,
@@ -33,16 +34,15 @@ from dynamo.scheduling.router.remote_messages import (
     read_asked,
     request_of,
 )
-from dynamo.scheduling.router.replicas import Own
-from dynamo.scheduling.router.replicas_follower import BookFollower
-from dynamo.scheduling.router.replicas_moves import (
+from dynamo.scheduling.router.replicas.follower import BookFollower
+from dynamo.scheduling.router.replicas.moves import (
     Ended,
     FirstToken,
     Routed,
     decode_moves,
     encode_moves,
 )
-from dynamo.scheduling.router.waiting import Rank, WaitingQueue
+from dynamo.scheduling.router.replicas.replicas import Own
 from dynamo.telemetry import Registry
 
 WORKERS = {

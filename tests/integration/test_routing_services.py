@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from dynamo.communication.requests import Outgoing
 from dynamo.core.settings import Settings
 from dynamo.runtime import DistributedRuntime
-from dynamo.scheduling.router import remote
-from dynamo.scheduling.router.remote_messages import CHOOSE
+from dynamo.scheduling.router.remote import remote
+from dynamo.scheduling.router.remote.messages import CHOOSE
 from dynamo.services.frontend import Frontend
 from dynamo.services.router import Router
 from dynamo.services.worker import Worker

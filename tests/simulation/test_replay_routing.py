@@ -12,7 +12,7 @@ from tests.simulation.conftest import chats, cluster, same, unique
 from dynamo.core.values import Load
 from dynamo.operations.replay.cluster import Cluster
 from dynamo.operations.replay.flight import FlightLog
-from dynamo.scheduling.router.fleet import Fleet
+from dynamo.scheduling.router.placing.fleet import Fleet
 
 
 def test_kv_routing_finds_what_workers_hold(replay):

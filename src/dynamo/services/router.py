@@ -19,10 +19,10 @@ from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.fleet import Active
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
-from dynamo.scheduling.router.remote_messages import (
+from dynamo.scheduling.router.placing.fleet import Active
+from dynamo.scheduling.router.remote.messages import (
     CHOOSE,
     TAKEN,
     decode_ask,
@@ -30,8 +30,8 @@ from dynamo.scheduling.router.remote_messages import (
     read_asked,
     request_of,
 )
-from dynamo.scheduling.router.replicas import Replicas
-from dynamo.scheduling.router.replicas_follower import BookFollower
+from dynamo.scheduling.router.replicas.follower import BookFollower
+from dynamo.scheduling.router.replicas.replicas import Replicas
 from dynamo.sdk.declare import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue

@@ -15,18 +15,18 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.index.view_metrics import declare_view
-from dynamo.scheduling.router.adaptive_policy import ADAPTIVE
-from dynamo.scheduling.router.explained_timeline import EVERY_S, Timeline
-from dynamo.scheduling.router.explained_watch import RoutingWatch
+from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
+from dynamo.scheduling.router.explain.timeline import EVERY_S, Timeline
+from dynamo.scheduling.router.explain.watch import RoutingWatch
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.opening import KV, make_cost, open_policy
 from dynamo.scheduling.router.policy import Observer, Policy
 from dynamo.scheduling.router.prompt import prompt_reader
-from dynamo.scheduling.router.remote import RemotePolicy
-from dynamo.scheduling.router.remote_messages import CHOOSE
-from dynamo.scheduling.router.replicas import Replicas
-from dynamo.scheduling.router.replicas_follower import BookFollower
+from dynamo.scheduling.router.remote.messages import CHOOSE
+from dynamo.scheduling.router.remote.remote import RemotePolicy
+from dynamo.scheduling.router.replicas.follower import BookFollower
+from dynamo.scheduling.router.replicas.replicas import Replicas
 from dynamo.sdk.declare import spec_of
 from dynamo.services.components import Router
 from dynamo.services.index_view import open_view

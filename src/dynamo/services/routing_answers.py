@@ -18,10 +18,10 @@ from dynamo.core.tasks import run_all
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.collector import PerformanceReport, RoutingMetricsCollector
-from dynamo.scheduling.router.collector_record import RoutingRecord
-from dynamo.scheduling.router.explained import Explanation, own_id
-from dynamo.scheduling.router.explained_timeline import Sample, WorkerSample
+from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
+from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.explain.explained import Explanation, own_id
+from dynamo.scheduling.router.explain.timeline import Sample, WorkerSample
 from dynamo.services.routing import Routing
 
 log = logging.getLogger(__name__)

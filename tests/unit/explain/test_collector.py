@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynamo.scheduling.router.collector import (
+from dynamo.scheduling.router.collector.collector import (
     Alert,
     CollectorConfig,
     PerformanceReport,
     RoutingMetricsCollector,
 )
-from dynamo.scheduling.router.collector_record import RoutingRecord
-from dynamo.scheduling.router.collector_rules import RULES
+from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.collector.rules import RULES
 
 
 def record(at: float, worker: str = "a", **more: Any) -> RoutingRecord:

@@ -9,7 +9,7 @@ import msgspec
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, Sampling, Stops
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.explained import Explained, Explanation
+from dynamo.scheduling.router.explain.explained import Explained, Explanation
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Ticket
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dynamo.scheduling.router.collector import Alert, RoutingMetricsCollector
-from dynamo.scheduling.router.collector_record import RoutingRecord
-from dynamo.scheduling.router.explained import Explanation
-from dynamo.scheduling.router.explained_timeline import Sample, WorkerSample
+from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
+from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.explain.explained import Explanation
+from dynamo.scheduling.router.explain.timeline import Sample, WorkerSample
 from dynamo.scheduling.router.policy import Candidate, Outcome
 from dynamo.services.routing_answers import laid_together, merged, report_of
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.core.errors import ConfigError, Overloaded
-from dynamo.scheduling.router.waiting import ORDERS, Rank, WaitingQueue
+from dynamo.scheduling.router.placing.waiting import ORDERS, Rank, WaitingQueue
 
 
 def queue_of(order: str, **ranks: Rank) -> WaitingQueue[str]:

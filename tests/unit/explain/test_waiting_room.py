@@ -10,12 +10,12 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Overloaded
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import PredictedCost
-from dynamo.scheduling.router.fleet import Fleet
-from dynamo.scheduling.router.placement import Patience, Placement
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import PredictedCost
+from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.placement import Patience, Placement
+from dynamo.scheduling.router.placing.waiting import WaitingQueue
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.waiting import WaitingQueue
 
 BUDGET = 1000
 INSTANCES = {

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, Load, Sampling, Stops
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.collector_seen import SeenPrefixes
-from dynamo.scheduling.router.explained_timeline import Timeline
-from dynamo.scheduling.router.explained_watch import RoutingWatch
+from dynamo.scheduling.router.collector.seen import SeenPrefixes
+from dynamo.scheduling.router.explain.timeline import Timeline
+from dynamo.scheduling.router.explain.watch import RoutingWatch
 from dynamo.scheduling.router.policy import Decision, Outcome, Ticket
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.remote_messages import (
+from dynamo.scheduling.router.remote.messages import (
     decode_answer,
     decode_ask,
     encode_answer,

@@ -15,14 +15,14 @@ from dynamo.communication.events.memory import MemoryEvents
 from dynamo.core.clock import SystemClock
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import PredictedCost
-from dynamo.scheduling.router.fleet import Active, Fleet
 from dynamo.scheduling.router.kv import own_of
-from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import PredictedCost
+from dynamo.scheduling.router.placing.fleet import Active, Fleet
+from dynamo.scheduling.router.placing.placement import Placement
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.replicas import Replicas
-from dynamo.scheduling.router.replicas_follower import BookFollower
+from dynamo.scheduling.router.replicas.follower import BookFollower
+from dynamo.scheduling.router.replicas.replicas import Replicas
 
 SUBJECT = "dynamo.router/tiny"
 WORKERS = {

@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import Cost, PredictedCost
-from dynamo.scheduling.router.fleet import Active, Book, Fleet
-from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import Cost, PredictedCost
+from dynamo.scheduling.router.placing.fleet import Active, Book, Fleet
+from dynamo.scheduling.router.placing.placement import Placement
 from dynamo.scheduling.router.prompt import Prompt
 
 BLOCK = 16

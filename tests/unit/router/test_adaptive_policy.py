@@ -20,9 +20,9 @@ from dynamo.core.labels import LABELS
 from dynamo.core.values import GenerateRequest, Load, Sampling, Stops
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.adaptive_policy import AdaptivePolicy
-from dynamo.scheduling.router.fleet import Active
+from dynamo.scheduling.router.adaptive.policy import AdaptivePolicy
 from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.placing.fleet import Active
 
 CONTEXT = Context("r")
 

@@ -7,11 +7,11 @@ from tests.unit.router.stage import BLOCK, Stage
 
 from dynamo.core.settings.schema_router import ROUTER_POLICIES, Router, RoutingStrategy
 from dynamo.core.values import Load
-from dynamo.scheduling.router.block_cost import BlockCost
-from dynamo.scheduling.router.composite import CompositeCost
-from dynamo.scheduling.router.costs import AffinityCost, Cost, PredictedCost, TtftCost
 from dynamo.scheduling.router.opening import COSTS, make_cost
-from dynamo.scheduling.router.placement import lowest
+from dynamo.scheduling.router.placing.block_cost import BlockCost
+from dynamo.scheduling.router.placing.composite import CompositeCost
+from dynamo.scheduling.router.placing.costs import AffinityCost, Cost, PredictedCost, TtftCost
+from dynamo.scheduling.router.placing.placement import lowest
 from dynamo.scheduling.router.prompt import common_blocks
 
 STEP, PROMPT = 8_192, 4_096

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.unit.router.stage import Stage
 
-from dynamo.scheduling.router.placement import Patience
+from dynamo.scheduling.router.placing.placement import Patience
 
 HASHES = list(range(1, 501))
 

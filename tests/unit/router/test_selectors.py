@@ -22,9 +22,9 @@ from dynamo.scheduling.router import (
     WorkerStatus,
 )
 from dynamo.scheduling.router import selectors as selectors_module
-from dynamo.scheduling.router.composite import Weights
 from dynamo.scheduling.router.kv_router import worker_score
 from dynamo.scheduling.router.labels import barred
+from dynamo.scheduling.router.placing.composite import Weights
 from dynamo.scheduling.router.selectors import make_selector, selecting
 
 SCORES = {

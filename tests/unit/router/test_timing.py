@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from tests.unit.router.stage import ENGINE, Stage, instance
 
-from dynamo.scheduling.router.timing import Line, Pace
+from dynamo.scheduling.router.placing.timing import Line, Pace
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 200.0])

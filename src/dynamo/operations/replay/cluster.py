@@ -36,7 +36,7 @@ from dynamo.runtime.instances import (
 )
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router import Policy, Router
-from dynamo.scheduling.router.adaptive_policy import ADAPTIVE
+from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LOADS, LoadView
 from dynamo.scheduling.router.opening import KV, open_policy

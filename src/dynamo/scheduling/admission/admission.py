@@ -24,12 +24,12 @@ from dynamo.scheduling.admission.attendance import Attendance
 from dynamo.scheduling.admission.places import Places
 from dynamo.scheduling.admission.promise import Promise
 from dynamo.scheduling.admission.ticket import Ticket, Turns
-from dynamo.scheduling.router.fleet import Fleet
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.labels import barred
+from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.router import SendTo
-from dynamo.scheduling.router.waiting import Rank, WaitingQueue
 from dynamo.telemetry import Registry
 
 RELAXED_S = 30.0

@@ -18,7 +18,7 @@ from dynamo.core.reply import Extra, Reply
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission.places import Held, Places
-from dynamo.scheduling.router.fleet import Active, Fleet
+from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.router import SendTo
 

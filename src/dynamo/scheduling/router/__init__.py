@@ -1,7 +1,7 @@
 """Which instance gets a request, and why."""
 
 from dynamo.scheduling.index.indexer import KVIndexer
-from dynamo.scheduling.router.adaptive import (
+from dynamo.scheduling.router.adaptive.balancer import (
     AdaptiveLoadBalancer,
     Capacity,
     LoadBalancingError,
@@ -9,7 +9,7 @@ from dynamo.scheduling.router.adaptive import (
     WorkerAssignment,
 )
 from dynamo.scheduling.router.aggregator import KvMetricsAggregator
-from dynamo.scheduling.router.collector import PerformanceReport, RoutingMetricsCollector
+from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
 from dynamo.scheduling.router.kv_router import (
     CacheHitAnalysis,
     KvRouter,

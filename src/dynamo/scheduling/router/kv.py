@@ -12,13 +12,13 @@ from dynamo.core.errors import NoWorkers
 from dynamo.core.tasks import Tasks
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.fleet import Active
 from dynamo.scheduling.router.labels import barred
-from dynamo.scheduling.router.placement import Placed, Placement
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.fleet import Active
+from dynamo.scheduling.router.placing.placement import Placed, Placement
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt
-from dynamo.scheduling.router.replicas import Own, Replicas
+from dynamo.scheduling.router.replicas.replicas import Own, Replicas
 
 NOBODY = "no instance serves this endpoint now"
 

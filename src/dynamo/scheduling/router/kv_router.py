@@ -20,9 +20,9 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.component import Component
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.composite import Weights, composite_terms, latency_score
-from dynamo.scheduling.router.fleet import Fleet
 from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.placing.composite import Weights, composite_terms, latency_score
+from dynamo.scheduling.router.placing.fleet import Fleet
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,

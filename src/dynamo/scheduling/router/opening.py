@@ -11,19 +11,19 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.runtime.client import Client
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.adaptive_policy import ADAPTIVE, AdaptivePolicy
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.block_cost import BlockCost
-from dynamo.scheduling.router.composite import CompositeCost, Weights
-from dynamo.scheduling.router.costs import AffinityCost, Cost, PredictedCost, TtftCost
-from dynamo.scheduling.router.fleet import Fleet
+from dynamo.scheduling.router.adaptive.policy import ADAPTIVE, AdaptivePolicy
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placement import Placement
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.block_cost import BlockCost
+from dynamo.scheduling.router.placing.composite import CompositeCost, Weights
+from dynamo.scheduling.router.placing.costs import AffinityCost, Cost, PredictedCost, TtftCost
+from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.placing.waiting import WaitingQueue
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt, prompt_reader
 from dynamo.scheduling.router.selectors import SelectionStrategy, make_selector, selecting
-from dynamo.scheduling.router.waiting import WaitingQueue
 
 KV = "kv"
 EVENTS = ".kv_events"

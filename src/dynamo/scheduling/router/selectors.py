@@ -20,10 +20,10 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.labels import LABELS, meets
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.fleet import Book
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
-from dynamo.scheduling.router.placement import Select
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.fleet import Book
+from dynamo.scheduling.router.placing.placement import Select
 
 ENTRY_POINTS = "dynamo.router.selectors"
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo.scheduling.router.collector_record import RoutingRecord
+from dynamo.scheduling.router.collector.record import RoutingRecord
 
 Aggregates = dict[str, dict[str, float]]
 Records = Sequence[RoutingRecord]

@@ -17,13 +17,13 @@ from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy, Ticket
 from dynamo.scheduling.router.prompt import Prompt, ReadPrompt
-from dynamo.scheduling.router.remote_messages import (
+from dynamo.scheduling.router.remote.messages import (
     TAKEN,
     Answer,
     decode_answer,
     encode_ask,
 )
-from dynamo.scheduling.router.replicas import Own, Replicas
+from dynamo.scheduling.router.replicas.replicas import Own, Replicas
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)

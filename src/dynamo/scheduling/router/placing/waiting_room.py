@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dynamo.core.errors import Overloaded
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.waiting import Rank, WaitingQueue
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 
 
 class WaitingRoom:

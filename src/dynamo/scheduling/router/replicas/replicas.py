@@ -15,7 +15,7 @@ from dynamo.communication.events import Event, Events, Source
 from dynamo.core.clock import Clock
 from dynamo.core.tasks import Tasks
 from dynamo.scheduling.router.policy import Ticket
-from dynamo.scheduling.router.replicas_moves import (
+from dynamo.scheduling.router.replicas.moves import (
     Ended,
     FirstToken,
     Move,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import Cost
-from dynamo.scheduling.router.fleet import Book
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import Cost
+from dynamo.scheduling.router.placing.fleet import Book
 
 MAX_LATENCY_MS = 2_000.0
 """From here on a latency scores nothing, where a request names no limit."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from dynamo.core.values import Load
-from dynamo.scheduling.router.explained_watch import RoutingWatch
+from dynamo.scheduling.router.explain.watch import RoutingWatch
 
 EVERY_S = 1.0
 KEPT = 900

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
+from dynamo.scheduling.router.placing.timing import Pace, Timing
 from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.timing import Pace, Timing
 
 BATCHED_TOKENS = 8_192
 """Prompt tokens of one step, of a worker that does not tell."""

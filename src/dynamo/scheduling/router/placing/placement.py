@@ -17,13 +17,13 @@ from typing import Protocol
 import msgspec
 
 from dynamo.core.errors import Overloaded
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import TIE, Cost
-from dynamo.scheduling.router.fleet import Active, Book, Fleet
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import TIE, Cost
+from dynamo.scheduling.router.placing.fleet import Active, Book, Fleet
+from dynamo.scheduling.router.placing.waiting import WaitingQueue
+from dynamo.scheduling.router.placing.waiting_room import WaitingRoom
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.prompt import common_blocks
-from dynamo.scheduling.router.waiting import WaitingQueue
-from dynamo.scheduling.router.waiting_room import WaitingRoom
 
 TABLE_ROWS = 16
 """Candidates kept for explanation."""

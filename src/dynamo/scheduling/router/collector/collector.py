@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo.scheduling.router.collector_record import RoutingRecord
-from dynamo.scheduling.router.collector_report import (
+from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.collector.report import (
     Aggregates,
     Bottleneck,
     Trend,
@@ -22,7 +22,7 @@ from dynamo.scheduling.router.collector_report import (
     summary,
     trends,
 )
-from dynamo.scheduling.router.collector_rules import RULES, bottlenecks
+from dynamo.scheduling.router.collector.rules import RULES, bottlenecks
 
 log = logging.getLogger(__name__)
 

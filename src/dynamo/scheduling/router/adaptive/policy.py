@@ -12,16 +12,16 @@ from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
-from dynamo.scheduling.router.adaptive import (
+from dynamo.scheduling.router.adaptive.balancer import (
     UNKNOWN_SPEED,
     AdaptiveLoadBalancer,
     LoadBalancingError,
     WorkerMetrics,
     prompt_tokens,
 )
-from dynamo.scheduling.router.fleet import SEQUENCES, Active, Book, Fleet
 from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.placing.fleet import SEQUENCES, Active, Book, Fleet
 from dynamo.scheduling.router.policy import Candidate, Decision, Policy
 from dynamo.scheduling.router.prompt import Prompt
 

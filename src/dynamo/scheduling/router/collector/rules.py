@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from dynamo.scheduling.router.collector_report import Aggregates, Bottleneck
+from dynamo.scheduling.router.collector.report import Aggregates, Bottleneck
 
 
 class Rule(msgspec.Struct, frozen=True):

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import GenerateRequest
-from dynamo.scheduling.router.collector import RoutingMetricsCollector
-from dynamo.scheduling.router.collector_record import RoutingRecord
-from dynamo.scheduling.router.collector_seen import SeenPrefixes
-from dynamo.scheduling.router.explained import Explained
+from dynamo.scheduling.router.collector.collector import RoutingMetricsCollector
+from dynamo.scheduling.router.collector.record import RoutingRecord
+from dynamo.scheduling.router.collector.seen import SeenPrefixes
+from dynamo.scheduling.router.explain.explained import Explained
 from dynamo.scheduling.router.policy import Decision, Observer, Outcome
 from dynamo.telemetry import Registry
 

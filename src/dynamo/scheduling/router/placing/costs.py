@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.fleet import Active, Book
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.fleet import Active, Book
 
 AT_HOME_MS = 1e6
 """What a block that is there already weighs with affinity: more than any queue."""

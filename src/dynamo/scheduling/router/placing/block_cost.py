@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-from dynamo.scheduling.router.arrival import Arrival
-from dynamo.scheduling.router.costs import Cost
-from dynamo.scheduling.router.fleet import Active, Book
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import Cost
+from dynamo.scheduling.router.placing.fleet import Active, Book
 
 
 class BlockCost(Cost):

@@ -1,0 +1,1 @@
+"""What routing came to, over time: report and alerts."""

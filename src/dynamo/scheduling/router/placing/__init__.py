@@ -1,0 +1,1 @@
+"""Who goes where: what waits, what every worker has in hand, and what it would cost."""

@@ -1,0 +1,1 @@
+"""A router in a process of its own."""

@@ -1,0 +1,1 @@
+"""Routers that know what each other sends."""
