@@ -24,7 +24,7 @@ from dynamo.inference.beat import beat, encode_beat
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.files import FileServer
 from dynamo.inference.kv_publisher import KVPublisher, declare_publisher
-from dynamo.inference.load_report import LoadReport, encode_load
+from dynamo.inference.load_report import LoadReport
 from dynamo.inference.ranked import by_rank
 from dynamo.inference.worker_metrics import declare_metrics
 from dynamo.models.card import block_identity
@@ -143,7 +143,7 @@ class Worker:
         """Load and KV events, as `{namespace}.{component}.load_metrics` and `.kv_events`."""
         events, instance = self._runtime.events, self._runtime.instance_id
         subject = f"{namespace}.{self._component}"
-        load = await events.source(f"{subject}.load_metrics", instance, self._dump_load)
+        load = await events.source(f"{subject}.load_metrics", instance, latest=True)
         self._sources.append(load)
         published: Counter[str] = Counter()
         telling = [(rank, one) for rank, one in by_rank(self._engine) if tells_blocks(one)]
@@ -161,9 +161,6 @@ class Worker:
     @property
     def _batched(self) -> Sequence[BatchedEngine]:
         return [one for _, one in by_rank(self._engine) if isinstance(one, BatchedEngine)]
-
-    def _dump_load(self) -> Sequence[bytes]:
-        return (encode_load(self._engine.load()),)
 
     def _card_key(self) -> str:
         namespace = self._runtime.settings.runtime.namespace

@@ -85,6 +85,19 @@ def test_a_ring_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*filled(100)._ring] == [b"97", b"98", b"99", b"100"]
 
 
+def test_where_every_event_tells_the_state_the_newest_is_kept() -> None:
+    source = Outlet(None, now, lambda first, payloads: None, nothing, latest=True)
+    assert source.catch_up(-1) == CatchUp(0, 0, (), dump=True)
+    for number in range(1, 100):
+        source.publish(b"%d" % number)
+    source.flush()
+    assert [*source._ring] == [b"99"]
+    assert source.catch_up(-1) == CatchUp(99, 99, (b"99",), dump=True)
+    assert source.catch_up(5) == CatchUp(99, 99, (b"99",), dump=True)
+    assert source.catch_up(98) == CatchUp(99, 99, [b"99"])
+    assert source.catch_up(99) == CatchUp(99, 100, ())
+
+
 def test_the_last_of_the_turn_is_in_the_answer() -> None:
     source = filled(1)
     source.publish(b"2")

@@ -49,11 +49,15 @@ class MemoryEvents(Events):
         del directory, options
         return cls(url.partition(":")[2])
 
-    async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
-        made = _MemorySource(self, self._place, subject, publisher, dump, self._flusher)
+    async def source(
+        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
+    ) -> Source:
+        made = _MemorySource(self, subject, publisher, self._place, self._sources.discard)
+        outlet = Outlet(dump, self._flusher.arm, made.send, made.close, latest=latest)
+        made.outlet = outlet
         self._sources.add(made)
         made.appear()
-        return made.outlet
+        return outlet
 
     async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:
         subscription = _Subscription(self, prefix, listener)
@@ -69,7 +73,7 @@ class MemoryEvents(Events):
     async def close(self) -> None:
         for subscription in list(self._subscriptions):
             self._unsubscribe(subscription)
-        for source in self._sources:
+        for source in tuple(self._sources):
             await source.outlet.close()
         self._place.planes.discard(self)
         if not self._place.planes:
@@ -95,21 +99,22 @@ class MemoryEvents(Events):
 
 
 class _MemorySource:
+    outlet: Outlet
+
     def __init__(
         self,
         plane: MemoryEvents,
-        place: _Place,
         subject: str,
         publisher: str,
-        dump: Dump | None,
-        flusher: Flusher,
+        place: _Place,
+        on_close: Callable[[_MemorySource], None],
     ) -> None:
         self.plane = plane
         self._place = place
+        self._on_close = on_close
         self.subject = subject
         self.publisher = publisher
         self.epoch = new_epoch()
-        self.outlet = Outlet(dump, flusher.arm, self._send, self._close)
 
     def appear(self) -> None:
         self._place.sources[self.subject, self.publisher] = self
@@ -123,10 +128,12 @@ class _MemorySource:
         for subscription in list(self._place.subscriptions):
             subscription.part(self)
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """The outlet's last word."""
         self.disappear()
+        self._on_close(self)
 
-    def _send(self, first: int, payloads: Sequence[bytes]) -> None:
+    def send(self, first: int, payloads: Sequence[bytes]) -> None:
         for subscription in list(self._place.subscriptions):
             subscription.take(self, first, payloads)
 

@@ -123,8 +123,10 @@ class NatsEvents(Events):
     def lossy(self, drops: Callable[[int], bool] | None) -> None:
         self._events.lossy = drops
 
-    async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
-        return await self._events.source(subject, publisher, dump)
+    async def source(
+        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
+    ) -> Source:
+        return await self._events.source(subject, publisher, dump, latest=latest)
 
     async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:
         return await self._events.subscribe(prefix, listener)

@@ -37,7 +37,7 @@ class CatchUp(msgspec.Struct, frozen=True):
 
 class Outlet(Source):
     """`arm(flush)` has `flush` called in the next turn of the loop; `send(first, payloads)` takes
-    what was published since. Sequences start at 1."""
+    what was published since. Sequences start at 1. `latest`: as in `Events.source`."""
 
     def __init__(
         self,
@@ -45,8 +45,11 @@ class Outlet(Source):
         arm: Callable[[Callable[[], None]], None],
         send: Callable[[int, Sequence[bytes]], None],
         on_close: Callable[[], Awaitable[None]],
+        *,
+        latest: bool = False,
     ) -> None:
-        self._dump = dump
+        self._dump = self._newest if latest else dump
+        self._latest = latest
         self._arm = arm
         self._send = send
         self._on_close = on_close
@@ -93,7 +96,14 @@ class Outlet(Source):
 
     def _keep(self, batch: Sequence[bytes]) -> None:
         ring = self._ring
+        if self._latest:
+            ring.clear()
+            ring.append(batch[-1])
+            return
         ring.extend(batch)
         self._ring_bytes += sum(map(len, batch))
         while len(ring) > RING_EVENTS or self._ring_bytes > RING_BYTES:
             self._ring_bytes -= len(ring.popleft())
+
+    def _newest(self) -> Sequence[bytes]:
+        return tuple(self._ring)

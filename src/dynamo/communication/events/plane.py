@@ -66,10 +66,14 @@ class Events(ABC):
         return ""
 
     @abstractmethod
-    async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
+    async def source(
+        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
+    ) -> Source:
         """Start publishing `subject` as `publisher` (an instance id). With `dump`, late joiners and
         listeners behind an unrepairable gap get the present state. Without it, who joins gets all
-        events from the first on while the source still holds them, else only those to come."""
+        events from the first on while the source still holds them, else only those to come.
+        `latest`: every event tells the whole state, so that only the newest is kept, and is the
+        dump."""
 
     @abstractmethod
     async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:

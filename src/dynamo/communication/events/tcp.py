@@ -52,7 +52,9 @@ class TcpEvents(Events):
         """Nothing listens before the first source. Raises `ConfigError`."""
         return cls(await TcpWires.open(url, options), directory)
 
-    async def source(self, subject: str, publisher: str, dump: Dump | None = None) -> Source:
+    async def source(
+        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
+    ) -> Source:
         async with self._opening:
             if not self._wires.listening:
                 await self._wires.listen(self._accept)
@@ -63,6 +65,7 @@ class TcpEvents(Events):
             self._flusher.arm,
             partial(self._spread, subject, number),
             partial(self._part, subject, number, key),
+            latest=latest,
         )
         self._outlets[number] = outlet
         record = SourceRecord(self._wires.address, number)

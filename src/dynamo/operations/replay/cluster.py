@@ -176,7 +176,7 @@ class Cluster:
     async def _report(self, engine: BatchedEngine, name: str) -> None:
         """Let the router hear of the engine's load as it does in a deployment."""
         subject = f"{NAMESPACE}.{COMPONENT}{LOADS}"
-        source = await self._events.source(subject, name)
+        source = await self._events.source(subject, name, latest=True)
         self._stack.push_async_callback(source.close)
         report = LoadReport(engine, source, self._clock)
         self._reports.append(report)

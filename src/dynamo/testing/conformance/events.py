@@ -88,6 +88,32 @@ class EventsConformance:
         assert [event.payload for event in heard.events] == [*state, b"after"]
         assert [event.sequence for event in heard.events] == [5] * 5 + [6]
 
+    async def test_where_events_tell_the_whole_state_only_the_newest_is_repaired(
+        self, join: Join
+    ) -> None:
+        publisher, subscriber, late = await join(), await join(), await join()
+        heard, watcher, after = Heard(), Heard(), Heard()
+        dropping = False
+        plane: Any = subscriber
+        plane.lossy = lambda first: dropping
+        source = await publisher.source("load", "w", latest=True)
+        source.publish(b"0")
+        await subscriber.subscribe("load", heard)
+        await publisher.subscribe("load", watcher)
+        await heard.until_payload(b"0")
+        await watcher.until_payload(b"0")
+        for number in range(1, 10):
+            dropping = 2 <= number < 6
+            source.publish(b"%d" % number)
+            await watcher.until_payload(b"%d" % number)
+            await asyncio.sleep(0)
+        await heard.until_payload(b"9")
+        assert not {b"2", b"3", b"4"} & {event.payload for event in heard.events}
+        await late.subscribe("load", after)
+        await after.until_payload(b"9")
+        assert [event.payload for event in after.events] == [b"9"]
+        assert subscriber.lost() == 0
+
     async def test_an_empty_state_is_a_dump_too(self, join: Join) -> None:
         member, heard = await join(), Heard()
         await member.source("kv", "w", lambda: ())
