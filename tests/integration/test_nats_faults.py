@@ -242,8 +242,9 @@ async def pair(nats: NatsProcess, request: pytest.FixtureRequest) -> AsyncIterat
 
 
 async def test_what_is_published_while_nats_is_away_arrives_afterwards(
-    nats: NatsProcess, pair: Events2
+    nats: NatsProcess, pair: Events2, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("DEBUG", "dynamo.communication.events")
     heard = Heard()
     await pair.subscriber.subscribe("kv", heard)
     source = await pair.publisher.source("kv", "w")
@@ -254,6 +255,8 @@ async def test_what_is_published_while_nats_is_away_arrives_afterwards(
     for number in range(1, 50):
         source.publish(b"%d" % number)
         await asyncio.sleep(0)
+    while "event source cannot be reached" not in caplog.text:  # it is dialled in vain
+        await asyncio.sleep(0.01)
     nats.start()
     await heard.until_payload(b"49")
     source.publish(b"50")

@@ -18,7 +18,7 @@ from dynamo.communication.link import Link
 from dynamo.communication.nats_link import NatsLink
 from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.communication.wires import Wires
-from dynamo.core.errors import InstanceGone, PlaneAway
+from dynamo.core.errors import InstanceGone
 
 ROOT: Final = "dynamo.wire"
 SCHEME: Final = "nats://"
@@ -170,7 +170,7 @@ class NatsWires(Wires):
         incarnation = self.incarnation_of(address)
         await self._nats.tried.wait()
         if not self._nats.up:
-            raise PlaneAway(self._nats.trouble)
+            raise ConnectionRefusedError(self._nats.trouble)
         name = secrets.token_hex(8)
         mine = f"{ROOT}.{self.incarnation}.d.{name}"
         made = NatsTransport(self._nats, link, mine, f"{ROOT}.{incarnation}.a.{name}", self._forget)
