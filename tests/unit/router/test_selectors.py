@@ -87,6 +87,52 @@ def test_a_selector_of_ones_own_comes_by_entry_point(monkeypatch: pytest.MonkeyP
     assert stage.goes(100) == "d"
 
 
+class Failing(WorkerSelector):
+    """Answers `answer`, or raises it."""
+
+    def __init__(self, answer: str | Exception) -> None:
+        self.answer = answer
+
+    def select_worker(
+        self, worker_scores: Mapping[str, WorkerScore], constraints: Mapping[str, str]
+    ) -> str:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", ["nobody", ZeroDivisionError("a bug")])
+def test_while_a_selector_fails_the_best_score_wins(
+    answer: str | Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    selector = Failing(answer)
+    stage = Stage(4, select=selecting(selector))
+    stage.view.caches["c"] = set(range(1, 101))
+    assert [stage.goes(1_600, list(range(1, 101))) for _ in range(2)] == ["c", "c"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    selector.answer = "b"
+    assert stage.goes(1_600, list(range(1, 101))) == "b"
+
+
+def test_a_selector_may_refuse_a_request() -> None:
+    error = RouterError.NoAvailableWorker("none will do")
+    stage = Stage(2, select=selecting(Failing(error)))
+    refused = [stage.submit(100), stage.submit(200)]
+    assert stage.place() == {}
+    assert stage.placement.refused() == [(one, error) for one in refused]
+    assert not len(stage.placement)
+
+
+def test_a_selector_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Point):
+        def load(self) -> type[WorkerSelector]:
+            raise ImportError("no module")
+
+    monkeypatch.setattr(selectors_module, "entry_points", lambda group: [Broken()])
+    with pytest.raises(ConfigError, match="no module"):
+        make_selector("last", 1.0, Random(1))
+
+
 def test_a_selector_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="nobody"):
         make_selector("nobody", 1.0, Random(1))

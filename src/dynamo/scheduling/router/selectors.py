@@ -8,6 +8,7 @@ and `router.selector: mine`.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,14 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.labels import LABELS, meets
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Book
-from dynamo.scheduling.router.placing.placement import Select
+from dynamo.scheduling.router.placing.placement import Select, lowest
+
+log = logging.getLogger(__name__)
 
 ENTRY_POINTS = "dynamo.router.selectors"
 
@@ -61,7 +64,9 @@ class WorkerSelector(ABC):
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Constraints
     ) -> str:
-        """The id of one worker that satisfies `constraints`. Raises `NoAvailableWorker`."""
+        """The id of one worker that satisfies `constraints`, of which a frontend has none left: it
+        shows only workers that satisfy them. Raises `NoAvailableWorker`, which the request is then
+        answered."""
 
 
 class DefaultWorkerSelector(WorkerSelector):
@@ -119,29 +124,50 @@ def make_selector(name: str, temperature: float, rng: Random) -> WorkerSelector:
     if not found:
         known = [*SelectionStrategy, *(point.name for point in entry_points(group=ENTRY_POINTS))]
         raise ConfigError(f"no selector is called {name!r}", hint=f"known: {', '.join(known)}")
-    selector = found[0].load()()
+    try:
+        selector = found[0].load()()
+    except Exception as error:
+        raise ConfigError(f"selector {name!r} cannot be made: {error!r}") from error
     if not isinstance(selector, WorkerSelector):
         raise ConfigError(f"selector {name!r} is no WorkerSelector")
     return selector
 
 
 def selecting(selector: WorkerSelector) -> Select:
-    """`selector`, as a placement asks for it: a score is the negative of a cost."""
+    """`selector`, as a placement asks for it: a score is the negative of a cost. While it fails,
+    the best score wins; it may refuse a request by a DynamoError."""
+    failing = False
 
     def select(arrival: Arrival, books: Sequence[Book], costs: Sequence[float], rng: Random) -> int:
-        del rng
-        tokens = max(1, arrival.prompt.tokens)
-        scores = {
-            book.name: WorkerScore(
-                total_score=-cost,
-                cache_hit_ratio=arrival.overlaps.get(book.name, 0) * arrival.block_tokens / tokens,
-                expected_latency=book.service_ms(arrival.new_tokens(book.name)) * 1e-3,
-                load_factor=book.load_factor(),
-                labels=book.instance.capabilities.get(LABELS) or {},
-            )
-            for book, cost in zip(books, costs, strict=True)
-        }
-        chosen = selector.select_worker(scores, {})
-        return next(index for index, book in enumerate(books) if book.name == chosen)
+        nonlocal failing
+        scores = scores_of(arrival, books, costs)
+        try:
+            at = list(scores).index(selector.select_worker(scores, {}))
+        except DynamoError:
+            raise
+        except Exception:  # somebody else's code
+            if not failing:
+                log.exception("the selector fails: the best score wins meanwhile")
+            failing = True
+            return lowest(costs, rng)
+        failing = False
+        return at
 
     return select
+
+
+def scores_of(
+    arrival: Arrival, books: Sequence[Book], costs: Sequence[float]
+) -> dict[str, WorkerScore]:
+    """Of every one of `books`, in order."""
+    tokens = max(1, arrival.prompt.tokens)
+    return {
+        book.name: WorkerScore(
+            total_score=-cost,
+            cache_hit_ratio=arrival.overlaps.get(book.name, 0) * arrival.block_tokens / tokens,
+            expected_latency=book.service_ms(arrival.new_tokens(book.name)) * 1e-3,
+            load_factor=book.load_factor(),
+            labels=book.instance.capabilities.get(LABELS) or {},
+        )
+        for book, cost in zip(books, costs, strict=True)
+    }

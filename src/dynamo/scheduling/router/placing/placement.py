@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo.core.errors import Overloaded
+from dynamo.core.errors import DynamoError
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.costs import TIE, Cost
 from dynamo.scheduling.router.placing.fleet import Active, Book, Fleet
@@ -78,7 +78,8 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 Select = Callable[[Arrival, Sequence[Book], Sequence[float], Random], int]
-"""(Request, its workers, their costs, chance) -> the index of the one to take."""
+"""(Request, its workers, their costs, chance) -> the index of the one to take. Raises DynamoError
+where none will do."""
 
 
 def lowest(costs: Sequence[float], rng: Random, tie: float = TIE) -> int:
@@ -128,8 +129,9 @@ class Placement:
         """It does not want to be placed any more."""
         self._waiting.leave(arrival)
 
-    def refused(self) -> list[tuple[Arrival, Overloaded]]:
-        """Those for whom there is no room to wait, since the last call."""
+    def refused(self) -> list[tuple[Arrival, DynamoError]]:
+        """Those for whom there is no room to wait, or no worker by the selector, since the last
+        call."""
         return self._waiting.take_refused()
 
     def stranded(self) -> list[Arrival]:
@@ -155,7 +157,7 @@ class Placement:
         elif self.cost.joint and self._select is None:
             placed = self._jointly(waiting, now)
         else:
-            placed = [self._alone(one, now) for one in waiting]
+            placed = [done for one in waiting if (done := self._alone(one, now))]
         self._waiting.settle()
         return placed
 
@@ -199,7 +201,8 @@ class Placement:
                 continue
             if self.cost.joint and self._better_wait(self._row(one, now), now):
                 continue
-            placed.append(self._alone(one, now))
+            if done := self._alone(one, now):
+                placed.append(done)
         return placed
 
     def _all_busy(self, books: Sequence[Book]) -> bool:
@@ -211,13 +214,17 @@ class Placement:
         books, barred = self.fleet.books, arrival.barred
         return [book for book in books if book.instance.id not in barred] if barred else books
 
-    def _alone(self, arrival: Arrival, now: float) -> Placed:
+    def _alone(self, arrival: Arrival, now: float) -> Placed | None:
         books = self._books_for(arrival)
         costs = self.cost.row(arrival, books, now)
         if self._select is None:
             at = lowest(costs, self._rng, self.cost.tie)
         else:
-            at = self._select(arrival, books, costs, self._rng)
+            try:
+                at = self._select(arrival, books, costs, self._rng)
+            except DynamoError as error:
+                self._waiting.refuse(arrival, error)
+                return None
         return self._go(arrival, books, costs, at, now)
 
     def _jointly(self, waiting: list[Arrival], now: float) -> list[Placed]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dynamo.core.errors import Overloaded
+from dynamo.core.errors import DynamoError, Overloaded
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 
 
 class WaitingRoom:
     """Who has just come costs nothing; who is still there after a round of placing stands in
-    `queue`, or is `refused` where that is full."""
+    `queue`, or is refused where that is full."""
 
     def __init__(self, queue: WaitingQueue[Arrival]) -> None:
         self._queue = queue
         self._fresh: dict[str, Arrival] = {}
         self._all: dict[str, Arrival] = {}
-        self.refused: list[tuple[Arrival, Overloaded]] = []
+        self._refused: list[tuple[Arrival, DynamoError]] = []
 
     def __len__(self) -> int:
         return len(self._all)
@@ -54,12 +54,17 @@ class WaitingRoom:
                 self._queue.push(arrival.id, arrival, rank_of(arrival))
             except Overloaded as error:
                 del self._all[arrival.id]
-                self.refused.append((arrival, error))
+                self._refused.append((arrival, error))
         self._fresh.clear()
 
-    def take_refused(self) -> list[tuple[Arrival, Overloaded]]:
+    def refuse(self, arrival: Arrival, error: DynamoError) -> None:
+        """It waits no more, and is told why."""
+        self.leave(arrival)
+        self._refused.append((arrival, error))
+
+    def take_refused(self) -> list[tuple[Arrival, DynamoError]]:
         """Those that were refused since the last call."""
-        refused, self.refused = self.refused, []
+        refused, self._refused = self._refused, []
         return refused
 
 
