@@ -17,6 +17,7 @@ from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.kv import own_of
 from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.block_cost import BlockCost
 from dynamo.scheduling.router.placing.costs import PredictedCost
 from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.placing.placement import Placement
@@ -57,9 +58,10 @@ class OneRouter:
         """Gone without a word of its own."""
         await self.events.close()
 
-    def send(self, name: str, tokens: int = 100) -> Active:
+    def send(self, name: str, tokens: int = 100, text: str = "") -> Active:
+        """`text`: equal ones are equal prompts (default: the name)."""
         now = self.clock.now()
-        prompt = Prompt(tokens, [hash((name, at)) & 0xFFFF for at in range(tokens // 16)])
+        prompt = Prompt(tokens, [hash((text or name, at)) & 0xFFFF for at in range(tokens // 16)])
         arrival = Arrival(name, prompt, 16, now)
         self.placement.submit(arrival)
         (placed,) = self.placement.place(now)
@@ -86,6 +88,13 @@ class OneRouter:
 
     def open_tokens(self) -> list[int]:
         return [book.open_tokens for book in self.placement.fleet.books]
+
+    def decode_blocks(self, tokens: int) -> list[float]:
+        """Of each worker, were a prompt like nobody's to go there."""
+        cost, now = self.placement.cost, self.clock.now()
+        arrival = Arrival("x", Prompt(tokens, range(1 << 40, (1 << 40) + tokens // 16)), 16, now)
+        books = self.placement.fleet.books
+        return [cost.terms(arrival, book, now)["decode_blocks"] for book in books]
 
     def _look(self) -> None:
         self.looked += 1
@@ -140,6 +149,27 @@ async def test_a_prompt_sent_by_one_is_a_hit_to_the_other(begin: Begin) -> None:
     assert other.placement.view.overlaps(active.hashes) == one.placement.view.overlaps(
         active.hashes
     )
+
+
+async def test_blocks_in_use_count_whoever_sent_them(begin: Begin) -> None:
+    one, other = await begin("one"), await begin("other")
+    one.placement.cost, other.placement.cost = BlockCost(), BlockCost()
+    await quiet()
+    first, second = one.send("a", 160, "t"), one.send("b", 160, "t")
+    await quiet()
+    assert other.decode_blocks(160) == one.decode_blocks(160)
+    one.end(second)
+    await quiet()
+    assert other.decode_blocks(160) == one.decode_blocks(160)
+    own = other.send("c", 160, "t")
+    await quiet()
+    one.end(first)
+    await quiet()
+    assert other.decode_blocks(160) == one.decode_blocks(160)
+    assert sorted(one.decode_blocks(160)) == [10, 20]
+    other.end(own)
+    await quiet()
+    assert other.decode_blocks(160) == one.decode_blocks(160) == [10, 10]
 
 
 async def test_a_router_that_joins_catches_up(begin: Begin) -> None:

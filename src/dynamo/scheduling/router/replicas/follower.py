@@ -65,6 +65,7 @@ class BookFollower:
         else:
             book.place(active, now)
             self._placement.view.routed(book.name, prompt.hashes)
+        self._placement.cost.placed(active)
 
     def first_token(self, peer: str, name: str) -> None:
         """Its prompt is computed."""
