@@ -205,6 +205,26 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     assert told["decisions"][0]["router"] == late.name
 
 
+async def test_a_router_of_its_own_chooses_no_worker_that_frontends_refuse(house: House) -> None:
+    await house.open("worker")
+    router = await house.open("router", replicas=1)
+    frontend = await house.open("frontend", replicas=1)
+    house.settings = replace(house.settings, engine=replace(house.settings.engine, block_size=32))
+    refused = (await house.open("worker")).instance_id
+    for runtime in (frontend, router):
+        while True:
+            _, _, told = await ask(runtime.public_address, "/health")
+            if told["refused_workers"]:
+                break
+        assert told["refused_workers"] == {refused: "tiny: block tokens 32 instead of 16"}
+        assert told["workers"] == {"tiny": 1}
+    for number in range(4):
+        body = chat(f"{number} {WORDS * 4}")
+        assert (await ask(frontend.public_address, "/v1/chat/completions", body))[0] == 200
+    _, _, metrics = await ask(router.public_address, "/metrics")
+    assert "dynamo_router_decisions_total 4" in metrics
+
+
 async def test_a_frozen_router_costs_a_moment_once(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ from dynamo.core.errors import NotReady, ProtocolError
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
 from dynamo.scheduling.router.placing.fleet import Active
@@ -34,6 +33,7 @@ from dynamo.scheduling.router.replicas.follower import BookFollower
 from dynamo.scheduling.router.replicas.replicas import Replicas
 from dynamo.sdk.declare import spec_of
 from dynamo.services import components
+from dynamo.services.agreement import Agreement
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.model_names import MODELS
 from dynamo.services.routing import ModelRouting, Routing, moves_subject
@@ -66,6 +66,7 @@ class Router:
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE).serve(self._choose)
         catalogue = Catalogue(runtime, self._open, self._waiting)
+        self._refused = catalogue.refused
         runtime.tasks.start(catalogue.follow(), MODELS)
         runtime.tasks.start(self._give_back(), "places not taken")
 
@@ -111,12 +112,8 @@ class Router:
 
     async def _open(self, card: ModelCard) -> None:
         name = card.name
-
-        def serves(instance: Instance) -> bool:
-            return bool(instance.capabilities.get("model") == name)
-
         endpoint = self._runtime.namespace().component(WORKER).endpoint("generate")
-        model = await self._model(card, await endpoint.client(serves))
+        model = await self._model(card, await endpoint.client(Agreement(card).serves))
         before = self._models.get(name)
         self._models[name] = model
         self._routing.add(name, model.routing)
@@ -161,6 +158,7 @@ class Router:
         return {
             "models": list(self._models),
             "workers": {name: len(one.client.instances) for name, one in self._models.items()},
+            "refused_workers": self._refused(),
             "routing": self._routing.views(),
             "waiting": sum(one.routing.waiting for one in self._models.values()),
             "instance": self._runtime.instance_id,
