@@ -1,64 +1,102 @@
 #!/usr/bin/env python3
-"""Memory of the frontend: idle, after 20,000 requests, after 100,000.
+"""Resident memory of every process of a deployment, mock workers at full speed-up.
 
-benchmarks/memory.py [--model MODEL_DIR]
+    benchmarks/memory.py [--case short|prompts|router|long] [--model MODEL_DIR] [--warmup 2000]
+
+short: 50,000 requests of 64 tokens, 4 out. prompts: 12,000 distinct prompts of 4,096 tokens, 1 out.
+router: 30,000 short ones, with a router of its own. All three in mode kv. long: 100,000 requests of
+128 tokens in turn. Before each, `--warmup` short requests. Growth is what the process has after the
+load, two seconds idle, less what it had after the warm-up. Exit code 1: the frontend grew by more
+than it may (short 10 MB, prompts 30).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from load import rss_mb
-from servers import start_ours
+from servers import processes, start_ours
 
 HERE = Path(__file__).parent
+PORTIONS = 4
 
 
-def main() -> None:
-    """Start, load twice, print."""
+class Case(NamedTuple):
+    """`limit_mb`: how far the frontend may grow; 0: any."""
+
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    router: str
+    limit_mb: float = 0.0
+    more: tuple[str, ...] = ()
+
+
+CASES = {
+    "short": Case(50_000, 64, 4, "kv", 10.0),
+    "prompts": Case(12_000, 4_096, 1, "kv", 30.0),
+    "router": Case(30_000, 64, 4, "kv", more=("--router-replicas", "1")),
+    "long": Case(100_000, 128, 4, "round_robin"),
+}
+
+
+def ask(url: str, vocabulary: str, requests: int, case: Case, seed: int) -> None:
+    """A closed loop of 32."""
+    command = [sys.executable, str(HERE / "load.py"), "--url", url, "--model", "smol"]
+    command += ["--vocabulary", vocabulary, "-c", "32", "--requests", str(requests)]
+    command += ["--isl", str(case.prompt_tokens), "--osl", str(case.answer_tokens)]
+    done = subprocess.run(
+        [*command, "--seed", str(seed)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    if errors := json.loads(done.stdout)["errors"]:
+        sys.exit(f"not all were answered: {errors}")
+
+
+def resident(pids: dict[str, list[int]]) -> dict[str, float]:
+    """MB by role, the largest process of each."""
+    time.sleep(2)
+    return {role: round(max(map(rss_mb, some)), 1) for role, some in pids.items()}
+
+
+def measure(name: str, model: str, warmup: int) -> bool:
+    """One case; whether the frontend stayed within its limit."""
+    case = CASES[name]
+    server = start_ours(model, 4, 1_000_000, case.router, *case.more)
+    try:
+        pids = processes(server.url)
+        print(f"{name}: idle {resident(pids)}", flush=True)
+        ask(server.url, model, warmup, CASES["short"], 1)
+        before = now = resident(pids)
+        print(f"  after {warmup} short requests {before}", flush=True)
+        for portion in range(1, PORTIONS + 1):
+            ask(server.url, model, case.requests // PORTIONS, case, 1 + portion)
+            now = resident(pids)
+            print(f"  {case.requests * portion // PORTIONS} more {now}", flush=True)
+    finally:
+        server.stop()
+    grown = {role: round(now[role] - before[role], 1) for role in now}
+    print(f"  grown by {grown} MB", flush=True)
+    return not case.limit_mb or grown["frontend"] <= case.limit_mb
+
+
+def main() -> int:
+    """Start, load, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--model", default="", help="folder; default: the default model")
-    args = parser.parse_args()
-    server = start_ours(args.model, 4, 1_000_000, "round_robin")
-    resident = lambda: {pid: round(rss_mb(pid), 2) for pid in server.frontend}  # noqa: E731
-    try:
-        time.sleep(2)
-        print("idle", resident(), flush=True)
-        for requests in (20_000, 80_000):
-            command = [
-                sys.executable,
-                str(HERE / "load.py"),
-                "--url",
-                server.url,
-                "--model",
-                "smol",
-                "--vocabulary",
-                args.model,
-            ]
-            command += [
-                "-c",
-                "64",
-                "--isl",
-                "128",
-                "--osl",
-                "4",
-                "--requests",
-                str(requests),
-                "--seed",
-                str(requests),
-            ]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            time.sleep(2)
-            print("after", requests, "more", resident(), flush=True)
-    finally:
-        server.stop()
+    parser.add_argument("--warmup", type=int, default=2_000)
+    asked = parser.parse_args()
+    within = [measure(name, asked.model, asked.warmup) for name in asked.case or CASES]
+    return 0 if all(within) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -104,15 +104,24 @@ def start_ours(
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     answers(url, "smol", [child])
+    by_role = processes(url)
+    serving = [pid for role in by_role if role.endswith("worker") for pid in by_role[role]]
+    others = [pid for role in by_role if not role.endswith("worker") for pid in by_role[role]]
+    return Server(url, others, serving, [child])
+
+
+def processes(url: str) -> dict[str, list[int]]:
+    """The pids of one of our deployments, by role."""
     listed = json.loads(
         subprocess.run(
             [sys.executable, "-m", "dynamo", "ps", "--json"], capture_output=True, check=True
         ).stdout
     )
-    mine = [p for p in listed if p["deployment"] == f"http-{port}"]
-    serving = [p["pid"] for p in mine if p["role"].endswith("worker")]
-    others = [p["pid"] for p in mine if not p["role"].endswith("worker")]
-    return Server(url, others, serving, [child])
+    found: dict[str, list[int]] = {}
+    for process in listed:
+        if process["deployment"] == f"http-{url.rpartition(':')[2]}":
+            found.setdefault(process["role"], []).append(process["pid"])
+    return found
 
 
 def start_peer(model_dir: str, python: str, workers: int, speedup: float, router: str) -> Server:

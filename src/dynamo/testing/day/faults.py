@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -98,13 +98,17 @@ class Fleet:
         clock, rng = self._ground.clock, self._rng
         while True:
             await clock.sleep(rng.expovariate(1 / self._faults.crash_every_s))
-            worker = self.workers[number]
-            self.crashes += 1
-            self._graves.start(self._die(worker, rng.uniform(*LEASE_S)), f"death of {worker.name}")
-            await clock.sleep(rng.uniform(*RESTART_S))
-            while worker.severed:
-                await clock.sleep(1.0)
+            await self._fall(number)
             await self._come(number)
+
+    async def _fall(self, number: int) -> None:
+        """It crashes; until it may come back. Who fell is not held beyond that."""
+        clock, rng, worker = self._ground.clock, self._rng, self.workers[number]
+        self.crashes += 1
+        self._graves.start(self._die(worker, rng.uniform(*LEASE_S)), f"death of {worker.name}")
+        await clock.sleep(rng.uniform(*RESTART_S))
+        while worker.severed:
+            await clock.sleep(1.0)
 
     async def _die(self, worker: SimulatedWorker, lease_s: float) -> None:
         await worker.crash()
@@ -115,16 +119,15 @@ class Fleet:
         clock, rng = self._ground.clock, self._rng
         while True:
             await clock.sleep(rng.expovariate(1 / self._faults.partition_every_s))
-            alive = [worker for worker in self.workers.values() if worker.alive]
-            part = rng.sample(alive, round(len(alive) * rng.uniform(*SHARE)))
-            self.partitions += 1
-            self.severed += len(part)
-            await self._partition(part, rng.uniform(*self._faults.partition_s), rng.random() < 0.5)
+            await self._partition()
 
-    async def _partition(
-        self, part: Iterable[SimulatedWorker], seconds: float, from_discovery: bool
-    ) -> None:
-        clock = self._ground.clock
+    async def _partition(self) -> None:
+        clock, rng = self._ground.clock, self._rng
+        alive = [worker for worker in self.workers.values() if worker.alive]
+        part = rng.sample(alive, round(len(alive) * rng.uniform(*SHARE)))
+        seconds, from_discovery = rng.uniform(*self._faults.partition_s), rng.random() < 0.5
+        self.partitions += 1
+        self.severed += len(part)
         for worker in part:
             worker.sever()
         until = clock.now() + seconds
