@@ -11,6 +11,8 @@ import pytest
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.nats_link import NatsLink
 from dynamo.communication.options import PlaneOptions, Tls
+from dynamo.communication.requests import open_requests
+from dynamo.core.errors import ConfigError, PlaneAway
 from dynamo.testing.certificates import make_authority, make_certificate, openssl_is_there
 from dynamo.testing.servers import EtcdProcess, NatsProcess
 
@@ -55,3 +57,18 @@ async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
         opened.append(plane)
         await plane.put("/k", b"1")
         assert dict(await plane.get("/")) == {"/k": b"1"}
+
+        make_authority(tmp_path, "other")
+        for stranger in (Tls(ca=client.ca), make_certificate(tmp_path, "evil", "other")):
+            wrong = await open_discovery(server.url, PlaneOptions(server_tls=stranger))
+            opened.append(wrong)
+            with pytest.raises(PlaneAway, match=r"SSL.*certificate"):
+                await wrong.get("/")
+
+
+async def test_certificate_files_that_are_not_there_are_told_at_once() -> None:
+    options = PlaneOptions(server_tls=Tls(ca="/nowhere/ca.pem"))
+    with pytest.raises(ConfigError, match="/nowhere/ca"):
+        await open_discovery("etcds://127.0.0.1:1", options)
+    with pytest.raises(ConfigError, match="/nowhere/ca"):
+        await open_requests("nats:tls://127.0.0.1:1", options)

@@ -28,9 +28,9 @@ def mutual_contexts(tls: Tls) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def client_context(tls: Tls) -> ssl.SSLContext:
-    """For dialling a server whose name its certificate bears; without `ca`, the system's. Blocks.
-    Raises `ConfigError`."""
-    context = ssl.create_default_context()
+    """For dialling a server whose name its certificate bears, signed by `ca` alone; without it, by
+    whom the system trusts. Blocks. Raises `ConfigError`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls.ca else ssl.create_default_context()
     _load(context, tls)
     return context
 

@@ -15,6 +15,7 @@ from dynamo.communication.discovery.etcd_server import EtcdServer, LeaseGone
 from dynamo.communication.discovery.etcd_watch import KeptWatch
 from dynamo.communication.discovery.plane import Discovery
 from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.tls import client_context
 from dynamo.core.errors import PlaneAway, TooLarge
 from dynamo.core.tasks import Tasks
 
@@ -51,6 +52,8 @@ class EtcdDiscovery(Discovery):
     async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """Dialling goes on in the background. Raises `ConfigError`."""
         servers, root = parse_servers(url)
+        if any(one.tls for one in servers):
+            await asyncio.to_thread(client_context, options.server_tls)
         return cls(EtcdLink(servers, options, Random()), root, options.lease_ttl_s)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ from grpc import ChannelConnectivity, ssl_channel_credentials
 
 from dynamo.communication.directory import Change
 from dynamo.communication.options import PlaneOptions, Tls
-from dynamo.core.errors import PlaneAway, TooLarge
+from dynamo.communication.tls import client_context
+from dynamo.core.errors import ConfigError, PlaneAway, TooLarge
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _CHANNEL: Final = (
@@ -24,6 +26,8 @@ _CHANNEL: Final = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What every HTTP/2 server answers: a client's greeting and its settings, none."""
 _NEEDS_LEADER: Final = ("hasleader", "true")
 _NO_LEASE: Final = "requested lease not found"
 _TOO_LARGE: Final = "request is too large"
@@ -61,15 +65,17 @@ class EtcdServer:
 
     async def open(self, timeout_s: float) -> None:
         """Connect, authenticate, and see that it answers with a quorum behind it."""
+        target, tls = str(self.where), self._options.server_tls
         try:
+            context = await asyncio.to_thread(client_context, tls) if self.where.tls else None
             async with asyncio.timeout(timeout_s):
-                _, writer = await asyncio.open_connection(self.where.host, self.where.port)
-                writer.close()
+                await self._knock(context)
+        except ConfigError as error:  # files that were there at the start
+            raise PlaneAway(f"etcd at {self.where}: {error.message}") from None
         except (OSError, TimeoutError) as error:
             raise PlaneAway(f"etcd at {self.where}: {error or 'no answer'}") from None
-        target = str(self.where)
         if self.where.tls:
-            credentials = await asyncio.to_thread(_credentials, self._options.server_tls)
+            credentials = await asyncio.to_thread(_credentials, tls)
             self._channel = rpc.secure_channel(target, credentials, options=_CHANNEL)
         else:
             self._channel = rpc.insecure_channel(target, options=_CHANNEL)
@@ -161,6 +167,21 @@ class EtcdServer:
                 call.cancel()
         raise PlaneAway(f"etcd at {self.where} ended the watch")
 
+    async def _knock(self, context: ssl.SSLContext | None) -> None:
+        """See that somebody is there, and whom he takes: gRPC tells neither as well. A server that
+        does not like our certificate says so only after the handshake."""
+        if context is not None:
+            context.set_alpn_protocols(["h2"])
+        reader, writer = await asyncio.open_connection(
+            self.where.host, self.where.port, ssl=context
+        )
+        try:
+            if context is not None:
+                writer.write(_PREFACE)
+                await reader.read(1)
+        finally:
+            writer.close()
+
     async def _authenticate(self) -> None:
         options = self._options
         request = rpc.AuthenticateRequest(name=options.user, password=options.password)
@@ -210,5 +231,6 @@ def _text(key: bytes) -> str:
 
 def _credentials(tls: Tls) -> Any:
     """Blocks."""
-    read = [Path(path).read_bytes() if path else None for path in (tls.ca, tls.key, tls.cert)]
+    paths = tls.ca, tls.key or tls.cert, tls.cert
+    read = [Path(path).read_bytes() if path else None for path in paths]
     return ssl_channel_credentials(*read)
