@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""What mode kv costs a frontend a request beyond a plain pick, with 256 in flight and no sockets.
+
+    benchmarks/kv_request.py [--workers 4 64] [--requests 6000] [--tokens 158] [--fresh 12]
+
+Policy, router, watch, replicas, KV events and load reports as a frontend has them, on virtual time:
+workers answer, step by step, those that came first. Microseconds of CPU and calls of Python
+functions a request, the plain pick's own taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import statistics
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+from kv_decision import BLOCK, ENGINE, Nowhere
+
+from dynamo.communication.events import Event
+from dynamo.core.context import Context
+from dynamo.core.hashing import block_hashes
+from dynamo.core.kv_events import encode_changes
+from dynamo.core.reply import Reply
+from dynamo.core.tasks import run_all
+from dynamo.core.values import BlocksStored, GenerateRequest, Load, Sampling, Stops
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.runtime.client import Client
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.explain.watch import RoutingWatch
+from dynamo.scheduling.router.kv import KvPolicy
+from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.placing.costs import PredictedCost
+from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.policy import Decision, Policy
+from dynamo.scheduling.router.prompt import prompt_reader
+from dynamo.scheduling.router.replicas.follower import BookFollower
+from dynamo.scheduling.router.replicas.replicas import Replicas
+from dynamo.scheduling.router.router import Router
+from dynamo.telemetry import Registry
+
+IN_FLIGHT = 256
+STEP_S = 0.01
+SUBJECT = "dynamo.worker"
+
+
+class Workers:
+    """A client's view of workers that are always there."""
+
+    path = f"{SUBJECT}.generate"
+
+    def __init__(self, count: int) -> None:
+        self.rng = random.Random(1)
+        names = [f"{number:016x}" for number in range(count)]
+        self.instances: Mapping[str, Instance] = {
+            name: Instance(name, f"tcp://{name}", "dynamo", "worker", "generate", {"engine": ENGINE})
+            for name in names
+        }
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """They never change."""
+        return lambda: None
+
+
+class Plain(Policy):
+    """The next one."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._all = list(workers.instances.values())
+        self._next = 0
+
+    async def choose(self, request: GenerateRequest, context: Context, tried: Any) -> Decision:
+        self._next = (self._next + 1) % len(self._all)
+        return Decision(self._all[self._next], "round_robin", len(self._all))
+
+
+class Scene:
+    """One frontend: its router, and workers that answer `fresh` requests a step, oldest first."""
+
+    def __init__(self, clock: VirtualClock, args: argparse.Namespace, workers: int) -> None:
+        self.args = args
+        self.workers = Workers(workers)
+        self.waiting: deque[tuple[Instance, GenerateRequest, Reply, asyncio.Future[None]]] = deque()
+        self.view = CacheView(clock, block_tokens=BLOCK)
+        self.loads = LoadView(clock)
+        self.left = args.requests
+        rng = random.Random(2)
+        shared = [rng.randrange(49_000) for _ in range(BLOCK)]
+        self.prompts = [
+            array("I", shared + [rng.randrange(49_000) for _ in range(args.tokens - BLOCK)]).tobytes()
+            for _ in range(args.requests)
+        ]
+        self.epochs = dict.fromkeys(self.workers.instances, 0)
+        self.told = 0
+
+    def plain(self, clock: VirtualClock) -> Router:
+        """Picks without a look."""
+        return Router(Plain(self.workers), self.onward, clock=clock)
+
+    def kv(self, clock: VirtualClock) -> Router:
+        """As a frontend in mode kv."""
+        placement = Placement(Fleet(), self.view, PredictedCost(), random.Random(3))
+        client = cast("Client", self.workers)
+        policy = KvPolicy(client, placement, prompt_reader(BLOCK), clock, block_tokens=BLOCK)
+        follower = BookFollower(placement, clock, policy.look_again)
+        policy.replicas = Replicas(clock, "me", follower)
+        self.loads.on_report(placement.fleet.reported)
+        watch = RoutingWatch(clock, Registry(), waiting=lambda: len(placement))
+        return Router(policy, self.onward, clock=clock, observers=(watch,))
+
+    async def onward(
+        self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
+    ) -> None:
+        """At its worker."""
+        done = asyncio.get_running_loop().create_future()
+        self.waiting.append((instance, request, reply, done))
+        await done
+
+    async def client(self, router: Router) -> None:
+        """Asks, one after the other."""
+        while self.left:
+            self.left -= 1
+            name = f"{self.left:032x}"
+            ids = self.prompts[self.left]
+            request = GenerateRequest(name, "m", ids, Sampling(), Stops(1))
+            await router.send(request, Context(name), Nowhere())
+
+    async def serve(self, clock: VirtualClock, kv: bool) -> None:
+        """Steps of the workers."""
+        while self.left or self.waiting:
+            await clock.sleep(STEP_S)
+            stored: dict[str, list[BlocksStored]] = {}
+            for _ in range(min(self.args.fresh, len(self.waiting))):
+                instance, request, reply, done = self.waiting.popleft()
+                if kv:
+                    hashes = block_hashes(request.token_ids, BLOCK)
+                    change = BlocksStored(hashes[0], tuple(hashes[1:]))
+                    stored.setdefault(instance.id, []).append(change)
+                reply.tokens((5,))
+                done.set_result(None)
+            for name, changes in stored.items():
+                self.epochs[name] += 1
+                payload = encode_changes(changes)
+                self.view.hear(Event(f"{SUBJECT}.kv_events", name, 1, self.epochs[name], payload))
+            if kv and clock.now() - self.told >= 0.1:
+                self.told = clock.now()
+                report = msgspec.msgpack.encode(Load(running=3, total_blocks=65_536))
+                for name in stored:
+                    self.loads.update_scores(Event(f"{SUBJECT}.load_metrics", name, 1, 1, report))
+
+
+def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, float]:
+    """CPU in microseconds a request, and calls."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        if event in {"call", "c_call"}:
+            calls += 1
+
+    async def main(clock: VirtualClock) -> float:
+        scene = Scene(clock, args, workers)
+        router = scene.kv(clock) if kv else scene.plain(clock)
+        if args.calls:
+            sys.setprofile(count)
+        start = time.process_time()
+        clients = [scene.client(router) for _ in range(IN_FLIGHT)]
+        await run_all(scene.serve(clock, kv), *clients)
+        took = time.process_time() - start
+        sys.setprofile(None)
+        return took
+
+    return run_virtually(main) / args.requests * 1e6, calls / args.requests
+
+
+def main() -> None:
+    """A line a fleet size."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 64])
+    parser.add_argument("--requests", type=int, default=6_000)
+    parser.add_argument("--tokens", type=int, default=158)
+    parser.add_argument("--fresh", type=int, default=12, help="answers a step of 10 ms")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    logging.disable()
+    for workers in args.workers:
+        args.calls = True
+        calls = measure(args, workers, kv=True)[1] - measure(args, workers, kv=False)[1]
+        args.calls = False
+        took = []
+        for _ in range(args.rounds):
+            plain = measure(args, workers, kv=False)[0]
+            took.append(measure(args, workers, kv=True)[0] - plain)
+        median, least = statistics.median(took), min(took)
+        print(f"{workers:4d} workers: {median:5.0f} us (least {least:.0f}), {calls:5.0f} calls")
+
+
+if __name__ == "__main__":
+    main()
