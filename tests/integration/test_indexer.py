@@ -65,3 +65,30 @@ def test_routers_ask_it_and_go_on_without_it(
     routing = next(found for found in json.loads(told.stdout) if found["check"] == "routing")
     assert routing["verdict"] == "warn"
     assert "2 workers approximate" in routing["found"]
+
+
+def test_stopping_a_deployment_ends_its_indexer_too(
+    start: Callable[..., Deployment], tiny_model: Path
+) -> None:
+    fast = ("--speedup-ratio", "1000", "--model-name", "tiny")
+    routers = ("--router-replicas", "1", "--router.port", "0", "--router-mode", "kv")
+    one = start("out=mock", tiny_model, *routers, "--shared-index", *fast)
+    name = f"http-{one.port}"
+    dynamo = [sys.executable, "-m", "dynamo"]
+    environ = {**os.environ, **one.environ}
+    process = subprocess.Popen([*dynamo, "indexer", "--deployment", name], env=environ)
+
+    def routing() -> str:
+        told = subprocess.run(
+            [*dynamo, "doctor", "--json", "--deployment", name], env=environ, capture_output=True
+        )
+        checks = json.loads(told.stdout)
+        return str(next(each["found"] for each in checks if each["check"] == "routing"))
+
+    try:
+        until(lambda: "1 workers exact" in routing())
+        subprocess.run([*dynamo, "stop", name, "--timeout", "20"], env=environ, check=True)
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait()

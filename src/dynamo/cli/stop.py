@@ -69,9 +69,12 @@ def choose(
 
 
 def stop(deployment: Deployment, *, now: bool, timeout_s: float) -> None:
-    """Signal the supervisor (without one: every process) and wait for the end of all."""
+    """Signal every process that none of the others started, and wait for the end of all."""
+    from dynamo.runtime.pids import ancestors
+
     processes = deployment.processes()
-    heads = [one for one in processes if one.role == "supervisor"] or processes
+    known = {one.pid for one in processes}
+    heads = [one for one in processes if known.isdisjoint(ancestors(one.pid))]
     with contextlib.ExitStack() as watched:
         ends = [end for one in processes if (end := _watch(one, watched)) is not None]
         for head in heads:

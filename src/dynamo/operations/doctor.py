@@ -158,8 +158,8 @@ def routing(settings: Settings) -> Finding:
     """How the deployment, if it runs, knows its workers' caches."""
     from dynamo.runtime.deployment import deployment_of
 
-    records = deployment_of(settings).processes()
-    address = next((one.address for one in records if one.role == "frontend"), "")
+    addresses = {one.role: one.address for one in deployment_of(settings).processes()}
+    address = addresses.get("frontend", "")
     if not address.startswith("http://"):
         return Finding("routing", "ok", f"mode {settings.router.mode}; no such deployment runs")
     told = _health(address)
@@ -168,9 +168,9 @@ def routing(settings: Settings) -> Finding:
         worker, why = next(iter(refused.items()))
         found = f"{len(refused)} workers refused; {worker}: {why}"
         return Finding("routing", "fail", found, "start all workers of a model with one model")
-    modes = Counter(
-        mode for views in (told.get("routing") or {}).values() for mode in views.values()
-    )
+    asked = addresses.get("router", "")  # where there is one, it knows the caches
+    views = (_health(asked) if asked.startswith("http://") else told).get("routing") or {}
+    modes = Counter(mode for view in views.values() for mode in view.values())
     if not modes:
         return Finding("routing", "ok", f"{address}: not by what workers have cached")
     found = f"{address}: " + ", ".join(f"{count} workers {mode}" for mode, count in modes.items())

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-START_TIME_FIELD = 21
-"""Index of `starttime` in /proc/PID/stat, counted from the pid (proc(5))."""
+PARENT_FIELD, START_TIME_FIELD = 3, 21
+"""Indices of `ppid` and `starttime` in /proc/PID/stat, counted from the pid (proc(5))."""
 
 
 def start_ticks(pid: int) -> int:
     """When `pid` started, in clock ticks since boot; 0 where there is no such process, or it is
     only a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
-    except OSError:
-        return 0
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return 0 if fields[0] in {"Z", "X"} else int(fields[START_TIME_FIELD - 2])
+    return _stat(pid, START_TIME_FIELD)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Its parent, that one's parent, and so on, as far as they can be seen."""
+    while pid := _stat(pid, PARENT_FIELD):
+        yield pid
 
 
 def is_alive(pid: int, ticks: int) -> bool:
@@ -37,3 +39,13 @@ def command(pid: int) -> str:
 def own_start_ticks() -> int:
     """`start_ticks` of this process."""
     return start_ticks(os.getpid())
+
+
+def _stat(pid: int, field: int) -> int:
+    """One number of /proc/PID/stat; 0 where there is no such process, or it is only a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
+    except OSError:
+        return 0
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return 0 if fields[0] in {"Z", "X"} else int(fields[field - 2])
