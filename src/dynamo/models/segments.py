@@ -8,11 +8,13 @@ same places again, so only its new tail is encoded. Exactness: see `tokenizer_fi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from secrets import randbits
 from sys import getsizeof
 from threading import Lock
 from typing import NamedTuple
 
+from dynamo.core.hashing import text_key
 from dynamo.models.tokenizer import Tokenizer
 
 CUT_CHARS = 2048
@@ -21,8 +23,7 @@ _LETTERS = "A-Za-zÀ-ÖØ-öø-ƺΑ-Ωα-ωА-яא-תء-ي一-龥ぁ-ゖァ-ヺ�
 SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa: RUF001
 """Ends where every pre-tokenizer of byte-level BPE ends one too: after a letter, before white space
 or before a mark that only ends words. Letters are those that every version of Unicode knows."""
-_ENTRY_BYTES = 150  # of a dict that may just have grown
-_MISSES = 64
+_ENTRY_BYTES = 200  # of a key, and its place in a dict that may just have grown
 _LOOK_CHARS = 1 << 18
 
 
@@ -31,21 +32,24 @@ class Splitter:
 
     def __init__(self, specials: Iterable[str], cut_chars: int = CUT_CHARS) -> None:
         self._cut_chars = cut_chars
-        self._search = SpecialSearch(specials)
+        words = sorted(specials, key=len, reverse=True)  # the longest where several begin
+        self._split = re.compile(f"({'|'.join(map(re.escape, words))})").split if words else _whole
 
     def pieces(self, text: str) -> list[str]:
         """The pieces of `text`, added tokens apart; their concatenation is `text`."""
+        parts = self._split(text)
+        if max(map(len, parts)) <= self._cut_chars:
+            return [part for part in parts if part]
         found: list[str] = []
-        start = 0
-        for at, end in self._search.spans(text):
-            self._cut(text, start, at, found)
-            found.append(text[at:end])
-            start = end
-        self._cut(text, start, len(text), found)
+        for number, part in enumerate(parts):
+            if number % 2:  # an added token
+                found.append(part)
+            else:
+                self._cut(part, found)
         return found
 
-    def _cut(self, text: str, start: int, end: int, found: list[str]) -> None:
-        size = self._cut_chars
+    def _cut(self, text: str, found: list[str]) -> None:
+        start, end, size = 0, len(text), self._cut_chars
         while end - start > size:
             place = SAFE_CUT.search(text, start + size - 1, min(end, start + size + SEARCH_CHARS))
             if place is None or place.end() == end:
@@ -56,67 +60,39 @@ class Splitter:
             found.append(text[start:end])
 
 
-class SpecialSearch:
-    """Finds added tokens, the longest where several begin."""
-
-    def __init__(self, specials: Iterable[str]) -> None:
-        words = sorted(specials, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, words))) if words else None
-        firsts = {word[0] for word in words}
-        self._first = firsts.pop() if len(firsts) == 1 else ""
-
-    def spans(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) of each, in order.
-
-        When all begin alike, `str.find` leaps from one such character to the next, many times
-        faster than a pattern's search, unless they are dense.
-        """
-        if self._pattern is None:
-            return []
-        found: list[tuple[int, int]] = []
-        start, misses = 0, 0
-        if self._first:
-            match, find, first = self._pattern.match, text.find, self._first
-            start = find(first)
-            while start >= 0 and misses < _MISSES:
-                if hit := match(text, start):
-                    found.append(hit.span())
-                    start = find(first, hit.end())
-                else:
-                    misses += 1
-                    start = find(first, start + 1)
-        if start >= 0:
-            found += [hit.span() for hit in self._pattern.finditer(text, start)]
-        return found
+def _whole(text: str) -> list[str]:
+    return [text]
 
 
 class _Plan(NamedTuple):
-    """A text, its pieces, and the ids of those that were known."""
+    """A text, its pieces, their keys, and the ids of those that were known."""
 
     text: str
     pieces: list[str]
+    keys: list[int]
     parts: list[bytes | None]
 
 
-_NO_PLAN = _Plan("", [], [])
+_NO_PLAN = _Plan("", [], [], [])
 
 
 class SegmentCache:
     """Encodes through a cache of pieces of at most `capacity_bytes` (keys, ids and bookkeeping
-    counted). Safe to use from several threads.
+    counted): 4 to 5 bytes a token of long texts, no text. Safe to use from several threads.
 
     Two generations: a piece used since the last turn is in the young one; when that holds half of
     the capacity it becomes the old one, and what was old is dropped. A hit costs one look-up.
     """
 
-    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 24 << 20) -> None:
+    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 6 << 20) -> None:
         self._encode = tokenizer.encode
         self._splitter: Splitter | None = None
         if tokenizer.may_cut:
             self._splitter = Splitter(token.content for token in tokenizer.added_tokens)
         self._half_bytes = capacity_bytes // 2
-        self._young: dict[str, bytes] = {}
-        self._old: dict[str, bytes] = {}
+        self._secret = randbits(64)
+        self._young: dict[int, bytes] = {}
+        self._old: dict[int, bytes] = {}
         self._young_bytes = 0
         self._old_bytes = 0
         self._turning = Lock()
@@ -131,17 +107,18 @@ class SegmentCache:
 
     def encode(self, text: str) -> bytes:
         """Packed ids of `text`, special tokens read as such; equal to `Tokenizer.encode(text)`."""
-        _, pieces, parts = self._plan(text)
+        _, pieces, keys, parts = self._plan(text)
         self._planned = _NO_PLAN
-        together = list(zip(pieces, parts, strict=True))
-        fresh = {piece: b"" for piece, ids in together if ids is None}
-        for piece in fresh:
-            fresh[piece] = self._encode(piece)
+        fresh: dict[int, bytes] = {}
+        for piece, key, ids in zip(pieces, keys, parts, strict=True):
+            if ids is None and key not in fresh:
+                fresh[key] = self._encode(piece)
         self.misses += len(fresh)
         self.hits += len(pieces) - len(fresh)
         if fresh:
             self._keep(fresh)
-        return b"".join([fresh[piece] if ids is None else ids for piece, ids in together])
+        found = zip(keys, parts, strict=True)
+        return b"".join([fresh[key] if ids is None else ids for key, ids in found])
 
     def missing_chars(self, text: str) -> int:
         """How many characters `encode` would have to encode now: what it will cost.
@@ -150,38 +127,39 @@ class SegmentCache:
         """
         if len(text) > _LOOK_CHARS:
             return len(text)
-        _, pieces, parts = self._plan(text)
+        _, pieces, _, parts = self._plan(text)
         return sum([len(piece) for piece, ids in zip(pieces, parts, strict=True) if ids is None])
 
     def _plan(self, text: str) -> _Plan:
         plan = self._planned
         if plan.text is not text:
             pieces = [text] if self._splitter is None else self._splitter.pieces(text)
-            parts = list(map(self._young.get, pieces))
+            keys = [text_key(piece, self._secret) for piece in pieces]
+            parts = list(map(self._young.get, keys))
             if None in parts:
-                self._look_in_old(pieces, parts)
-            self._planned = plan = _Plan(text, pieces, parts)
+                self._look_in_old(keys, parts)
+            self._planned = plan = _Plan(text, pieces, keys, parts)
         return plan
 
-    def _look_in_old(self, pieces: list[str], parts: list[bytes | None]) -> None:
-        used: dict[str, bytes] = {}
+    def _look_in_old(self, keys: list[int], parts: list[bytes | None]) -> None:
+        used: dict[int, bytes] = {}
         old = self._old
         for number, ids in enumerate(parts):
-            if ids is None and (kept := old.get(pieces[number])) is not None:
-                parts[number] = used[pieces[number]] = kept
+            if ids is None and (kept := old.get(keys[number])) is not None:
+                parts[number] = used[keys[number]] = kept
         if used:
             self._keep(used)
 
-    def _keep(self, fresh: dict[str, bytes]) -> None:
+    def _keep(self, fresh: Mapping[int, bytes]) -> None:
         with self._turning:
-            for piece, ids in fresh.items():
-                size = getsizeof(piece) + getsizeof(ids) + _ENTRY_BYTES
-                if piece in self._young or size > self._half_bytes:
+            for key, ids in fresh.items():
+                size = getsizeof(ids) + _ENTRY_BYTES
+                if key in self._young or size > self._half_bytes:
                     continue
-                if self._old.pop(piece, None) is not None:
+                if self._old.pop(key, None) is not None:
                     self._old_bytes -= size
                 if self._young_bytes + size > self._half_bytes:
                     self._old, self._old_bytes = self._young, self._young_bytes
                     self._young, self._young_bytes = {}, 0
-                self._young[piece] = ids
+                self._young[key] = ids
                 self._young_bytes += size

@@ -92,13 +92,11 @@ class RoutingAnswers:
         """Of the last so many seconds, or of all that is remembered."""
         now = self._runtime.clock.wall()
         start = 0.0 if seconds is None else now - seconds
-        own = self._routing.watch.collector.between(start, now)
+        offload, collector = self._runtime.clock.offload, self._routing.watch.collector
+        own = await offload(collector.between, start, now)
         records = await self._all(AskRecords(start, now), list(own), list[RoutingRecord])
-        return await self._runtime.clock.offload(
-            report_of,
-            records,
-            self._routing.watch.collector,
-            None if seconds is None else (start, now),
+        return await offload(
+            report_of, records, collector, None if seconds is None else (start, now)
         )
 
     async def samples(self, since: float = 0.0) -> list[Sample]:
@@ -112,7 +110,11 @@ class RoutingAnswers:
         if isinstance(question, AskExplanation):
             out.send(_encode(self._explained(question.request_id)))
         elif isinstance(question, AskRecords):
-            out.send(_encode(routing.watch.collector.between(question.start, question.end)))
+            collector = routing.watch.collector
+            between = await self._runtime.clock.offload(
+                collector.between, question.start, question.end
+            )
+            out.send(_encode(between))
         else:
             out.send(_encode(routing.timeline.since(question.since)))
 

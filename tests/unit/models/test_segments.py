@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 
 from dynamo.models.corpus import proof_texts
 from dynamo.models.encoders import FastEncoder
-from dynamo.models.segments import CUT_CHARS, SegmentCache, SpecialSearch, Splitter
+from dynamo.models.segments import CUT_CHARS, SegmentCache, Splitter
 from dynamo.models.tokenizer import Tokenizer
 from dynamo.models.tokenizer_file import read_tokenizer_file
 
@@ -79,7 +79,7 @@ def test_the_cache_is_bounded_and_counts_itself(tokenizer):
         assert cache.encode(text) == tokenizer.encode(text)
         assert cache.size_bytes <= 200_000
     held = [*cache._young.items(), *cache._old.items()]
-    assert cache.size_bytes >= sum(getsizeof(text) + getsizeof(ids) for text, ids in held)
+    assert cache.size_bytes >= sum(getsizeof(key) + getsizeof(ids) for key, ids in held)
     assert len(held) > 10
 
 
@@ -127,20 +127,22 @@ def test_pieces_are_the_text(text, cut_chars):
 @given(some.text(alphabet="ab<|", max_size=400))
 def test_special_tokens_are_found_as_by_a_plain_search(text):
     words = ["<a", "<ab", "<|b"]
-    expected, at = [], 0
+    expected, plain, at = [], "", 0
     while at < len(text):
         hits = [word for word in words if text.startswith(word, at)]
         if hits:
-            longest = max(hits, key=len)
-            expected.append((at, at + len(longest)))
-            at += len(longest)
+            expected += [plain, max(hits, key=len)]
+            at += len(expected[-1])
+            plain = ""
         else:
+            plain += text[at]
             at += 1
-    assert SpecialSearch(words).spans(text) == expected
-    assert SpecialSearch([]).spans(text) == []
+    expected.append(plain)
+    assert Splitter(words).pieces(text) == [piece for piece in expected if piece]
+    assert Splitter([]).pieces(text) == ([text] if text else [])
 
 
 def test_dense_first_characters_and_several_first_characters():
     text = "<" * 1000 + "<a" + "x[b"
-    assert SpecialSearch(["<a"]).spans(text) == [(1000, 1002)]
-    assert SpecialSearch(["<a", "[b"]).spans(text) == [(1000, 1002), (1003, 1005)]
+    assert Splitter(["<a"]).pieces(text) == ["<" * 1000, "<a", "x[b"]
+    assert Splitter(["<a", "[b"]).pieces(text) == ["<" * 1000, "<a", "x", "[b"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """`timestamp`: Unix time. Ratios are shares of the prompt's blocks: held by the worker that was
     chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`), and ever computed before by
     anybody (`seen_ratio`; None = not known); of its tokens those that the engine found in the end
@@ -28,3 +28,7 @@ class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ttft_s: float | None = None
     output_tokens: int = 0
     failed: bool = False
+
+
+pack_record = msgspec.msgpack.Encoder().encode
+unpack_record = msgspec.msgpack.Decoder(RoutingRecord).decode

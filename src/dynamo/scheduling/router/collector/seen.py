@@ -7,7 +7,7 @@ from collections.abc import Sequence
 STRIDE = 4
 """Every fourth block stands for those before it: a quarter of the memory, of the time, and of the
 resolution."""
-KEPT = 1 << 17
+KEPT = 1 << 15
 
 
 class SeenPrefixes:
