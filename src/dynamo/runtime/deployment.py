@@ -8,13 +8,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Settings
 from dynamo.runtime.pids import is_alive
+
+if TYPE_CHECKING:
+    from dynamo.core.settings import Settings
 
 log = logging.getLogger(__name__)
 
