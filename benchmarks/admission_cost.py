@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import cycle
 from math import inf
 from typing import Any, cast
@@ -25,6 +26,7 @@ from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Sampling, St
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission import Admission, Promise
 from dynamo.scheduling.assembly import assemble
+from dynamo.scheduling.router import Decision, Policy, Router
 
 REQUESTS, RUNS = 2_000, 15
 INFO = EngineInfo("mock", 16, 16_384, 32_768, 256, 8_192)
@@ -47,6 +49,20 @@ class Nobody(Reply):
 
     def finish(self, end: Finish) -> None:
         del end
+
+
+class Turns(Policy):
+    """One instance after the other."""
+
+    def __init__(self, instances: Iterable[Instance]) -> None:
+        self._turns = cycle(instances)
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        """The next."""
+        del request, context, tried
+        return Decision(next(self._turns), "turns", 1)
 
 
 class Workers:
@@ -96,18 +112,11 @@ async def us_a_request(send: Send) -> float:
 async def added_us(number: int, ttft_s: float) -> float:
     """What admission adds with so many workers."""
     workers = Workers(number)
-    turns = cycle(workers.instances.values())
     admission = Admission(cast("Any", workers), None, SystemClock(), Promise(ttft_s=ttft_s))
-    guarded = admission.guard(answer)
-
-    async def onward(request: GenerateRequest, context: Context, reply: Reply) -> None:
-        await guarded(next(turns), request, context, reply)
-
-    async def plain(request: GenerateRequest, context: Context, reply: Reply) -> None:
-        await answer(next(turns), request, context, reply)
-
-    without = await us_a_request(plain)
-    return await us_a_request(assemble([admission], onward)) - without
+    plain = Router(Turns(workers.instances.values()), answer)
+    followed = Router(Turns(workers.instances.values()), answer, follow=[admission.follow])
+    without = await us_a_request(plain.send)
+    return await us_a_request(assemble([admission], followed.send)) - without
 
 
 async def main() -> None:

@@ -20,13 +20,13 @@ from dynamo.core.reply import Extra, Reply
 from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.router.attempt import Attempt
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.costs import PredictedCost
 from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.placing.placement import Placement
 from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.prompt import Prompt, prompt_reader
-from dynamo.scheduling.router.tracked import TrackedReply
 
 BLOCK = 16
 ENGINE = {
@@ -110,7 +110,7 @@ def follow(rounds: int) -> float:
     """Microseconds that following costs a token."""
     clock = SystemClock()
     plain, ids = Nowhere(), (5,)
-    tracked = TrackedReply(plain, Ticket(), clock)
+    tracked = Attempt(plain, (), Ticket(), clock)
     both = []
     for reply in (tracked, plain):
         take = reply.tokens

@@ -128,7 +128,7 @@ class Admitted(Cluster):
     def admit(self, promise: Promise, metrics: Registry | None = None) -> tuple[Send, Admission]:
         """Everything that a request passes."""
         admission = Admission(self._client, self._policy, self._clock, promise, metrics)
-        router = Router(self._policy, admission.guard(self._dispatch), clock=self._clock)
+        router = Router(self._policy, self._dispatch, clock=self._clock, follow=[admission.follow])
         return assemble([admission], router.send), admission
 
 

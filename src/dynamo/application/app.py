@@ -112,9 +112,9 @@ class Application:
         )
 
     def _keyed(self, route: Route) -> Route:
-        async def checked(exchange: Exchange) -> None:
+        def checked(exchange: Exchange) -> Awaitable[None]:
             self._keys.check(exchange.request)
-            await route(exchange)
+            return route(exchange)
 
         return checked
 
@@ -127,20 +127,7 @@ class Application:
         started = self._clock.now()
         status = CLIENT_LEFT
         try:
-            await self._route(exchange)
-            if response.ended:
-                status = exchange.status
-        finally:
-            self._ended(exchange, status, self._clock.now() - started)
-
-    async def _route(self, exchange: Exchange) -> None:
-        request = exchange.request
-        try:
-            if request.method == "OPTIONS":
-                headers = (*exchange.headers, *self._cors.preflight(request))
-                exchange.response.send(204, headers, b"")
-                return
-            await self._routes.find(request.method, request.path)(exchange)
+            await self._route(request)(exchange)
         except WrongMethod as error:
             exchange.fail(error, (("allow", error.allowed),))
         except DynamoError as error:
@@ -148,6 +135,19 @@ class Application:
         except Exception:
             log.exception("request failed")
             exchange.fail(InternalError("internal error", hint="the server's log says more"))
+        finally:
+            if response.ended:
+                status = exchange.status
+            self._ended(exchange, status, self._clock.now() - started)
+
+    def _route(self, request: Request) -> Route:
+        if request.method == "OPTIONS":
+            return self._preflight
+        return self._routes.find(request.method, request.path)
+
+    async def _preflight(self, exchange: Exchange) -> None:
+        headers = (*exchange.headers, *self._cors.preflight(exchange.request))
+        exchange.response.send(204, headers, b"")
 
     def _ended(self, exchange: Exchange, status: int, seconds: float) -> None:
         path = exchange.request.path

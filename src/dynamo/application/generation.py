@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -35,7 +37,11 @@ log = logging.getLogger(__name__)
 LABELS_HEADER = "x-dynamo-labels"
 """Labels that the worker must bear, e.g. `zone=a,gpu=h100`."""
 
-Work = Callable[[Context, TextReply], Awaitable[None]]
+
+class Work(Protocol):
+    """What answers."""
+
+    def __call__(self, context: Context, reply: TextReply) -> Awaitable[None]: ...
 
 
 class Generation:
@@ -61,7 +67,7 @@ class Generation:
         if server.request_timeout != self.deadlines.limit_s:
             self.deadlines = Deadlines(self._clock, server.request_timeout)
 
-    async def chat(self, exchange: Exchange) -> None:
+    def chat(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
         self._gateway.require_ready()
@@ -72,15 +78,10 @@ class Generation:
         usage = include_usage(body)
         form = ChatFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
-        await self._answer(
-            exchange,
-            served,
-            form,
-            lambda context, reply: served.processor.chat(request, context, reply),
-            (request.options.n, 1, usage),
-        )
+        work = partial(served.processor.chat, request)
+        return self._answer(exchange, served, form, work, (request.options.n, 1, usage))
 
-    async def complete(self, exchange: Exchange) -> None:
+    def complete(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/completions."""
         body = read_completion(exchange.request)
         self._gateway.require_ready()
@@ -91,13 +92,9 @@ class Generation:
         usage = include_usage(body)
         form = CompletionFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
-        await self._answer(
-            exchange,
-            served,
-            form,
-            lambda context, reply: _complete_all(served, requests, context, reply),
-            (requests[0].options.n, len(requests), usage),
-        )
+        work = partial(_complete_all, served, requests)
+        shape = (requests[0].options.n, len(requests), usage)
+        return self._answer(exchange, served, form, work, shape)
 
     async def _answer(
         self,
@@ -123,7 +120,7 @@ class Generation:
         else:
             reply = AnswerReply(exchange, form, tally, pace, choices=choices)
         try:
-            await self._limited(exchange, lambda context: work(context, reply))
+            await self._limited(exchange, partial(work, reply=reply))
             reply.close()
         finally:
             _count(metrics, tally, pace, self._clock.now() - started)

@@ -14,6 +14,9 @@ from dynamo.core.errors import DynamoError, InvalidRequest, ModelUnavailable
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+LOOP = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 
 FALLBACK_LABELS = {
     "system": "System",
@@ -79,9 +82,8 @@ def _plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -
 def _compiled(source: str) -> Template:
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = _sandbox()(
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
     )
     environment.filters["tojson"] = _to_json
@@ -94,6 +96,21 @@ def _compiled(source: str) -> Template:
             f"the model's chat template is broken: {error}",
             hint="correct chat_template in its tokenizer_config.json, or its chat_template.jinja",
         ) from error
+
+
+def _sandbox() -> type[ImmutableSandboxedEnvironment]:
+    from jinja2.runtime import LoopContext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Knows that what every template reads of `loop` is safe, which is costly to find out."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is LoopContext and attribute in LOOP:
+                return getattr(obj, attribute)
+            return super().getattr(obj, attribute)
+
+    return Sandbox
 
 
 def _generation_tag() -> type[Any]:

@@ -88,29 +88,38 @@ class Client:
         window: Window | None = None,
     ) -> None:
         """Call that instance; see `Requests.call` for what is promised and raised."""
-        with self.counted(instance) as slot:
-            try:
-                with Interruptible(slot.calls):
-                    await self._requests.call(
-                        instance.address, self.path, payload, context, sink, window=window
-                    )
-            except InstanceGone:
-                self._view.withhold(instance.address)
-                raise
+        slot = self._take(instance)
+        try:
+            with Interruptible(slot.calls):
+                await self._requests.call(
+                    instance.address, self.path, payload, context, sink, window=window
+                )
+        except InstanceGone:
+            self._view.withhold(instance.address)
+            raise
+        finally:
+            self._give(slot)
 
     @contextmanager
-    def counted(self, instance: Instance) -> Iterator[Slot]:
+    def counted(self, instance: Instance) -> Iterator[None]:
         """What happens within is a call of that instance, to the picks."""
+        slot = self._take(instance)
+        try:
+            yield
+        finally:
+            self._give(slot)
+
+    def _take(self, instance: Instance) -> Slot:
         slot = self._slots.get(instance.id) or self._adopt(instance)
         self._picks.took(slot)
         if self.on_work is not None:
             self.on_work()
-        try:
-            yield slot
-        finally:
-            self._picks.gave(slot)
-            if not slot.in_flight and slot.index < 0:
-                self._slots.pop(instance.id, None)
+        return slot
+
+    def _give(self, slot: Slot) -> None:
+        self._picks.gave(slot)
+        if not slot.in_flight and slot.index < 0:
+            self._slots.pop(slot.instance.id, None)
 
     def busy(self) -> Iterator[Instance]:
         """The instances that work on calls of this client, those that have left too."""

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.context import Context
-from dynamo.core.reply import Operator, Reply, Send
-from dynamo.core.values import GenerateRequest
+from dynamo.core.reply import Operator, Send
 from dynamo.runtime.client import Client
 from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.health import Health
 from dynamo.scheduling.migration import Migration
 from dynamo.scheduling.router import BasicPolicy, Observer, Policy, Router
-from dynamo.scheduling.router.router import SendTo
 from dynamo.telemetry import Registry
 
 
-class Pipeline:
-    """A request passes the operators in order and then `last`."""
-
-    def __init__(self, operators: Sequence[Operator], last: Send) -> None:
-        send = last
-        for operator in reversed(operators):
-            send = _through(operator, send)
-        self._first = send
-
-    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """A `Send`."""
-        await self._first(request, context, reply)
-
-
 def assemble(operators: Sequence[Operator], last: Send) -> Send:
-    """The pipeline of `operators`, in order, ending in `last`."""
-    return Pipeline(operators, last).send
+    """A request passes the operators in order and then `last`."""
+    send = last
+    for operator in reversed(operators):
+        send = partial(operator.send, onward=send)
+    return send
 
 
 def standard_pipeline(
@@ -55,17 +42,8 @@ def standard_pipeline(
     migration = Migration(clock, client.rng, metrics, limit=migration_limit)
     operators: list[Operator] = [migration] if admission is None else [admission, migration]
     chosen = BasicPolicy(client, policy) if isinstance(policy, str) else policy
-    dispatch: SendTo = Dispatch(client).send
-    if health is not None:
-        dispatch = health.guard(dispatch)
-    if admission is not None:
-        dispatch = admission.guard(dispatch)
-    router = Router(chosen, dispatch, metrics, clock=clock, observers=observers)
+    follow = [each.follow for each in (health, admission) if each is not None]
+    router = Router(
+        chosen, Dispatch(client).send, metrics, clock=clock, observers=observers, follow=follow
+    )
     return assemble(operators, router.send)
-
-
-def _through(operator: Operator, onward: Send) -> Send:
-    def send(request: GenerateRequest, context: Context, reply: Reply) -> Awaitable[None]:
-        return operator.send(request, context, reply, onward)
-
-    return send

@@ -22,22 +22,18 @@ class Dispatch:
     ) -> None:
         """Returns when the answer is complete or the Reply had enough. Raises what the instance
         raised; `InstanceGone` where it did nothing; `WorkerFailed` for an answer without an end."""
-        try:
-            await self._call(instance, request, context, reply)
-        except WorkerFailed as error:
-            error.instance = instance.id
-            raise
-
-    async def _call(
-        self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
-    ) -> None:
         reader = ReplyReader(reply)
         try:
             await self._client.call(instance, encode_request(request), context, reader.item)
         except NotFound as error:
-            raise InstanceGone(f"instance {instance.id}: {error.message}") from error
-        except WorkerFailed:
+            gone = InstanceGone(f"instance {instance.id}: {error.message}")
+            gone.instance = instance.id
+            raise gone from error
+        except WorkerFailed as error:
             if not reader.complete:  # else only the end of the stream was lost
+                error.instance = instance.id
                 raise
         if not reader.complete:
-            raise WorkerFailed(f"instance {instance.id} ended its stream before its answer")
+            cut = WorkerFailed(f"instance {instance.id} ended its stream before its answer")
+            cut.instance = instance.id
+            raise cut

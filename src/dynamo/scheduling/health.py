@@ -23,13 +23,12 @@ from dynamo.core.errors import (
     WorkerFailed,
     WorkerLeaving,
 )
-from dynamo.core.reply import Reply
 from dynamo.core.tasks import Tasks
 from dynamo.core.values import Beat, GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.breaker import Breaker
-from dynamo.scheduling.router.router import SendTo
+from dynamo.scheduling.router.attempt import Follower
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -59,6 +58,19 @@ class Patient:
         if beat.steps != self.steps or not beat.requests:
             self.steps, self.moved_at = beat.steps, now
         return now - self.moved_at >= STUCK_S
+
+
+class Visitor(Follower):
+    """A request at its worker."""
+
+    __slots__ = ("_health", "_instance")
+
+    def __init__(self, health: Health, instance: Instance) -> None:
+        self._health = health
+        self._instance = instance
+
+    def left(self, error: BaseException | None) -> None:
+        self._health.left(self._instance, error)
 
 
 class Health:
@@ -99,23 +111,20 @@ class Health:
         self._stop()
         await self._tasks.close()
 
-    def guard(self, onward: SendTo) -> SendTo:
-        """`onward`, listened to."""
+    def follow(self, instance: Instance, request: GenerateRequest) -> Follower:
+        """A `Follow`: requests tell how their workers are."""
+        del request
+        return Visitor(self, instance)
 
-        async def send(
-            instance: Instance, request: GenerateRequest, context: Context, reply: Reply
-        ) -> None:
-            try:
-                await onward(instance, request, context, reply)
-            except (InstanceGone, WorkerLeaving):
-                raise
-            except (WorkerFailed, InternalError) as error:
-                self._failed(instance, error)
-                raise
+    def left(self, instance: Instance, error: BaseException | None) -> None:
+        """A request left that worker."""
+        if error is None:
             if (patient := self._patients.get(instance.id)) is not None:
                 patient.breaker.succeeded()
-
-        return send
+        elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
+            error, InstanceGone | WorkerLeaving
+        ):
+            self._failed(instance, error)
 
     async def _rounds(self) -> None:
         while True:

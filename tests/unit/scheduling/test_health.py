@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
 from random import Random
 from typing import Any
 
@@ -22,11 +23,26 @@ from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker
 from dynamo.scheduling.health import STUCK_S, Health
+from dynamo.scheduling.router import Decision, Policy, Router
 from dynamo.testing.replies import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
 REQUEST = GenerateRequest("r", "m", b"\0\0\0\0", Sampling(), Stops())
 CONTEXT = Context(request_id="r")
+
+
+class Only(Policy):
+    """One instance, while it may be tried."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+
+    async def choose(
+        self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
+    ) -> Decision:
+        if self.instance.id in tried:
+            raise NoWorkers("there is one alone")
+        return Decision(self.instance, "only", 1)
 
 
 class Ward:
@@ -59,7 +75,6 @@ class Ward:
         await client.wait_for_instances(workers)
         self.health = Health(client, self.clock, Random(1), runtime.metrics)
         self.health.start()
-        self.send = self.health.guard(self.answer)
         return client, self.health
 
     async def worker(self) -> None:
@@ -82,8 +97,9 @@ class Ward:
     async def ask(self, instance: Instance, times: int = 1) -> None:
         for _ in range(times):
             await self.clock.sleep(1.0)
+            router = Router(Only(instance), self.answer, follow=[self.health.follow])
             with contextlib.suppress(DynamoError):
-                await self.send(instance, REQUEST, CONTEXT, CollectedReply())
+                await router.send(REQUEST, CONTEXT, CollectedReply())
 
     async def close(self) -> None:
         await self.health.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from dynamo.communication.link import Flusher, Link, close_links
 from dynamo.communication.options import DEFAULT, PlaneOptions
@@ -77,7 +77,7 @@ class TcpRequests(Requests):
         for peer in self._accepted:
             peer.go_away()
 
-    async def call(
+    def call(
         self,
         address: str,
         endpoint: str,
@@ -86,10 +86,22 @@ class TcpRequests(Requests):
         sink: Sink,
         *,
         window: Window | None = None,
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         peer = self._dialled.get(address)
         if peer is None or peer.calls.spent:
-            peer = await self._connect(address)
+            return self._connect_and_call(address, endpoint, payload, context, sink, window)
+        return peer.calls.call(endpoint, payload, context, sink, window)
+
+    async def _connect_and_call(
+        self,
+        address: str,
+        endpoint: str,
+        payload: bytes,
+        context: Context,
+        sink: Sink,
+        window: Window | None,
+    ) -> None:
+        peer = await self._connect(address)
         await peer.calls.call(endpoint, payload, context, sink, window)
 
     def heard(self, address: str) -> int:

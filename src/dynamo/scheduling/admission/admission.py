@@ -20,16 +20,17 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, Send
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.client import Client
+from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission.attendance import Attendance
 from dynamo.scheduling.admission.places import Places
 from dynamo.scheduling.admission.promise import Promise
 from dynamo.scheduling.admission.ticket import Ticket, Turns
+from dynamo.scheduling.router.attempt import Follower
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.placing.fleet import Fleet
 from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 from dynamo.scheduling.router.policy import Policy
-from dynamo.scheduling.router.router import SendTo
 from dynamo.telemetry import Registry
 
 RELAXED_S = 30.0
@@ -48,7 +49,7 @@ WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 class Admission(Operator):
     """Before everything that may send a request more than once: what was let in is not asked
-    again. Its `guard` belongs around whatever calls the workers."""
+    again. Its `follow` is for the router."""
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class Admission(Operator):
         """Follow the workers no more. Who waits goes on."""
         self._stop_listening()
 
-    def guard(self, onward: SendTo) -> SendTo:
-        """`onward`, attended: who is with a worker is known by that."""
-        return self._attendance.guard(onward)
+    def follow(self, instance: Instance, request: GenerateRequest) -> Follower:
+        """A `Follow`: who is with a worker is known by that."""
+        return self._attendance.follow(instance, request)
 
     def reported(self, worker: str, load: Load, now: float) -> None:
         """A worker's own word about its load."""
@@ -117,22 +118,16 @@ class Admission(Operator):
         else:
             await self._wait(ticket, ticket.turn)
         try:
-            await self._pass(request, context, reply, onward)
+            full = self.places.full if self.places.free else None
+            if not full:
+                return await onward(request, context, reply)
+            try:  # any worker that has a place; where those are gone, any
+                await onward(request, replace(context, avoid=(*context.avoid, *full)), reply)
+            except NoWorkers:
+                await onward(request, context, reply)
         finally:
             if self._between.pop(id(request), None) is not None:
                 self._release()
-
-    async def _pass(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
-    ) -> None:
-        """To any worker that has a place; where those are gone, to any."""
-        full = self.places.full
-        if not full or not self.places.free:
-            return await onward(request, context, reply)
-        try:
-            await onward(request, replace(context, avoid=(*context.avoid, *full)), reply)
-        except NoWorkers:
-            await onward(request, context, reply)
 
     def _enter(self, request: GenerateRequest, context: Context) -> Ticket:
         """Let in: at once where it has no `turn` to wait for. Raises `Overloaded`."""

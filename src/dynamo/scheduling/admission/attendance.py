@@ -4,23 +4,18 @@ predictions are learnt from."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
-from typing import Protocol
-
-from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
-from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.reply import Extra, Reply
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission.places import Held, Places
+from dynamo.scheduling.router.attempt import Follower
 from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.router import SendTo
 
 ERRORS = 64
 """So many first tokens of requests that waited say how good predictions are."""
@@ -31,37 +26,29 @@ PACE_EVERY = 8
 ERROR_AGE_S = 30.0
 
 
-class Tokens(Protocol):
-    """`Reply.tokens`."""
+class Attended(Held, Follower):
+    """One request at its worker."""
 
-    def __call__(self, ids: Sequence[int], extra: Extra | None = None) -> bool: ...
+    __slots__ = ("_attendance", "_worker")
 
-
-class AttendedReply(Reply):
-    """Hears of the beginning, the first token and the end; the tokens between pass it by."""
-
-    __slots__ = ("_attendance", "_held", "_reply", "tokens")
-
-    tokens: Tokens
-
-    def __init__(self, reply: Reply, held: Held, attendance: Attendance) -> None:
-        self._reply = reply
-        self._held = held
+    def __init__(
+        self, attendance: Attendance, worker: str, bound: int, need: float, now: float
+    ) -> None:
+        super().__init__(bound, need, now)
         self._attendance = attendance
-        self.tokens = self._first
+        self._worker = worker
 
-    def begin(self, started: Started) -> None:
-        self._attendance.began(self._held, started)
-        self._reply.begin(started)
+    def began(self, started: Started) -> None:
+        self._attendance.began(self, started)
 
-    def _first(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
-        self.tokens = self._reply.tokens
-        self._attendance.first_token(self._held)
-        return self._reply.tokens(ids, extra)
+    def first_token(self) -> None:
+        self._attendance.first_token(self)
 
-    def finish(self, end: Finish) -> None:
-        self._held.tokens = end.completion_tokens
-        self._reply.finish(end)
+    def finished(self, end: Finish) -> None:
+        self.tokens = end.completion_tokens
+
+    def left(self, error: BaseException | None) -> None:
+        self._attendance.left(self._worker, self, ok=not isinstance(error, DynamoError))
 
 
 class Attendance:
@@ -81,26 +68,38 @@ class Attendance:
         self._left_in_all = 0
         self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
 
-    def guard(self, onward: SendTo) -> SendTo:
-        """`onward`, attended."""
+    def follow(self, instance: Instance, request: GenerateRequest) -> Attended:
+        """The request goes to that worker."""
+        now, worker = self._clock.now(), instance.id
+        bound = request.stops.max_tokens
+        prompt = len(request.token_ids) // TOKEN_BYTES
+        need = prompt + self._places.durations.answer_tokens(bound)
+        held = Attended(self, worker, bound, need, now)
+        held.predicted_s = self.on_came(request)
+        self._places.take(worker, held, now)
+        book = self.fleet.get(worker) if self._keeps else None
+        if book is not None:
+            book.survey(now)
+            name = f"{request.request_id}/{id(held)}"
+            held.active = Active(name, book, Prompt(prompt, ()), prompt, now)
+            book.place(held.active, now)
+        return held
 
-        async def send(
-            instance: Instance, request: GenerateRequest, context: Context, reply: Reply
-        ) -> None:
-            held = self._came(instance.id, request)
-            if context.avoid:  # has been of use, and may be long
-                context = replace(context, avoid=())
-            attended = AttendedReply(reply, held, self)
-            ok = True
-            try:
-                await onward(instance, request, context, attended)
-            except DynamoError:
-                ok = False
-                raise
-            finally:
-                self._left(instance.id, held, ok)
-
-        return send
+    def left(self, worker: str, held: Held, *, ok: bool) -> None:
+        """It has its place no more."""
+        now = self._clock.now()
+        durations = self._places.durations
+        if ok:
+            durations.observe(held.bound, now - held.began_s)
+            if held.tokens and held.first_s is not None:
+                durations.answered(held.bound, held.tokens, now - held.first_s)
+        if held.active is not None:
+            self._left_in_all += 1
+            if not self._left_in_all % PACE_EVERY:
+                held.active.emitted = held.tokens  # else the book learns no pace from it
+            held.active.book.end(held.active, now)
+        self._places.leave(worker, held, now)
+        self.on_left()
 
     def prefill_s(self, prompt_tokens: int, others: int = 0, good_s: float = 0.0) -> float:
         """From getting a place to the first token, at the worker that is best for that (or the
@@ -148,36 +147,6 @@ class Attendance:
     def told(self, predicted_s: float, came_s: float) -> None:
         """A first token that was predicted came (or would have, at the earliest)."""
         self._errors.append((self._clock.now(), came_s - predicted_s))
-
-    def _came(self, worker: str, request: GenerateRequest) -> Held:
-        now = self._clock.now()
-        bound = request.stops.max_tokens
-        prompt = len(request.token_ids) // TOKEN_BYTES
-        held = Held(bound, prompt + self._places.durations.answer_tokens(bound), now)
-        held.predicted_s = self.on_came(request)
-        self._places.take(worker, held, now)
-        book = self.fleet.get(worker) if self._keeps else None
-        if book is not None:
-            book.survey(now)
-            name = f"{request.request_id}/{id(held)}"
-            held.active = Active(name, book, Prompt(prompt, ()), prompt, now)
-            book.place(held.active, now)
-        return held
-
-    def _left(self, worker: str, held: Held, ok: bool) -> None:
-        now = self._clock.now()
-        durations = self._places.durations
-        if ok:
-            durations.observe(held.bound, now - held.began_s)
-            if held.tokens and held.first_s is not None:
-                durations.answered(held.bound, held.tokens, now - held.first_s)
-        if held.active is not None:
-            self._left_in_all += 1
-            if not self._left_in_all % PACE_EVERY:
-                held.active.emitted = held.tokens  # else the book learns no pace from it
-            held.active.book.end(held.active, now)
-        self._places.leave(worker, held, now)
-        self.on_left()
 
 
 def _nothing() -> None:

@@ -1,53 +1,120 @@
-"""A reply that its ticket follows."""
+"""One try of one request at one worker, and who follows it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from dynamo.core.clock import Clock
 from dynamo.core.reply import Extra, Reply
-from dynamo.core.values import Finish, Started
+from dynamo.core.values import Finish, GenerateRequest, Started
+from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.policy import Outcome, Ticket
 
 
-class TrackedReply(Reply):
-    """Passes everything on; counts tokens on `ticket` and tells it of the first."""
+class Follower:
+    """Hears how one try goes, in this order. The tokens after the first pass it by."""
 
-    __slots__ = ("_clock", "_reply", "_started", "_tokens", "cached_tokens", "first_s", "ticket")
+    __slots__ = ()
 
-    def __init__(self, reply: Reply, ticket: Ticket, clock: Clock) -> None:
+    def began(self, started: Started) -> None:
+        """The engine took it."""
+
+    def first_token(self) -> None:
+        """Its prompt is computed."""
+
+    def finished(self, end: Finish) -> None:
+        """The engine ended by itself."""
+
+    def left(self, error: BaseException | None) -> None:
+        """The worker has it no more, however that came: with that error, or well."""
+
+
+Follow = Callable[[Instance, GenerateRequest], Follower]
+"""Called as the request goes to that worker."""
+
+
+class Tokens(Protocol):
+    """`Reply.tokens`."""
+
+    def __call__(self, ids: Sequence[int], extra: Extra | None = None) -> bool: ...
+
+
+class Attempt(Reply):
+    """Passes everything on, and tells the followers and the policy's `ticket`, on which tokens are
+    counted; without a ticket the tokens after the first go straight to `reply`."""
+
+    __slots__ = (
+        "_clock",
+        "_followers",
+        "_onward",
+        "_placed_s",
+        "_reply",
+        "cached_tokens",
+        "first_s",
+        "ticket",
+        "tokens",
+    )
+
+    tokens: Tokens
+
+    def __init__(
+        self, reply: Reply, followers: Sequence[Follower], ticket: Ticket | None, clock: Clock
+    ) -> None:
         self._reply = reply
-        self._tokens = reply.tokens
+        self._onward = reply.tokens
+        self._followers = followers
         self._clock = clock
-        self._started = clock.now()
+        self._placed_s = clock.now()
         self.ticket = ticket
         self.cached_tokens = 0
         self.first_s: float | None = None
+        self.tokens = self._first
 
     def begin(self, started: Started) -> None:
         self.cached_tokens = started.cached_tokens
+        for follower in self._followers:
+            follower.began(started)
         self._reply.begin(started)
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def _first(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        self.first_s = self._clock.now()
+        for follower in self._followers:
+            follower.first_token()
+        if self.ticket is None:
+            self.tokens = self._onward
+            return self._onward(ids, extra)
+        self.ticket.first_token()
+        self.tokens = self._count
+        return self._count(ids, extra)
+
+    def _count(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
         ticket = self.ticket
-        if not ticket.emitted:
-            self.first_s = self._clock.now()
-            ticket.first_token()
-        ticket.emitted += len(ids)
-        send = self._tokens  # calling a slot directly is slower in CPython 3.11
-        return send(ids, extra)
+        if ticket is not None:
+            ticket.emitted += len(ids)
+        onward = self._onward  # calling a slot directly is slower in CPython 3.11
+        return onward(ids, extra)
 
     def finish(self, end: Finish) -> None:
+        for follower in self._followers:
+            follower.finished(end)
         self._reply.finish(end)
+
+    def left(self, error: BaseException | None) -> None:
+        """It is over."""
+        if self.ticket is not None:
+            self.ticket.end()
+        for follower in self._followers:
+            follower.left(error)
 
     def outcome(self, prompt_tokens: int, error: str) -> Outcome:
         """What came of it, until now."""
-        first_s = None if self.first_s is None else self.first_s - self._started
+        first_s = None if self.first_s is None else self.first_s - self._placed_s
         return Outcome(
             ttft_s=first_s,
-            duration_s=self._clock.now() - self._started,
+            duration_s=self._clock.now() - self._placed_s,
             cached_tokens=self.cached_tokens,
             prompt_tokens=prompt_tokens,
-            output_tokens=self.ticket.emitted,
+            output_tokens=0 if self.ticket is None else self.ticket.emitted,
             error=error,
         )

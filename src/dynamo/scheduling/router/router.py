@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InstanceGone
+from dynamo.core.errors import DynamoError, InstanceGone, InternalError
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.instances import Instance
+from dynamo.scheduling.router.attempt import Attempt, Follow
 from dynamo.scheduling.router.policy import Decision, Observer, Policy, Ticket
-from dynamo.scheduling.router.tracked import TrackedReply
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,13 @@ class Router:
         *,
         clock: Clock | None = None,
         observers: Sequence[Observer] = (),
+        follow: Sequence[Follow] = (),
     ) -> None:
         self.policy = policy
         self._onward = onward
         self._clock = clock or SystemClock()
         self._observers = tuple(observers)
+        self._follow = tuple(follow)
         registry = metrics or Registry()
         self._routed = registry.counter(
             "dynamo_router_requests_total", "Requests for which a worker was chosen"
@@ -61,7 +63,7 @@ class Router:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
             try:
-                return await self._follow(decision, request, context, reply)
+                return await self._try(decision, request, context, reply)
             except InstanceGone as error:
                 tried.add(decision.instance.id)
                 if len(tried) >= last:
@@ -73,31 +75,40 @@ class Router:
             self._retried.inc()
             context = replace(context, attempt=context.attempt + 1)
 
-    async def _follow(
+    async def _try(
         self, decision: Decision, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
-        """Send it there; whoever wants to know hears how it went."""
-        onward = self._onward
-        asked = request if decision.rank is None else replace(request, rank=decision.rank)
-        ticket, observers = decision.ticket, self._observers
-        if ticket is None and not observers:
-            return await onward(decision.instance, asked, context, reply)
-        ticket = ticket or Ticket()
-        tracked = TrackedReply(reply, ticket, self._clock)
-        for observer in observers:
-            observer.decided(request, decision)
-        error = ""
+        """Send it there; whoever wants to know hears how it goes."""
+        instance, observers, ticket = decision.instance, self._observers, decision.ticket
+        if decision.rank is not None:
+            request = replace(request, rank=decision.rank)
+        if context.avoid:  # has been of use, and may be long
+            context = replace(context, avoid=())
+        if observers:
+            ticket = ticket or Ticket()
+            for observer in observers:
+                observer.decided(request, decision)
+        followers = [follow(instance, request) for follow in self._follow]
+        attempt = Attempt(reply, followers, ticket, self._clock)
+        error: BaseException | None = None
         try:
-            await onward(decision.instance, asked, context, tracked)
-        except DynamoError as failure:
-            error = failure.code
-            raise
-        except CancelledError:
-            error = "cancelled"
+            await self._onward(instance, request, context, attempt)
+        except BaseException as failure:
+            error = failure
             raise
         finally:
-            ticket.end()
+            attempt.left(error)
             if observers:
-                outcome = tracked.outcome(len(request.token_ids) // TOKEN_BYTES, error)
+                code = _code(error)
+                outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, code)
                 for observer in observers:
                     observer.ended(request, decision, outcome)
+            del error  # it leads back to this frame
+
+
+def _code(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, DynamoError):
+        return error.code
+    return "cancelled" if isinstance(error, CancelledError) else InternalError.code
