@@ -20,13 +20,6 @@ def root_hash(salt: str = "") -> int:
     return xxh3_64_intdigest(salt.encode()) if salt else 0
 
 
-def text_key(text: str, secret: int) -> int:
-    """Stands for a text, in this process only: 128 bits, half of them of `secret` (64 bits), half
-    of the interpreter's own, so that nobody can write a text that passes for another."""
-    data = text.encode("utf-8", "surrogatepass")
-    return hash(text) << 64 ^ xxh3_64_intdigest(data, secret)
-
-
 def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int = 0) -> list[int]:
     """Hashes of the full blocks of packed u32 `token_ids`, in order; a partial tail has none."""
     size = block_tokens * TOKEN_BYTES

@@ -8,13 +8,12 @@ same places again, so only its new tail is encoded. Exactness: see `tokenizer_fi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from secrets import randbits
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from sys import getsizeof
 from threading import Lock
 from typing import NamedTuple
 
-from dynamo.core.hashing import text_key
 from dynamo.models.tokenizer import Tokenizer
 
 CUT_CHARS = 2048
@@ -23,7 +22,7 @@ _LETTERS = "A-Za-zÀ-ÖØ-öø-ƺΑ-Ωα-ωА-яא-תء-ي一-龥ぁ-ゖァ-ヺ�
 SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa: RUF001
 """Ends where every pre-tokenizer of byte-level BPE ends one too: after a letter, before white space
 or before a mark that only ends words. Letters are those that every version of Unicode knows."""
-_ENTRY_BYTES = 200  # of a key, and its place in a dict that may just have grown
+_ENTRY_BYTES = 150  # of a dict that may just have grown
 _LOOK_CHARS = 1 << 18
 
 
@@ -64,12 +63,18 @@ def _whole(text: str) -> list[str]:
     return [text]
 
 
+_SECRET_HASH = sys.flags.hash_randomization and sys.hash_info.algorithm.startswith("siphash")
+_key: Callable[[str], Hashable] = hash if _SECRET_HASH else str
+"""What stands for a piece: 64 bits of SipHash under a secret of this process, which nobody outside
+can make collide (by chance, one of 10^4 pieces with a new one: 5 in 10^16); else its text."""
+
+
 class _Plan(NamedTuple):
     """A text, its pieces, their keys, and the ids of those that were known."""
 
     text: str
     pieces: list[str]
-    keys: list[int]
+    keys: list[Hashable]
     parts: list[bytes | None]
 
 
@@ -90,9 +95,8 @@ class SegmentCache:
         if tokenizer.may_cut:
             self._splitter = Splitter(token.content for token in tokenizer.added_tokens)
         self._half_bytes = capacity_bytes // 2
-        self._secret = randbits(64)
-        self._young: dict[int, bytes] = {}
-        self._old: dict[int, bytes] = {}
+        self._young: dict[Hashable, bytes] = {}
+        self._old: dict[Hashable, bytes] = {}
         self._young_bytes = 0
         self._old_bytes = 0
         self._turning = Lock()
@@ -109,7 +113,7 @@ class SegmentCache:
         """Packed ids of `text`, special tokens read as such; equal to `Tokenizer.encode(text)`."""
         _, pieces, keys, parts = self._plan(text)
         self._planned = _NO_PLAN
-        fresh: dict[int, bytes] = {}
+        fresh: dict[Hashable, bytes] = {}
         for piece, key, ids in zip(pieces, keys, parts, strict=True):
             if ids is None and key not in fresh:
                 fresh[key] = self._encode(piece)
@@ -134,15 +138,15 @@ class SegmentCache:
         plan = self._planned
         if plan.text is not text:
             pieces = [text] if self._splitter is None else self._splitter.pieces(text)
-            keys = [text_key(piece, self._secret) for piece in pieces]
+            keys = list(map(_key, pieces))
             parts = list(map(self._young.get, keys))
             if None in parts:
                 self._look_in_old(keys, parts)
             self._planned = plan = _Plan(text, pieces, keys, parts)
         return plan
 
-    def _look_in_old(self, keys: list[int], parts: list[bytes | None]) -> None:
-        used: dict[int, bytes] = {}
+    def _look_in_old(self, keys: list[Hashable], parts: list[bytes | None]) -> None:
+        used: dict[Hashable, bytes] = {}
         old = self._old
         for number, ids in enumerate(parts):
             if ids is None and (kept := old.get(keys[number])) is not None:
@@ -150,10 +154,10 @@ class SegmentCache:
         if used:
             self._keep(used)
 
-    def _keep(self, fresh: Mapping[int, bytes]) -> None:
+    def _keep(self, fresh: Mapping[Hashable, bytes]) -> None:
         with self._turning:
             for key, ids in fresh.items():
-                size = getsizeof(ids) + _ENTRY_BYTES
+                size = getsizeof(key) + getsizeof(ids) + _ENTRY_BYTES
                 if key in self._young or size > self._half_bytes:
                     continue
                 if self._old.pop(key, None) is not None:
