@@ -63,12 +63,15 @@ class Workers:
         self.rng = random.Random(1)
         names = [f"{number:016x}" for number in range(count)]
         self.instances: Mapping[str, Instance] = {
-            name: Instance(name, f"tcp://{name}", "dynamo", "worker", "generate", {"engine": ENGINE})
+            name: Instance(
+                name, f"tcp://{name}", "dynamo", "worker", "generate", {"engine": ENGINE}
+            )
             for name in names
         }
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """They never change."""
+        del callback
         return lambda: None
 
 
@@ -80,6 +83,7 @@ class Plain(Policy):
         self._next = 0
 
     async def choose(self, request: GenerateRequest, context: Context, tried: Any) -> Decision:
+        del request, context, tried
         self._next = (self._next + 1) % len(self._all)
         return Decision(self._all[self._next], "round_robin", len(self._all))
 
@@ -97,7 +101,9 @@ class Scene:
         rng = random.Random(2)
         shared = [rng.randrange(49_000) for _ in range(BLOCK)]
         self.prompts = [
-            array("I", shared + [rng.randrange(49_000) for _ in range(args.tokens - BLOCK)]).tobytes()
+            array(
+                "I", shared + [rng.randrange(49_000) for _ in range(args.tokens - BLOCK)]
+            ).tobytes()
             for _ in range(args.requests)
         ]
         self.epochs = dict.fromkeys(self.workers.instances, 0)
@@ -122,6 +128,7 @@ class Scene:
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
         """At its worker."""
+        del context
         done = asyncio.get_running_loop().create_future()
         self.waiting.append((instance, request, reply, done))
         await done
@@ -165,6 +172,7 @@ def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, fl
 
     def count(frame: object, event: str, argument: object) -> None:
         nonlocal calls
+        del frame, argument
         if event in {"call", "c_call"}:
             calls += 1
 

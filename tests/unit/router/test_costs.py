@@ -11,7 +11,7 @@ from dynamo.scheduling.router.opening import COSTS, make_cost
 from dynamo.scheduling.router.placing.block_cost import BlockCost
 from dynamo.scheduling.router.placing.composite import CompositeCost
 from dynamo.scheduling.router.placing.costs import AffinityCost, Cost, PredictedCost, TtftCost
-from dynamo.scheduling.router.placing.placement import lowest
+from dynamo.scheduling.router.placing.window import lowest
 from dynamo.scheduling.router.prompt import common_blocks
 
 STEP, PROMPT = 8_192, 4_096
@@ -28,7 +28,7 @@ def seed_example(stage: Stage) -> str:
         stage.fleet.reported(name, told, stage.now)
     row = stage.arrival(PROMPT, HASHES)
     row.overlaps = stage.view.overlaps(HASHES)
-    costs = stage.placement.cost.row(row, stage.fleet.books, stage.now)
+    costs = stage.placement.cost.prices(stage.fleet.books, stage.now).row(row)
     return stage.names[costs.index(min(costs))]
 
 
@@ -48,7 +48,7 @@ def test_a_cost_is_the_sum_of_its_terms(name: str) -> None:
     arrival = stage.arrival(PROMPT, HASHES)
     arrival.overlaps = stage.view.overlaps(HASHES)
     cost, books = stage.placement.cost, stage.fleet.books
-    row = cost.row(arrival, books, stage.now)
+    row = cost.prices(books, stage.now).row(arrival)
     for book, one in zip(books, row, strict=True):
         assert one == pytest.approx(sum(cost.terms(arrival, book, stage.now).values()))
         assert one == pytest.approx(cost.cost(arrival, book, stage.now))

@@ -24,7 +24,8 @@ from dynamo.core.labels import LABELS, meets
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Book
-from dynamo.scheduling.router.placing.placement import Select, lowest
+from dynamo.scheduling.router.placing.placement import Select
+from dynamo.scheduling.router.placing.window import lowest
 
 log = logging.getLogger(__name__)
 

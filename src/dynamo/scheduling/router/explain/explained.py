@@ -129,7 +129,7 @@ class _Entry:
             overlap_blocks=made.overlap_blocks,
             best_overlap_blocks=made.best_overlap_blocks,
             predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
-            costs=made.table,
+            costs=tuple(made.table),
             outcome=self.outcome,
             why=why(made),
         )

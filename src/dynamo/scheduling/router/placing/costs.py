@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Active, Book
+from dynamo.scheduling.router.placing.prices import (
+    PlainPrices,
+    PredictedPrices,
+    Prices,
+    rate_of,
+    terms_at,
+)
 
 AT_HOME_MS = 1e6
 """What a block that is there already weighs with affinity: more than any queue."""
@@ -33,10 +41,9 @@ class Cost(ABC):
         """The sum of the terms."""
         return sum(self.terms(request, book, now).values())
 
-    def row(self, request: Arrival, books: list[Book], now: float) -> list[float]:
-        """The cost of every one of `books`."""
-        cost = self.cost
-        return [cost(request, book, now) for book in books]
+    def prices(self, books: Sequence[Book], now: float) -> Prices:
+        """Of a round: what each of `books` costs at that moment."""
+        return PlainPrices(self, books, now)
 
     def placed(self, active: Active) -> None:  # noqa: B027 - most keep no books of their own
         """The request went to its worker."""
@@ -57,41 +64,11 @@ class PredictedCost(Cost):
         self._eviction = eviction
 
     def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
-        new = request.new_tokens(book.name)
-        service = book.service_ms(new)
-        return {
-            "queue": book.backlog_ms(now),
-            "prefill": service,
-            "harm": self._harm * service * book.youth,
-            "eviction": self._eviction * book.token_ms * new,
-        }
+        rate = rate_of(book, self._harm, now)
+        return terms_at(rate, request.new_tokens(book.name), self._eviction)
 
-    def cost(self, request: Arrival, book: Book, now: float) -> float:
-        return self.row(request, [book], now)[0]
-
-    def row(self, request: Arrival, books: list[Book], now: float) -> list[float]:
-        tokens, size, harm, eviction = (
-            request.prompt.tokens,
-            request.block_tokens,
-            self._harm,
-            self._eviction,
-        )
-        overlaps = request.overlaps
-        costs = []
-        for book in books:  # the terms written out: this runs once a worker and request
-            new = tokens
-            if book.name in overlaps:
-                new = max(1, tokens - overlaps[book.name] * size)
-            prefill = book.token_ms * new
-            if new <= book.token_budget:
-                service = book.step_ms + prefill
-            else:
-                service = -(-new // book.token_budget) * book.step_ms + prefill
-            cost = service * (1.0 + harm * book.youth) + eviction * prefill
-            if book.open_count:
-                cost += abs(book.free_s - now) * 1e3
-            costs.append(cost)
-        return costs
+    def prices(self, books: Sequence[Book], now: float) -> Prices:
+        return PredictedPrices(books, now, self._harm, self._eviction)
 
 
 class TtftCost(Cost):

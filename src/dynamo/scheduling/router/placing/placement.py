@@ -8,9 +8,8 @@ assignment (Martello and Toth).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from heapq import nsmallest
-from math import inf
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -18,15 +17,13 @@ import msgspec
 
 from dynamo.core.errors import DynamoError
 from dynamo.scheduling.router.placing.arrival import Arrival
-from dynamo.scheduling.router.placing.costs import TIE, Cost
+from dynamo.scheduling.router.placing.costs import Cost
 from dynamo.scheduling.router.placing.fleet import Active, Book, Fleet
+from dynamo.scheduling.router.placing.prices import Prices
 from dynamo.scheduling.router.placing.waiting import WaitingQueue
 from dynamo.scheduling.router.placing.waiting_room import WaitingRoom
+from dynamo.scheduling.router.placing.window import Row, another_went, keenest, lowest
 from dynamo.scheduling.router.policy import Candidate
-from dynamo.scheduling.router.prompt import common_blocks
-
-TABLE_ROWS = 16
-"""Candidates kept for explanation."""
 
 WINDOW = 12
 """Requests that are weighed together: the cost of that grows with the square of them."""
@@ -73,21 +70,13 @@ class Placed(msgspec.Struct, frozen=True):
 
     arrival: Arrival
     active: Active
-    table: tuple[Candidate, ...]
+    table: Sequence[Candidate]
     candidates: int
 
 
 Select = Callable[[Arrival, Sequence[Book], Sequence[float], Random], int]
 """(Request, its workers, their costs, chance) -> the index of the one to take. Raises DynamoError
 where none will do."""
-
-
-def lowest(costs: Sequence[float], rng: Random, tie: float = TIE) -> int:
-    """The lowest; among equals, nearer than `tie` of the best, any."""
-    best = min(costs)
-    limit = best + abs(best) * tie
-    equal = [index for index, cost in enumerate(costs) if cost <= limit]
-    return equal[0] if len(equal) == 1 else equal[int(rng.random() * len(equal))]
 
 
 class Placement:
@@ -148,16 +137,22 @@ class Placement:
 
     def place(self, now: float) -> list[Placed]:
         """All that may go now, in the order in which they go."""
-        waiting = [one for one in self._waiting.in_order(now) if self._eligible(one)]
-        if not waiting or not self.fleet.books:
+        books = self.fleet.books
+        if not books or not any(map(self._eligible, self._waiting)):
             return []
         self.fleet.freshen(now)
-        if self._threshold:
-            placed = self._in_turn(waiting, now)
-        elif self.cost.joint and self._select is None:
-            placed = self._jointly(waiting, now)
+        joint = self.cost.joint and self._select is None and not self._threshold
+        if joint and not (self._some_free(now) or self._overdue(next(iter(self._waiting)), now)):
+            self._waiting.settle()
+            return []
+        waiting = filter(self._eligible, self._waiting.in_order(now))
+        prices = self.cost.prices(books, now)
+        if joint:
+            placed = self._jointly(waiting, prices, now)
+        elif self._threshold:
+            placed = self._in_turn(waiting, prices, now)
         else:
-            placed = [done for one in waiting if (done := self._alone(one, now))]
+            placed = [done for one in waiting if (done := self._alone(one, prices, now))]
         self._waiting.settle()
         return placed
 
@@ -190,7 +185,7 @@ class Placement:
             book.instance.id not in arrival.barred for book in self.fleet.books
         )
 
-    def _in_turn(self, waiting: list[Arrival], now: float) -> list[Placed]:
+    def _in_turn(self, waiting: Iterable[Arrival], prices: Prices, now: float) -> list[Placed]:
         """While a worker is below the threshold, whoever is first. Who must not go to those that
         are stays, and the next is looked at."""
         placed: list[Placed] = []
@@ -199,9 +194,9 @@ class Placement:
                 break
             if one.barred and self._all_busy(self._books_for(one)):
                 continue
-            if self.cost.joint and self._better_wait(self._row(one, now), now):
+            if self.cost.joint and self._better_wait(self._row(one, prices, now), now):
                 continue
-            if done := self._alone(one, now):
+            if done := self._alone(one, prices, now):
                 placed.append(done)
         return placed
 
@@ -214,45 +209,48 @@ class Placement:
         books, barred = self.fleet.books, arrival.barred
         return [book for book in books if book.instance.id not in barred] if barred else books
 
-    def _alone(self, arrival: Arrival, now: float) -> Placed | None:
-        books = self._books_for(arrival)
-        costs = self.cost.row(arrival, books, now)
+    def _alone(self, arrival: Arrival, common: Prices, now: float) -> Placed | None:
+        prices = self._prices_for(arrival, common, now)
+        costs = prices.row(arrival)
         if self._select is None:
             at = lowest(costs, self._rng, self.cost.tie)
         else:
             try:
-                at = self._select(arrival, books, costs, self._rng)
+                at = self._select(arrival, prices.books, costs, self._rng)
             except DynamoError as error:
                 self._waiting.refuse(arrival, error)
                 return None
-        return self._go(arrival, books, costs, at, now)
-
-    def _jointly(self, waiting: list[Arrival], now: float) -> list[Placed]:
-        most = max(1, ROUND_PAIRS // len(self.fleet.books))
-        window = min(WINDOW, most)
-        placed: list[Placed] = []
-        for start in range(0, min(len(waiting), most), window):
-            gone = self._window(self._may_go(waiting[start : start + window], now), now)
-            placed += gone
-            if not gone and start:
-                break  # a dozen who would rather wait: those behind them are hardly keener
+        placed = self._go(arrival, prices, costs, at, now)
+        common.moved(placed.active.book)
         return placed
 
-    def _window(self, waiting: list[Arrival], now: float) -> list[Placed]:
+    def _jointly(self, waiting: Iterable[Arrival], prices: Prices, now: float) -> list[Placed]:
+        most = max(1, ROUND_PAIRS // len(prices.books))
+        waiting = islice(waiting, most)
+        placed: list[Placed] = []
+        first = True
+        while window := list(islice(waiting, WINDOW)):
+            gone = self._window(self._may_go(window, now), prices, now)
+            placed += gone
+            if not (gone or first):
+                break  # a dozen who would rather wait: those behind them are hardly keener
+            first = False
+        return placed
+
+    def _window(self, waiting: list[Arrival], common: Prices, now: float) -> list[Placed]:
         """Those weighed together."""
-        rows = [self._row(one, now) for one in waiting]
+        rows = [self._row(one, common, now) for one in waiting]
         placed: list[Placed] = []
         while rows:
-            best = max(rows, key=lambda row: row.regret)
+            best = max(rows, key=keenest)
             rows.remove(best)
             if self._better_wait(best, now):
                 continue
-            done = self._go(best.arrival, best.books, best.costs, best.at, now)
+            done = self._go(best.arrival, best.prices, best.costs, best.at, now)
             placed.append(done)
             if not self._some_free(now):
                 rows = [row for row in rows if self._overdue(row.arrival, now)]
-            for row in rows:
-                row.changed(done, self.cost, now, self._rng)
+            another_went(rows, done.active, common, self._rng)
         return placed
 
     def _may_go(self, waiting: list[Arrival], now: float) -> list[Arrival]:
@@ -276,80 +274,26 @@ class Placement:
     def _overdue(self, arrival: Arrival, now: float) -> bool:
         return now - arrival.submitted_s >= self._patience.longest_s
 
-    def _row(self, arrival: Arrival, now: float) -> Row:
+    def _row(self, arrival: Arrival, common: Prices, now: float) -> Row:
         if now - arrival.looked_s > self._patience.refresh_s:
             arrival.looked_s = now
             arrival.overlaps = self.view.overlaps(arrival.prompt.hashes)
-        books = self._books_for(arrival)
-        return Row(arrival, books, self.cost.row(arrival, books, now), self._rng)
+        return Row(arrival, self._prices_for(arrival, common, now), self._rng)
+
+    def _prices_for(self, arrival: Arrival, common: Prices, now: float) -> Prices:
+        return self.cost.prices(self._books_for(arrival), now) if arrival.barred else common
 
     def _better_wait(self, row: Row, now: float) -> bool:
-        book = row.books[row.at]
-        return not (self._nearly_free(book, now) or self._overdue(row.arrival, now))
+        return not (self._nearly_free(row.book, now) or self._overdue(row.arrival, now))
 
     def _go(
-        self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
+        self, arrival: Arrival, prices: Prices, costs: Sequence[float], at: int, now: float
     ) -> Placed:
-        book = books[at]
-        table = self._table(arrival, books, costs, at, now)
+        book = prices.books[at]
+        table = prices.table(arrival, costs, at)
         active = Active(arrival.id, book, arrival.prompt, arrival.new_tokens(book.name), now)
         book.place(active, now)
         self.cost.placed(active)
         self.view.routed(book.name, arrival.prompt.hashes)
         self._waiting.leave(arrival, now)
-        return Placed(arrival, active, table, len(books))
-
-    def _table(
-        self, arrival: Arrival, books: list[Book], costs: Sequence[float], at: int, now: float
-    ) -> tuple[Candidate, ...]:
-        order = nsmallest(TABLE_ROWS, range(len(books)), key=costs.__getitem__)
-        if at not in order:
-            order[-1] = at
-        overlaps, terms = arrival.overlaps, self.cost.terms
-        return tuple(
-            Candidate(
-                books[index].name,
-                overlaps.get(books[index].name, 0),
-                costs[index],
-                terms(arrival, books[index], now),
-            )
-            for index in order
-        )
-
-
-class Row:
-    """One waiting request with its costs. `regret`: what not getting its best worker would cost."""
-
-    __slots__ = ("arrival", "at", "books", "costs", "regret")
-
-    def __init__(
-        self, arrival: Arrival, books: list[Book], costs: list[float], rng: Random
-    ) -> None:
-        self.arrival = arrival
-        self.books = books
-        self.costs = costs
-        self._rank(rng)
-
-    def changed(self, placed: Placed, cost: Cost, now: float, rng: Random) -> None:
-        """Another request went to a worker: it has more to do, and will hold what both share."""
-        book = placed.active.book
-        arrival = self.arrival
-        mine, theirs = arrival.prompt.hashes, placed.active.hashes
-        if mine and theirs and mine[0] == theirs[0]:
-            shared = common_blocks(mine, theirs)
-            if shared > arrival.overlaps.get(book.name, 0):
-                arrival.overlaps[book.name] = shared
-        if book in self.books:
-            self.costs[self.books.index(book)] = cost.cost(arrival, book, now)
-            self._rank(rng)
-
-    def _rank(self, rng: Random) -> None:
-        costs = self.costs
-        best = min(costs)
-        at = costs.index(best)
-        costs[at] = inf
-        second = min(costs)
-        costs[at] = best
-        equals = second <= best + abs(best) * TIE
-        self.at = lowest(costs, rng) if equals else at
-        self.regret = second - best if second < inf else 0.0
+        return Placed(arrival, active, table, len(prices.books))

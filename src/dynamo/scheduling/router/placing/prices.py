@@ -1,0 +1,199 @@
+"""What a round of placing goes by: every worker's price at one moment, looked at once for all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, overload
+
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.fleet import Book
+from dynamo.scheduling.router.policy import Candidate
+
+if TYPE_CHECKING:
+    from dynamo.scheduling.router.placing.costs import Cost
+
+TABLE_ROWS = 16
+"""Candidates kept for explanation."""
+
+
+class Prices(ABC):
+    """Of `books`, in their order."""
+
+    books: Sequence[Book]
+
+    @abstractmethod
+    def row(self, request: Arrival) -> list[float]:
+        """What each of the books costs for `request`."""
+
+    @abstractmethod
+    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
+        """What one of the books costs for each of `requests`."""
+
+    def moved(self, book: Book) -> int | None:
+        """Something went to `book`: look at it anew. Its index; None where it is none of these."""
+        try:
+            return self.books.index(book)
+        except ValueError:
+            return None
+
+    @abstractmethod
+    def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
+        """The best rows and the one that was taken, as prices are now. `costs`: what `row` gave,
+        which nobody changes any more."""
+
+
+class PlainPrices(Prices):
+    """Asks the cost for each."""
+
+    def __init__(self, cost: Cost, books: Sequence[Book], now: float) -> None:
+        self.books = books
+        self._cost = cost
+        self._now = now
+
+    def row(self, request: Arrival) -> list[float]:
+        cost, now = self._cost.cost, self._now
+        return [cost(request, book, now) for book in self.books]
+
+    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
+        cost, book, now = self._cost.cost, self.books[at], self._now
+        return [cost(request, book, now) for request in requests]
+
+    def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
+        books, overlaps, terms = self.books, request.overlaps, self._cost.terms
+        return tuple(
+            Candidate(
+                books[index].name,
+                overlaps.get(books[index].name, 0),
+                costs[index],
+                terms(request, books[index], self._now),
+            )
+            for index in best_rows(costs, at)
+        )
+
+
+Rate = tuple[str, float, int, float, float, float]
+"""Of one worker: its name, milliseconds a token, tokens a step, milliseconds a step, what a prefill
+counts for with the harm that it does, milliseconds before it begins."""
+
+
+class PredictedPrices(Prices):
+    """Predicted times, in milliseconds: see `PredictedCost`."""
+
+    def __init__(self, books: Sequence[Book], now: float, harm: float, eviction: float) -> None:
+        self.books = books
+        self._now = now
+        self._harm = harm
+        self._eviction = eviction
+        self._rates = [rate_of(book, harm, now) for book in books]
+
+    def row(self, request: Arrival) -> list[float]:
+        tokens, eviction = request.prompt.tokens, self._eviction
+        overlaps, size = request.overlaps, request.block_tokens
+        if not overlaps:
+            return [
+                (-(-tokens // budget) * step + (own := token * tokens)) * weight
+                + eviction * own
+                + wait
+                for _, token, budget, step, weight, wait in self._rates
+            ]
+        held = overlaps.get
+        costs = []
+        for name, token, budget, step, weight, wait in self._rates:
+            new = tokens - held(name, 0) * size
+            if new < 1:
+                new = 1
+            own = token * new
+            costs.append((-(-new // budget) * step + own) * weight + eviction * own + wait)
+        return costs
+
+    def moved(self, book: Book) -> int | None:
+        at = super().moved(book)
+        if at is not None:
+            self._rates[at] = rate_of(book, self._harm, self._now)
+        return at
+
+    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
+        name, token, budget, step, weight, wait = self._rates[at]
+        eviction = self._eviction
+        costs = []
+        for request in requests:
+            new = request.prompt.tokens
+            if name in request.overlaps:
+                new = max(1, new - request.overlaps[name] * request.block_tokens)
+            own = token * new
+            costs.append((-(-new // budget) * step + own) * weight + eviction * own + wait)
+        return costs
+
+    def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
+        rates = self._rates
+        if len(rates) > TABLE_ROWS:
+            order = best_rows(costs, at)
+            rates = [rates[index] for index in order]
+            costs = [costs[index] for index in order]
+        else:
+            rates = rates.copy()
+        return PredictedTable(request, rates, costs, self._eviction)
+
+
+class PredictedTable(Sequence[Candidate]):
+    """Numbers until somebody asks: most tables are never looked at."""
+
+    __slots__ = ("_costs", "_eviction", "_made", "_overlaps", "_rates", "_size", "_tokens")
+
+    def __init__(
+        self, request: Arrival, rates: Sequence[Rate], costs: Sequence[float], eviction: float
+    ) -> None:
+        held = request.overlaps
+        self._overlaps = [held.get(rate[0], 0) for rate in rates] if held else ()
+        self._tokens = request.prompt.tokens
+        self._size = request.block_tokens
+        self._rates = rates
+        self._costs = costs
+        self._eviction = eviction
+        self._made: tuple[Candidate, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | Sequence[Candidate]:
+        if self._made is None:
+            self._made = tuple(sorted(self._rows(), key=lambda row: row.cost))
+        return self._made[at]
+
+    def _rows(self) -> Iterator[Candidate]:
+        overlaps: Iterable[int] = self._overlaps or (0,) * len(self._rates)
+        for rate, cost, overlap in zip(self._rates, self._costs, overlaps, strict=True):
+            new = max(1, self._tokens - overlap * self._size)
+            yield Candidate(rate[0], overlap, cost, terms_at(rate, new, self._eviction))
+
+
+def rate_of(book: Book, harm: float, now: float) -> Rate:
+    """What the book says now."""
+    wait = abs(book.free_s - now) * 1e3 if book.open_count else 0.0
+    weight = 1.0 + harm * book.youth
+    return book.name, book.token_ms, book.token_budget, book.step_ms, weight, wait
+
+
+def terms_at(rate: Rate, new: int, eviction: float) -> dict[str, float]:
+    """What so many new tokens cost there, by name."""
+    _, token, budget, step, weight, wait = rate
+    service = -(-new // budget) * step + token * new
+    return {
+        "queue": wait,
+        "prefill": service,
+        "harm": service * (weight - 1.0),
+        "eviction": eviction * (token * new),
+    }
+
+
+def best_rows(costs: Sequence[float], taken: int) -> list[int]:
+    """The indices of the lowest costs, lowest first, with that of the one that was taken."""
+    order = sorted(range(len(costs)), key=costs.__getitem__)[:TABLE_ROWS]
+    if taken not in order:
+        order[-1] = taken
+    return order
