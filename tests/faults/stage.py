@@ -25,7 +25,8 @@ Inject = Callable[[], Awaitable[object]]
 
 
 class Stage:
-    """`planes`: "plain" (file, tcp) or "servers" (etcd, NATS). Use `with`."""
+    """`planes`: "plain" (file, tcp) or "servers" (etcd, NATS). Use `with`; whatever was done to it,
+    no process may have said a traceback at the end."""
 
     def __init__(
         self,
@@ -73,8 +74,9 @@ class Stage:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._held.close()
+        assert kind or "Traceback" not in self.log, self.log[self.log.index("Traceback") :][:3000]
 
     @property
     def log(self) -> str:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from tests.faults.stage import PLANES, Stage
 from tests.faults.streams import Answer, ask, body_of, read
 
+from dynamo.communication.discovery import open_discovery
+from dynamo.core.errors import PlaneAway
+
 Play = Callable[[Stage], Awaitable[str]]
 
 
@@ -222,11 +225,26 @@ async def etcd_away(stage: Stage) -> str:
         assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
     finally:
         await asyncio.to_thread(etcd.start)
-    await stage.soon(lambda: len(stage.ready("worker")) == 3)
-    assert gone not in [one.pid for one in stage.processes("worker")]
+    began = time.monotonic()
+    while gone in (pids := await listed_workers(etcd.url)) or len(pids) != 3:
+        assert time.monotonic() - began < 5.0, (gone, pids)
+        await asyncio.sleep(0.05)
+    took = time.monotonic() - began
     answers = await stage.crowd(range(24), 20)
     assert all(one.whole for one in answers)
-    return said
+    return f"{said}; etcd names who lives {took:.1f} s after its return"
+
+
+async def listed_workers(url: str) -> list[int]:
+    """Whom discovery names, by their pids."""
+    plane = await open_discovery(url)
+    try:
+        records = await plane.get("/_processes/worker/")
+    except PlaneAway:
+        return []
+    finally:
+        await plane.close()
+    return [json.loads(record)["pid"] for record in records.values()]
 
 
 async def nats_away(stage: Stage) -> str:

@@ -165,6 +165,27 @@ def test_a_dead_hosts_workers_are_left_at_once_and_forgotten_in_time(
     assert ask(front, 2) == {200}
 
 
+def test_who_died_while_etcd_was_away_is_gone_when_it_is_back(
+    etcd: EtcdProcess, tiny_model: Path, host: Host
+) -> None:
+    found = {
+        "DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{etcd.port}",
+        "DYNAMO_RUNTIME__NAMESPACE": "buried",
+    }
+    whole = host("a", "run", "out=mock", tiny_model, "--workers", "2", **found)
+    whole.wait_ready()
+    before = {one["pid"] for one in whole.processes() if one["role"] == "worker"}
+    etcd.kill()
+    until(lambda: away(whole) == {"discovery"})
+    os.kill(min(before), signal.SIGKILL)
+    until(lambda: len({one["pid"] for one in whole.processes()} & before) == 1)
+    assert ask(whole, 4) == {200}
+    etcd.start()
+    until(lambda: workers(whole) == 2, 10)
+    until(lambda: listed(etcd, "/buried/workers/worker/generate/") == 2, 5)
+    assert ask(whole, 4) == {200}
+
+
 def test_etcd_absent_at_the_start_is_said_and_waited_for(tiny_model: Path, host: Host) -> None:
     server = EtcdProcess()
     found = {"DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{server.port}"}

@@ -16,7 +16,7 @@ from dynamo.communication.discovery.etcd import EtcdDiscovery
 from dynamo.communication.discovery.etcd_server import Compacted, EtcdServer, Server
 from dynamo.communication.options import DEFAULT, PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneAway, TooLarge
-from dynamo.core.tasks import run_all
+from dynamo.core.tasks import Tasks, run_all
 from dynamo.runtime.leases import KeptDiscovery
 from dynamo.testing.conformance.discovery import until
 from dynamo.testing.relay import Relay
@@ -99,6 +99,28 @@ async def test_who_lives_is_not_told_gone_when_etcd_comes_back_empty(
         seen = await until(changes, "/w/dies", None)
         assert ("/w/lives", None) not in seen
     assert dict(await watcher.get("/w/")) == {"/w/lives": b"1"}
+
+
+async def test_the_records_of_a_dead_process_go_before_its_lease_ends(
+    etcd: EtcdProcess, join: Join
+) -> None:
+    lives, supervisor = await join(), await join()
+    await lives.put("/w/lives", b"3")
+    dead = await open_discovery(f"etcd://127.0.0.1:{etcd.port}/{lives._inner._root[1:]}")  # type: ignore[attr-defined]
+    await dead.put("/w/dead", b"1")
+    await dead.put("/_processes/dead", b"2")
+    async with lives.watch("/w/") as changes:
+        await until(changes, "/w/dead", b"1")
+        etcd.kill()
+        await away(dead)
+        await dead.close()  # nobody hears that it goes
+        async with Tasks() as tasks:
+            burying = tasks.start(supervisor._inner.bury("/_processes/dead"))  # type: ignore[attr-defined]
+            etcd.start()
+            await burying
+        await until(changes, "/w/dead", None)
+    assert dict(await lives.get("/")) == {"/w/lives": b"3"}
+    await supervisor._inner.bury("/_processes/dead")  # type: ignore[attr-defined]
 
 
 async def test_a_lost_lease_is_told_and_the_records_return(etcd: EtcdProcess, join: Join) -> None:

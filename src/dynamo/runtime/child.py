@@ -89,8 +89,8 @@ class Child:
             self.ever_ready |= self._ready_at is not None
             if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
                 return
-            self.report = Report()
             self._died(self)
+            self.report = Report()
             await self._pause(how, self._backoff.died(served_s))
 
     def hold(self) -> None:

@@ -47,11 +47,12 @@ class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a child tells. `fatal`: it cannot start, and trying again would not help; `code` is the
-    exit code that the command should end with."""
+    exit code that the command should end with. `key`: of its process record in discovery."""
 
     state: ProcessState = "starting"
     address: str = ""
     status_url: str = ""
+    key: str = ""
     fatal: str = ""
     hint: str = ""
     code: int = 1

@@ -194,6 +194,8 @@ class Process:
             self._record, state=state, status_url=self._status.url, address=address
         )
         await runtime.clock.offload(self._deployment.write, self._record)
-        await runtime.discovery.put(process_key(self._record), msgspec.json.encode(self._record))
+        key = process_key(self._record)
+        await runtime.discovery.put(key, msgspec.json.encode(self._record))
         if self._parent is not None:
-            self._parent.tell(Report(state=state, address=address, status_url=self._status.url))
+            url = self._status.url
+            self._parent.tell(Report(state=state, address=address, status_url=url, key=key))

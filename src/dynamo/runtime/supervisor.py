@@ -17,6 +17,7 @@ import msgspec
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, first_of
+from dynamo.runtime.burials import Burials
 from dynamo.runtime.child import Child, ProcessSpec
 from dynamo.runtime.control import Control
 from dynamo.runtime.crew import Crew
@@ -113,6 +114,7 @@ class Supervisor:
         bare = settings.logging.format == "json"
         self._line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
         self._tasks = Tasks()
+        self._burials = Burials(settings)
         self._crew = Crew(specs, self._child, self._start, settings.runtime.drain_s)
         self._control = Control(self._crew, deployment.folder)
         self.children = self._crew.children
@@ -143,6 +145,7 @@ class Supervisor:
                 await tasks.join()
         finally:
             await self._status.stop()
+            await self._burials.close()
             if self._record is not None:
                 await self._clock.offload(self._deployment.remove, self._record)
                 await self._clock.offload(self._deployment.clear)
@@ -179,6 +182,8 @@ class Supervisor:
             await first_of(self._prepared.wait(), self._stop.wait())
         if not self._stop.is_set():
             await child.run()
+        if not self._stop.is_set():
+            self._burials.bury(child.report.key)
 
     async def _do_prepare(self) -> None:
         try:
@@ -235,6 +240,7 @@ class Supervisor:
         return self._tasks.start(self._keep(child), child.spec.name)
 
     def _died(self, child: Child) -> None:
+        self._burials.bury(child.report.key)
         self._crew.changed()
         self._restarts.labels(child.spec.name).inc()
 

@@ -26,6 +26,9 @@ MAX_RECORD_BYTES: Final = 1 << 20
 REFRESHES: Final = 3
 """In one time-to-live."""
 
+ATTEMPTS: Final = 3
+"""To revoke somebody else's lease, of a server that answers."""
+
 
 class EtcdDiscovery(Discovery):
     """`etcd://HOST:PORT[,HOST:PORT][/ROOT]`.
@@ -83,6 +86,20 @@ class EtcdDiscovery(Discovery):
             self._link.failed(server, error)
             raise
         return {key[len(self._root) :]: value for key, value in state.items()}
+
+    async def bury(self, key: str) -> None:
+        for left in reversed(range(ATTEMPTS)):
+            server = await self._link.server()
+            try:
+                await server.revoke(await server.lease_of(self._root + key))
+            except LeaseGone:
+                return
+            except PlaneAway as error:
+                self._link.failed(server, error)
+                if not left:
+                    raise
+            else:
+                return
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[Watch]:
         return self._watch(prefix)

@@ -146,6 +146,14 @@ class EtcdServer:
         records = {_text(one.key): bytes(one.value) for one in answer.kvs}
         return int(answer.header.revision), records
 
+    async def lease_of(self, key: str) -> int:
+        """Whose record it is. Raises `LeaseGone` where there is none."""
+        request = rpc.RangeRequest(key=key.encode())
+        answer = await self._call(rpc.KVStub(self._channel).Range, request)
+        if not answer.kvs or not answer.kvs[0].lease:
+            raise LeaseGone
+        return int(answer.kvs[0].lease)
+
     async def watch(self, prefix: str, revision: int) -> AsyncGenerator[Sequence[Change], None]:
         """Changes from `revision` on, in order. Raises `Compacted`. Never ends by itself."""
         key, end = _range(prefix)

@@ -51,6 +51,10 @@ class Discovery(ABC):
         present state (maybe empty); then batches of changes, in order, none lost. What is put and
         deleted between two looks may be merged."""
 
+    async def bury(self, key: str) -> None:  # noqa: B027 - nothing to do where leases end at once
+        """The process that put this record is dead: all that it put goes, before its lease ends.
+        Waits for the plane's server. Raises `PlaneAway` where the server does not do it."""
+
     @abstractmethod
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
         """Called once each time the lease is lost; the records are gone and must be put again."""
