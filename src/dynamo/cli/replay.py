@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +26,18 @@ if TYPE_CHECKING:
 
 DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
 """Of the engine's settings, where nobody says otherwise: a replay is of a cluster."""
+
+ELSEWHERE = (
+    "router.migration_limit",
+    "router.ttft_slo",
+    "router.max_queue_wait",
+    "router.max_worker_requests",
+    "router.replicas",
+    "engine.labels",
+    "engine.threads",
+    "engine.speedup_ratio",
+)
+"""Of the flags of both sections, those of parts that a replay has not."""
 
 EXAMPLES = """\
   dynamo replay conversation.jsonl
@@ -73,7 +87,9 @@ def _arrival_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="each comes later by chance, by up to so much of the trace's time",
     )
-    group.add_argument("--rows", type=int, default=0, metavar="N", help="only the first N lines")
+    group.add_argument(
+        "--rows", type=_positive_int, default=0, metavar="N", help="only the first N lines"
+    )
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of all chance (default: 0)"
     )
@@ -98,6 +114,8 @@ def run(arguments: Sequence[str]) -> int:
 
     if found.plot:
         check_drawable()
+    for path in (found.json, found.decisions, found.plot):
+        _check_writable(path)
     plan = _plan(found, loaded)
     arrivals = Arrivals(found.speed, found.smear, found.seed)
     conversations = read_trace(found.trace, arrivals, found.rows)
@@ -129,6 +147,7 @@ def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
         routing = replace(routing, queue_bound=sys.maxsize)  # nothing is refused unless asked
     about = {
         "workers": engine.workers,
+        "data_parallel_size": engine.data_parallel_size,
         "router_mode": routing.mode,
         "router_policy": routing.policy if routing.mode == "kv" else "",
         "eviction": engine.eviction,
@@ -142,9 +161,17 @@ def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
         "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_batched_tokens,
     }
+    workers = Workers(
+        engine.workers,
+        info,
+        read_timing(engine.timing),
+        engine.eviction,
+        ranks=engine.data_parallel_size,
+        prefix_caching=engine.prefix_caching,
+    )
     return Plan(
         trace=Path(found.trace).name,
-        workers=Workers(engine.workers, info, read_timing(engine.timing), engine.eviction),
+        workers=workers,
         routing=routing,
         trace_block_tokens=found.trace_block_size,
         seed=found.seed,
@@ -162,11 +189,19 @@ def _with_defaults(loaded: Loaded) -> Engine:
     engine = replace(engine, **unsaid)
     if engine.workers < 1:
         raise ConfigError("a replay wants at least one worker", hint="--workers N")
-    if engine.data_parallel_size > 1:
-        raise ConfigError(
-            "a replay knows no data-parallel ranks", hint="a rank is an engine: --workers N"
-        )
+    for key in ELSEWHERE:
+        if (said := loaded.origins.get(key, "")).startswith("flag "):
+            raise ConfigError(f"{said}: a replay has nothing that goes by it")
     return engine
+
+
+def _check_writable(path: str | None) -> None:
+    """Before the work, not after it. Raises `ConfigError`."""
+    if path in {None, "-"}:
+        return
+    target = Path(str(path))
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}", hint="a file in a folder that is there")
 
 
 def _write(path: str, lines: Iterable[bytes]) -> None:
@@ -182,17 +217,19 @@ def _write(path: str, lines: Iterable[bytes]) -> None:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if value <= 0:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError("more than 0 is wanted")
     return value
 
 
 def _positive_int(text: str) -> int:
-    return int(_positive(text))
+    if int(text) <= 0:
+        raise argparse.ArgumentTypeError("more than 0 is wanted")
+    return int(text)
 
 
 def _not_negative(text: str) -> float:
     value = float(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("a negative time")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError("a time that is not negative is wanted")
     return value

@@ -67,11 +67,46 @@ def test_it_is_drawn(tmp_path):
         ["--timing", "warp"],
         ["--eviction", "fifo"],
         ["--json", "/no/such/folder/out.json"],
+        ["--plot", "/no/such/folder/out.png"],
+        ["--decisions", "/"],
+        ["--speed", "nan"],
+        ["--smear", "inf"],
+        ["--rows", "-1"],
+        ["--trace-block-size", "1.5"],
+        ["--ttft-slo", "1"],
+        ["--speedup-ratio", "10"],
     ],
 )
 def test_what_is_wrong_is_said(wrong):
     with pytest.raises(ConfigError):
         run([TRACE, *wrong])
+
+
+def test_ranks_are_as_good_as_workers(tmp_path, capsys):
+    said = {}
+    for workers, ranks in (("4", "1"), ("2", "2")):
+        placed = tmp_path / f"{ranks}.jsonl"
+        flags = ["--workers", workers, "--data-parallel-size", ranks, "--router-mode", "kv"]
+        assert run([*FLAGS, *flags, "--json", "-", "--decisions", str(placed)]) == 0
+        told = json.loads(capsys.readouterr().out)
+        said[ranks] = (told["ttft_ms"], told["requests_per_worker"], placed.read_text())
+    assert said["1"] == said["2"]
+    assert len(said["2"][1]) == 4
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "adaptive", "kv"])
+def test_every_rank_gets_its_part(mode, capsys):
+    flags = ["--workers", "2", "--data-parallel-size", "2", "--router-mode", mode]
+    assert run([*FLAGS, *flags, "--router-policy", "composite", "--json", "-"]) == 0
+    counts = json.loads(capsys.readouterr().out)["requests_per_worker"]
+    assert len(counts) == 4
+    assert sum(counts) == 64
+    assert min(counts) > 0
+
+
+def test_without_prefix_caching_nothing_is_reused(capsys):
+    assert run([*FLAGS, "--no-engine.prefix_caching", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["reuse_first_admission"] == 0
 
 
 def test_an_unanswered_request_is_a_failure(capsys):

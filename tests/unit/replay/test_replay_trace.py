@@ -46,6 +46,20 @@ def test_rows_of_a_session_follow_each_other(write):
     assert [turn.row for turn in second.turns] == [1]
 
 
+def test_a_file_that_was_cut_off_is_told(write, tmp_path):
+    whole = tmp_path / "trace.jsonl.gz"
+    write(*(row(at) for at in range(100)), name=whole.name)
+    whole.write_bytes(whole.read_bytes()[:60])
+    with pytest.raises(ConfigError, match="ended before"):
+        read_trace(str(whole), Arrivals())
+
+
+@pytest.mark.parametrize("wrong", [{"input_length": -1}, {"output_length": -1}, {"delay": -5}])
+def test_lengths_and_delays_are_not_negative(write, wrong):
+    with pytest.raises(ConfigError, match=r"jsonl:2: .*>= 0"):
+        read_trace(write(row(0), row(0, **wrong)), Arrivals())
+
+
 def test_smearing_delays_within_bounds_and_by_the_seed(write):
     path = write(*(row(3000 * (at // 10)) for at in range(100)))
     plain = read_trace(path, Arrivals())

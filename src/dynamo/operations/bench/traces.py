@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,12 +23,12 @@ class Row(msgspec.Struct):
     """A line of a Mooncake trace. Times in milliseconds; `delay` after the row before of the same
     session ended."""
 
-    input_length: int
-    output_length: int
+    input_length: Annotated[int, msgspec.Meta(ge=0)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
     timestamp: float = 0.0
     hash_ids: list[int | str] = []
     session_id: int | str | None = None
-    delay: float = 0.0
+    delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[Session]:
@@ -114,5 +115,5 @@ def _lines(path: str) -> Iterator[bytes]:
             for line in file:
                 if line.strip():
                     yield line
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', '') or error}") from None

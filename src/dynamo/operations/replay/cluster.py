@@ -15,16 +15,18 @@ from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events import open_events
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
-from dynamo.core.reply import Reply
+from dynamo.core.kv_events import worker_name
+from dynamo.core.reply import Engine, Reply
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.core.tasks import Tasks
-from dynamo.core.values import EngineInfo, GenerateRequest
+from dynamo.core.values import EngineInfo, GenerateRequest, Load
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.leap import Leaper
 from dynamo.inference.load_report import LoadReport
 from dynamo.inference.mock.simulated import make_simulated
 from dynamo.inference.mock.timing import Timing
+from dynamo.inference.ranked import RankedEngine
 from dynamo.operations.replay.flight import FlightLog
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import (
@@ -46,14 +48,16 @@ _places = count()
 
 
 class Workers(msgspec.Struct, frozen=True):
-    """How many, each with `engine`, as fast as `timing` says. `num_blocks`: of each in turn, where
-    their memories differ."""
+    """How many, each with `ranks` times `engine`, as fast as `timing` says. `num_blocks`: of each
+    in turn, where their memories differ."""
 
     number: int
     engine: EngineInfo
     timing: Timing
     eviction: str
     num_blocks: tuple[int, ...] = ()
+    ranks: int = 1
+    prefix_caching: bool = True
 
     def engine_of(self, number: int) -> EngineInfo:
         """What the engine of one of them is."""
@@ -63,8 +67,32 @@ class Workers(msgspec.Struct, frozen=True):
         return replace(self.engine, num_blocks=blocks)
 
 
+class Simulated(Engine):
+    """One engine of a cluster, that says what comes to it. `number`: among all engines."""
+
+    def __init__(self, engine: BatchedEngine, leaper: Leaper, number: int, log: FlightLog) -> None:
+        self._engine = engine
+        self._leaper = leaper
+        self._number = number
+        self._log = log
+
+    async def start(self) -> EngineInfo:
+        return await self._engine.start()
+
+    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        self._log.placed(request, self._number, self._leaper)
+        await self._engine.generate(request, context, reply)
+
+    def load(self) -> Load:
+        return self._engine.load()
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+
 class Cluster:
-    """`async with Cluster(...)`: started. `router.send` is a `Send`."""
+    """`async with Cluster(...)`: started. `router.send` is a `Send`; `engines`: those of the first
+    worker's ranks, then those of the second's, and so on."""
 
     def __init__(
         self,
@@ -82,6 +110,7 @@ class Cluster:
         self._stack = AsyncExitStack()
         self._leapers: list[Leaper] = []
         self._reports: list[LoadReport] = []
+        self._served: list[Engine] = []
         self._tasks = Tasks()
         self.engines: list[BatchedEngine] = []
         self.view: CacheView | None = None
@@ -113,19 +142,11 @@ class Cluster:
             leaper.catch_up()
 
     async def _add(self, number: int) -> None:
-        workers = self._workers
-        engine, leaper = make_simulated(
-            workers.engine_of(number),
-            workers.timing,
-            self._clock,
-            known=self._log.known,
-            settled=self._clock.settled,
-            eviction=workers.eviction,
-        )
-        info = await engine.start()
-        self._stack.push_async_callback(engine.stop)
-        self.engines.append(engine)
-        self._leapers.append(leaper)
+        ranks = [self._simulate(number) for _ in range(self._workers.ranks)]
+        served = ranks[0] if len(ranks) == 1 else RankedEngine(ranks)
+        info = await served.start()
+        self._stack.push_async_callback(served.stop)
+        self._served.append(served)
         instance = Instance(
             id=str(number),
             address=f"memory://{number}",
@@ -135,6 +156,22 @@ class Cluster:
             capabilities={"engine": msgspec.to_builtins(info)},
         )
         await self._discovery.put(instance_key(instance), encode_instance(instance))
+
+    def _simulate(self, number: int) -> Simulated:
+        """One more engine of that worker."""
+        workers = self._workers
+        engine, leaper = make_simulated(
+            workers.engine_of(number),
+            workers.timing,
+            self._clock,
+            known=self._log.known,
+            settled=self._clock.settled,
+            eviction=workers.eviction,
+            prefix_caching=workers.prefix_caching,
+        )
+        self.engines.append(engine)
+        self._leapers.append(leaper)
+        return Simulated(engine, leaper, len(self.engines) - 1, self._log)
 
     async def _connect(self) -> Client:
         prefix = workers_prefix(NAMESPACE, COMPONENT, ENDPOINT)
@@ -148,8 +185,11 @@ class Cluster:
         block_tokens = self._workers.engine.block_tokens
         if self._routing.mode == KV:
             self.view = CacheView(self._clock, block_tokens=block_tokens)
+            ranks = self._workers.ranks
             for number, engine in enumerate(self.engines):
-                self._tell(engine, self.view, str(number))
+                worker, rank = divmod(number, ranks)
+                name = worker_name(str(worker), rank if ranks > 1 else None)
+                self._tell(engine, self.view, name)
         policy = await open_policy(
             self._routing,
             self._client,
@@ -170,10 +210,10 @@ class Cluster:
         return policy
 
     async def _report_all(self) -> None:
-        for number, engine in enumerate(self.engines):
+        for number, engine in enumerate(self._served):
             await self._report(engine, str(number))
 
-    async def _report(self, engine: BatchedEngine, name: str) -> None:
+    async def _report(self, engine: Engine, name: str) -> None:
         """Let the router hear of the engine's load as it does in a deployment."""
         subject = f"{NAMESPACE}.{COMPONENT}{LOADS}"
         source = await self._events.source(subject, name, latest=True)
@@ -191,8 +231,7 @@ class Cluster:
     ) -> None:
         """A `SendTo`."""
         number = int(instance.id)
-        self._log.placed(request, number, self._leapers[number])
         for report in self._reports[number : number + 1]:
             report.touch()
         with self._client.counted(instance):
-            await self.engines[number].generate(request, context, reply)
+            await self._served[number].generate(request, context, reply)

@@ -22,7 +22,8 @@ FIRST_FRESH = 1 << 62
 
 
 class Placing(msgspec.Struct, frozen=True):
-    """Where a request went, and when (virtual time)."""
+    """Where a request went, and when (virtual time). `worker`: of workers with data-parallel ranks
+    the engine, those of the first worker first."""
 
     request: int
     worker: int

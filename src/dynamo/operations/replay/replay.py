@@ -109,6 +109,7 @@ class Replay:
 
     def _result(self, log: FlightLog, wall_s: float, cpu_s: float) -> Result:
         plan = self._plan
+        engines = plan.workers.number * plan.workers.ranks
         return Result(
             trace=plan.trace,
             settings=plan.about,
@@ -123,7 +124,7 @@ class Replay:
             duration_s=self._duration_s,
             preemptions=self._preemptions,
             evictions=self._evictions,
-            requests_per_worker=[log.requests_of(worker) for worker in range(plan.workers.number)],
+            requests_per_worker=[log.requests_of(engine) for engine in range(engines)],
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),
