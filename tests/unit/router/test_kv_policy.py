@@ -18,6 +18,7 @@ from dynamo.core.codec import ReplyWriter, decode_request
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import block_hashes
+from dynamo.core.kv_events import worker_name
 from dynamo.core.labels import LABELS
 from dynamo.core.reply import Extra, Reply
 from dynamo.core.settings import Settings
@@ -31,6 +32,7 @@ from dynamo.core.values import (
     Started,
     Stops,
 )
+from dynamo.inference.load_report import encode_load
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.router import Decision, KvRouter, Observer, Outcome, SchedulingRequest
@@ -98,8 +100,10 @@ class Heard(Observer):
         self.outcomes.append(outcome)
 
 
-async def serve(runtime: DistributedRuntime, held: Sequence[int] = (), **about: Any) -> str:
-    """A worker that answers three tokens, and tells that it holds `held`."""
+async def serve(
+    runtime: DistributedRuntime, held: Sequence[int] = (), rank: int | None = None, **about: Any
+) -> str:
+    """A worker that answers three tokens, and tells that it (or a rank of it) holds `held`."""
 
     async def generate(payload: bytes, out: Outgoing) -> None:
         decode_request(payload)
@@ -109,7 +113,8 @@ async def serve(runtime: DistributedRuntime, held: Sequence[int] = (), **about: 
             reply.tokens((token,))
         reply.finish(Finish("length", 3))
 
-    source = await runtime.events.source("dynamo.worker.kv_events", runtime.instance_id)
+    name = worker_name(runtime.instance_id, rank)
+    source = await runtime.events.source("dynamo.worker.kv_events", name)
     if held:
         source.publish(msgspec.msgpack.encode([BlocksStored(0, tuple(held))]))
     await runtime.endpoint(ENDPOINT).serve(generate, capabilities={"engine": ENGINE} | about)
@@ -206,7 +211,8 @@ async def test_arrivals_of_one_turn_spread(open_runtime: Open) -> None:
 
 async def test_labels_are_kept(open_runtime: Open) -> None:
     await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
-    other = await serve(await open_runtime(), **{LABELS: {"zone": "b"}})
+    labelled: Any = {LABELS: {"zone": "b"}}
+    other = await serve(await open_runtime(), **labelled)
     _, policy = await policy_of(await open_runtime(), 2)
     about = Context("r2", metadata={LABELS: "zone=b"})
     decision = await policy.choose(REQUEST, about, frozenset())
@@ -230,3 +236,22 @@ async def test_kv_router_as_a_library(open_runtime: Open) -> None:
     async with KvRouter(component) as router:
         with pytest.raises(InvalidRequest, match="tokenizer"):
             await router.route_request(SchedulingRequest(prompt="hello"))
+
+
+async def test_kv_router_knows_ranks(open_runtime: Open) -> None:
+    await serve(await open_runtime())
+    serving = await open_runtime()
+    ranked: Any = {"engine": ENGINE | {"data_parallel": 2}}
+    holder = await serve(serving, block_hashes(REQUEST.token_ids)[:5], rank=1, **ranked)
+    loads = await serving.events.source("dynamo.worker.load_metrics", holder)
+    loads.publish(encode_load(Load(running=50, prefill_tokens=4_000)))
+    runtime = await open_runtime()
+    async with KvRouter(runtime.namespace("dynamo").component("worker"), 16) as router:
+        prefix = router.analyze_request_prefix(SchedulingRequest(token_ids=IDS))
+        while not router.query_cache_hits(prefix).best_hit_worker:
+            await asyncio.sleep(0)
+        while not router.worker_status(holder).network_latency:
+            await asyncio.sleep(0)
+        assert router.worker_status(holder).cpu_utilization == 0.5
+        result = await router.route_request(SchedulingRequest(token_ids=IDS))
+        assert (result.worker.id, result.rank, result.cache_hit_ratio) == (holder, 1, 0.5)

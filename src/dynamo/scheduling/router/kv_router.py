@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
+from dynamo.core.kv_events import worker_name
 from dynamo.core.labels import LABELS
 from dynamo.core.values import Load
 from dynamo.runtime.client import Client
@@ -22,7 +23,7 @@ from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placing.composite import Weights, composite_terms, latency_score
-from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.fleet import SEQUENCES, Fleet, ranks_of
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
@@ -86,11 +87,13 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerSelectionResult(msgspec.Struct, frozen=True):
-    """`expected_latency`: seconds to the first token, as far as can be told."""
+    """`expected_latency`: seconds to the first token, as far as can be told; `rank`: the
+    data-parallel rank that holds most of the prompt, of a worker that has several."""
 
     worker: Instance
     cache_hit_ratio: float
     expected_latency: float
+    rank: int | None = None
 
 
 class KvRouter:
@@ -140,11 +143,10 @@ class KvRouter:
         hits = self.query_cache_hits(prefix)
         scores = self.calculate_worker_scores(hits, request.performance_requirements)
         chosen = self._selector.select_worker(scores, request.constraints)
-        score = scores[chosen]
-        result = WorkerSelectionResult(
-            self._workers()[chosen], score.cache_hit_ratio, score.expected_latency
-        )
-        self._view.routed(chosen, prefix.prefix_hashes)
+        score, worker = scores[chosen], self._workers()[chosen]
+        rank = best_rank(worker, self._view.overlaps(prefix.prefix_hashes))
+        result = WorkerSelectionResult(worker, score.cache_hit_ratio, score.expected_latency, rank)
+        self._view.routed(worker_name(chosen, rank), prefix.prefix_hashes)
         self.update_routing_metrics(result, hits)
         return result
 
@@ -164,10 +166,15 @@ class KvRouter:
         return PrefixAnalysis(tokens, lengths, hashes, len(tokens))
 
     def query_cache_hits(self, prefix: PrefixAnalysis) -> CacheHitAnalysis:
-        """Who holds how much of it."""
+        """Who holds how much of it; of a worker with ranks its best rank."""
         overlaps = self._view.overlaps(prefix.prefix_hashes)
         tokens = max(1, prefix.sequence_length)
-        hits = {name: overlaps.get(name, 0) * self._block_size / tokens for name in self._workers()}
+        hits = {
+            name: overlaps.get(worker_name(name, best_rank(worker, overlaps)), 0)
+            * self._block_size
+            / tokens
+            for name, worker in self._workers().items()
+        }
         best = max(hits, key=hits.__getitem__, default="")
         ratio = hits.get(best, 0.0)
         return CacheHitAnalysis(hits, ratio, best if ratio else "")
@@ -185,14 +192,16 @@ class KvRouter:
         }
 
     def worker_status(self, worker: str) -> WorkerStatus:
-        """As its last load report says; idle without one."""
-        load = self._loads.loads.get(worker)
-        self._fleet.replace(self._workers())
-        book = self._fleet.get(worker)
-        if load is None or book is None:
+        """As its last load report says; idle without one. Ranks are taken to be equally busy."""
+        load, workers = self._loads.loads.get(worker), self._workers()
+        if load is None or worker not in workers:
             return WorkerStatus()
-        places = book.info.max_num_seqs if book.info else 256
-        return status_of(load, places, book.service_ms(load.prefill_tokens) * 1e-3)
+        self._fleet.replace(workers)
+        ranks = list(ranks_of(workers[worker]))
+        book = self._fleet[worker_name(worker, ranks[0])]
+        places = book.info.max_num_seqs if book.info else SEQUENCES
+        waits_ms = book.service_ms(load.prefill_tokens // len(ranks))
+        return status_of(load, places * len(ranks), waits_ms * 1e-3)
 
     def update_routing_metrics(self, result: WorkerSelectionResult, hits: CacheHitAnalysis) -> None:
         """Tell whoever asked to hear of every choice."""
@@ -203,6 +212,11 @@ class KvRouter:
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
         return self._client.instances
+
+
+def best_rank(instance: Instance, overlaps: Mapping[str, int]) -> int | None:
+    """The rank that holds most; None: it has but one."""
+    return max(ranks_of(instance), key=lambda rank: overlaps.get(worker_name(instance.id, rank), 0))
 
 
 def labels_of(instance: Instance) -> dict[str, str]:
