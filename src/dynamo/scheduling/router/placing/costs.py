@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Active, Book
 from dynamo.scheduling.router.placing.prices import (
-    PlainPrices,
     PredictedPrices,
     Prices,
+    best_rows,
     rate_of,
     terms_at,
 )
+from dynamo.scheduling.router.policy import Candidate
 
 AT_HOME_MS = 1e6
 """What a block that is there already weighs with affinity: more than any queue."""
@@ -50,6 +51,35 @@ class Cost(ABC):
 
     def ended(self, active: Active) -> None:  # noqa: B027
         """It left."""
+
+
+class PlainPrices(Prices):
+    """Asks the cost for each."""
+
+    def __init__(self, cost: Cost, books: Sequence[Book], now: float) -> None:
+        self.books = books
+        self._cost = cost
+        self._now = now
+
+    def row(self, request: Arrival) -> list[float]:
+        cost, now = self._cost.cost, self._now
+        return [cost(request, book, now) for book in self.books]
+
+    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
+        cost, book, now = self._cost.cost, self.books[at], self._now
+        return [cost(request, book, now) for request in requests]
+
+    def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
+        books, overlaps, terms = self.books, request.overlaps, self._cost.terms
+        return tuple(
+            Candidate(
+                books[index].name,
+                overlaps.get(books[index].name, 0),
+                costs[index],
+                terms(request, books[index], self._now),
+            )
+            for index in best_rows(costs, at)
+        )
 
 
 class PredictedCost(Cost):

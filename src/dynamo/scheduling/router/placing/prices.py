@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Book
 from dynamo.scheduling.router.policy import Candidate
-
-if TYPE_CHECKING:
-    from dynamo.scheduling.router.placing.costs import Cost
 
 TABLE_ROWS = 16
 """Candidates kept for explanation."""
@@ -41,35 +38,6 @@ class Prices(ABC):
     def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
         """The best rows and the one that was taken, as prices are now. `costs`: what `row` gave,
         which nobody changes any more."""
-
-
-class PlainPrices(Prices):
-    """Asks the cost for each."""
-
-    def __init__(self, cost: Cost, books: Sequence[Book], now: float) -> None:
-        self.books = books
-        self._cost = cost
-        self._now = now
-
-    def row(self, request: Arrival) -> list[float]:
-        cost, now = self._cost.cost, self._now
-        return [cost(request, book, now) for book in self.books]
-
-    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
-        cost, book, now = self._cost.cost, self.books[at], self._now
-        return [cost(request, book, now) for request in requests]
-
-    def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
-        books, overlaps, terms = self.books, request.overlaps, self._cost.terms
-        return tuple(
-            Candidate(
-                books[index].name,
-                overlaps.get(books[index].name, 0),
-                costs[index],
-                terms(request, books[index], self._now),
-            )
-            for index in best_rows(costs, at)
-        )
 
 
 Rate = tuple[str, float, int, float, float, float]
