@@ -10,10 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from tests.faults.relay import Relay, Relayed
 
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import Outgoing, dialled
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import ReplyWriter, decode_request, pack_ids
 from dynamo.core.context import Context
@@ -183,6 +184,34 @@ async def test_a_slow_path_is_no_frozen_worker() -> None:
         assert await made.crowd(60) == before
         assert "dynamo_workers_frozen_total 0" in made.metrics.render()
         assert len(made.client.instances) == 3
+
+
+async def test_one_stream_is_lost_while_its_worker_and_connection_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its worker, asked, knows nothing of it once it has ended there: it goes on elsewhere."""
+    monkeypatch.setattr(dialled, "ASK_S", 0.1)
+    async with wires() as made, Tasks() as tasks:
+        before = await made.crowd(60)
+        asked = tasks.start(made.crowd(60))
+        await made.until_busy()
+        (loss,) = made.relays[0].losses
+        loss.on = True
+        assert await asked == before
+        assert loss.lost > 1
+        assert 'dynamo_migrations_total{reason="worker_failed"} 1' in made.metrics.render()
+        assert len(made.client.instances) == 3
+
+
+async def test_who_waits_or_is_slow_is_asked_after_and_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialled, "ASK_S", 0.002)
+    async with wires() as made:
+        before = await made.crowd(30)
+        made.relays[0].delay_s = 0.1
+        assert await made.crowd(30) == before
+        assert "dynamo_migrations_total{" not in made.metrics.render()
 
 
 async def test_the_wall_clock_jumps() -> None:

@@ -20,7 +20,9 @@ from dynamo.communication.requests.messages import (
     unpack_open,
 )
 from dynamo.communication.requests.streams import Outbox, Stream
-from dynamo.core.errors import ProtocolError
+from dynamo.core.errors import ProtocolError, WorkerFailed, encode_error
+
+LOST = "the instance does not work on this call any more, and its end was lost"
 
 
 class Accepted:
@@ -66,6 +68,8 @@ class Accepted:
             number, size_bytes = unpack_credit(body)
             if (stream := self._outbox.open.get(number)) is not None:
                 stream.release(size_bytes)
+            elif not size_bytes:
+                self._outbox.end(number, encode_error(WorkerFailed(LOST)))
         else:
             raise ProtocolError(f"a frame of kind {kind} from a caller")
 

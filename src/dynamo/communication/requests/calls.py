@@ -72,6 +72,16 @@ class Calls:
                 del self._sinks[stream]
                 self._remote.cancel(stream)
 
+    def silent(self) -> list[int]:
+        """The streams that have brought nothing since this was asked last."""
+        found = []
+        for stream, sink in self._sinks.items():
+            if type(sink) is _Unheard:
+                found.append(stream)
+            else:
+                self._sinks[stream] = _Unheard(self._sinks, stream, sink)
+        return found
+
     def deliver(self, items: Iterable[Item]) -> None:
         """Feed what arrived to the sinks; what is late for a call that left is dropped."""
         self.frames += 1
@@ -110,6 +120,22 @@ class Calls:
             end.set_result(None)
         else:
             end.set_exception(error)
+
+
+class _Unheard:
+    """Stands in a stream's place until it is fed, so that to know who is silent costs an item
+    nothing."""
+
+    __slots__ = ("_sink", "_sinks", "_stream")
+
+    def __init__(self, sinks: dict[int, Sink], stream: int, sink: Sink) -> None:
+        self._sinks = sinks
+        self._stream = stream
+        self._sink = sink
+
+    def __call__(self, payload: bytes) -> bool:
+        self._sinks[self._stream] = self._sink
+        return self._sink(payload)
 
 
 class _Release:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from dynamo.communication.frames import unpack_items
 from dynamo.communication.greeting import Greeting
@@ -12,12 +14,16 @@ from dynamo.communication.requests.messages import (
     DATA,
     GOAWAY,
     PLANE,
+    pack_ask,
     pack_cancel,
     pack_credit,
     pack_open,
 )
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, ProtocolError, WorkerFailed
+
+ASK_S: Final = 2.0
+"""Streams that have brought nothing for so long are asked after."""
 
 
 class Dialled:
@@ -38,11 +44,14 @@ class Dialled:
         self._on_retired = on_retired
         self._on_lost = on_lost
         self._retired = False
+        self._asking: asyncio.TimerHandle | None = None
 
     def open(
         self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
     ) -> None:
         self.link.write(pack_open(stream, endpoint, context, window_bytes, payload))
+        if self._asking is None:
+            self._asking = asyncio.get_running_loop().call_later(ASK_S, self._ask)
 
     def cancel(self, stream: int) -> None:
         self.link.write(pack_cancel(stream))
@@ -75,8 +84,19 @@ class Dialled:
 
     def on_lost(self, error: Exception | None) -> None:
         self.greeting.lost()
+        if self._asking is not None:
+            self._asking.cancel()
         self.calls.fail(WorkerFailed(f"the connection to the instance broke: {error or 'closed'}"))
         self._on_lost(self)
+
+    def _ask(self) -> None:
+        """Are the silent ones still in work there? One that waits or is slow is; of one whose end
+        was lost nobody there knows. No stream is given up for its silence."""
+        self._asking = None
+        for stream in self.calls.silent():
+            self.link.write(pack_ask(stream))
+        if len(self.calls):
+            self._asking = asyncio.get_running_loop().call_later(ASK_S, self._ask)
 
     def _close_when_done(self) -> None:
         if not len(self.calls):

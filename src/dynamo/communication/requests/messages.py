@@ -2,7 +2,8 @@
 
 caller -> handler: HELLO, OPEN, CANCEL, CREDIT | handler -> caller: HELLO, DATA, GOAWAY
 Stream ids grow from 1 on each connection and are never used again, so that what arrives late for a
-cancelled call finds nobody.
+cancelled call finds nobody. A CREDIT of nothing asks whether a stream is still open: of one that is
+not the end is said again, behind all that was said before.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ def unpack_cancel(body: bytes) -> int:
 def pack_credit(stream: int, size_bytes: int) -> bytes:
     """The consumer took `size_bytes` more."""
     return pack_frame(CREDIT, _head.pack(stream, size_bytes))
+
+
+def pack_ask(stream: int) -> bytes:
+    """Is the stream still open?"""
+    return pack_credit(stream, 0)
 
 
 def unpack_credit(body: bytes) -> tuple[int, int]:
