@@ -28,7 +28,7 @@ class Keys:
         """Raises `Unauthorized`."""
         if not self._digests:
             return
-        given = request.header("authorization") or ""
+        given = request.header(b"authorization") or ""
         scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Unauthorized(
@@ -53,7 +53,7 @@ class Cors:
         """What goes with an answer; nothing for callers that are no web page."""
         if b"origin" not in request.headers:
             return ()
-        origin = request.header("origin") or ""
+        origin = request.header(b"origin") or ""
         if self._any:
             return (
                 ("access-control-allow-origin", "*"),
@@ -69,5 +69,5 @@ class Cors:
 
     def preflight(self, request: Request) -> Headers:
         """What a browser wants to know before it asks."""
-        wanted = request.header("access-control-request-headers") or "authorization, content-type"
+        wanted = request.header(b"access-control-request-headers") or "authorization, content-type"
         return (*PREFLIGHT, ("access-control-allow-headers", wanted))

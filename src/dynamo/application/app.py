@@ -120,7 +120,7 @@ class Application:
 
     async def handle(self, request: Request, response: Response) -> None:
         """One request."""
-        given = sanitised(request.header("x-request-id"))
+        given = sanitised(request.header(b"x-request-id"))
         own = self._ids.unique(given) if given else self._ids.new()
         exchange = Exchange(request, response, own, given or own, self._cors.headers(request))
         request_id.set(own)

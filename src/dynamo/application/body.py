@@ -25,7 +25,7 @@ class Decoder(Protocol[T_co]):
 def decode_body(decoder: Decoder[T_co], request: Request) -> T_co:
     """The body as the decoder's type. Raises `InvalidRequest`."""
     body = request.body
-    coding = request.header("content-encoding")
+    coding = request.header(b"content-encoding")
     if coding and coding != "identity":
         raise InvalidRequest(f"content-encoding {coding!r} is not supported")
     if not body:

@@ -8,7 +8,7 @@ from math import inf, nan
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DeadlineExceeded, InvalidRequest
 
-TIMEOUT_HEADER = "x-dynamo-timeout"
+TIMEOUT_HEADER = b"x-dynamo-timeout"
 """The client's own limit of the whole request, in seconds."""
 
 
@@ -22,7 +22,7 @@ def asked_limit_s(header: str | None) -> float:
         seconds = nan
     if not 0.0 < seconds < inf:
         raise InvalidRequest(
-            f"{TIMEOUT_HEADER} {header!r} is no number of seconds", hint="e.g. 2.5"
+            f"{TIMEOUT_HEADER.decode()} {header!r} is no number of seconds", hint="e.g. 2.5"
         )
     return seconds
 

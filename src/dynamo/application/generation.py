@@ -34,7 +34,7 @@ from dynamo.core.text import CompletionRequest, TextReply
 
 log = logging.getLogger(__name__)
 
-LABELS_HEADER = "x-dynamo-labels"
+LABELS_HEADER = b"x-dynamo-labels"
 """Labels that the worker must bear, e.g. `zone=a,gpu=h100`."""
 
 
@@ -138,7 +138,7 @@ class Generation:
             await self.admission.enter()
             try:
                 left = deadline.when - self._clock.now()
-                trace = exchange.request.header("traceparent") or ""
+                trace = exchange.request.header(b"traceparent") or ""
                 labels = exchange.request.header(LABELS_HEADER)
                 about = {LABELS: labels} if labels else {}
                 await work(Context(exchange.id, timeout_s=left, trace=trace, metadata=about))

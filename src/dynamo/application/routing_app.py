@@ -63,7 +63,7 @@ class RoutingApplication:
 
     async def handle(self, request: Request, response: Response) -> None:
         """One request."""
-        given = sanitised(request.header("x-request-id"))
+        given = sanitised(request.header(b"x-request-id"))
         own = given or self._ids.new()
         exchange = Exchange(request, response, own, own, ())
         try:

@@ -82,10 +82,11 @@ class ReplyReader:
     failure.
     """
 
-    __slots__ = ("_reply", "complete")
+    __slots__ = ("_reply", "_tokens", "complete")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
+        self._tokens: Callable[[Sequence[int]], bool] | None = None
         self.complete = False
 
     def item(self, payload: bytes) -> bool:
@@ -93,7 +94,8 @@ class ReplyReader:
         if payload[0] == 0x74:
             single = len(payload) == 5
             ids = _read_one(payload) if single else unpack_ids(memoryview(payload)[1:])
-            return self._reply.tokens(ids) or self._enough()
+            tokens = self._tokens or self._first
+            return tokens(ids) or self._enough()
         kind, body = payload[:1], payload[1:]
         if kind == b"b":
             self._reply.begin(_decode_started(body))
@@ -106,6 +108,11 @@ class ReplyReader:
         else:
             raise ValueError(f"unknown reply item {kind!r}")
         return True
+
+    def _first(self, ids: Sequence[int]) -> bool:
+        going_on = self._reply.tokens(ids)
+        self._tokens = self._reply.settled().tokens
+        return going_on
 
     def _enough(self) -> bool:
         self.complete = True

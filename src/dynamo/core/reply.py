@@ -42,6 +42,10 @@ class Reply(ABC):
     def finish(self, end: Finish) -> None:
         """The engine ended by itself."""
 
+    def settled(self) -> Reply:
+        """After the first tokens: who may be given the others directly, if they only pass here."""
+        return self
+
 
 Send = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]
 

@@ -39,9 +39,10 @@ class Request:
         self.keep_alive = keep_alive
         self.peer = peer
 
-    def header(self, name: str) -> str | None:
-        """The header's value; several of one name are joined by commas."""
-        value = self.headers.get(name.lower().encode("latin-1"))
+    def header(self, name: bytes) -> str | None:
+        """The header's value, by its name in lower case; several of one name are joined by
+        commas."""
+        value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
 

@@ -89,10 +89,7 @@ class Detokeniser(Reply):
         stop = end.stop_token
         if self._shown_stop and stop is not None and not self._show(stop):
             return
-        tail = self._decoder.flush()
-        if tail and not self._say(tail):
-            return
-        if self._release(sum(len(text) for text, _ in self._pieces)) and self._say_rest():
+        if self._plain or self._say_all():
             self._end(end, stop if stop in self._stop_ids else None)
 
     def _take(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
@@ -141,6 +138,12 @@ class Detokeniser(Reply):
             self._pieces[0] = (rest + text, logprobs)
         else:
             self._rest = rest
+
+    def _say_all(self) -> bool:
+        tail = self._decoder.flush()
+        if tail and not self._say(tail):
+            return False
+        return self._release(sum([len(text) for text, _ in self._pieces])) and self._say_rest()
 
     def _say_rest(self) -> bool:
         rest, self._rest = self._rest, ""

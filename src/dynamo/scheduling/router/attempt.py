@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from dynamo.core.clock import Clock
 from dynamo.core.reply import Extra, Reply
@@ -34,42 +33,32 @@ Follow = Callable[[Instance, GenerateRequest], Follower]
 """Called as the request goes to that worker."""
 
 
-class Tokens(Protocol):
-    """`Reply.tokens`."""
-
-    def __call__(self, ids: Sequence[int], extra: Extra | None = None) -> bool: ...
-
-
 class Attempt(Reply):
     """Passes everything on, and tells the followers and the policy's `ticket`, on which tokens are
-    counted; without a ticket the tokens after the first go straight to `reply`."""
+    counted."""
 
     __slots__ = (
         "_clock",
         "_followers",
-        "_onward",
         "_placed_s",
         "_reply",
+        "_tokens",
         "cached_tokens",
         "first_s",
         "ticket",
-        "tokens",
     )
-
-    tokens: Tokens
 
     def __init__(
         self, reply: Reply, followers: Sequence[Follower], ticket: Ticket | None, clock: Clock
     ) -> None:
         self._reply = reply
-        self._onward = reply.tokens
+        self._tokens = reply.tokens
         self._followers = followers
         self._clock = clock
         self._placed_s = clock.now()
         self.ticket = ticket
         self.cached_tokens = 0
         self.first_s: float | None = None
-        self.tokens = self._first
 
     def begin(self, started: Started) -> None:
         self.cached_tokens = started.cached_tokens
@@ -77,23 +66,24 @@ class Attempt(Reply):
             follower.began(started)
         self._reply.begin(started)
 
-    def _first(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
-        self.first_s = self._clock.now()
-        for follower in self._followers:
-            follower.first_token()
-        if self.ticket is None:
-            self.tokens = self._onward
-            return self._onward(ids, extra)
-        self.ticket.first_token()
-        self.tokens = self._count
-        return self._count(ids, extra)
-
-    def _count(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+        if self.first_s is None:
+            self._first()
         ticket = self.ticket
         if ticket is not None:
             ticket.emitted += len(ids)
-        onward = self._onward  # calling a slot directly is slower in CPython 3.11
-        return onward(ids, extra)
+        send = self._tokens  # calling a slot directly is slower in CPython 3.11
+        return send(ids, extra)
+
+    def settled(self) -> Reply:
+        return self._reply if self.ticket is None else self
+
+    def _first(self) -> None:
+        self.first_s = self._clock.now()
+        for follower in self._followers:
+            follower.first_token()
+        if self.ticket is not None:
+            self.ticket.first_token()
 
     def finish(self, end: Finish) -> None:
         for follower in self._followers:
