@@ -41,10 +41,10 @@ answers.
 MORE = """
 Beside these, in one process and on every test run: events lost, doubled and out of order
 (`tests/conformance`, `tests/faults/test_index_truth.py`), any deaths at any token
-(`tests/unit/scheduling/test_migration.py`), cut, half-open and delayed connections
-and single streams that get lost (`tests/faults/test_wires.py`), frozen against slow workers on
-virtual time (`tests/unit/runtime/test_watch.py`), and minutes of a bad day, in which workers crash, the network
-breaks and clients leave many times over (`tests/simulation/test_day.py`; a whole day:
+(`tests/unit/scheduling/test_migration.py`), cut, half-open and delayed connections and single
+streams that get lost (`tests/faults/test_wires.py`), frozen against slow workers on virtual time
+(`tests/unit/runtime/test_watch.py`), and minutes of a bad day, in which workers crash, the
+network breaks and clients leave many times over (`tests/simulation/test_day.py`; a whole day:
 `benchmarks/day.py`).
 """
 
