@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -38,6 +40,7 @@ class IndexMachine(RuleBasedStateMachine):
     """Every worker behaves as an engine does: a block is held only with those above it."""
 
     budget = 1 << 30
+    remembers_holes = True
 
     @initialize()
     def begin(self) -> None:
@@ -45,29 +48,46 @@ class IndexMachine(RuleBasedStateMachine):
         self.tree = Tree()
         self.truth: dict[str, set[int]] = {worker: set() for worker in WORKERS}
 
-    @rule(worker=workers, path=paths, again=st.booleans())
-    def store(self, worker: str, path: list[int], again: bool) -> None:
+    @rule(worker=workers, path=paths, again=st.integers(-1, 12), piece=st.integers(1, 12))
+    def store(self, worker: str, path: list[int], again: int, piece: int) -> None:
+        """In events of `piece` blocks; from `again` on (-1: from the first that is not held)."""
         chain = self.tree.chain(path)
         held = self.truth[worker]
-        known = 0 if again else sum(block in held for block in chain)
-        if chain[known:]:
-            parent = chain[known - 1] if known else 0
-            self.index.store(worker, parent, chain[known:])
-            held.update(chain)
+        known = sum(block in held for block in chain)
+        start = known if again < 0 else min(again, known)
+        for at in range(start, len(chain), piece):
+            parent = chain[at - 1] if at else 0
+            self.index.store(worker, parent, chain[at : at + piece])
+        held.update(chain)
 
-    @rule(worker=workers, path=paths, keep=st.integers(0, 12))
-    def remove_below(self, worker: str, path: list[int], keep: int) -> None:
-        """A subtree, tails first."""
+    @rule(worker=workers, path=paths, keep=st.integers(0, 12), piece=st.integers(1, 12))
+    def remove_below(self, worker: str, path: list[int], keep: int, piece: int) -> None:
+        """A subtree, tails first, in events of `piece` blocks."""
+        order = self.below(worker, path, keep)
+        for at in range(0, len(order), piece):
+            self.index.remove(worker, order[at : at + piece])
+        self.truth[worker].difference_update(order)
+
+    @rule(
+        worker=workers, path=paths, keep=st.integers(0, 12), seed=st.randoms(use_true_random=False)
+    )
+    def remove_in_disorder(
+        self, worker: str, path: list[int], keep: int, seed: random.Random
+    ) -> None:
+        order = self.below(worker, path, keep)
+        seed.shuffle(order)
+        first = len(order) // 2 if self.remembers_holes else 0
+        self.index.remove(worker, order[:first])
+        self.index.remove(worker, order[first:])
+        self.truth[worker].difference_update(order)
+
+    def below(self, worker: str, path: list[int], keep: int) -> list[int]:
         chain = self.tree.chain(path)
-        if keep >= len(chain):
-            return
-        gone = {chain[keep]}
+        gone = set(chain[keep : keep + 1])
         for block in sorted(self.tree.parents):
             if self.tree.parents[block] in gone:
                 gone.add(block)
-        order = [block for block in sorted(gone, reverse=True) if block in self.truth[worker]]
-        self.index.remove(worker, order)
-        self.truth[worker] -= gone
+        return [block for block in sorted(gone, reverse=True) if block in self.truth[worker]]
 
     @rule(worker=workers)
     def clear(self, worker: str) -> None:
@@ -104,6 +124,7 @@ class TightMachine(IndexMachine):
     """Under a budget of a few blocks the index knows less, never more, and stays below it."""
 
     budget = 6_000
+    remembers_holes = False
 
     def check_match(self, found: dict[str, int], expected: dict[str, int]) -> None:
         assert all(depth <= expected[worker] for worker, depth in found.items())
@@ -115,9 +136,27 @@ class TightMachine(IndexMachine):
             assert self.index.held(worker) <= held
 
 
+class HolesMachine(IndexMachine):
+    """Workers that keep what hangs under a block they gave up: less is believed, never more."""
+
+    @rule(worker=workers, path=paths, hole=st.integers(0, 11))
+    def make_hole(self, worker: str, path: list[int], hole: int) -> None:
+        block = self.tree.chain(path)[hole : hole + 1]
+        self.index.remove(worker, block)
+        self.truth[worker].difference_update(block)
+
+    def check_match(self, found: dict[str, int], expected: dict[str, int]) -> None:
+        assert all(depth <= expected.get(worker, 0) for worker, depth in found.items())
+
+    @invariant()
+    def every_block_is_known(self) -> None:
+        pass
+
+
 TestIndex = IndexMachine.TestCase
 TestTightIndex = TightMachine.TestCase
-for case in (TestIndex, TestTightIndex):
+TestIndexWithHoles = HolesMachine.TestCase
+for case in (TestIndex, TestTightIndex, TestIndexWithHoles):
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 

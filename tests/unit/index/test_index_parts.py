@@ -8,13 +8,14 @@ import pytest
 from tests.unit.index.conftest import chain
 
 from dynamo.core.errors import ConfigError
-from dynamo.scheduling.index.kv_index import BLOCK_BYTES, KvIndex
+from dynamo.scheduling.index.kv_index import KvIndex
 from dynamo.scheduling.index.remote import pack_hashes, unpack_hashes
 from dynamo.scheduling.index.snapshot import copy_index, read_index, restore_index, save_index
+from dynamo.scheduling.index.worker_sets import WorkerSets
 
 
 def test_cold_branches_go_first_and_shared_beginnings_last() -> None:
-    index = KvIndex(BLOCK_BYTES * 900)
+    index = KvIndex(12_000)
     stem = chain(0, 100)
     index.store("a", 0, stem)
     branches = [chain(number, 100) for number in range(1, 5)]
@@ -40,11 +41,21 @@ def test_dead_workers_leave_nothing_behind() -> None:
     for _ in range(400):
         index.remove("nobody", ())
     assert index.blocks == index.bytes_used == 0
-    assert index.number("new") < 40
+
+
+def test_bits_of_forgotten_workers_are_used_again() -> None:
+    sets = WorkerSets()
+    first, second = sets.bit("a"), sets.bit("b")
+    assert sets.drop("a") == first
+    assert sets.bit("c") not in (first, second)
+    sets.forget(first)
+    assert sets.bit("d") == first
+    assert sets.known("a") == 0
+    assert sets.members(first | second) == ["d", "b"]
 
 
 def test_a_chain_that_names_itself_does_no_harm() -> None:
-    index = KvIndex(BLOCK_BYTES * 20)
+    index = KvIndex(2_400)
     index.store("a", 5, [5])
     index.store("a", 5, [5, 6, 5, 6])
     for number in range(20):

@@ -70,7 +70,7 @@ async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) ->
 
 
 async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) -> None:
-    chains = [tuple(chain(number, 500)) for number in range(40)]
+    chains = [tuple(chain(number, 500)) for number in range(200)]
     held = [BlocksStored(0, one) for one in chains]
     publisher = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: held)
     view = CacheView(runtime.clock)
@@ -80,12 +80,12 @@ async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) 
         while not view.heard["dump"]:
             await asyncio.sleep(0)
         publisher.removed(chains[0][::-1])
-        while view.index.blocks < 39 * 500 or view.heard["removed"] < 500:
+        while view.index.blocks < 199 * 500 or view.heard["removed"] < 500:
             turns += 1
             await asyncio.sleep(0)
     assert turns > 2
     assert view.overlaps(chains[0]) == {}
-    assert view.overlaps(chains[39]) == {"a": 500}
+    assert view.overlaps(chains[199]) == {"a": 500}
     view.close()
 
 

@@ -7,115 +7,159 @@ A worker holds a run up to some depth, because whoever holds a block holds those
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Final
 
-RUN_BYTES: Final = 400
+RUN_BYTES: Final = 440
 RUN_BLOCK_BYTES: Final = 9
 HOLDER_BYTES: Final = 320
 """Upper bounds: of a run, of a block in it, of a worker beyond the first that holds it."""
 
-Level = tuple[int, int, tuple[str, ...]]
-"""(depth, set, names): the workers that hold exactly so many blocks of a run."""
+SWEEP: Final = 0
+COPY: Final = 1
 
-Members = Callable[[int], tuple[str, ...]]
-"""The names of a set."""
+_INTS: Final = tuple(range(4_096))
+"""Ints that runs share: a copy of a run's ends then finds them in the processor's cache."""
 
 
 class Run:
-    """`name`: its number. `hashes`: the blocks, the first under `parent`. `before`, `after`:
-    neighbours in the order of last use."""
+    """`name`: its number. `hashes`: the blocks, the first under `parent`. `workers`: the set of
+    those that hold some of it. `doubtful`: it may repeat blocks that stand in another run, too.
+    `copied`: the last copy that is done with it. `before`, `after`: neighbours in the order of last
+    use."""
 
     __slots__ = (
-        "_depth",
-        "_depths",
-        "_levels",
+        "_end",
+        "_ends",
         "_owner",
+        "_start",
         "after",
         "before",
+        "copied",
+        "doubtful",
         "hashes",
         "name",
         "parent",
+        "workers",
     )
 
     before: Run
     after: Run
 
-    def __init__(self, name: int, parent: int, owner: int) -> None:
+    def __init__(self, name: int, parent: int, owner: str, worker: int) -> None:
         self.name = name
         self.parent = parent
         self.hashes = array("Q")
+        self.workers = worker
+        self.doubtful = False
+        self.copied = 0
+        self._start = 0
         self._owner = owner
-        self._depth = 0
-        self._depths: dict[int, int] | None = None
-        self._levels: tuple[Level, ...] | None = None
+        self._end = 0
+        self._ends: dict[str, int] | None = None
 
     @property
     def holders(self) -> int:
         """How many workers hold some of it."""
-        return 1 if self._depths is None else len(self._depths)
+        return 1 if self._ends is None else len(self._ends)
 
-    def depth(self, worker: int) -> int:
+    @property
+    def depths(self) -> Mapping[str, int]:
+        """Worker -> how many of its blocks it holds."""
+        ends, start = self._ends, self._start
+        if ends is None:
+            return {self._owner: self._end - start}
+        return {worker: end - start for worker, end in ends.items()}
+
+    def depth(self, worker: str) -> int:
         """How many of its blocks a worker holds."""
-        if self._depths is None:
-            return self._depth if worker == self._owner else 0
-        return self._depths.get(worker, 0)
+        ends, start = self._ends, self._start
+        if ends is None:
+            return self._end - start if worker == self._owner else 0
+        return ends.get(worker, start) - start
 
-    def hold(self, worker: int, depth: int) -> None:
-        """A worker holds so many of its blocks (0: none)."""
-        self._levels = None
-        if self._depths is None:
-            if worker == self._owner:
-                self._depth = depth
-                return
-            self._depths = {self._owner: self._depth} if self._depth else {}
+    def hold(self, name: str, worker: int, depth: int) -> None:
+        """A worker (`worker`: as a set) holds so many of its blocks (0: none)."""
         if depth:
-            self._depths[worker] = depth
+            self.workers |= worker
         else:
-            self._depths.pop(worker, None)
+            self.workers &= ~worker
+        end = self._start + depth
+        if end < len(_INTS):
+            end = _INTS[end]
+        if self._ends is None:
+            if name == self._owner:
+                self._end = end
+                return
+            self._ends = {self._owner: self._end} if self._end > self._start else {}
+        if depth:
+            self._ends[name] = end
+        else:
+            self._ends.pop(name, None)
+
+    def grow(self, hashes: Sequence[int]) -> None:
+        """Its only holder holds these after what there is."""
+        self.hashes.extend(hashes)
+        end = self._start + len(self.hashes)
+        if self._ends is None:
+            self._end = end
+        else:
+            for name in self._ends:
+                self._ends[name] = end
 
     def deepest(self) -> int:
         """How many of its blocks are held by anybody."""
-        if self._depths is None:
-            return self._depth
-        return max(self._depths.values(), default=0)
+        if self._ends is None:
+            return self._end - self._start
+        return max(self._ends.values(), default=self._start) - self._start
 
     def cut(self, length: int) -> Sequence[int]:
         """Nobody is to hold more than `length` blocks; those that go, tails first."""
         gone = self.hashes[length:]
         del self.hashes[length:]
-        self._levels = None
-        self._depth = min(self._depth, length)
-        for worker, depth in list((self._depths or {}).items()):
-            if depth > length:
-                self.hold(worker, length)
+        most = self._start + length
+        self._end = min(self._end, most)
+        if self._ends is not None:
+            self._ends.update((name, most) for name, end in self._ends.items() if end > most)
         gone.reverse()
         return gone
 
-    def forget(self, dropped: int) -> None:
-        """Workers of this set hold nothing."""
-        for worker in [one for one in self.workers() if dropped >> one & 1]:
-            self.hold(worker, 0)
+    def merge(self, found: dict[str, int], start: int, most: int) -> dict[str, int]:
+        """`found` (worker -> overlap) and, of workers not in it, what they hold of the first `most`
+        blocks, `start` blocks of the prompt being above them."""
+        if start != self._start:
+            self._begin_at(start)
+        top = start + most
+        ends = self._ends
+        if ends is None:
+            found.setdefault(self._owner, min(self._end, top))
+            return found
+        if most < len(self.hashes):
+            here = {name: end if end < top else top for name, end in ends.items()}  # noqa: FURB136
+        else:
+            here = ends.copy()
+        if found:
+            here.update(found)
+        return here
 
-    def workers(self) -> Iterator[int]:
-        """The numbers of those that hold some of it."""
-        return iter((self._owner,) if self._depths is None else tuple(self._depths))
-
-    def levels(self, members: Members) -> Sequence[Level]:
-        """Who holds how much, the deepest first."""
-        if self._levels is None:
-            sets: dict[int, int] = {}
-            depths = {self._owner: self._depth} if self._depths is None else self._depths
-            for worker, depth in depths.items():
-                sets[depth] = sets.get(depth, 0) | 1 << worker
-            self._levels = tuple(
-                (depth, sets[depth], members(sets[depth])) for depth in sorted(sets, reverse=True)
-            )
-        return self._levels
+    def _begin_at(self, start: int) -> None:
+        """Ends are counted from the root, for matches to copy; where that is, a match tells."""
+        more = start - self._start
+        self._start = start
+        self._end += more
+        if self._ends is not None:
+            self._ends = {name: end + more for name, end in self._ends.items()}
 
     def place(self, block: int) -> int:
-        """Where a block of it stands."""
+        """Where a block of it stands. Raises ValueError."""
         return 0 if self.hashes[0] == block else self.hashes.index(block)
+
+    def follows(self, worker: str, block: int) -> int:
+        """The place right after a block of it, most likely the last that `worker` holds."""
+        depth = self.depth(worker)
+        if depth and self.hashes[depth - 1] == block:
+            return depth
+        return self.place(block) + 1
 
     def common(self, place: int, hashes: Sequence[int], start: int) -> int:
         """How many blocks from `place` on are those of `hashes` from `start` on; the first is. The
@@ -135,37 +179,38 @@ class Run:
 
 
 class Runs:
-    """All runs in the order of last use, and which blocks have runs below them. `named`: by
-    number."""
+    """All runs in the order of last use. `children`: block -> how many runs hang under it.
+    `named`: by number."""
 
     def __init__(self) -> None:
-        self._end = Run(-1, 0, -1)
+        self._end = Run(-1, 0, "", 0)
         self._end.before = self._end.after = self._end
-        self._children: dict[int, int] = {}
-        self._cursor = self._end
+        self._cursors = [self._end, self._end]
+        self.children: dict[int, int] = {}
         self._unused: list[int] = []
         self.named: list[Run] = []
         self.count = 0
 
-    def begin(self, parent: int, owner: int) -> Run:
-        """A new run, the warmest."""
-        run = Run(self._unused.pop() if self._unused else len(self.named), parent, owner)
+    def begin(self, parent: int, owner: str, worker: int) -> Run:
+        """A new run, the warmest. `worker`: `owner` as a set."""
+        name = self._unused.pop() if self._unused else len(self.named)
+        run = Run(name, parent, owner, worker)
         if run.name == len(self.named):
             self.named.append(run)
         else:
             self.named[run.name] = run
-        self._children[parent] = self._children.get(parent, 0) + 1
+        self.children[parent] = self.children.get(parent, 0) + 1
         self._link(run)
         self.count += 1
         return run
 
     def end(self, run: Run) -> None:
         """It is empty."""
-        left = self._children[run.parent] - 1
+        left = self.children[run.parent] - 1
         if left:
-            self._children[run.parent] = left
+            self.children[run.parent] = left
         else:
-            del self._children[run.parent]
+            del self.children[run.parent]
         self._unlink(run)
         self._unused.append(run.name)
         self.named[run.name] = self._end
@@ -182,7 +227,7 @@ class Runs:
         cut: by at most `count`. None: there is no run."""
         for _ in range(self.count):
             run = self._end.after
-            length = _without_children(run.hashes, self._children, count)
+            length = _without_children(run.hashes, self.children, count)
             if length < len(run.hashes):
                 return run, length
             self.touch(run)
@@ -191,16 +236,17 @@ class Runs:
         run = self._end.after
         return run, max(0, len(run.hashes) - count)
 
-    def begin_round(self) -> None:
-        """`next` begins with the coldest."""
-        self._cursor = self._end.after
+    def begin_round(self, walk: int) -> None:
+        """`next` begins with the coldest. `walk`: SWEEP or COPY, each goes its own way."""
+        self._cursors[walk] = self._end.after
 
-    def next(self) -> Run | None:
-        """Every run once, one a call, in spite of changes between the calls. None: that was all."""
-        run = self._cursor
+    def next(self, walk: int) -> Run | None:
+        """Every run, one a call, in spite of changes between the calls; one that was used meanwhile
+        comes again. None: that was all."""
+        run = self._cursors[walk]
         if run is self._end:
             return None
-        self._cursor = run.after
+        self._cursors[walk] = run.after
         return run
 
     def __iter__(self) -> Iterator[Run]:
@@ -215,8 +261,8 @@ class Runs:
         last.after = self._end.before = run
 
     def _unlink(self, run: Run) -> None:
-        if self._cursor is run:
-            self._cursor = run.after
+        if run in self._cursors:
+            self._cursors = [run.after if one is run else one for one in self._cursors]
         run.before.after, run.after.before = run.after, run.before
 
 

@@ -36,7 +36,7 @@ _decode = msgspec.msgpack.Decoder(_Snapshot).decode
 def copy_index(index: KvIndex) -> Sequence[_Chain]:
     """All that it knows at this moment, the coldest branches first."""
     return [
-        _Chain(parent, array("Q", hashes).tobytes(), holders)
+        _Chain(parent, array("Q", hashes).tobytes(), dict(holders))
         for parent, hashes, holders in index.chains()
     ]
 

@@ -52,23 +52,35 @@ class TieredIndex:
         if not lower:
             return {}
         workers = {name for index in lower.values() for name in index.workers} | device.keys()
+        places = {tier: _places(index, hashes) for tier, index in lower.items()}
+        shared = 0
+        for held in places.pop("shared", {}).values():
+            shared |= held
         found = {}
         for worker in workers:
-            counts = _walk(lower, worker, hashes, device.get(worker, 0))
+            own: dict[str, int] = {tier: held.get(worker, 0) for tier, held in places.items()}
+            counts = _walk({**own, "shared": shared}, device.get(worker, 0))
             if counts:
                 found[worker] = Below(**counts)
         return found
 
 
-def _walk(
-    lower: Mapping[Tier, KvIndex], worker: str, hashes: Sequence[int], start: int
-) -> dict[Tier, int]:
-    counts: dict[Tier, int] = {}
-    for block in hashes[start:]:
-        for tier, index in lower.items():
-            if index.is_held(block) if tier == "shared" else index.holds(worker, block):
+def _places(index: KvIndex, hashes: Sequence[int]) -> dict[str, int]:
+    """worker -> which of `hashes` it holds, a bit each."""
+    found: dict[str, int] = {}
+    for start, depths in index.spans(hashes):
+        for worker, end in depths.items():
+            found[worker] = found.get(worker, 0) | (1 << end) - (1 << start)
+    return found
+
+
+def _walk(places: Mapping[str, int], start: int) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    while True:
+        for tier, held in places.items():
+            if held >> start & 1:
                 counts[tier] = counts.get(tier, 0) + 1
                 break
         else:
             return counts
-    return counts
+        start += 1

@@ -1,0 +1,38 @@
+"""A flat map from block hash to a run's number: plain ints, so that the garbage collector has
+nothing to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+SHARDS: Final = 256
+"""Parts of the map. A dict that grows copies itself at once: in parts, each copy is short."""
+
+ANCHOR_BYTES: Final = 108
+"""Upper bound: 48 for its hash, up to 60 for its place in the map just after a part has grown."""
+
+
+class Anchors:
+    """`gets[block & 255](block)`: the number of the run that it stands in, or None."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self.gets: list[Callable[[int], int | None]] = [shard.get for shard in self._shards]
+        self.count = 0
+
+    def put(self, block: int, name: int) -> None:
+        """The block stands in this run; whatever was said of it before."""
+        shard = self._shards[block & 255]
+        before = len(shard)
+        shard[block] = name
+        self.count += len(shard) - before
+
+    def drop(self, blocks: Iterable[int], name: int) -> None:
+        """None of these stands in this run any more."""
+        shards = self._shards
+        for block in blocks:
+            shard = shards[block & 255]
+            if shard.get(block) == name:
+                del shard[block]
+                self.count -= 1
