@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from dynamo.cli.bar import Bar
 from dynamo.cli.bench_flags import bench_of, parser
 from dynamo.cli.bench_text import Progress, as_text, comparison
+from dynamo.cli.outputs import check_writable
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def _measure(found: argparse.Namespace) -> int:
 
     if found.picture:
         check_drawable()
+    check_writable(found.out, found.picture)
     bench = bench_of(found)
     results = _cases(found) if found.preset else [_one(found)]
     if found.out:
@@ -120,6 +122,7 @@ def _draw_files(found: argparse.Namespace) -> int:
     if not files or not found.picture:
         hint = "dynamo bench draw A.json [B.json ...] --picture FILE.png"
         raise ConfigError("result files and --picture are wanted", hint=hint)
+    check_writable(found.picture)
     _draw([_named(read_result(file), file) for file in files], found.picture)
     return 0
 

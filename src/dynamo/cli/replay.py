@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from dynamo.cli.bar import Bar
 from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.outputs import check_writable
 from dynamo.cli.parsing import Parser
 from dynamo.cli.replay_text import BAR_S, Progress, as_text
 from dynamo.core.errors import ConfigError
@@ -114,8 +114,7 @@ def run(arguments: Sequence[str]) -> int:
 
     if found.plot:
         check_drawable()
-    for path in (found.json, found.decisions, found.plot):
-        _check_writable(path)
+    check_writable(found.json, found.decisions, found.plot)
     plan = _plan(found, loaded)
     arrivals = Arrivals(found.speed, found.smear, found.seed)
     conversations = read_trace(found.trace, arrivals, found.rows)
@@ -193,15 +192,6 @@ def _with_defaults(loaded: Loaded) -> Engine:
         if (said := loaded.origins.get(key, "")).startswith("flag "):
             raise ConfigError(f"{said}: a replay has nothing that goes by it")
     return engine
-
-
-def _check_writable(path: str | None) -> None:
-    """Before the work, not after it. Raises `ConfigError`."""
-    if path in {None, "-"}:
-        return
-    target = Path(str(path))
-    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise ConfigError(f"cannot write {path}", hint="a file in a folder that is there")
 
 
 def _write(path: str, lines: Iterable[bytes]) -> None:

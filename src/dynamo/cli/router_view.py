@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.cli.outputs import check_writable
 from dynamo.cli.parsing import Parser
 from dynamo.cli.router_port import add_port, port_of
 
@@ -56,6 +57,7 @@ def _view(found: argparse.Namespace) -> int:
     from dynamo.application.routing_page import page
     from dynamo.operations.router_picture import draw
 
+    check_writable(found.html, found.picture)
     port = port_of(found)
     samples = port.samples()
     if found.seconds is not None and samples:

@@ -23,7 +23,7 @@ class Spoken(msgspec.Struct, frozen=True):
     """An error's body."""
 
     message: str = ""
-    hint: str = ""
+    hint: str | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -80,4 +80,4 @@ def _told(status: int, body: bytes) -> DynamoError:
         spoken = msgspec.json.decode(body, type=ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         spoken = Spoken(f"the server answered {status}")
-    return ERRORS.get(status, DynamoError)(spoken.message, hint=spoken.hint)
+    return ERRORS.get(status, DynamoError)(spoken.message, hint=spoken.hint or "")

@@ -1,0 +1,50 @@
+"""`dynamo router` before servers that answer as a frontend does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from dynamo.cli.router_view import run
+from dynamo.core.errors import ConfigError, InvalidRequest
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        error = {"message": "seconds: a number, not 'nan'", "param": "seconds", "hint": None}
+        body = json.dumps({"error": error}).encode()
+        self.send_response(400)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+def test_what_the_server_says_is_told(refusing: str) -> None:
+    with pytest.raises(InvalidRequest, match="a number, not 'nan'"):
+        run(["report", "--seconds", "nan", "--url", refusing])
+
+
+@pytest.mark.parametrize("flag", ["--html", "--picture"])
+def test_where_nothing_can_be_written_nobody_is_asked(flag: str, tmp_path: Path) -> None:
+    nobody = "http://127.0.0.1:1"
+    for path in (tmp_path, tmp_path / "none" / "a.png"):
+        with pytest.raises(ConfigError, match="cannot write"):
+            run(["view", flag, str(path), "--url", nobody])
