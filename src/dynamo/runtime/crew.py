@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ def kind_of(name: str) -> str:
 
 class Crew:
     """Starts, retires and replaces children. `children`: all of them, in order of their start;
-    `keep(child)` runs one to its end."""
+    `keep(child)` runs one to its end; `look()`: see whether other specs are wanted by now."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class Crew:
         make: Callable[[ProcessSpec], Child],
         keep: Callable[[Child], asyncio.Task[None]],
         drain_s: float,
+        look: Callable[[], Awaitable[None]],
     ) -> None:
+        self._look = look
         self._make = make
         self._keep = keep
         self._drain_s = drain_s
@@ -56,6 +58,10 @@ class Crew:
     def changed(self) -> None:
         """Some child reported something."""
         self._changed.set()
+
+    def want(self, specs: Sequence[ProcessSpec]) -> None:
+        """Those that come from now on in the place of others are to be so."""
+        self._specs |= {kind_of(spec.name): spec for spec in specs}
 
     async def retire(self, leaving: Sequence[Child]) -> None:
         """Stop these, each with time to drain; then they are killed."""
@@ -92,12 +98,15 @@ class Crew:
             await self._leave([self._named(name)], tell)
 
     async def restart(self, what: str, tell: Tell) -> None:
-        """Replace one child, or one after the other of a kind: the old one drains when the new one
-        serves. Raises `NotFound`; `ModelUnavailable` where a new one cannot start."""
+        """Replace one child, or one after the other of a kind, by what is wanted now: the old one
+        drains when the new one serves. Raises `NotFound`; `ModelUnavailable` where a new one
+        cannot start."""
         async with self._one_at_a_time:
+            await self._look()
             named = [child for child in self.children if child.spec.name == what]
             for old in named or self._of(what):
-                new = self._add(old.spec)
+                wanted = self._specs.get(kind_of(old.spec.name), old.spec)
+                new = self._add(replace(wanted, name=old.spec.name))
                 await self._serving(new)
                 await self.retire([old])
                 self._forget(old)

@@ -13,6 +13,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings.reload import Change, reloaded
 from dynamo.runtime.child import Child, ProcessSpec
+from dynamo.runtime.crew import Crew
 from dynamo.telemetry.logs import set_levels
 
 log = logging.getLogger(__name__)
@@ -25,41 +26,49 @@ Stamp = tuple[int, int, int]
 
 
 class Reload:
-    """Gives running processes what may change of their settings, and tells what may not. `file`:
-    looked at now and then; "" = none."""
+    """Gives running processes what may change of their settings, and tells what may not; those that
+    replace them get it all. `file`: looked at now and then; "" = none."""
 
     def __init__(self, read: Read, file: str = "") -> None:
         self._read = read
         self._file = file
+        self._seen: Stamp | None = None
         self._asked = asyncio.Event()
+        self._one_at_a_time = asyncio.Lock()
 
     def ask(self) -> None:
         """Read again soon, whether the file changed or not."""
         self._asked.set()
 
-    async def follow(self, children: Sequence[Child], clock: Clock) -> None:
+    async def follow(self, crew: Crew, clock: Clock) -> None:
         """For ever."""
-        seen = await clock.offload(stamp, self._file)
+        self._seen = await clock.offload(stamp, self._file)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S if self._file else None):
                     await self._asked.wait()
+            await self.look(crew, clock)
+
+    async def look(self, crew: Crew, clock: Clock) -> None:
+        """Read again, if somebody asked or the file changed."""
+        async with self._one_at_a_time:
             now = await clock.offload(stamp, self._file)
             asked = self._asked.is_set()
             self._asked.clear()
-            if asked or (now is not None and now != seen):
-                seen = now
-                await self._again(children, clock)
+            if asked or (now is not None and now != self._seen):
+                self._seen = now
+                await self._again(crew, clock)
 
-    async def _again(self, children: Sequence[Child], clock: Clock) -> None:
+    async def _again(self, crew: Crew, clock: Clock) -> None:
         try:
             specs = await clock.offload(self._read)
         except DynamoError as error:
             _refuse(error)
             return
+        crew.want(specs)
         wanted = {(spec.role, spec.stop_order): spec for spec in specs}
         changes: dict[str, Change] = {}
-        for child in children:
+        for child in crew.children:
             spec = wanted.get((child.spec.role, child.spec.stop_order))
             if spec is not None:
                 changes |= {one.key: one for one in _give(child, spec)}

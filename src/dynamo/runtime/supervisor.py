@@ -115,7 +115,8 @@ class Supervisor:
         self._line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
         self._tasks = Tasks()
         self._burials = Burials(settings)
-        self._crew = Crew(specs, self._child, self._start, settings.runtime.drain_s)
+        drain_s = settings.runtime.drain_s
+        self._crew = Crew(specs, self._child, self._start, drain_s, self._look)
         self._control = Control(self._crew, deployment.folder)
         self.children = self._crew.children
 
@@ -169,7 +170,11 @@ class Supervisor:
 
     async def _follow(self) -> None:
         if self._reload is not None:
-            await self._reload.follow(self.children, self._clock)
+            await self._reload.follow(self._crew, self._clock)
+
+    async def _look(self) -> None:
+        if self._reload is not None:
+            await self._reload.look(self._crew, self._clock)
 
     def _hung_up(self) -> None:
         if self._reload is None or (self._terminal and not has_terminal()):

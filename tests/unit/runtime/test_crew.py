@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
+from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks
 from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.control import Order, give
 from dynamo.runtime.crew import kind_of
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.exits import OUT_OF_MEMORY, describe_exit, oom_kills, starved
+from dynamo.runtime.reload import Reload
 from dynamo.runtime.supervisor import Supervisor
 
 Spec = Callable[..., ProcessSpec]
@@ -98,6 +102,30 @@ async def test_a_rolling_restart_leaves_nobody_unreplaced(
         assert said == ["worker-1 was replaced", "worker-2 was replaced"]
         assert sorted(names(supervisor)) == ["worker-1", "worker-2"]
         assert not before & {child.pid for child in supervisor.children}
+
+
+async def test_who_replaces_others_has_the_settings_of_now(
+    spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
+) -> None:
+    file, out = tmp_path / "file", io.StringIO()
+    file.write_text("1")
+
+    def read() -> list[ProcessSpec]:
+        engine = replace(Settings().engine, num_blocks=int(file.read_text()))
+        made = spec(
+            'print(start["settings"]["engine"]["num_blocks"], flush=True)\n' + SERVE, "worker"
+        )
+        return [replace(made, settings=replace(Settings(), engine=engine))]
+
+    reload = Reload(read, str(file))
+    async with serving(supervise(*read(), reload=reload, out=out)) as supervisor:
+        file.write_text("22")
+        await order(deployment, "restart", "worker")
+        await order(deployment, "scale", "worker", 0)
+        await order(deployment, "scale", "worker", 1)
+        assert all(child.ready for child in supervisor.children)
+    said = [line.rpartition(" ")[2] for line in out.getvalue().splitlines()]
+    assert said == ["1", "22", "22"]
 
 
 async def test_a_replacement_that_cannot_start_leaves_the_old_one(
