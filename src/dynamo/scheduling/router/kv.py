@@ -10,7 +10,6 @@ from typing import cast
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
-from dynamo.core.tasks import Tasks
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.router.labels import barred
@@ -49,10 +48,9 @@ class KvPolicy(Policy):
         self._clock = clock
         self._block_tokens = block_tokens
         self._name = name
-        self._tasks = Tasks()
         self._armed = False
         self._due: float | None = None
-        self._timer: asyncio.Task[None] | None = None
+        self._stop_timer: Callable[[], None] | None = None
         self.prepare: Prepare | None = None
         self.on_close: Callable[[], None] | None = None
         self._stop_listening = client.on_change(self._announced)
@@ -62,8 +60,11 @@ class KvPolicy(Policy):
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         loop = asyncio.get_running_loop()
-        out = frozenset(tried) | barred(self._client.instances, context)
-        if not self._client.instances.keys() - out:
+        instances = self._client.instances
+        out = frozenset(tried)
+        if context.metadata:
+            out |= barred(instances, context)
+        if not (instances.keys() - out if out else instances):
             raise NoWorkers(NOBODY, retry_after_s=1.0)
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
@@ -79,23 +80,23 @@ class KvPolicy(Policy):
         self._arm()
         try:
             return await arrival.decided
-        except asyncio.CancelledError:
+        except BaseException:
+            self.placement.withdraw(arrival)
             _give_back(arrival.decided)
             raise
-        finally:
-            self.placement.withdraw(arrival)
 
     async def close(self) -> None:
         self._stop_listening()
         self.placement.fleet.replace({})
         self._fail_stranded()
+        if self._stop_timer is not None:
+            self._stop_timer()
         if self.on_close is not None:
             self.on_close()
-        await self._tasks.close()
 
     def look_again(self) -> None:
         """A worker may have become freer, by what another router says."""
-        if len(self.placement):
+        if not self._armed and len(self.placement):
             self._arm()
 
     def _announced(self) -> None:
@@ -165,16 +166,15 @@ class KvPolicy(Policy):
 
     def _wait(self, due: float | None) -> None:
         """One timer, for the earliest moment that is of interest."""
-        if due is None or (self._timer is not None and self._due is not None and self._due <= due):
+        if due is None or (self._due is not None and self._due <= due):
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._stop_timer is not None:
+            self._stop_timer()
         self._due = due
-        self._timer = self._tasks.start(self._wake(due), "placement timer")
+        self._stop_timer = self._clock.call_at(due, self._wake)
 
-    async def _wake(self, due: float) -> None:
-        await self._clock.sleep_until(due)
-        self._timer = self._due = None
+    def _wake(self) -> None:
+        self._stop_timer = self._due = None
         if len(self.placement):
             self._arm()
 

@@ -56,24 +56,17 @@ class PredictedPrices(Prices):
         self._rates = [rate_of(book, harm, now) for book in books]
 
     def row(self, request: Arrival) -> list[float]:
-        tokens, eviction = request.prompt.tokens, self._eviction
-        overlaps, size = request.overlaps, request.block_tokens
-        if not overlaps:
-            return [
-                (-(-tokens // budget) * step + (own := token * tokens)) * weight
-                + eviction * own
-                + wait
-                for _, token, budget, step, weight, wait in self._rates
-            ]
-        held = overlaps.get
-        costs = []
-        for name, token, budget, step, weight, wait in self._rates:
-            new = tokens - held(name, 0) * size
-            if new < 1:
-                new = 1
-            own = token * new
-            costs.append((-(-new // budget) * step + own) * weight + eviction * own + wait)
-        return costs
+        tokens, size, eviction = request.prompt.tokens, request.block_tokens, self._eviction
+        held = request.overlaps.get
+        return [  # the terms written out: this runs once a worker and request
+            ((step if new <= budget else -(-new // budget) * step) + own) * weight
+            + eviction * own
+            + wait
+            for name, token, budget, step, weight, wait in self._rates
+            for left in [tokens - held(name, 0) * size]
+            for new in [left if left > 0 else 1]
+            for own in [token * new]
+        ]
 
     def moved(self, book: Book) -> int | None:
         at = super().moved(book)

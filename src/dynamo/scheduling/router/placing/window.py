@@ -18,7 +18,7 @@ class Row:
     """One waiting request with its costs. `at`: its best worker; `regret`: what not getting that
     would cost."""
 
-    __slots__ = ("_best", "_equals", "_second", "arrival", "at", "costs", "prices", "regret")
+    __slots__ = ("_equals", "_second", "arrival", "at", "costs", "prices", "regret")
 
     def __init__(self, arrival: Arrival, prices: Prices, rng: Random) -> None:
         self.arrival = arrival
@@ -36,19 +36,22 @@ class Row:
         before = self.costs[at]
         self.costs[at] = cost
         second = self._second
-        if at == self._best or self._equals or before <= second or cost <= second:
+        if self._equals or at == self.at or before <= second or cost <= second:
             self._rank(rng)
 
     def _rank(self, rng: Random) -> None:
         costs = self.costs
-        best = min(costs)
-        self._best = at = costs.index(best)
-        costs[at] = inf
-        self._second = second = min(costs)
-        costs[at] = best
-        self._equals = equals = second <= best + abs(best) * TIE
-        self.at = lowest(costs, rng) if equals else at
+        order = sorted(costs)  # quicker than to look for the lowest
+        best = order[0]
+        self._second = second = order[1] if len(order) > 1 else inf
         self.regret = second - best if second < inf else 0.0
+        limit = best + abs(best) * TIE
+        self._equals = second <= limit
+        if self._equals:
+            equal = [index for index, cost in enumerate(costs) if cost <= limit]
+            self.at = equal[int(rng.random() * len(equal))]
+        else:
+            self.at = costs.index(best)
 
 
 keenest = attrgetter("regret")
