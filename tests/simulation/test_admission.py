@@ -358,3 +358,24 @@ def test_who_leaves_the_queue_blocks_nobody() -> None:
             assert made.admission.places.free == 1
 
     run_virtually(main)
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "kv"])
+def test_a_promise_may_change_while_requests_come(mode: str) -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(), small(), mode) as made, Tasks() as tasks:
+            await made.offer(2 * CAPACITY, 10, Random(7))
+            assert not made.refused
+            made.admission.keep_to(Promise(ttft_s=2.0))
+            await made.offer(2 * CAPACITY, 40, Random(3))
+            assert len(made.refused) > CAPACITY * 20
+            made.admission.keep_to(Promise(worker_cap=1))
+            before = len(made.refused)
+            for _ in range(8):
+                tasks.start(made.one())
+            await clock.sleep(0.1)
+            assert {len(desk.held) for desk in made.admission.places.desks.values()} == {1}
+            assert len(made.refused) == before
+            await tasks.join()
+
+    run_virtually(main)

@@ -147,16 +147,18 @@ class DistributedRuntime:
             self.failure = error
         self.stopping.cancel()
 
-    def on_settings(self, listener: Callable[[Settings], None]) -> None:
-        """Call `listener` with the settings when some were changed while this process serves."""
+    def on_settings(self, listener: Callable[[Settings], None]) -> Callable[[], None]:
+        """Call `listener` with the settings when some were changed while this process serves. What
+        is returned ends that."""
         self._reloaded.append(listener)
+        return lambda: self._reloaded.remove(listener)
 
     def reload(self, settings: Settings) -> None:
         """From now on these hold, as far as they may change while a process serves."""
         if settings == self.settings:
             return
         self.settings = settings
-        for listener in self._reloaded:
+        for listener in tuple(self._reloaded):
             listener(settings)
 
     def adopt(self, served: Served) -> None:

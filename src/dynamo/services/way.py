@@ -58,6 +58,9 @@ class Way:
                 runtime.metrics,
             )
             held.callback(admission.close)
+            held.callback(
+                runtime.on_settings(lambda now: admission.keep_to(Promise.of(now.router)))
+            )
             loads = LoadView(runtime.clock)
             loads.on_report(admission.reported)
             await loads.follow(runtime.events, client.path.rsplit(".", 1)[0])

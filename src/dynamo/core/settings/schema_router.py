@@ -125,6 +125,7 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             flag="--ttft-slo",
             unit="seconds",
             ge=0,
+            reload=True,
         ),
     ] = 0.0
     max_queue_wait: Annotated[
@@ -135,6 +136,7 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             flag="--max-queue-wait",
             unit="seconds",
             ge=0,
+            reload=True,
         ),
     ] = 30.0
     max_worker_requests: Annotated[
@@ -143,6 +145,7 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "requests that one worker is given at a time; 0: as many as its engine works on",
             flag="--max-worker-requests",
             ge=0,
+            reload=True,
         ),
     ] = 0
     queue_order: Annotated[

@@ -60,14 +60,14 @@ class Admission(Operator):
         metrics: Registry | None = None,
     ) -> None:
         self.promise = promise or Promise()
-        self._promised_s = self.promise.ttft_s * (1 - RESERVE)
+        self._promised_s = inf
         self._client = client
         self._clock = clock
         self.places = Places(self.promise.worker_cap, clock.now)
         kept = policy.placement.fleet if isinstance(policy, KvPolicy) else None
         self._fleet = kept or Fleet()
-        self._keeps = kept is None and self._promised_s < inf
-        self._attendance = Attendance(clock, self.places, self._fleet, keeps=self._keeps)
+        self._alone = kept is None
+        self._attendance = Attendance(clock, self.places, self._fleet)
         self._attendance.on_left = self._release
         self._attendance.on_came = self._came
         self._queue: WaitingQueue[Ticket] = WaitingQueue(self.promise.order, self.promise.bound)
@@ -79,7 +79,7 @@ class Admission(Operator):
         self._stop_looking: Callable[[], None] | None = None
         self._declare(metrics or Registry())
         self._stop_listening = client.on_change(self._announced)
-        self._announced()
+        self.keep_to(self.promise)
 
     def _declare(self, registry: Registry) -> None:
         self._waiting = registry.gauge(
@@ -93,6 +93,15 @@ class Admission(Operator):
             "Requests turned away because what was promised could not be kept",
             ("reason",),
         )
+
+    def keep_to(self, promise: Promise) -> None:
+        """This holds from now on, but for `order` and `bound`, which are those of the beginning.
+        Who waits already has the old one."""
+        self.promise = promise
+        self._promised_s = promise.ttft_s * (1 - RESERVE)
+        self.places.cap = promise.worker_cap
+        self._attendance.keeps = self._alone and promise.ttft_s < inf
+        self._announced()
 
     def close(self) -> None:
         """Follow the workers no more. Who waits goes on."""
@@ -266,8 +275,8 @@ class Admission(Operator):
 
     def _announced(self) -> None:
         live = self._client.instances
-        if self._keeps:
-            self._fleet.replace(live)
+        if self._alone:
+            self._fleet.replace(live if self._attendance.keeps else {})
         self.places.announced(live, {book.name: book for book in self._fleet.books})
         if live:
             self._alone_s = None

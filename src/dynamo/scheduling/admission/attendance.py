@@ -52,17 +52,17 @@ class Attended(Held, Follower):
 
 
 class Attendance:
-    """`fleet`: books of the workers, kept here where `keeps` (where the policy does not).
+    """`fleet`: books of the workers, kept here while `keeps` (where the policy does not).
     `on_left` is called whenever a place became free, `on_came` whenever a request came to its
     worker, with what predicted its first token for (None: nothing was)."""
 
-    def __init__(self, clock: Clock, places: Places, fleet: Fleet, *, keeps: bool) -> None:
+    def __init__(self, clock: Clock, places: Places, fleet: Fleet) -> None:
         self.fleet = fleet
         self.on_left: Callable[[], None] = _nothing
         self.on_came: Callable[[GenerateRequest], float | None] = _nobody
         self._clock = clock
         self._places = places
-        self._keeps = keeps
+        self.keeps = False
         self._uncached = 1.0
         self._first_s = 0.0
         self._left_in_all = 0
@@ -77,7 +77,7 @@ class Attendance:
         held = Attended(self, worker, bound, need, now)
         held.predicted_s = self.on_came(request)
         self._places.take(worker, held, now)
-        book = self.fleet.get(worker) if self._keeps else None
+        book = self.fleet.get(worker) if self.keeps else None
         if book is not None:
             book.survey(now)
             name = f"{request.request_id}/{id(held)}"

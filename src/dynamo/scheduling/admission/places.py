@@ -123,8 +123,9 @@ class Desk:
 
 
 class Places:
-    """All desks. `free`: places in all; `idle`: workers that have nothing to do; `full`: workers
-    without a place."""
+    """All desks. `cap`: requests that any worker is given at a time (0: as many as its engine works
+    on), for all desks with the next `announced`; `free`: places in all; `idle`: workers that have
+    nothing to do; `full`: workers without a place."""
 
     def __init__(self, cap: int, now: Callable[[], float]) -> None:
         self.desks: dict[str, Desk] = {}
@@ -132,7 +133,7 @@ class Places:
         self.free = 0
         self.idle = 0
         self.full: frozenset[str] = frozenset()
-        self._cap = cap
+        self.cap = cap
         self._now = now
         self._typical = 0.0
         self._ends: list[float] = []
@@ -147,7 +148,7 @@ class Places:
             instance = live.get(name)
             desk.live = instance is not None
             if instance is not None:
-                desk.announce(engine_info(instance), self._cap)
+                desk.announce(engine_info(instance), self.cap)
                 desk.book = books.get(name)
             if not desk.live and not desk.held:
                 self._changed(name, desk, self._now())
