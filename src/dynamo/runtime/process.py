@@ -81,6 +81,9 @@ async def _run(
             await Process(runtime, parent).live(main)
     except DynamoError as error:
         return _failed(error, parent)
+    except OSError as error:  # the disk is full, say: what the machine lacks
+        log.error("process failed", extra={"fields": {"error": str(error)}})  # noqa: TRY400
+        return 1
     except Exception:  # the last line of defence: told, and restarted by the supervisor
         log.exception("process failed")
         return 1
