@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from tests.unit.router.stage import Stage
 
+from dynamo.scheduling.router.placing.costs import AffinityCost, TtftCost
 from dynamo.scheduling.router.placing.placement import Patience
 
 HASHES = list(range(1, 501))
@@ -130,3 +132,25 @@ def test_the_table_explains_the_choice() -> None:
     assert (best.worker, best.overlap_blocks) == ("b", 50)
     assert [one.cost for one in placed.table] == sorted(one.cost for one in placed.table)
     assert set(best.terms) == {"queue", "prefill", "harm", "eviction"}
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_prompts_that_begin_alike_and_come_at_once_know_of_each_other(threshold: float) -> None:
+    stage = Stage(4, AffinityCost(), threshold=threshold)
+    for _ in range(8):
+        stage.submit(160, HASHES[:10])
+    assert len(stage.place()) == 8
+    assert len(set(stage.view.routes)) == 1
+
+
+def test_who_waited_is_placed_by_what_workers_hold_now() -> None:
+    stage = Stage(2, TtftCost(), threshold=1.0)
+    busy = [stage.busy(name, 20_000) for name in stage.names]
+    stage.submit(8_000, HASHES)
+    assert stage.place() == {}
+    stage.view.caches["b"] = set(HASHES)
+    stage.now += 5
+    for active in busy:
+        stage.placement.first_token(active, stage.now)
+    stage.place()
+    assert stage.view.routes == ["b"]

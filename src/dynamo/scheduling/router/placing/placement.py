@@ -104,6 +104,7 @@ class Placement:
         self._select = select
         self._patience = patience or Patience()
         self._threshold = threshold
+        self._begun: set[int] = set()
         self._waiting = WaitingRoom(WaitingQueue(bound=UNBOUND) if queue is None else queue)
 
     def __len__(self) -> int:
@@ -141,6 +142,7 @@ class Placement:
         if not books or not any(map(self._eligible, self._waiting)):
             return []
         self.fleet.freshen(now)
+        self._begun.clear()
         joint = self.cost.joint and self._select is None and not self._threshold
         if joint and not (self._some_free(now) or self._overdue(next(iter(self._waiting)), now)):
             self._waiting.settle()
@@ -210,6 +212,7 @@ class Placement:
         return [book for book in books if book.instance.id not in barred] if barred else books
 
     def _alone(self, arrival: Arrival, common: Prices, now: float) -> Placed | None:
+        self._look(arrival, now)
         prices = self._prices_for(arrival, common, now)
         costs = prices.row(arrival)
         if self._select is None:
@@ -275,10 +278,17 @@ class Placement:
         return now - arrival.submitted_s >= self._patience.longest_s
 
     def _row(self, arrival: Arrival, common: Prices, now: float) -> Row:
-        if now - arrival.looked_s > self._patience.refresh_s:
-            arrival.looked_s = now
-            arrival.overlaps = self.view.overlaps(arrival.prompt.hashes)
+        self._look(arrival, now)
         return Row(arrival, self._prices_for(arrival, common, now), self._rng)
+
+    def _look(self, arrival: Arrival, now: float) -> None:
+        """At the caches again, where that was long ago or a prompt that begins alike went out in
+        this round."""
+        hashes = arrival.prompt.hashes
+        late = now - arrival.looked_s > self._patience.refresh_s
+        if late or (hashes and hashes[0] in self._begun):
+            arrival.looked_s = now
+            arrival.overlaps = self.view.overlaps(hashes)
 
     def _prices_for(self, arrival: Arrival, common: Prices, now: float) -> Prices:
         return self.cost.prices(self._books_for(arrival), now) if arrival.barred else common
@@ -295,5 +305,6 @@ class Placement:
         book.place(active, now)
         self.cost.placed(active)
         self.view.routed(book.name, arrival.prompt.hashes)
+        self._begun.update(arrival.prompt.hashes[:1])
         self._waiting.leave(arrival, now)
         return Placed(arrival, active, table, len(prices.books))
