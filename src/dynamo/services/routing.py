@@ -34,11 +34,21 @@ from dynamo.services.index_view import open_view
 COMPOSITE = "composite"
 WATCHED = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
+LEAST_KNOWN_LAST = ("exact", "stale", "approximate")
 
 
 def moves_subject(namespace: str, model: str) -> str:
     """Where routers tell each other what they send out."""
     return f"{namespace}.router/{quote(model, safe='')}"
+
+
+def by_instance(views: Mapping[str, str]) -> dict[str, str]:
+    """Of several data-parallel ranks the least that is known."""
+    found: dict[str, str] = {}
+    for name, view in views.items():
+        instance = name.partition("/")[0]
+        found[instance] = max(found.get(instance, view), view, key=LEAST_KNOWN_LAST.index)
+    return found
 
 
 class ModelRouting:
@@ -213,6 +223,6 @@ class Routing:
                 round(clock.wall() / EVERY_S) * EVERY_S,
                 [name for one in models for name in one.workers],
                 ChainMap(*(dict(one.loads) for one in models)),
-                views=ChainMap(*(dict(one.views()) for one in models)),
+                views=ChainMap(*(by_instance(one.views()) for one in models)),
                 waiting=self._waiting(),
             )

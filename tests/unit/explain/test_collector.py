@@ -135,3 +135,11 @@ def test_every_rule_says_what_to_do() -> None:
     for rule in RULES.values():
         assert rule.evidence.format(1.0)
         assert rule.advice.endswith(".")
+
+
+def test_what_nobody_looked_at_was_not_reachable() -> None:
+    """A mode that looks at no cache cannot say that routing lost nothing."""
+    report = collector_of(record(1, cache_hit_ratio=0.4, reachable_ratio=None)).report()
+    cache = report.aggregated_metrics["cache_hit"]
+    assert cache["hit"] == 0.4
+    assert not {"reachable", "routing_loss"} & cache.keys()

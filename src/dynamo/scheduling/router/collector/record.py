@@ -7,10 +7,10 @@ import msgspec
 
 class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """`timestamp`: Unix time. Ratios are shares of the prompt's blocks: held by the worker that was
-    chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`), and ever computed before by
-    anybody (`seen_ratio`; None = not known); of its tokens those that the engine found in the end
-    (`achieved_ratio`). `decision_latency`: seconds, waiting in the router included; `worker_load`:
-    requests at the chosen worker; `ttft_s`: None = no token came."""
+    chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`; None = nobody looked), and
+    ever computed before by anybody (`seen_ratio`; None = not known); of its tokens those that the
+    engine found in the end (`achieved_ratio`). `decision_latency`: seconds, waiting in the router
+    included; `worker_load`: requests at the chosen worker; `ttft_s`: None = no token came."""
 
     timestamp: float
     request_id: str
@@ -20,7 +20,7 @@ class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     worker_load: float
     queue_length: int
     prompt_blocks: int = 1
-    reachable_ratio: float = 0.0
+    reachable_ratio: float | None = None
     seen_ratio: float | None = None
     achieved_ratio: float | None = None
     view: str = ""

@@ -83,25 +83,29 @@ def cache_hit(records: Records) -> dict[str, float]:
     eviction; what lies with another worker than the chosen one, to routing; the rest is cold."""
     blocks = sum(one.prompt_blocks for one in records)
     if not blocks:
-        return dict.fromkeys(("hit", "reachable", "routing_loss", "inexact"), 0.0)
+        return {"hit": 0.0, "inexact": 0.0}
     hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in records) / blocks
-    best = sum(one.reachable_ratio * one.prompt_blocks for one in records) / blocks
-    reachable = max(hit, best)
     inexact = sum(one.view in {"stale", "approximate"} for one in records) / len(records)
-    found = {
-        "hit": hit,
-        "reachable": reachable,
-        "routing_loss": reachable - hit,
-        "inexact": inexact,
-    }
-    found |= _achieved(records)
+    found = {"hit": hit, "inexact": inexact, **_reachable(records), **_achieved(records)}
     known = [one for one in records if one.seen_ratio is not None]
     if known:
         of = sum(one.prompt_blocks for one in known)
         seen = sum((one.seen_ratio or 0.0) * one.prompt_blocks for one in known) / max(of, 1)
+        reachable = found.get("reachable", hit)
         seen = max(seen, reachable)
         found |= {"seen": seen, "eviction_loss": seen - reachable, "cold": 1.0 - seen}
     return found
+
+
+def _reachable(records: Records) -> dict[str, float]:
+    """What the best holders held, of prompts of which somebody looked who holds them."""
+    known = [one for one in records if one.reachable_ratio is not None]
+    of = sum(one.prompt_blocks for one in known)
+    if not of:
+        return {}
+    hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in known) / of
+    best = sum((one.reachable_ratio or 0.0) * one.prompt_blocks for one in known) / of
+    return {"reachable": max(hit, best), "routing_loss": max(0.0, best - hit)}
 
 
 def _achieved(records: Records) -> dict[str, float]:

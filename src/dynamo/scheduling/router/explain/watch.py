@@ -112,7 +112,7 @@ class RoutingWatch(Observer):
                 worker_load=load,
                 queue_length=queue,
                 prompt_blocks=blocks or outcome.prompt_tokens // BLOCK_TOKENS,
-                reachable_ratio=decision.best_overlap_blocks / blocks if blocks else cached,
+                reachable_ratio=decision.best_overlap_blocks / blocks if blocks else None,
                 seen_ratio=seen / blocks if blocks else None,
                 achieved_ratio=cached,
                 view=decision.view,
