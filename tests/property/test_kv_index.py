@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+from collections.abc import Generator
+from itertools import islice
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dynamo.scheduling.index.kv_index import KvIndex
+from dynamo.scheduling.index.kv_index import Chain, KvIndex
 
 WORKERS = [f"w{number}" for number in range(6)]
 workers = st.sampled_from(WORKERS)
@@ -47,6 +50,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = KvIndex(self.budget)
         self.tree = Tree()
         self.truth: dict[str, set[int]] = {worker: set() for worker in WORKERS}
+        self.copy: Generator[Chain, None, None] | None = None
 
     @rule(worker=workers, path=paths, again=st.integers(-1, 12), piece=st.integers(1, 12))
     def store(self, worker: str, path: list[int], again: int, piece: int) -> None:
@@ -93,6 +97,24 @@ class IndexMachine(RuleBasedStateMachine):
     def clear(self, worker: str) -> None:
         self.index.clear(worker)
         self.truth[worker].clear()
+        if self.copy is not None:
+            self.copied.pop(worker, None)
+            self.expected.pop(worker, None)
+
+    @rule(steps=st.integers(1, 4))
+    def copy_on(self, steps: int) -> None:
+        """Some steps of a copy; once it is complete, it is what was known as it began."""
+        if self.copy is None:
+            self.copy = self.index.copy()
+            self.expected = {worker: self.index.held(worker) for worker in WORKERS}
+            self.copied: dict[str, set[int]] = {worker: set() for worker in WORKERS}
+        for _, hashes, holders in islice(self.copy, steps):
+            for worker, depth in holders.items():
+                if worker in self.copied:
+                    self.copied[worker].update(hashes[:depth])
+        if inspect.getgeneratorstate(self.copy) == inspect.GEN_CLOSED:
+            assert self.copied == self.expected
+            self.copy = None
 
     @rule()
     def sweep(self) -> None:

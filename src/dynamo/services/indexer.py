@@ -7,12 +7,11 @@ import logging
 from dynamo.communication.requests import Outgoing
 from dynamo.core.errors import ProtocolError
 from dynamo.core.settings.schema import Settings
-from dynamo.core.settings.schema_index import Index
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.process import run_process
 from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, encode, unpack_hashes
-from dynamo.scheduling.index.snapshot import copy_index, read_index, restore_index, save_index
 from dynamo.scheduling.index.view_metrics import declare_view
+from dynamo.services.index_file import IndexFile
 from dynamo.services.index_view import follow_workers, new_view
 from dynamo.services.way import WORKER
 
@@ -33,8 +32,10 @@ class Indexer:
         self._view = new_view(runtime)
         declare_view(runtime.metrics, lambda: (self._view,))
         about = runtime.settings.index
+        self._file = IndexFile(about.file, self._view.block_tokens, runtime.clock)
         if about.file:
-            await self._restore(about)
+            blocks = await self._file.restore(self._view.index)
+            log.info("index restored", extra={"fields": {"blocks": blocks, "file": about.file}})
         namespace = runtime.namespace()
         await follow_workers(runtime, self._view, f"{namespace.name}.{WORKER}")
         component = namespace.component(INDEXER)
@@ -42,7 +43,7 @@ class Indexer:
         await component.endpoint(MODES).serve(self._modes)
         if about.file:
             runtime.tasks.start(self._forget_the_dead(), "restored workers")
-            runtime.tasks.start(self._keep_saving(about), "index file")
+            runtime.tasks.start(self._keep_saving(), "index file")
             runtime.at_shutdown(self._save_last)
         log.info("indexer serves", extra={"fields": {"blocks": self._view.index.blocks}})
 
@@ -59,31 +60,22 @@ class Indexer:
         del payload
         outgoing.send(encode(self._view.modes()))
 
-    async def _restore(self, about: Index) -> None:
-        packed = await self._runtime.clock.offload(read_index, about.file)
-        if packed is not None:
-            blocks = restore_index(self._view.index, packed, self._view.block_tokens)
-            log.info("index restored", extra={"fields": {"blocks": blocks, "file": about.file}})
-
     async def _forget_the_dead(self) -> None:
         """Workers of the file that nobody has heard of since are no more."""
         await self._runtime.clock.sleep(self._runtime.settings.runtime.lease_ttl)
         for worker in set(self._view.index.workers) - self._view.modes().keys():
             self._view.drop(worker)
 
-    async def _keep_saving(self, about: Index) -> None:
+    async def _keep_saving(self) -> None:
+        about = self._runtime.settings.index
         while True:
             await self._runtime.clock.sleep(about.save_every)
             try:
-                await self._save(about)
+                await self._file.save(self._view.index)
             except OSError as error:
                 fields = {"file": about.file, "error": str(error)}
                 log.warning("the index cannot be saved", extra={"fields": fields})
 
     async def _save_last(self, drain_s: float) -> None:
         del drain_s
-        await self._save(self._runtime.settings.index)
-
-    async def _save(self, about: Index) -> None:
-        view, offload = self._view, self._runtime.clock.offload
-        await offload(save_index, about.file, copy_index(view.index), view.block_tokens)
+        await self._file.save(self._view.index)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.index.conftest import chain
+from tests.unit.index.conftest import HandClock, chain
 
 from dynamo.core.errors import ConfigError
 from dynamo.scheduling.index.kv_index import KvIndex
 from dynamo.scheduling.index.remote import pack_hashes, unpack_hashes
-from dynamo.scheduling.index.snapshot import copy_index, read_index, restore_index, save_index
+from dynamo.scheduling.index.snapshot import restore, snapshot
 from dynamo.scheduling.index.worker_sets import WorkerSets
+from dynamo.services.index_file import IndexFile
+
+STEM, ONE, TWO = chain(0, 20), chain(1, 10), chain(2, 10)
 
 
 def test_cold_branches_go_first_and_shared_beginnings_last() -> None:
@@ -63,25 +66,49 @@ def test_a_chain_that_names_itself_does_no_harm() -> None:
     assert index.bytes_used <= index.budget_bytes
 
 
-def test_saved_and_restored(tmp_path: Path) -> None:
-    index, again = KvIndex(), KvIndex()
-    stem, one, two = chain(0, 20), chain(1, 10), chain(2, 10)
-    index.store("a", 0, stem + one)
-    index.store("b", 0, stem + two)
-    index.store("b", 0, (stem + one)[:25])
-    path = str(tmp_path / "folder" / "index.bin")
-    assert read_index(path) is None
-    save_index(path, copy_index(index), 16)
-    packed = read_index(path)
-    assert packed is not None
-    assert restore_index(again, packed, 16) == 40
-    for prompt in (stem + one, stem + two):
-        assert again.match(prompt) == index.match(prompt)
-    assert [one.name for one in (tmp_path / "folder").iterdir()] == ["index.bin"]
+@pytest.fixture
+def known() -> KvIndex:
+    index = KvIndex()
+    index.store("a", 0, STEM + ONE)
+    index.store("b", 0, STEM + TWO)
+    index.store("b", 0, (STEM + ONE)[:25])
+    return index
+
+
+async def test_saved_and_restored(tmp_path: Path, clock: HandClock, known: KvIndex) -> None:
+    again = KvIndex()
+    path = tmp_path / "folder" / "index.bin"
+    file = IndexFile(str(path), 16, clock)
+    assert await file.restore(again) == 0
+    await file.save(known)
+    assert await file.restore(again) == 40
+    for prompt in (STEM + ONE, STEM + TWO):
+        assert again.match(prompt) == known.match(prompt)
+    assert [one.name for one in path.parent.iterdir()] == ["index.bin"]
     with pytest.raises(ConfigError, match="16 tokens"):
-        restore_index(again, packed, 32)
+        await IndexFile(str(path), 32, clock).restore(again)
+
+
+@pytest.mark.parametrize("broken", [b"", b"?", b"\x01\0\0\0\x90", b"\x09\0\0\0\x92"])
+def test_what_is_no_snapshot_is_refused(broken: bytes) -> None:
     with pytest.raises(ConfigError, match="not a saved index"):
-        restore_index(again, b"?", 16)
+        list(restore(KvIndex(), broken, 16))
+
+
+def test_a_file_that_ends_early_is_refused(known: KvIndex) -> None:
+    packed = b"".join(snapshot(known, 16))
+    with pytest.raises(ConfigError, match="ends early"):
+        list(restore(KvIndex(), packed[:-3], 16))
+
+
+async def test_a_file_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, clock: HandClock, known: KvIndex
+) -> None:
+    path = tmp_path / "index.bin"
+    path.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        await IndexFile(str(path), 16, clock).save(known)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_hashes_travel_packed() -> None:

@@ -9,7 +9,7 @@ so the first block of a run and the last that a worker holds of it (anchors) are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 from dynamo.scheduling.index.anchors import ANCHOR_BYTES, Anchors
@@ -192,7 +192,7 @@ class KvIndex:
         """All that is known. A chain may come before the one that its parent stands in."""
         return filter(None, map(self._chain, self._runs))
 
-    def copy(self) -> Iterator[Chain]:
+    def copy(self) -> Generator[Chain, None, None]:
         """All that is known when the first is taken, about in the order of last use. Between two
         steps the index may change: what is to change is copied before. One copy at a time."""
         self._copies += 1

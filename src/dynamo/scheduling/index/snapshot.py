@@ -1,18 +1,29 @@
-"""An index on disk."""
+"""An index as bytes: frames, each made or read in about a millisecond, so that whoever saves or
+restores an index serves between them."""
 
 from __future__ import annotations
 
-import os
 from array import array
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Final
 
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.scheduling.index.kv_index import KvIndex
+from dynamo.scheduling.index.kv_index import Chain, KvIndex
 
-VERSION = 1
+VERSION: Final = 2
+FRAME_CHAINS: Final = 64
+FRAME_BLOCKS: Final = 4_096
+LENGTH_BYTES: Final = 4
+"""A frame is its length, little-endian, and msgpack: first a `_Head`, then lists of `_Chain`."""
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    block_tokens: int
 
 
 class _Chain(msgspec.Struct, frozen=True, array_like=True):
@@ -23,59 +34,74 @@ class _Chain(msgspec.Struct, frozen=True, array_like=True):
     holders: dict[str, int]
 
 
-class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    version: int
-    block_tokens: int
-    chains: tuple[_Chain, ...]
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Snapshot).decode
+_decode_head = msgspec.msgpack.Decoder(_Head).decode
+_decode_chains = msgspec.msgpack.Decoder(list[_Chain]).decode
 
 
-def copy_index(index: KvIndex) -> Sequence[_Chain]:
-    """All that it knows at this moment, the coldest branches first."""
-    return [
-        _Chain(parent, array("Q", hashes).tobytes(), dict(holders))
-        for parent, hashes, holders in index.chains()
-    ]
+def snapshot(index: KvIndex, block_tokens: int) -> Generator[bytes, None, None]:
+    """Frames that hold what the index knows when the second is taken, whatever changes between
+    them. One at a time of an index; close it if it is not exhausted."""
+    yield _frame(_Head(VERSION, block_tokens))
+    with closing(index.copy()) as chains:
+        while part := _part(chains):
+            yield _frame(part)
 
 
-def save_index(path: str, chains: Sequence[_Chain], block_tokens: int) -> None:
-    """Blocking: write a copy to a file, whole or not at all."""
-    target = Path(path).expanduser()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f"{target.name}.{os.getpid()}")
-    fresh.write_bytes(_encode(_Snapshot(VERSION, block_tokens, tuple(chains))))
-    fresh.replace(target)
-
-
-def read_index(path: str) -> bytes | None:
-    """Blocking: what `save_index` wrote; None where there is no such file."""
-    source = Path(path).expanduser()
-    return source.read_bytes() if source.exists() else None
-
-
-def restore_index(index: KvIndex, packed: bytes, block_tokens: int) -> int:
-    """Add what `save_index` wrote; how many blocks. Raises `ConfigError` for another version or
-    block size, and for what is no snapshot."""
+def restore(index: KvIndex, packed: bytes, block_tokens: int) -> Iterator[None]:
+    """Add what `snapshot` made, a frame a step. Raises `ConfigError` for another version or block
+    size, and for what is no snapshot."""
+    frames = _frames(packed)
     try:
-        found = _decode(packed)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not a saved index: {error}") from error
-    if found.version != VERSION or found.block_tokens != block_tokens:
+        head = _decode_head(next(frames, b""))
+        _check(head, block_tokens)
+        yield
+        for frame in frames:
+            for chain in _decode_chains(frame):
+                _add(index, chain)
+            yield
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
-            f"a saved index of version {found.version} and blocks of {found.block_tokens} tokens",
+            f"not a saved index: {error}", hint="delete the file: the index is learnt anew"
+        ) from error
+
+
+def _part(chains: Iterator[Chain]) -> list[_Chain]:
+    part: list[_Chain] = []
+    blocks = 0
+    for parent, hashes, holders in islice(chains, FRAME_CHAINS):
+        part.append(_Chain(parent, array("Q", hashes).tobytes(), dict(holders)))
+        blocks += len(hashes)
+        if blocks >= FRAME_BLOCKS:
+            break
+    return part
+
+
+def _frame(content: object) -> bytes:
+    packed = _encode(content)
+    return len(packed).to_bytes(LENGTH_BYTES, "little") + packed
+
+
+def _frames(packed: bytes) -> Iterator[memoryview]:
+    view, at = memoryview(packed), 0
+    while at < len(view):
+        start = at + LENGTH_BYTES
+        at = start + int.from_bytes(view[at:start], "little")
+        if at > len(view):
+            raise ValueError("it ends early")
+        yield view[start:at]
+
+
+def _check(head: _Head, block_tokens: int) -> None:
+    if head != _Head(VERSION, block_tokens):
+        raise ConfigError(
+            f"a saved index of version {head.version} and blocks of {head.block_tokens} tokens",
             hint=f"this one has version {VERSION} and blocks of {block_tokens}; delete the file",
         )
-    before = index.blocks
-    for chain in found.chains:
-        hashes = array("Q")
-        hashes.frombytes(chain.hashes)
-        for worker, depth in _deepest_first(chain.holders.items()):
-            index.store(worker, chain.parent, hashes[:depth])
-    return index.blocks - before
 
 
-def _deepest_first(holders: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return sorted(holders, key=lambda one: -one[1])
+def _add(index: KvIndex, chain: _Chain) -> None:
+    hashes = array("Q")
+    hashes.frombytes(chain.hashes)
+    for worker, depth in sorted(chain.holders.items(), key=lambda one: -one[1]):
+        index.store(worker, chain.parent, hashes[:depth])

@@ -1,0 +1,83 @@
+"""The file in which an indexer keeps its index over a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Final, TypeVar
+
+from dynamo.core.clock import Clock
+from dynamo.scheduling.index.kv_index import KvIndex
+from dynamo.scheduling.index.snapshot import restore, snapshot
+
+T = TypeVar("T")
+
+TURN_S: Final = 0.001
+"""Saving and restoring hold the loop about so long at a time."""
+
+
+class IndexFile:
+    """Reads and writes on threads; copies, encodes and takes in by turns with the rest of the
+    loop."""
+
+    def __init__(self, path: str, block_tokens: int, clock: Clock) -> None:
+        self._path = Path(path).expanduser()
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._saving = asyncio.Lock()
+
+    async def restore(self, index: KvIndex) -> int:
+        """Add what was saved; how many blocks. Raises `ConfigError` where that cannot be used."""
+        packed = await self._clock.offload(_read, self._path)
+        if packed is None:
+            return 0
+        before = index.blocks
+        steps = restore(index, packed, self._block_tokens)
+        while self._turn(steps) is not None:
+            await self._clock.sleep(0)
+        return index.blocks - before
+
+    async def save(self, index: KvIndex) -> None:
+        """The index as it is now, whole or not at all. Raises OSError."""
+        async with self._saving:
+            fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            file = await self._clock.offload(_open, fresh)
+            try:
+                await self._write(file, index)
+                await self._clock.offload(_finish, file, fresh, self._path)
+            except BaseException:
+                file.close()
+                fresh.unlink(missing_ok=True)
+                raise
+
+    async def _write(self, file: IO[bytes], index: KvIndex) -> None:
+        with closing(snapshot(index, self._block_tokens)) as frames:
+            while (part := self._turn(frames)) is not None:
+                await self._clock.offload(file.write, b"".join(part))
+
+    def _turn(self, steps: Iterator[T]) -> list[T] | None:
+        """What comes of a turn's steps; None: that was all."""
+        until = self._clock.now() + TURN_S
+        done: list[T] = []
+        for step in steps:
+            done.append(step)
+            if self._clock.now() >= until:
+                break
+        return done or None
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _finish(file: IO[bytes], fresh: Path, path: Path) -> None:
+    file.close()
+    fresh.replace(path)
+
+
+def _open(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
