@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from random import Random
-from types import TracebackType
 from typing import Any, Self
 
 from dynamo.communication.discovery import Discovery, open_discovery
@@ -184,12 +183,7 @@ class DistributedRuntime:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
     def at_shutdown(self, leave: Leave) -> None:

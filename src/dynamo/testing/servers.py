@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 START_S: Final = 20.0
@@ -77,12 +76,7 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
