@@ -137,7 +137,7 @@ class Predictions:
         for block in reversed(hashes):
             count = held[block]
             if count == 1:
-                del held[block]
+                held.pop(block)  # Counter's own `del` is slow
             else:
                 held[block] = count - 1
 
