@@ -38,6 +38,16 @@ def identity(card: ModelCard) -> ModelCard:
     return msgspec.structs.replace(card, tokenizer=tokenizer, engine=None, created=0, source="")
 
 
+def most_announced(cards: Sequence[ModelCard]) -> ModelCard:
+    """The card that most workers announce, so that one worker of another kind takes no model away
+    from those that serve it; of equals the newest."""
+    same: defaultdict[bytes, list[ModelCard]] = defaultdict(list)
+    for card in cards:
+        same[msgspec.json.encode(identity(card))].append(card)
+    found = max(same.values(), key=lambda alike: (len(alike), max(one.created for one in alike)))
+    return max(found, key=lambda one: one.created)
+
+
 class Catalogue:
     """A model is opened with its first card and again when all its workers have come to announce
     another; it stays open while its workers are away."""
@@ -103,7 +113,7 @@ class Catalogue:
         delay_s = RETRY_S
         try:
             while cards := self._cards[name]:
-                card = max(cards.values(), key=lambda one: one.created)
+                card = most_announced(list(cards.values()))
                 try:
                     await self._open_model(card)
                 except DynamoError as error:

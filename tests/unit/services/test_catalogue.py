@@ -14,7 +14,7 @@ from dynamo.core.settings import Settings
 from dynamo.models.card import ModelCard
 from dynamo.models.files import FileRef
 from dynamo.runtime import DistributedRuntime
-from dynamo.services.catalogue import Catalogue, identity
+from dynamo.services.catalogue import Catalogue, identity, most_announced
 
 CARD = ModelCard(
     names=("org/tiny",),
@@ -100,6 +100,12 @@ async def test_another_model_under_the_name_replaces_it_with_its_last_worker(
     await frontend.announce("a", None)
     await until(lambda: len(frontend.opened) == 2)
     assert frontend.opened[1] == OTHER
+
+
+def test_most_workers_decide_what_a_model_is() -> None:
+    older, newer = replace(CARD, created=3), replace(OTHER, created=9)
+    assert most_announced([CARD, newer, older]) == older
+    assert most_announced([older, newer]) == newer
 
 
 async def test_opening_is_tried_again(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
