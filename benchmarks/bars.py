@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+LOAD_BEFORE = os.getloadavg()[0]
+
 
 class Bars:
     """Collects them; tells them with everything else."""
@@ -24,6 +26,6 @@ class Bars:
     def tell(self, result: dict[str, Any], title: str) -> None:
         """Print everything as JSON, then a line a bar."""
         print(json.dumps(result, indent=1))
-        print(f"\n{title}, load {os.getloadavg()[0]:.1f} at the end")
+        print(f"\n{title}; load {LOAD_BEFORE:.1f} before, {os.getloadavg()[0]:.1f} after")
         for met, row in self._rows:
             print(f"  {'met   ' if met else 'MISSED'}  {row}")

@@ -113,6 +113,7 @@ async def storm(args: argparse.Namespace, url: str, killers: Sequence[Killer]) -
         "kills": {killer.name: len(killer.kills) for killer in killers},
         "workers_at_kill": dict(Counter(kill.ready for kill in killers[0].kills)),
         **gaps(found, killers[0].kills),
+        "first_ms": in_ms([one.first_s for one in found if one.times]),
         "client_late_ms": lag.figures(),
     }
 
