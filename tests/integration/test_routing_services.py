@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo.communication.requests import Outgoing
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router.remote import remote
@@ -150,6 +151,12 @@ async def test_a_mode_that_looks_at_nothing_says_so(house: House) -> None:
     frontend = await house.open("frontend", mode="round_robin")
     status, _, error = await ask(frontend.public_address, "/router/explain/x")
     assert (status, error["error"]["hint"]) == (404, "start with --router-mode kv")
+
+
+@pytest.mark.parametrize("role", ["frontend", "router"])
+async def test_a_selector_that_is_not_there_is_told_at_the_start(house: House, role: str) -> None:
+    with pytest.raises(ConfigError, match="nobody"):
+        await house.open(role, selector="nobody")
 
 
 async def test_the_adaptive_mode_shows_capacities(house: House) -> None:

@@ -27,6 +27,7 @@ from dynamo.scheduling.router.remote.messages import CHOOSE
 from dynamo.scheduling.router.remote.remote import RemotePolicy
 from dynamo.scheduling.router.replicas.follower import BookFollower
 from dynamo.scheduling.router.replicas.replicas import Replicas
+from dynamo.scheduling.router.selectors import make_selector
 from dynamo.sdk.declare import spec_of
 from dynamo.services.components import Router
 from dynamo.services.index_view import open_view
@@ -109,6 +110,10 @@ class Routing:
     """One for a process."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
+        """Raises `ConfigError` for a selector that cannot be had."""
+        about = runtime.settings.router
+        if about.mode == KV:
+            make_selector(about.selector, about.temperature, runtime.rng)
         self._runtime = runtime
         self._models: dict[str, ModelRouting] = {}
         self._cache_views: dict[str, CacheView] = {}
