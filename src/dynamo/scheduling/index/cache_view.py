@@ -147,9 +147,7 @@ class CacheView:
             found = self.tiers.device.match(hashes)
         else:
             found = dict(self._answers.get(hashes[-1], ())) if hashes else {}
-        for worker, depth in self._predictions.overlaps(hashes, self._clock.now()).items():
-            if depth > found.get(worker, 0):
-                found[worker] = depth
+        self._predictions.add_to(found, hashes, self._clock.now())
         return found
 
     def below(self, hashes: Sequence[int], overlaps: Mapping[str, int]) -> Mapping[str, Below]:

@@ -86,13 +86,18 @@ class Predictions:
             self._closing.remove(one)
             self._take_back(one)
 
-    def overlaps(self, hashes: Sequence[int], now: float) -> dict[str, int]:
-        """worker -> blocks of the longest prefix that is predicted there (> 0 only)."""
+    def add_to(self, found: dict[str, int], hashes: Sequence[int], now: float) -> None:
+        """Raise `found` (worker -> blocks of the longest prefix that it holds) to what is predicted
+        where that is more."""
         self.expire(now)
-        found = self._roots.get(hashes[0]) if hashes else None
-        if not found:
-            return {}
-        return {worker: _depth(held, hashes) for worker, held in found.items()}
+        workers = self._roots.get(hashes[0]) if hashes else None
+        if not workers:
+            return
+        size = len(hashes)
+        for worker, held in workers.items():
+            depth = found.get(worker, 0)
+            if depth < size and hashes[depth] in held:
+                found[worker] = _depth(held, hashes, depth + 1)
 
     def expire(self, now: float) -> None:
         """Forget what is not believed any more."""
@@ -142,12 +147,14 @@ class Predictions:
                 held[block] = count - 1
 
 
-def _depth(held: Counter[int], hashes: Sequence[int]) -> int:
-    """Blocks of the longest prefix in `held`, which holds the first. Gallops, then halves."""
-    low, high, size = 1, 2, len(hashes)
-    while high <= size and hashes[high - 1] in held:
-        low, high = high, 2 * high
-    high = min(high, size + 1)
+def _depth(held: Counter[int], hashes: Sequence[int], low: int) -> int:
+    """Blocks of the longest prefix in `held`, which holds the first `low`, and with each block
+    those above it. Gallops, then halves."""
+    size, step = len(hashes), 1
+    while low + step <= size and hashes[low + step - 1] in held:
+        low += step
+        step *= 2
+    high = min(low + step, size + 1)
     while high - low > 1:
         middle = (low + high) >> 1
         if hashes[middle - 1] in held:
