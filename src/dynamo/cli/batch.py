@@ -13,16 +13,16 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec.structs import replace
 
+from dynamo.cli.bar import Bar, drawn
 from dynamo.cli.batch_lines import Plan, Task, plan, read_tasks
 from dynamo.cli.batch_options import Options
-from dynamo.cli.fetch import Bar, names_of
+from dynamo.cli.fetch import names_of
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
 from dynamo_client import DynamoAPIError, DynamoClient, DynamoConfig, DynamoTimeoutError
 
 RETRIES = 6
 RETRY_DELAY_S = 0.25
-WIDTH = 30
 DEFAULT_LEVEL = "info"
 QUIET_LEVEL = "warn"
 INTERRUPTED = 130
@@ -43,9 +43,9 @@ def start(settings: Settings, options: Options) -> int:
     if settings.logging.level == DEFAULT_LEVEL:
         settings = replace(settings, logging=replace(settings.logging, level=QUIET_LEVEL))
     names_of(settings)
-    logs = Bar(sys.stderr, line=run.progress)
+    logs = Bar(sys.stderr)
     configure(settings.logging.level, settings.logging.format, "supervisor", logs)
-    prepare = preparation(settings, Bar(sys.stderr))
+    prepare = preparation(settings, logs)
     code = serve_while(settings, partial(run.drive, logs), prepare=prepare, logs=logs)
     run.tell()
     return code or run.code
@@ -85,7 +85,8 @@ class Run:
         for task in tasks:
             record = await self._answer(client, task)
             out.write(msgspec.json.encode(record) + b"\n")
-            bar("batch", self._ended, self._work.left)
+            if bar.due("batch", last=self._ended == self._work.left):
+                bar.show(self._progress())
 
     @property
     def _ended(self) -> int:
@@ -115,12 +116,10 @@ class Run:
         response = {"status_code": status}
         return {"custom_id": task.id, "response": response, "error": error}
 
-    def progress(self, what: str, done: int, total: int) -> str:
-        """One line."""
-        share = done / total
-        filled = "#" * round(share * WIDTH)
+    def _progress(self) -> str:
+        done, total = self._ended, self._work.left
         failed = f", {self.failed:,} failed" if self.failed else ""
-        return f"{what} [{filled:<{WIDTH}}] {share:4.0%}  {done:,} of {total:,}{failed}"
+        return f"batch {drawn(done / total)} {done / total:4.0%}  {done:,} of {total:,}{failed}"
 
     def tell(self) -> None:
         """The summary, on standard error."""

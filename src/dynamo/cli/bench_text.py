@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from dynamo.cli.bar import Bar, drawn
+
 if TYPE_CHECKING:
-    from dynamo.cli.bar import Bar
     from dynamo.operations.bench.compare import Difference
     from dynamo.operations.bench.figures import Result
     from dynamo.operations.bench.measure import Measurement
@@ -29,9 +30,8 @@ class Progress:
             return
         done = len(measurement.samples)
         self._bar.show(
-            self._share(done, seconds),
-            f"{seconds:.0f} s  {done} done  {measurement.in_flight} in flight  "
-            f"{measurement.texts / seconds:.0f} events/s",
+            f"{drawn(self._share(done, seconds))} {seconds:.0f} s  {done} done  "
+            f"{measurement.in_flight} in flight  {measurement.texts / seconds:.0f} events/s"
         )
 
     def _share(self, done: int, seconds: float) -> float:

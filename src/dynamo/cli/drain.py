@@ -27,7 +27,4 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Drain, and wait until it has left."""
     found = parser().parse(arguments)
-
-    from dynamo.runtime.control import Order
-
-    return give_order(Order("drain", found.name), found.deployment, found.timeout)
+    return give_order(found, "drain", found.name)

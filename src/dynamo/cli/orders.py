@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+from typing import Literal
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import DeadlineExceeded
-
-if TYPE_CHECKING:
-    from dynamo.runtime.control import Order
 
 WAIT_S = 120.0
 
@@ -27,19 +25,21 @@ def add_deployment(parser: Parser) -> None:
     )
 
 
-def give_order(order: Order, which: str | None, timeout_s: float) -> int:
+def give_order(
+    found: argparse.Namespace, do: Literal["scale", "drain", "restart"], name: str, count: int = 0
+) -> int:
     """Give it, and print what the deployment says until it is done."""
     from dynamo.cli.stop import choose
-    from dynamo.runtime.control import give
+    from dynamo.runtime.control import Order, give
     from dynamo.runtime.deployment import live_deployments
 
-    (deployment,) = choose(live_deployments(), which)
+    (deployment,) = choose(live_deployments(), found.deployment)
     try:
-        for said in give(order, deployment.folder, timeout_s):
+        for said in give(Order(do, name, count), deployment.folder, found.timeout):
             print(said, flush=True)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"{deployment.id} is not done after {timeout_s:g} s",
+            f"{deployment.id} is not done after {found.timeout:g} s",
             hint="it goes on by itself; `dynamo ps` shows how it stands",
         ) from None
     return 0

@@ -16,7 +16,7 @@ from dynamo.cli.bar import Bar
 from dynamo.cli.flags import add_settings, load_settings
 from dynamo.cli.outputs import check_writable
 from dynamo.cli.parsing import Parser
-from dynamo.cli.replay_text import BAR_S, Progress, as_text
+from dynamo.cli.replay_text import Progress, as_text
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Loaded
 
@@ -119,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
     arrivals = Arrivals(found.speed, found.smear, found.seed)
     conversations = read_trace(found.trace, arrivals, found.rows)
     total = sum(len(one.turns) for one in conversations)
-    with Bar(sys.stderr, BAR_S) as bar:
+    with Bar(sys.stderr) as bar:
         result, log = Replay(plan, Progress(bar, total)).run(conversations)
     if found.decisions:
         _write(found.decisions, map(msgspec.json.encode, log.placings))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dynamo.cli.bar import Bar, drawn
+
 if TYPE_CHECKING:
-    from dynamo.cli.bar import Bar
     from dynamo.operations.replay.figures import Result
     from dynamo.operations.replay.flight import FlightLog
 
-BAR_S = 0.1
 SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 COLUMNS = ("mean", "p50", "p90", "p99")
 
@@ -27,9 +27,8 @@ class Progress:
             return
         share = log.completed / self._total
         self._bar.show(
-            share,
-            f"{share:.0%}  {log.completed} done  {len(log.under_way)} in flight  "
-            f"{log.clock.now():.0f} s of virtual time",
+            f"{drawn(share)} {share:.0%}  {log.completed} done  {len(log.under_way)} in flight  "
+            f"{log.clock.now():.0f} s of virtual time"
         )
 
 

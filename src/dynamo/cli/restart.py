@@ -31,7 +31,4 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Restart, and wait until all are replaced."""
     found = parser().parse(arguments)
-
-    from dynamo.runtime.control import Order
-
-    return give_order(Order("restart", found.what), found.deployment, found.timeout)
+    return give_order(found, "restart", found.what)

@@ -110,7 +110,8 @@ def serve_http(
 ) -> int:
     """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from.
     `workers_only`: without the port, for frontends that run elsewhere."""
-    from dynamo.cli.fetch import Bar, names_of
+    from dynamo.cli.bar import Bar
+    from dynamo.cli.fetch import names_of
     from dynamo.services.launch import (
         Source,
         deployment_specs,

@@ -32,7 +32,4 @@ def run(arguments: Sequence[str]) -> int:
     kind, _, count = found.what.partition("=")
     if not (kind and count.isdecimal()):
         raise ConfigError(f"{found.what!r} is no KIND=COUNT", hint="e.g. dynamo scale worker=5")
-
-    from dynamo.runtime.control import Order
-
-    return give_order(Order("scale", kind, int(count)), found.deployment, found.timeout)
+    return give_order(found, "scale", kind, int(count))

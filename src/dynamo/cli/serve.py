@@ -105,7 +105,7 @@ def check(made: Plan) -> None:
 
 def serve(made: Plan, again: Callable[[], Plan], found: argparse.Namespace) -> int:
     """Start all of it. `again` makes the plan anew, of what the settings have become."""
-    from dynamo.cli.fetch import Bar
+    from dynamo.cli.bar import Bar
     from dynamo.services.graph import serve_graph
     from dynamo.services.launch import Source
     from dynamo.services.plan import process_specs

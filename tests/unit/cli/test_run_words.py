@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import run
-from dynamo.cli.fetch import CLEAR, Bar, bar_line
+from dynamo.cli.bar import CLEAR, Bar, bar_line
 from dynamo.cli.flags import load_settings
 from dynamo.core.settings import Settings
 
