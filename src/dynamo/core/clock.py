@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Executor
+from contextvars import copy_context
+from functools import cache, partial
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+THREADS = max(2, min(4, os.cpu_count() or 1))
+"""Of `offload`, in a process. Each that has encoded a long text keeps 3 MB for good, so there are
+fewer than `asyncio.to_thread` would start."""
 
 
 class Clock(ABC):
@@ -51,4 +59,12 @@ class SystemClock(Clock):
         await asyncio.sleep(max(0.0, when - time.monotonic()))
 
     async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.to_thread(work, *args, **kwargs)
+        call = partial(copy_context().run, work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(_threads(), call)
+
+
+@cache
+def _threads() -> Executor:
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(THREADS, "offload")
