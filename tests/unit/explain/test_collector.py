@@ -143,3 +143,14 @@ def test_what_nobody_looked_at_was_not_reachable() -> None:
     cache = report.aggregated_metrics["cache_hit"]
     assert cache["hit"] == 0.4
     assert not {"reachable", "routing_loss"} & cache.keys()
+
+
+def test_first_tokens_that_are_soon_anyway_are_no_alert_however_they_were_predicted() -> None:
+    def error(ttft_s: float, predicted_s: float) -> float:
+        records = [record(at, ttft_s=ttft_s, predicted_ttft_s=predicted_s) for at in range(30)]
+        metrics = collector_of(*records).report().aggregated_metrics
+        return metrics["latency"]["ttft_prediction_error"]
+
+    assert error(0.004, 0.023) == pytest.approx(0.19)
+    assert error(0.004, 0.404) == pytest.approx(4.0)
+    assert error(1.0, 2.5) == pytest.approx(1.5)

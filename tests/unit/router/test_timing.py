@@ -81,3 +81,17 @@ def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
         stage.placement.ended(active, stage.now)
     stage.fleet.freshen(stage.now)
     assert stage.fleet["b"].service_ms(1_000) == pytest.approx(2_000, rel=0.2)
+
+
+def test_prompts_that_share_a_step_are_predicted_together() -> None:
+    """Little by little they would be far apart, and the router goes on to weigh them so."""
+    stage = Stage(1)
+    book = stage.fleet["a"]
+    burst = [stage.busy("a", 100) for _ in range(20)]
+    last_s = burst[-1].due_s - stage.now
+    assert last_s == pytest.approx((book.service_ms(1_900) + book.service_ms(100)) * 1e-3)
+    assert last_s < (book.free_s - stage.now) / 4
+    alone = stage.busy("a", 20_000)
+    stage.now = book.free_s - 0.01
+    after = stage.busy("a", 100)
+    assert alone.due_s < after.due_s < stage.now + 0.01 + book.service_ms(200) * 1e-3

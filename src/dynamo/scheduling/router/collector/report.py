@@ -16,6 +16,9 @@ Records = Sequence[RoutingRecord]
 
 STEADY = 0.1
 """A change smaller than this share is none."""
+SOON_S = 0.1
+"""First tokens sooner than this are soon, however much sooner or later they were expected: an error
+in predicting them counts as a share of this."""
 HALF_LEAST = 5
 """Decisions that each half of a trend needs."""
 
@@ -53,9 +56,9 @@ def latency(records: Records) -> dict[str, float]:
     decisions = [one.decision_latency * 1e3 for one in records]
     firsts = [one.ttft_s * 1e3 for one in records if one.ttft_s is not None]
     errors = [
-        abs(one.predicted_ttft_s - one.ttft_s) / one.ttft_s
+        abs(one.predicted_ttft_s - one.ttft_s) / max(one.ttft_s, SOON_S)
         for one in records
-        if one.ttft_s and one.predicted_ttft_s is not None
+        if one.ttft_s is not None and one.predicted_ttft_s is not None
     ]
     return {
         **_spread("decision_ms", decisions),

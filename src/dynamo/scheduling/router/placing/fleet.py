@@ -238,8 +238,11 @@ class Book:
     def place(self, active: Active, now: float) -> None:
         """The request goes there now."""
         took_ms = self.service_ms(active.new_tokens)
-        begins = now + self.backlog_ms(now) * 1e-3
-        self.free_s = active.due_s = begins + took_ms * 1e-3
+        backlog_ms = together_ms = self.backlog_ms(now)
+        if self.open_count:  # what waits there shares its steps
+            together_ms = min(backlog_ms, self.service_ms(self.open_tokens))
+        self.free_s = now + backlog_ms * 1e-3 + took_ms * 1e-3
+        active.due_s = now + (together_ms + took_ms) * 1e-3
         self.open_count += 1
         self.open_tokens += active.new_tokens
         self.active[active.id] = active
