@@ -8,8 +8,9 @@ import json
 import os
 import resource
 import signal
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -155,38 +156,56 @@ async def frontend_killed(stage: Stage) -> str:
 
 async def hung_up(stage: Stage) -> str:
     """Clients that leave, mid-stream and before the first token."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(read(stage.port, Answer(key), body_of(key, 4000, 200), 50.0))
-            for key in range(12)
-        ]
-        await asyncio.sleep(0.5)
-        for task in tasks:
-            task.cancel()
-    names = ("running_requests", "waiting_requests", "active_blocks")
+    requests = ("running_requests", "waiting_requests")
 
-    def busy() -> float:
+    def held(*names: str) -> float:
         found = [stage.metrics(record) for record in stage.ready("worker")]
         return sum(one[f"dynamo_worker_{name}"] for one in found for name in names)
 
-    took = await stage.soon(lambda: not busy())
+    answers = [Answer(key) for key in range(12)]
+    begun, waiting = answers[:6], answers[6:]
+    async with asyncio.TaskGroup() as group:
+
+        def ask_all(some: list[Answer], words: int) -> list[asyncio.Task[None]]:
+            bodies = [(one, body_of(one.key, 2000, words)) for one in some]
+            return [group.create_task(read(stage.port, *about, 50.0)) for about in bodies]
+
+        tasks = ask_all(begun, 8)
+        for one in begun:
+            await one.begun.wait()
+        tasks += ask_all(waiting, 300)
+        await stage.soon(lambda: held(*requests) == 12)
+        for task in tasks:
+            task.cancel()
+    assert all(one.tokens for one in begun)
+    assert not any(one.tokens for one in waiting)
+    took = await stage.soon(lambda: not held(*requests, "active_blocks"))
     assert took < 2.0
-    return "every engine free, every block back"
+    return f"every engine free, every block back after {took:.1f} s"
 
 
 async def reads_nothing(stage: Stage) -> str:
-    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
-    data = json.dumps(body_of(99, 2000, 8)).encode()
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
-    )
-    writer.write(data)
+    """A small receive buffer and 16 choices: what is not read soon waits in the frontend."""
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", stage.port))
+        data = json.dumps(body_of(99, 1000, 8, n=16)).encode()
+        deaf.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(data), data)
+        )
+        said = await stage.unharmed(lambda: asyncio.sleep(0), tokens=200, pause_s=1.0)
+        deaf.setblocking(False)
+        got = sum(map(len, received(deaf)))
+    assert got < 64 << 10, f"{got} bytes were not held back"
+    return said
 
-    try:
-        return await stage.unharmed(lambda: asyncio.sleep(0), pause_s=1.0)
-    finally:
-        del reader
-        writer.close()
+
+def received(sock: socket.socket) -> Iterator[bytes]:
+    """What the kernel has of it."""
+    with suppress(BlockingIOError):
+        while data := sock.recv(1 << 16):
+            yield data
 
 
 async def poisoned(stage: Stage) -> str:
@@ -308,7 +327,7 @@ TABLE = (
     Fault("a worker is drained, another added", "its streams move at once", drained, quick=True),
     Fault("every worker and frontend is replaced under load", "no request fails", rolled),
     Fault("a frontend of two is killed", "its clients' connections end, nobody else's", frontend_killed, frontends=2),
-    Fault("clients hang up, before and after the first token", "the engines are free, every KV block is back", hung_up),
+    Fault("clients hang up, before and after the first token", "the engines are free, every KV block is back", hung_up, timing="constant:2,20"),
     Fault("a client reads nothing", "the others notice nothing", reads_nothing),
     Fault("a request that kills its worker", "500 poisoned_request after three deaths", poisoned, timing="constant:10,20"),
     Fault("etcd is killed for 8 s, a worker meanwhile", "requests go on; when it is back the dead one is gone", etcd_away, planes=("servers",)),
