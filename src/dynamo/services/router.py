@@ -19,7 +19,7 @@ from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.opening import open_policy
+from dynamo.scheduling.router.opening import KV, open_policy
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.remote.messages import (
     CHOOSE,
@@ -55,6 +55,8 @@ class Router:
         """Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         self._routing = Routing(runtime)
+        if (mode := runtime.settings.router.mode) != KV:
+            log.warning("frontends ask a router in mode kv alone", extra={"fields": {"mode": mode}})
         self._models: dict[str, Model] = {}
         self._chosen = runtime.metrics.counter(
             "dynamo_router_decisions_total", "Questions of frontends that this router answered"
