@@ -71,9 +71,9 @@ def test_what_was_seen_reachable_and_hit_is_counted() -> None:
     assert watch.explained.find("s")[0].outcome is not None
 
 
-def test_a_client_that_left_is_no_failure() -> None:
+def test_a_client_that_left_is_no_failure_nor_is_a_drained_worker() -> None:
     watch = RoutingWatch(SystemClock(), Registry())
-    for number, error in enumerate(("", "cancelled", "worker_failed")):
+    for number, error in enumerate(("", "cancelled", "worker_leaving", "worker_failed")):
         made = decision([])
         watch.decided(request(str(number)), made)
         watch.ended(request(str(number)), made, Outcome(None, 0.2, 0, 128, 0, error))
@@ -114,7 +114,7 @@ def test_seen_prefixes_are_bounded() -> None:
     seen = SeenPrefixes(kept=100, stride=1)
     for number in range(10_000):
         seen.add([number])
-    assert len(seen._new) + len(seen._old) <= 202
+    assert len(seen._new) + len(seen._old) + len(seen._oldest) <= 303
     assert seen.add([9_999]) == 1
     assert seen.add([1]) == 0
 

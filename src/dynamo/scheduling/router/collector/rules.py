@@ -22,8 +22,8 @@ RULES: Mapping[str, Rule] = {
     "failures": Rule(
         ("throughput", "failed_ratio"),
         0.01,
-        "{:.1%} of requests ended with an error",
-        "Look at the workers' logs: requests fail there.",
+        "{:.1%} of what was sent to workers failed there",
+        "Look at the logs of the workers, and of the supervisor if they die.",
     ),
     "queueing": Rule(
         ("throughput", "queue_length_mean"),

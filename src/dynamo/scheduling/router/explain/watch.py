@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from dynamo.core.clock import Clock
+from dynamo.core.errors import WorkerLeaving
 from dynamo.core.values import GenerateRequest
 from dynamo.scheduling.router.collector.collector import RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
@@ -15,7 +16,8 @@ from dynamo.scheduling.router.explain.explained import Explained
 from dynamo.scheduling.router.policy import Decision, Observer, Outcome
 from dynamo.telemetry import Registry
 
-UNFAILED = ("", "cancelled")
+UNFAILED = ("", "cancelled", WorkerLeaving.code)
+"""How a call ends that nothing is wrong with; a drained worker's goes on elsewhere."""
 BLOCK_TOKENS = 16
 """What a prompt is measured in where nobody looked at its blocks."""
 
@@ -94,8 +96,10 @@ class RoutingWatch(Observer):
     def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         worker = decision.instance.id
         load, queue, seen = self._open.pop(id(decision), (0, 0, 0))
-        self.active[worker] -= 1
-        if not self.active[worker]:
+        left = self.active[worker] - 1
+        if left:
+            self.active[worker] = left
+        else:
             del self.active[worker]
         if outcome.ttft_s is not None:
             self._cached.inc(outcome.cached_tokens)
