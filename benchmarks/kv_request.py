@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import random
 import statistics
@@ -35,6 +36,7 @@ from dynamo.core.values import BlocksStored, GenerateRequest, Load, Sampling, St
 from dynamo.core.virtual_time import VirtualClock, run_virtually
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
+from dynamo.runtime.process import GC_THRESHOLDS
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.explain.watch import RoutingWatch
 from dynamo.scheduling.router.kv import KvPolicy
@@ -108,7 +110,7 @@ class Scene:
         ]
         self.hashes = {ids: tuple(block_hashes(ids, BLOCK)) for ids in self.prompts}
         self.epochs = dict.fromkeys(self.workers.instances, 0)
-        self.told = 0
+        self.told = 0.0
 
     def plain(self, clock: VirtualClock) -> Router:
         """Picks without a look."""
@@ -180,6 +182,8 @@ def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, fl
     async def main(clock: VirtualClock) -> float:
         scene = Scene(clock, args, workers)
         router = scene.kv(clock) if kv else scene.plain(clock)
+        gc.collect()
+        gc.freeze()
         if args.calls:
             sys.setprofile(count)
         start = time.process_time()
@@ -187,6 +191,7 @@ def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, fl
         await run_all(scene.serve(clock, kv), *clients)
         took = time.process_time() - start
         sys.setprofile(None)
+        gc.unfreeze()
         return took
 
     return run_virtually(main) / args.requests * 1e6, calls / args.requests
@@ -204,6 +209,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     logging.disable()
+    gc.set_threshold(*GC_THRESHOLDS)
     for workers in args.workers:
         args.calls = True
         calls = measure(args, workers, kv=True)[1] - measure(args, workers, kv=False)[1]

@@ -215,7 +215,10 @@ class Routing:
         return moves_subject(self._runtime.settings.runtime.namespace, card.name)
 
     def _waiting(self) -> int:
-        return sum(one.waiting for one in self._models.values())
+        waiting = 0
+        for one in self._models.values():  # this runs once a request
+            waiting += one.waiting
+        return waiting
 
     async def _sample(self) -> None:
         """On every whole second, so that the samples of several processes can be laid together."""

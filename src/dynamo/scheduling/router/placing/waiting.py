@@ -4,7 +4,7 @@ looked at, and how many there may be."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from math import inf
 from typing import Generic, TypeVar
@@ -118,6 +118,13 @@ class WaitingQueue(Generic[T]):
         there = set(late)
         names = late + [name for _, name in self._sorted if name not in there]
         return [self._held[name][2] for name in names[:most]]
+
+    def in_turn(self, now: float) -> Iterator[T]:
+        """All that wait, each looked up when it is asked for: those before it may have left."""
+        if self._late(now):
+            return iter(self.in_order(now))
+        held = self._held
+        return (held[name][2] for _, name in self._sorted.copy())
 
     def wait_s(self) -> float:
         """About how long the last of the queue will wait, as places became free of late."""

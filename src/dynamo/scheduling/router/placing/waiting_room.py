@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dynamo.core.errors import DynamoError, Overloaded
 from dynamo.scheduling.router.placing.arrival import Arrival
@@ -37,11 +37,11 @@ class WaitingRoom:
             if self._fresh.pop(arrival.id, None) is None:
                 self._queue.pop(arrival.id, now)
 
-    def in_order(self, now: float) -> list[Arrival]:
-        """All that wait, first comes first."""
+    def in_order(self, now: float) -> Iterable[Arrival]:
+        """All that wait, first comes first. Who was given may leave before the next is taken."""
         if len(self._queue):
             self.settle()
-            return self._queue.in_order(now)
+            return self._queue.in_turn(now)
         fresh = list(self._fresh.values())
         if len(fresh) > 1:
             fresh.sort(key=lambda one: self._queue.place(rank_of(one)))
