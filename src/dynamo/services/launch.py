@@ -62,8 +62,11 @@ def open_service(role: str) -> Service:
 def run_child(role: str, settings: Settings | None = None, name: str = "") -> int:
     """Run one process of a deployment; returns its exit code. Without settings it takes them, and
     its name, from the supervisor on standard input, and dies with it."""
+    from dynamo.runtime.heap import keep_small
     from dynamo.runtime.process import run_process
 
+    if role != "worker":
+        keep_small()
     service = open_service(role)
     if settings is not None:
         return run_process(service.attach, settings, role, name)
