@@ -53,7 +53,13 @@ class Control:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Take orders from now on."""
+        """Take orders from now on, unless another supervisor of this deployment does."""
+        if _taken(self._folder):
+            log.warning(
+                "another supervisor of this deployment takes its orders",
+                extra={"fields": {"deployment": self._folder.name}},
+            )
+            return
         self._server = await asyncio.start_unix_server(
             self._serve, sock=_listening(self._folder), limit=LINE_BYTES
         )
@@ -113,6 +119,11 @@ def give(order: Order, folder: Path, timeout_s: float) -> Iterator[str]:
             if answer.done:
                 return
     raise NotFound(f"{folder.name} ended before it had obeyed")
+
+
+def _taken(folder: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe, _short(folder) as path:
+        return probe.connect_ex(path) == 0
 
 
 def _listening(folder: Path) -> socket.socket:

@@ -71,6 +71,17 @@ async def test_up_and_down(spec: Spec, supervise: Supervise, deployment: Deploym
         assert await order(deployment, "scale", "worker", 1) == ["worker-1 serves"]
 
 
+async def test_who_came_first_takes_the_orders_of_a_name(
+    spec: Spec, supervise: Supervise, deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(supervise(spec(SERVE, "first"))) as supervisor:
+        async with serving(supervise(spec(SERVE, "second"))):
+            assert "another supervisor of this deployment" in caplog.text
+            assert await order(deployment, "restart", "first") == ["first was replaced"]
+        assert await order(deployment, "drain", "first") == ["first has left"]
+        assert names(supervisor) == []
+
+
 async def test_nothing_is_left_of_a_deployment_that_ended(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:
