@@ -293,7 +293,7 @@ ROUTES = {
 def declared_routes() -> Iterator[tuple[str, str, str]]:
     """(path, method, description) of every route in the application's table."""
     folder = Path(dynamo.__path__[0]) / "application"
-    sources = [(folder / name).read_text() for name in ("app.py", "routing.py")]
+    sources = [(folder / name).read_text() for name in ("app.py", "status.py", "routing.py")]
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
         if not isinstance(node, ast.Dict):
             continue

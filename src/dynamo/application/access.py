@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
+from dynamo.application.exchange import Exchange
+from dynamo.application.routes import Route
 from dynamo.communication.http import Request
 from dynamo.core.errors import Unauthorized
 
@@ -36,6 +38,20 @@ class Keys:
             )
         if _digest(key.strip()) not in self._digests:
             raise Unauthorized("the API key is not known")
+
+    def guard(self, table: Mapping[str, Mapping[str, Route]]) -> dict[str, dict[str, Route]]:
+        """The same routes, for who has a key."""
+        return {
+            path: {method: self._guarded(route) for method, route in methods.items()}
+            for path, methods in table.items()
+        }
+
+    def _guarded(self, route: Route) -> Route:
+        def checked(exchange: Exchange) -> Awaitable[None]:
+            self.check(exchange.request)
+            return route(exchange)
+
+        return checked
 
 
 def _digest(key: str) -> bytes:

@@ -50,9 +50,6 @@ class Application:
         metrics_text: Callable[[], Awaitable[str]] | None = None,
         routing: RoutingSource | None = None,
     ) -> None:
-        async def own_metrics() -> str:
-            return registry.render()
-
         self.on_error = on_error
         self.metrics = FrontendMetrics(registry)
         self.generation = Generation(server, gateway, clock, self.metrics)
@@ -67,56 +64,50 @@ class Application:
             "Generation requests waiting for a place",
             callback=lambda: admission.waiting,
         )
-        self._status = Status(
-            gateway,
-            clock,
-            active=lambda: admission.running,
-            reasons=reasons,
-            facts=facts,
-            metrics_text=metrics_text or own_metrics,
-        )
         self._clock = clock
         self._log_requests = server.log_requests
-        self._keys = Keys(server.api_keys)
         self._cors = Cors(server.cors_origins)
         self._ids = RequestIds()
-        self._routes = self._table(gateway, server, routing)
+        self._reasons = reasons
+        self._facts = facts
+        self._gateway = gateway
+        status = Status(
+            clock, registry, reasons=self._unwell, facts=self._told, metrics_text=metrics_text
+        )
+        self._routes = Routes({**self._keyed(server, routing), **status.table()})
 
     def limit(self, server: Server) -> None:
         """From now on these limits hold, and this of `log_requests`."""
         self.generation.limit(server)
         self._log_requests = server.log_requests
 
-    def _table(self, gateway: Gateway, server: Server, routing: RoutingSource | None) -> Routes:
-        models, tokens = Models(gateway), Tokens(gateway, server.unknown_roles)
-        status, keyed = self._status, self._keyed
+    def _keyed(self, server: Server, routing: RoutingSource | None) -> dict[str, dict[str, Route]]:
+        models, tokens = Models(self._gateway), Tokens(self._gateway, server.unknown_roles)
         pages = RoutingPages(routing).table() if routing is not None else {}
-        explained = {
-            path: {method: keyed(route) for method, route in methods.items()}
-            for path, methods in pages.items()
-        }
-        return Routes(
+        return Keys(server.api_keys).guard(
             {
-                "/v1/chat/completions": {"POST": keyed(self.generation.chat)},
-                "/v1/completions": {"POST": keyed(self.generation.complete)},
-                "/v1/models": {"GET": keyed(models.every)},
-                "/v1/models/": {"GET": keyed(models.one)},
-                "/tokenize": {"POST": keyed(tokens.tokenize)},
-                "/detokenize": {"POST": keyed(tokens.detokenize)},
-                "/health": {"GET": status.health},
-                "/live": {"GET": status.live},
-                "/metrics": {"GET": status.metrics},
-                "/version": {"GET": status.version},
-                **explained,
+                "/v1/chat/completions": {"POST": self.generation.chat},
+                "/v1/completions": {"POST": self.generation.complete},
+                "/v1/models": {"GET": models.every},
+                "/v1/models/": {"GET": models.one},
+                "/tokenize": {"POST": tokens.tokenize},
+                "/detokenize": {"POST": tokens.detokenize},
+                **pages,
             }
         )
 
-    def _keyed(self, route: Route) -> Route:
-        def checked(exchange: Exchange) -> Awaitable[None]:
-            self._keys.check(exchange.request)
-            return route(exchange)
+    def _unwell(self) -> Mapping[str, str]:
+        reason = self._gateway.reason
+        unserved = {"models": reason} if reason else {}
+        return {**unserved, **self._reasons()}
 
-        return checked
+    def _told(self) -> Mapping[str, Any]:
+        return {
+            "gpu_memory_usage": None,
+            "active_requests": self.generation.admission.running,
+            "models": list(self._gateway.models),
+            **self._facts(),
+        }
 
     async def handle(self, request: Request, response: Response) -> None:
         """One request."""

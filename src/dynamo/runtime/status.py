@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-import dynamo
 from dynamo.communication.http import HttpLimits, HttpServer, PortInUse, Request, Response
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.telemetry import Registry
+from dynamo.telemetry.health import HealthReport
+from dynamo.telemetry.metrics import PROMETHEUS
 from dynamo.telemetry.process import add_process_metrics
 
 JSON = (("content-type", "application/json"),)
-PROMETHEUS = (("content-type", "text/plain; version=0.0.4; charset=utf-8"),)
 RETRY_S = 1
 PORTS = 256
 """How many are tried from `runtime.status_port` on."""
@@ -36,11 +36,8 @@ class StatusServer:
     ) -> None:
         self._host = settings.runtime.status_host
         self._port = settings.runtime.status_port
-        self._clock = clock
         self._metrics = metrics
-        self._reasons = reasons
-        self._about = about
-        self._started = clock.now()
+        self._report = HealthReport(clock, reasons, about)
         self._http = HttpServer(self._answer, HttpLimits.of(settings.server), clock)
         self.url = ""
         add_process_metrics(metrics)
@@ -62,29 +59,18 @@ class StatusServer:
         """Close the port."""
         await self._http.stop(0)
 
-    def health(self) -> dict[str, Any]:
-        """What /health says."""
-        reasons = dict(self._reasons())
-        return {
-            "status": "unhealthy" if reasons else "healthy",
-            "reasons": reasons,
-            "version": dynamo.__version__,
-            "uptime": uptime(self._clock.now() - self._started),
-            **self._about(),
-        }
-
     async def _answer(self, request: Request, response: Response) -> None:
         if request.method not in {"GET", "HEAD"}:
             response.send(405, (*JSON, ("allow", "GET")), b'{"error": "only GET"}')
         elif request.path == "/live":
             response.send(200, JSON, b'{"status": "live"}')
         elif request.path == "/health":
-            body = self.health()
+            body = self._report.body()
             status = 503 if body["reasons"] else 200
             again = (("retry-after", str(RETRY_S)),) if status == 503 else ()
             response.send(status, (*JSON, *again), msgspec.json.encode(body))
         elif request.path == "/metrics":
-            response.send(200, PROMETHEUS, self._metrics.render().encode())
+            response.send(200, (("content-type", PROMETHEUS),), self._metrics.render().encode())
         else:
             response.send(404, JSON, b'{"error": "/health, /live and /metrics are here"}')
 
@@ -111,12 +97,6 @@ def status_of(runtime: DistributedRuntime) -> StatusServer:
     return StatusServer(
         runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, about=about
     )
-
-
-def uptime(seconds: float) -> str:
-    """`00:05:23`; hours go on counting past a day."""
-    whole = int(seconds)
-    return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def _bracketed(host: str) -> str:

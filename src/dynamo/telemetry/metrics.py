@@ -15,6 +15,9 @@ Callback = Callable[[], float | Mapping[tuple[str, ...], float]]
 
 Merge = Literal["sum", "max"]
 
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+"""The content type of what `Registry.render` gives."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
