@@ -154,3 +154,27 @@ def test_who_waited_is_placed_by_what_workers_hold_now() -> None:
         stage.placement.first_token(active, stage.now)
     stage.place()
     assert stage.view.routes == ["b"]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_who_waits_for_certain_workers_holds_up_nobody_else(threshold: float) -> None:
+    stage = Stage(2, threshold=threshold)
+    stage.busy("b", 60_000)
+    for _ in range(3_000):
+        stage.submit(2_000, barred=frozenset("a"))
+    stage.submit(100, barred=frozenset("b"))
+    stage.submit(100)
+    stage.place()
+    assert stage.view.routes == ["a", "a"]
+
+
+def test_a_round_looks_at_no_prompt_while_no_worker_is_nearly_free() -> None:
+    stage = Stage(2, threshold=2.0)
+    for name in stage.names:
+        stage.busy(name, 12_000)
+    for _ in range(100):
+        stage.submit(2_000)
+    stage.place()
+    stage.placement.cost.prices = None  # type: ignore[method-assign, assignment]
+    assert stage.place() == {}
+    assert len(stage.placement) == 100

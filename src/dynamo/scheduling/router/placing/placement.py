@@ -8,7 +8,8 @@ assignment (Martello and Toth).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from random import Random
 from typing import Protocol
@@ -144,10 +145,13 @@ class Placement:
         self.fleet.freshen(now)
         self._begun.clear()
         joint = self.cost.joint and self._select is None and not self._threshold
-        if joint and not (self._some_free(now) or self._overdue(next(iter(self._waiting)), now)):
+        patient = joint or (self.cost.joint and self._threshold)
+        if patient and not (self._some_free(now) or self._overdue(next(iter(self._waiting)), now)):
             self._waiting.settle()
             return []
-        waiting = filter(self._eligible, self._waiting.in_order(now))
+        waiting: Iterable[Arrival] = filter(self._eligible, self._waiting.in_order(now))
+        if patient:
+            waiting = self._hopeful(waiting, now)
         prices = self.cost.prices(books, now)
         if joint:
             placed = self._jointly(waiting, prices, now)
@@ -187,11 +191,21 @@ class Placement:
             book.instance.id not in arrival.barred for book in self.fleet.books
         )
 
+    def _hopeful(self, waiting: Iterable[Arrival], now: float) -> Iterator[Arrival]:
+        """Those that may go somewhere where a worker is nearly free, or must not wait longer: who
+        may only go where all are busy holds up nobody else."""
+        free: dict[AbstractSet[str], bool] = {}
+        for one in waiting:
+            if one.barred not in free:
+                free[one.barred] = any(self._nearly_free(b, now) for b in self._books_for(one))
+            if free[one.barred] or self._overdue(one, now):
+                yield one
+
     def _in_turn(self, waiting: Iterable[Arrival], prices: Prices, now: float) -> list[Placed]:
         """While a worker is below the threshold, whoever is first. Who must not go to those that
         are stays, and the next is looked at."""
         placed: list[Placed] = []
-        for one in waiting:
+        for one in islice(waiting, max(1, ROUND_PAIRS // len(prices.books))):
             if self._all_busy(self.fleet.books):
                 break
             if one.barred and self._all_busy(self._books_for(one)):
