@@ -28,11 +28,16 @@ class Anchors:
         shard[block] = name
         self.count += len(shard) - before
 
-    def drop(self, blocks: Iterable[int], name: int) -> None:
-        """None of these stands in this run any more."""
+    def drop(self, blocks: Iterable[int], name: int) -> list[int]:
+        """None of these stands in this run any more; those that stand in another."""
         shards = self._shards
+        others = []
         for block in blocks:
             shard = shards[block & 255]
-            if shard.get(block) == name:
+            found = shard.get(block)
+            if found == name:
                 del shard[block]
                 self.count -= 1
+            elif found is not None:
+                others.append(block)
+        return others

@@ -313,40 +313,41 @@ class KvIndex:
             left = depth - 1 if own[depth - 1] == block else run.place(block)
             if left >= depth:
                 continue
-            while at < end and left and own[left - 1] == hashes[at]:
-                left -= 1
-                at += 1
+            more = run.tail(left, hashes, at)
+            left, at = left - more, at + more
             if self._holes.workers:
                 left = self._holes.end(bit, own, left)
+            gone, elsewhere = self._shrink(run, worker, bit, left)
+            rest = hashes[first:at] if run.doubtful else hashes[first + gone : at]
+            missed += elsewhere
             missed += [
-                one
-                for one in hashes[first:at]
-                if run.doubtful or gets[one & 255](one) not in (None, run.name)
+                one for one in rest if run.doubtful or gets[one & 255](one) not in (None, run.name)
             ]
-            self._shrink(run, worker, bit, left)
         return missed
 
-    def _shrink(self, run: Run, worker: str, bit: int, depth: int) -> None:
-        """`worker` holds less of it than before."""
+    def _shrink(self, run: Run, worker: str, bit: int, depth: int) -> tuple[int, Sequence[int]]:
+        """`worker` holds less of it than before. Of what nobody holds now, tails first: how many
+        blocks, and those that stand elsewhere, too."""
+        if run.workers == bit:
+            return self._cut(run, depth)
         last = run.depth(worker) == len(run.hashes)
         self._hold(run, worker, bit, depth)
-        if last:
-            self._cut(run, run.deepest())
+        return self._cut(run, run.deepest()) if last else (0, ())
 
-    def _cut(self, run: Run, length: int) -> int:
-        """Forget what is beyond `length`; how many blocks."""
+    def _cut(self, run: Run, length: int) -> tuple[int, Sequence[int]]:
+        """Forget what is beyond `length`: how many blocks, and those that stand elsewhere, too."""
         if length == len(run.hashes):
-            return 0
+            return 0, ()
         self._keep(run)
         gone = run.cut(length)
-        self._anchors.drop(gone, run.name)
+        elsewhere = self._anchors.drop(gone, run.name)
         self.blocks -= len(gone)
         if length:
             self._anchors.put(run.hashes[-1], run.name)
         else:
             self._holders -= run.holders
             self._runs.end(run)
-        return len(gone)
+        return len(gone), elsewhere
 
     def _mind_holes(self, path: Sequence[tuple[int, int, Run]], hashes: Sequence[int]) -> bool:
         """Whether somebody on the path of these blocks turned out to hold less."""
@@ -368,7 +369,7 @@ class KvIndex:
         coldest = self._runs.coldest(EVICT_BLOCKS)
         if coldest is None:
             return False
-        self.evicted += self._cut(*coldest)
+        self.evicted += self._cut(*coldest)[0]
         return True
 
     def _step(self, grown: int) -> None:

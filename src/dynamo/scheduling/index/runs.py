@@ -177,6 +177,20 @@ class Run:
                 high = middle
         return low
 
+    def tail(self, length: int, hashes: Sequence[int], start: int) -> int:
+        """How many of the last of its first `length` blocks are those of `hashes` from `start` on,
+        tails first."""
+        own, most = self.hashes, min(length, len(hashes) - start)
+        if most > 2 and own[length - most] == hashes[start + most - 1]:
+            given = array("Q", hashes[start : start + most])
+            given.reverse()
+            if given == own[length - most : length]:
+                return most
+        count = 0
+        while count < most and own[length - count - 1] == hashes[start + count]:
+            count += 1
+        return count
+
 
 class Runs:
     """All runs in the order of last use. `children`: block -> how many runs hang under it.
