@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from dynamo.communication.requests.plane import Handler
 from dynamo.communication.requests.streams import Stream
@@ -15,14 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class Endpoints:
-    """The table of served endpoints."""
+    """The table of served endpoints. `on_empty`: called when the last one is withdrawn."""
 
     def __init__(self) -> None:
+        self.on_empty: list[Callable[[], None]] = []
         self._served: dict[str, _Served] = {}
         self._withdrawn: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self._served)
 
     def serve(self, name: str, handler: Handler) -> None:
         """Answer calls for `name`."""
@@ -41,8 +40,18 @@ class Endpoints:
         else:
             stream.end(NotFound(f"this instance has no endpoint {name!r}"))
 
-    def refuse(self, name: str) -> _Served | None:
-        """Take no more calls for `name`."""
+    async def withdraw(self, name: str, drain_s: float | None) -> None:
+        """Take no more calls for `name`; wait up to `drain_s` (None: without end) for those in
+        hand, then cancel them."""
+        served = self._refuse(name)
+        if served is None:
+            return
+        if not self._served:
+            for tell in self.on_empty:
+                tell()
+        await served.drain(drain_s)
+
+    def _refuse(self, name: str) -> _Served | None:
         served = self._served.pop(name, None)
         if served is not None:
             self._withdrawn.add(name)
@@ -50,7 +59,7 @@ class Endpoints:
 
     async def close(self) -> None:
         """Take no more calls, cancel those in hand."""
-        served = [self.refuse(name) for name in list(self._served)]
+        served = [self._refuse(name) for name in list(self._served)]
         await run_all(*(one.drain(0.0) for one in served if one is not None))
 
 

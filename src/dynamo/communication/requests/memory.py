@@ -51,9 +51,7 @@ class MemoryRequests(Requests):
         self.endpoints.serve(endpoint, handler)
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
-        served = self.endpoints.refuse(endpoint)
-        if served is not None:
-            await served.drain(drain_s)
+        await self.endpoints.withdraw(endpoint, drain_s)
 
     async def call(
         self,

@@ -55,13 +55,7 @@ class NatsRequests(Requests):
         await self._through.listen()
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
-        served = self._endpoints.refuse(endpoint)
-        if served is None:
-            return
-        if not self._endpoints:
-            self._through.go_away()
-            self._direct.go_away()
-        await served.drain(drain_s)
+        await self._endpoints.withdraw(endpoint, drain_s)
 
     async def call(
         self,

@@ -32,6 +32,7 @@ class TcpRequests(Requests):
         self._opening = asyncio.Lock()
         self._flusher = Flusher()
         self._endpoints = Endpoints() if endpoints is None else endpoints
+        self._endpoints.on_empty.append(self._go_away)
         self._accepted: set[Accepted] = set()
         self._dialled: dict[str, Dialled] = {}
         self._open: set[Dialled] = set()
@@ -60,19 +61,14 @@ class TcpRequests(Requests):
                 await self._wires.listen(self._accept)
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
-        served = self._endpoints.refuse(endpoint)
-        if served is None:
-            return
-        if not self._endpoints:
-            self.go_away()
-        await served.drain(drain_s)
+        await self._endpoints.withdraw(endpoint, drain_s)
 
     async def reach(self, address: str) -> None:
         """Connect to an instance unless that is done; `on_broken` tells if it cannot be."""
         with suppress(InstanceGone):
             await self._connect(address)
 
-    def go_away(self) -> None:
+    def _go_away(self) -> None:
         """Tell callers to open no more streams here."""
         for peer in self._accepted:
             peer.go_away()
