@@ -32,7 +32,9 @@ BAR = 0.999
 
 
 def tell(hours: float, tally: Tally, fleet: Fleet, until: float) -> bool:
-    """One line. False: no time is left."""
+    """One line. False: no time is left. Workers that died are objects in circles, too old by then
+    for any collection but a full one, which the thresholds put off for good: it is made here."""
+    gc.collect()
     wrong = sum(tally.failed.values())
     print(
         f"{hours:5.1f} h  {tally.requests:7d} requests, {wrong} not right; "

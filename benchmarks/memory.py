@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Resident memory of every process of a deployment, mock workers at full speed-up.
 
-    benchmarks/memory.py [--case short|prompts|router|long] [--model MODEL_DIR] [--warmup 2000]
+    benchmarks/memory.py [--case short|short-kv|prompts|router|long] [--model MODEL_DIR] [--warmup 2000]
 
-short: 50,000 requests of 64 tokens, 4 out. prompts: 12,000 distinct prompts of 4,096 tokens, 1 out.
-router: 30,000 short ones, with a router of its own. All three in mode kv. long: 100,000 requests of
-128 tokens in turn. Before each, `--warmup` short requests. Growth is what the process has after the
+short: 50,000 distinct requests of 64 tokens, 4 out, in turn; short-kv: the same in mode kv. prompts:
+12,000 distinct prompts of 4,096 tokens, 1 out, mode kv. router: 30,000 short ones in mode kv, with a
+router of its own. long: 100,000 requests of 128 tokens in turn. Before each, `--warmup` short requests. Growth is what the process has after the
 load, two seconds idle, less what it had after the warm-up. Exit code 1: the frontend grew by more
 than it may (short 10 MB, prompts 30).
 """
@@ -39,7 +39,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "short": Case(50_000, 64, 4, "kv", 10.0),
+    "short": Case(50_000, 64, 4, "round_robin", 10.0),
+    "short-kv": Case(50_000, 64, 4, "kv"),
     "prompts": Case(12_000, 4_096, 1, "kv", 30.0),
     "router": Case(30_000, 64, 4, "kv", more=("--router-replicas", "1")),
     "long": Case(100_000, 128, 4, "round_robin"),

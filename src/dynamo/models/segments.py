@@ -89,7 +89,7 @@ class SegmentCache:
     the capacity it becomes the old one, and what was old is dropped. A hit costs one look-up.
     """
 
-    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 6 << 20) -> None:
+    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 4 << 20) -> None:
         self._encode = tokenizer.encode
         self._splitter: Splitter | None = None
         if tokenizer.may_cut:

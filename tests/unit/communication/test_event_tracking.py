@@ -73,9 +73,10 @@ def test_a_whole_ring_answers_any_place(after: int, first: int, payloads: list[b
 
 
 def test_a_full_ring_forgets_and_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "RING_EVENTS", 2)
+    monkeypatch.setattr(outlet, "RING_EVENTS", 2 * outlet.DUMP_SHARE)
     assert filled(5, lambda: [b"state"]).catch_up(1) == CatchUp(5, 5, (b"state",), dump=True)
     assert filled(5, lambda: [b"state"]).catch_up(3).payloads == [b"4", b"5"]
+    monkeypatch.setattr(outlet, "RING_EVENTS", 2)
     assert filled(5).catch_up(1) == CatchUp(5, 4, [b"4", b"5"])
     assert filled(5).catch_up(-1) == CatchUp(5, 6, ())
 

@@ -15,6 +15,8 @@ from dynamo.core.errors import TooLarge
 
 RING_EVENTS: Final = 16_384
 RING_BYTES: Final = 8 << 20
+DUMP_SHARE: Final = 4
+"""Where there is a dump, so much less is kept: it is mostly smaller than what a full ring holds."""
 
 _last_epoch = 0
 
@@ -50,6 +52,8 @@ class Outlet(Source):
     ) -> None:
         self._dump = self._newest if latest else dump
         self._latest = latest
+        share = 1 if dump is None else DUMP_SHARE
+        self._most_events, self._most_bytes = RING_EVENTS // share, RING_BYTES // share
         self._arm = arm
         self._send = send
         self._on_close = on_close
@@ -102,7 +106,7 @@ class Outlet(Source):
             return
         ring.extend(batch)
         self._ring_bytes += sum(map(len, batch))
-        while len(ring) > RING_EVENTS or self._ring_bytes > RING_BYTES:
+        while len(ring) > self._most_events or self._ring_bytes > self._most_bytes:
             self._ring_bytes -= len(ring.popleft())
 
     def _newest(self) -> Sequence[bytes]:
