@@ -111,6 +111,24 @@ def test_past_the_bound_newcomers_are_refused_and_told_when_to_come() -> None:
     assert len(made) == 2
 
 
+def test_who_finds_a_worker_needs_no_room_to_wait() -> None:
+    """All that wait may only go to w2; w1 is free."""
+    made = placement(bound=2)
+    fill(made)
+    idle = next(one for one in made.fleet["w1"].active.values())
+    for number in range(3):
+        one = arrival(f"r{number}", 100, 1.0)
+        one.barred = frozenset({"w1"})
+        made.submit(one)
+    assert names(made, 1.0) == []
+    assert [one.id for one, _ in made.refused()] == ["r2"]
+    made.ended(idle, 2.0)
+    made.submit(arrival("free", 100, 2.0))
+    assert names(made, 2.0) == ["free"]
+    assert made.refused() == []
+    assert len(made) == 2
+
+
 def test_a_burst_that_can_be_placed_is_not_refused() -> None:
     made = placement(bound=1, threshold=0.0)
     for number in range(20):

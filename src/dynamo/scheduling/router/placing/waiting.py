@@ -80,19 +80,27 @@ class WaitingQueue(Generic[T]):
     def __contains__(self, name: str) -> bool:
         return name in self._held
 
-    def push(self, name: str, item: T, rank: Rank) -> None:
-        """Wait as `name`, which is not there yet. Raises `Overloaded` past the bound, saying when
-        a place should be free."""
-        if len(self._held) >= self._bound:
-            raise Overloaded(
-                f"{len(self._held)} requests wait for a worker already",
-                hint="router.queue_bound is the limit; more workers would take them",
-                retry_after_s=self.wait_s(),
-            )
+    @property
+    def over(self) -> bool:
+        """Whether more wait than may."""
+        return len(self._held) > self._bound
+
+    def push(self, name: str, item: T, rank: Rank, *, bounded: bool = True) -> None:
+        """Wait as `name`, which is not there yet. Raises `Overloaded` past the bound."""
+        if bounded and len(self._held) >= self._bound:
+            raise self.full()
         self._count += 1
         key = (self.place(rank), rank.arrived_s, self._count)
         insort(self._sorted, (key, name))
         self._held[name] = (key, rank, item)
+
+    def full(self) -> Overloaded:
+        """What is told to whom there is no room for: when a place should be free."""
+        return Overloaded(
+            f"{self._bound} requests wait for a worker already",
+            hint="router.queue_bound is the limit; more workers would take them",
+            retry_after_s=self.wait_s(),
+        )
 
     def ahead(self, rank: Rank) -> int:
         """How many one of that rank would find before it."""

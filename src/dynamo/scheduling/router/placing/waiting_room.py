@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dynamo.core.errors import DynamoError, Overloaded
+from dynamo.core.errors import DynamoError
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 
@@ -34,13 +34,14 @@ class WaitingRoom:
         """It waits no more; `now`: because it got a place. Who is not there: nothing."""
         if self._all.get(arrival.id) is arrival:
             del self._all[arrival.id]
-            if self._fresh.pop(arrival.id, None) is None:
-                self._queue.pop(arrival.id, now)
+            self._fresh.pop(arrival.id, None)
+            self._queue.pop(arrival.id, now)
 
     def in_order(self, now: float) -> Iterable[Arrival]:
-        """All that wait, first comes first. Who was given may leave before the next is taken."""
+        """All that wait, first comes first, whether there is room for them or not: who finds a
+        worker needs none. Who was given may leave before the next is taken."""
         if len(self._queue):
-            self.settle()
+            self._line_up()
             return self._queue.in_turn(now)
         fresh = list(self._fresh.values())
         if len(fresh) > 1:
@@ -48,14 +49,21 @@ class WaitingRoom:
         return fresh
 
     def settle(self) -> None:
-        """Whoever is still fresh queues."""
-        for arrival in self._fresh.values():
-            try:
-                self._queue.push(arrival.id, arrival, rank_of(arrival))
-            except Overloaded as error:
-                del self._all[arrival.id]
-                self._refused.append((arrival, error))
+        """Whoever is still fresh queues, as far as there is room."""
+        self._line_up()
+        queue, late = self._queue, []
+        while queue.over and self._fresh:
+            late.append(self._fresh.popitem()[1])
+            queue.pop(late[-1].id)
         self._fresh.clear()
+        for arrival in reversed(late):
+            del self._all[arrival.id]
+            self._refused.append((arrival, queue.full()))
+
+    def _line_up(self) -> None:
+        for arrival in self._fresh.values():
+            if arrival.id not in self._queue:
+                self._queue.push(arrival.id, arrival, rank_of(arrival), bounded=False)
 
     def refuse(self, arrival: Arrival, error: DynamoError) -> None:
         """It waits no more, and is told why."""
