@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from dynamo.application.body import decode_body
-from dynamo.application.envelope import Envelope
+from dynamo.application.format import Kind
 from dynamo.application.logprobs import chat_logprobs
 from dynamo.application.messages import normalised
 from dynamo.application.options import (
@@ -18,10 +17,9 @@ from dynamo.application.options import (
     Unsupporteds,
     text_options,
 )
-from dynamo.application.usage import Tally
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
-from dynamo.core.text import ChatRequest, TextFinish, TokenText
+from dynamo.core.text import ChatRequest
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -120,42 +118,19 @@ def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
     return tuple(body.tools or ())
 
 
-class ChatFormat:
-    """The JSON of one request's answer, whole or in chunks. Prepared once; a token costs the
-    joining of three pieces."""
+def _message(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text}}
 
-    def __init__(self, request_id: str, model: str, created: int, *, usage: bool) -> None:
-        kinds = ("chat.completion.chunk", "chat.completion")
-        self._envelope = Envelope(f"chatcmpl-{request_id}", kinds, created, model, usage=usage)
-        self.suffix = b'},"logprobs":null,"finish_reason":null}]' + self._envelope.tail
-        self.usage = self._envelope.usage
 
-    def prefix(self, choice: int) -> bytes:
-        """What stands before the JSON string of a delta."""
-        return self._envelope.base + b'{"index":%d,"delta":{"content":' % choice
-
-    def opening(self, choice: int) -> bytes:
-        """The event before the first text."""
-        return self._envelope.choice(choice, b'"delta":{"role":"assistant","content":""}')
-
-    def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
-        """One delta with its tokens' logprobs."""
-        del offset
-        said = b'"delta":{"content":%b}' % msgspec.json.encode(text)
-        return self._envelope.choice(choice, said, chat_logprobs(logprobs))
-
-    def finish(self, choice: int, end: TextFinish) -> bytes:
-        """The last event of a choice."""
-        return self._envelope.finish(choice, b'"delta":{}', end)
-
-    def whole(
-        self,
-        texts: Sequence[str],
-        logprobs: Sequence[Sequence[TokenText] | None],
-        ends: Sequence[TextFinish],
-        tally: Tally,
-    ) -> bytes:
-        """The unary answer."""
-        said = [("message", {"role": "assistant", "content": text}) for text in texts]
-        told = [None if tokens is None else chat_logprobs(tokens) for tokens in logprobs]
-        return self._envelope.whole(said, ends, tally, told)
+CHAT = Kind(
+    prefix="chatcmpl-",
+    event="chat.completion.chunk",
+    whole="chat.completion",
+    before=b'"delta":{"content":',
+    after=b"}",
+    opening=b'"delta":{"role":"assistant","content":""',
+    nothing=b'"delta":{}',
+    said=_message,
+    logprobs=chat_logprobs,
+)
+"""Its answers."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from dynamo.application.body import decode_body
-from dynamo.application.envelope import Envelope
+from dynamo.application.format import Kind
 from dynamo.application.logprobs import completion_logprobs
 from dynamo.application.options import HARMLESS, Count, GenerationBody, Unsupporteds, text_options
-from dynamo.application.usage import Tally
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest
-from dynamo.core.text import CompletionRequest, TextFinish, TextOptions, TokenText
+from dynamo.core.text import CompletionRequest, TextOptions
 
 MAX_CHOICES = 2048
 
@@ -85,41 +83,19 @@ def packed(ids: list[int]) -> bytes:
         raise InvalidRequest("token ids are whole numbers from 0", param="prompt") from None
 
 
-class CompletionFormat:
-    """The JSON of one request's answer, whole or in chunks."""
+def _text(text: str) -> dict[str, Any]:
+    return {"text": text}
 
-    def __init__(self, request_id: str, model: str, created: int, *, usage: bool) -> None:
-        kinds = ("text_completion", "text_completion")
-        self._envelope = Envelope(f"cmpl-{request_id}", kinds, created, model, usage=usage)
-        self.suffix = b',"logprobs":null,"finish_reason":null}]' + self._envelope.tail
-        self.usage = self._envelope.usage
 
-    def prefix(self, choice: int) -> bytes:
-        """What stands before the JSON string of a delta."""
-        return self._envelope.base + b'{"index":%d,"text":' % choice
-
-    def opening(self, choice: int) -> bytes:
-        """Completions have no opening event."""
-        del choice
-        return b""
-
-    def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
-        """One delta with its tokens' logprobs."""
-        said = b'"text":%b' % msgspec.json.encode(text)
-        return self._envelope.choice(choice, said, completion_logprobs(logprobs, offset))
-
-    def finish(self, choice: int, end: TextFinish) -> bytes:
-        """The last event of a choice."""
-        return self._envelope.finish(choice, b'"text":""', end)
-
-    def whole(
-        self,
-        texts: Sequence[str],
-        logprobs: Sequence[Sequence[TokenText] | None],
-        ends: Sequence[TextFinish],
-        tally: Tally,
-    ) -> bytes:
-        """The unary answer."""
-        said = [("text", text) for text in texts]
-        told = [None if tokens is None else completion_logprobs(tokens, 0) for tokens in logprobs]
-        return self._envelope.whole(said, ends, tally, told)
+COMPLETION = Kind(
+    prefix="cmpl-",
+    event="text_completion",
+    whole="text_completion",
+    before=b'"text":',
+    after=b"",
+    opening=b"",
+    nothing=b'"text":""',
+    said=_text,
+    logprobs=completion_logprobs,
+)
+"""Its answers."""

@@ -11,18 +11,15 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from dynamo.application.admission import Admission
-from dynamo.application.chat import ChatFormat, chat_request, read_chat
-from dynamo.application.completions import (
-    CompletionFormat,
-    completion_requests,
-    read_completion,
-)
+from dynamo.application.chat import CHAT, chat_request, read_chat
+from dynamo.application.completions import COMPLETION, completion_requests, read_completion
 from dynamo.application.deadlines import TIMEOUT_HEADER, Deadlines, asked_limit_s
 from dynamo.application.exchange import Exchange
+from dynamo.application.format import Format
 from dynamo.application.gateway import Gateway, Served
 from dynamo.application.metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.options import include_usage
-from dynamo.application.replies import AnswerReply, Format, OffsetReply, Pace, StreamReply
+from dynamo.application.replies import AnswerReply, OffsetReply, Pace, StreamReply
 from dynamo.application.sse import Escapes
 from dynamo.application.usage import Tally
 from dynamo.core.clock import Clock
@@ -76,7 +73,7 @@ class Generation:
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
         usage = include_usage(body)
-        form = ChatFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
+        form = Format(CHAT, exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
         work = partial(served.processor.chat, request)
         return self._answer(exchange, served, form, work, (request.options.n, 1, usage))
@@ -90,7 +87,7 @@ class Generation:
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
         usage = include_usage(body)
-        form = CompletionFormat(exchange.id, model, int(self._clock.wall()), usage=usage)
+        form = Format(COMPLETION, exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
         work = partial(_complete_all, served, requests)
         shape = (requests[0].options.n, len(requests), usage)

@@ -38,8 +38,9 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float]]
 
 
-def chat_logprobs(tokens: Sequence[TokenText]) -> ChatLogprobs:
-    """One entry a token."""
+def chat_logprobs(tokens: Sequence[TokenText], offset: int) -> ChatLogprobs:
+    """One entry a token, the same wherever it stands."""
+    del offset
     return ChatLogprobs(
         [
             ChatToken(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from dynamo.application.exchange import Exchange
+from dynamo.application.format import Format
 from dynamo.application.metrics import ModelMetrics
 from dynamo.application.sse import DONE, Escapes
 from dynamo.application.usage import Tally
@@ -14,25 +14,6 @@ from dynamo.core.text import TextFinish, TextReply, TokenText
 from dynamo.core.values import Started
 
 Logprobs = Sequence[TokenText]
-
-
-class Format(Protocol):
-    """The JSON of chat or completion answers; see chat.py and completions.py."""
-
-    suffix: bytes
-
-    def prefix(self, choice: int) -> bytes: ...
-    def opening(self, choice: int) -> bytes: ...
-    def event(self, choice: int, text: str, logprobs: Logprobs, offset: int) -> bytes: ...
-    def finish(self, choice: int, end: TextFinish) -> bytes: ...
-    def usage(self, tally: Tally) -> bytes: ...
-    def whole(
-        self,
-        texts: Sequence[str],
-        logprobs: Sequence[Logprobs | None],
-        ends: Sequence[TextFinish],
-        tally: Tally,
-    ) -> bytes: ...
 
 
 GAPS = 64
