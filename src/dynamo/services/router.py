@@ -16,27 +16,22 @@ from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.requests import Outgoing
 from dynamo.core.errors import NotReady, ProtocolError
 from dynamo.models.card import ModelCard
-from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.opening import KV, open_policy
+from dynamo.scheduling.router.opening import KV
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.remote.messages import (
     CHOOSE,
     TAKEN,
     decode_ask,
     encode_answer,
-    read_asked,
     request_of,
 )
-from dynamo.scheduling.router.replicas.follower import BookFollower
-from dynamo.scheduling.router.replicas.replicas import Replicas
 from dynamo.sdk.declare import spec_of
 from dynamo.services import components
 from dynamo.services.agreement import Agreement
 from dynamo.services.catalogue import Catalogue
 from dynamo.services.model_names import MODELS
-from dynamo.services.routing import ModelRouting, Routing, moves_subject
+from dynamo.services.routing import ModelRouting, Routing
 from dynamo.services.routing_answers import RoutingAnswers
 from dynamo.services.way import WORKER
 
@@ -57,7 +52,7 @@ class Router:
         self._routing = Routing(runtime)
         if (mode := runtime.settings.router.mode) != KV:
             log.warning("frontends ask a router in mode kv alone", extra={"fields": {"mode": mode}})
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, ModelRouting] = {}
         self._chosen = runtime.metrics.counter(
             "dynamo_router_decisions_total", "Questions of frontends that this router answered"
         )
@@ -105,7 +100,7 @@ class Router:
         if model is None:
             raise NotReady(f"no worker has announced {ask.model!r} here", retry_after_s=RETRY_S)
         request = request_of(ask, out.context.request_id)
-        made = await model.routing.policy.choose(request, out.context, frozenset(ask.tried))
+        made = await model.policy.choose(request, out.context, frozenset(ask.tried))
         if model.follower is not None and isinstance(made.ticket, Active):
             model.follower.promise(made.ticket)
         self._routing.watch.explained.decided(request, replace(made, ticket=None))
@@ -115,34 +110,16 @@ class Router:
     async def _open(self, card: ModelCard) -> None:
         name = card.name
         endpoint = self._runtime.namespace().component(WORKER).endpoint("generate")
-        model = await self._model(card, await endpoint.client(Agreement(card).serves))
+        client = await endpoint.client(Agreement(card).serves)
+        model = await self._routing.own(card, client, asked=True)
         before = self._models.get(name)
         self._models[name] = model
-        self._routing.add(name, model.routing)
+        self._routing.add(name, model)
         self._runtime.health.well_again(MODELS)
         if before is not None:
             await before.close()
+            await before.client.close()
         log.info("routes a model", extra={"fields": {"model": name}})
-
-    async def _model(self, card: ModelCard, client: Client) -> Model:
-        runtime = self._runtime
-        policy = await open_policy(
-            runtime.settings.router,
-            client,
-            runtime.events,
-            runtime.clock,
-            block_tokens=card.block_tokens,
-            read=read_asked,
-            view=await self._routing.open_view(card, client),
-        )
-        if not isinstance(policy, KvPolicy):
-            return Model(client, ModelRouting(policy, client))
-        follower = BookFollower(policy.placement, runtime.clock, policy.look_again)
-        replicas = Replicas(runtime.clock, runtime.instance_id, follower)
-        namespace = runtime.settings.runtime.namespace
-        await replicas.start(runtime.events, moves_subject(namespace, card.name))
-        loads = await self._routing.follow_loads(policy, client)
-        return Model(client, ModelRouting(policy, client, loads=loads, replicas=replicas), follower)
 
     async def _give_back(self) -> None:
         clock = self._runtime.clock
@@ -159,10 +136,10 @@ class Router:
     def _facts(self) -> Mapping[str, Any]:
         return {
             "models": list(self._models),
-            "workers": {name: len(one.client.instances) for name, one in self._models.items()},
+            "workers": {name: len(one.workers) for name, one in self._models.items()},
             "refused_workers": self._refused(),
             "routing": self._routing.views(),
-            "waiting": sum(one.routing.waiting for one in self._models.values()),
+            "waiting": sum(one.waiting for one in self._models.values()),
             "instance": self._runtime.instance_id,
         }
 
@@ -171,19 +148,3 @@ def replica(name: str) -> int:
     """How many replicas of a process called `name` come before it: 1 of "router-2"."""
     number = _REPLICA.search(name)
     return int(number[1]) - 1 if number else 0
-
-
-class Model:
-    """What this router knows of one model."""
-
-    def __init__(
-        self, client: Client, routing: ModelRouting, follower: BookFollower | None = None
-    ) -> None:
-        self.client = client
-        self.routing = routing
-        self.follower = follower
-
-    async def close(self) -> None:
-        """Another has taken its place."""
-        await self.routing.close()
-        await self.client.close()

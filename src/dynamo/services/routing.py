@@ -23,7 +23,7 @@ from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.opening import KV, make_cost, open_policy
 from dynamo.scheduling.router.policy import Observer, Policy
 from dynamo.scheduling.router.prompt import prompt_reader
-from dynamo.scheduling.router.remote.messages import CHOOSE
+from dynamo.scheduling.router.remote.messages import CHOOSE, read_asked
 from dynamo.scheduling.router.remote.remote import RemotePolicy
 from dynamo.scheduling.router.replicas.follower import BookFollower
 from dynamo.scheduling.router.replicas.replicas import Replicas
@@ -38,11 +38,6 @@ WATCHED = (KV, ADAPTIVE)
 LEAST_KNOWN_LAST = ("exact", "stale", "approximate")
 
 
-def moves_subject(namespace: str, model: str) -> str:
-    """Where routers tell each other what they send out."""
-    return f"{namespace}.router/{quote(model, safe='')}"
-
-
 def by_instance(views: Mapping[str, str]) -> dict[str, str]:
     """Of several data-parallel ranks the least that is known."""
     found: dict[str, str] = {}
@@ -53,7 +48,7 @@ def by_instance(views: Mapping[str, str]) -> dict[str, str]:
 
 
 class ModelRouting:
-    """One model's policy with what hangs on it."""
+    """One model's policy with what hangs on it. `follower`: where others' requests are booked."""
 
     def __init__(
         self,
@@ -62,18 +57,20 @@ class ModelRouting:
         *,
         loads: LoadView | None = None,
         replicas: Replicas | None = None,
+        follower: BookFollower | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.policy = policy
+        self.client = client
+        self.follower = follower
         self.observers = observers
-        self._client = client
         self._loads = loads
         self._replicas = replicas
 
     @property
     def workers(self) -> Sequence[str]:
         """Ids of the instances that it chooses among."""
-        return tuple(self._client.instances)
+        return tuple(self.client.instances)
 
     @property
     def waiting(self) -> int:
@@ -142,7 +139,7 @@ class Routing:
         if settings.mode == KV and settings.replicas:
             made = await self._remote(card, client)
         else:
-            made = await self._own(card, client)
+            made = await self.own(card, client)
         self.add(card.name, made)
         return made
 
@@ -157,7 +154,7 @@ class Routing:
         """By model: how each worker's cache is known."""
         return {model: views for model, one in self._models.items() if (views := one.views())}
 
-    async def open_view(self, card: ModelCard, client: Client) -> CacheView | None:
+    async def _open_view(self, card: ModelCard, client: Client) -> CacheView | None:
         """What mode `kv` knows of the workers' caches; None in other modes."""
         if self._runtime.settings.router.mode != KV:
             return None
@@ -166,8 +163,9 @@ class Routing:
         self._cache_views[card.name] = view
         return view
 
-    async def _own(self, card: ModelCard, client: Client) -> ModelRouting:
-        """Choose in this process, in step with the others."""
+    async def own(self, card: ModelCard, client: Client, *, asked: bool = False) -> ModelRouting:
+        """Choose in this process, in step with the others. `asked`: by frontends, which send hashes
+        in place of tokens, and tell the others what goes out themselves."""
         runtime = self._runtime
         policy = await open_policy(
             runtime.settings.router,
@@ -175,17 +173,25 @@ class Routing:
             runtime.events,
             runtime.clock,
             block_tokens=card.block_tokens,
-            view=await self.open_view(card, client),
+            read=read_asked if asked else None,
+            view=await self._open_view(card, client),
         )
         observers = (self.watch,) if self.explains else ()
         if not isinstance(policy, KvPolicy):
             return ModelRouting(policy, client, observers=observers)
         follower = BookFollower(policy.placement, runtime.clock, policy.look_again)
         replicas = Replicas(runtime.clock, runtime.instance_id, follower)
-        policy.replicas = replicas
+        if not asked:
+            policy.replicas = replicas
         await replicas.start(runtime.events, self._subject(card))
-        loads = await self.follow_loads(policy, client)
-        return ModelRouting(policy, client, loads=loads, replicas=replicas, observers=observers)
+        return ModelRouting(
+            policy,
+            client,
+            loads=await self.follow_loads(policy, client),
+            replicas=replicas,
+            follower=follower,
+            observers=observers,
+        )
 
     async def follow_loads(self, policy: KvPolicy, client: Client) -> LoadView:
         """Workers' reports, into the policy's books."""
@@ -212,7 +218,8 @@ class Routing:
         return ModelRouting(policy, client, observers=(self.watch,))
 
     def _subject(self, card: ModelCard) -> str:
-        return moves_subject(self._runtime.settings.runtime.namespace, card.name)
+        """Where routers tell each other what they send out."""
+        return f"{self._runtime.settings.runtime.namespace}.router/{quote(card.name, safe='')}"
 
     def _waiting(self) -> int:
         waiting = 0
