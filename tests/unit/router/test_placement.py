@@ -178,3 +178,14 @@ def test_a_round_looks_at_no_prompt_while_no_worker_is_nearly_free() -> None:
     stage.placement.cost.prices = None  # type: ignore[method-assign, assignment]
     assert stage.place() == {}
     assert len(stage.placement) == 100
+
+
+def test_who_has_just_come_is_not_held_up_by_many_who_would_rather_wait() -> None:
+    stage = Stage(4)
+    stage.view.caches["a"] = set(range(1, 1_001))
+    stage.busy("a", 6_000)
+    for _ in range(60):
+        stage.submit(16_016, list(range(1, 1_001)))
+    assert stage.place() == {}
+    stage.now += 0.01
+    assert stage.goes(100) in {"b", "c", "d"}

@@ -245,13 +245,26 @@ class Placement:
         most = max(1, ROUND_PAIRS // len(prices.books))
         waiting = islice(waiting, most)
         placed: list[Placed] = []
-        first = True
+        weighed: set[str] = set()
         while window := list(islice(waiting, WINDOW)):
             gone = self._window(self._may_go(window, now), prices, now)
             placed += gone
-            if not (gone or first):
-                break  # a dozen who would rather wait: those behind them are hardly keener
-            first = False
+            keen = bool(gone or not weighed)
+            weighed.update(one.id for one in window)
+            if not keen:
+                break  # a dozen who would rather wait: so would those behind them, last time
+        return placed + self._newcomers(weighed, most, prices, now)
+
+    def _newcomers(
+        self, weighed: AbstractSet[str], most: int, prices: Prices, now: float
+    ) -> list[Placed]:
+        """Who has just come and was not `weighed` may want another worker than those before."""
+        new = (one for one in self._waiting.fresh if one.id not in weighed and self._eligible(one))
+        found = list(islice(new, most))
+        placed: list[Placed] = []
+        for start in range(0, len(found), WINDOW):
+            window = self._may_go(found[start : start + WINDOW], now)
+            placed += self._window(window, prices, now)
         return placed
 
     def _window(self, waiting: list[Arrival], common: Prices, now: float) -> list[Placed]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from dynamo.core.errors import DynamoError
 from dynamo.scheduling.router.placing.arrival import Arrival
@@ -36,6 +36,11 @@ class WaitingRoom:
             del self._all[arrival.id]
             self._fresh.pop(arrival.id, None)
             self._queue.pop(arrival.id, now)
+
+    @property
+    def fresh(self) -> Collection[Arrival]:
+        """Those that have come since the round before."""
+        return self._fresh.values()
 
     def in_order(self, now: float) -> Iterable[Arrival]:
         """All that wait, first comes first, whether there is room for them or not: who finds a
