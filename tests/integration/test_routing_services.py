@@ -189,7 +189,7 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     assert (await ask(router.public_address, "/health"))[2]["workers"] == {"tiny": 2}
     model = router.service._models["tiny"]  # type: ignore[attr-defined]
     assert model.follower.promised == 0
-    await until(lambda: not any(book.active for book in model.routing.policy.placement.fleet.books))
+    await until(lambda: not any(book.active for book in model.policy.placement.fleet.books))
 
     await router.shutdown(0)
     house.opened.remove(router)
@@ -203,7 +203,7 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     late = await house.open("router", replicas=1)
     await until(lambda: late.health.well)
     model = late.service._models["tiny"]  # type: ignore[attr-defined]
-    books = model.routing.policy.placement.fleet.books
+    books = model.policy.placement.fleet.books
     await until(lambda: sum(len(book.active) for book in books) == 1)
     long.cancel()
     await until(lambda: not any(book.active for book in books))
