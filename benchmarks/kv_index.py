@@ -1,27 +1,35 @@
 #!/usr/bin/env python3
-"""The KV index: match, stored and removed events, memory; beside Dynamo's RadixTree.
+"""The KV index: match, stored and removed events, memory, its file; beside Dynamo's RadixTree.
 
 benchmarks/kv_index.py [--peer-python PEER/bin/python] [--blocks 1000000]
+benchmarks/kv_index.py --against OLD/src [--rounds 2]
+
+`--against`: the index of another copy of the sources, in turns with this one (A B A B).
 
 A chain is 512 blocks, an event 16 of them. Matches are against an index that holds `--blocks`
 others, every prompt in turn, so that caches are as cold as they are in service. `whole`: every
 worker holds the whole prompt; `shared`: all hold the first 8 blocks, four of them go on to random
-depths; `spread`: every worker holds to a random depth of its own. Times are medians.
+depths; `spread`: every worker holds to a random depth of its own. Times of matches are medians.
+`look`: what a router asks for a prompt, predictions included, where all prompts have 32 blocks in
+common and every worker has five routed to it. `turns`: the longest piece of CPU time of one thread
+while the index of all blocks is copied for its file, and while it is read again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+HERE = Path(__file__).parents[1] / "src"
 CHAIN = 512
 EVENT = 16
 PROMPTS = {8: 200, 64: 200, 512: 40}
@@ -188,6 +196,46 @@ def index_alone(rng: random.Random) -> dict[str, float]:
     return {f"{name}_us_per_block": statistics.median(of) * 1e6 for name, of in named.items()}
 
 
+def looking(fleet: int) -> float:
+    """Median of `CacheView.overlaps`, us."""
+    from dynamo.core.clock import SystemClock
+    from dynamo.core.values import BlocksStored
+    from dynamo.scheduling.index import CacheView
+
+    view, rng = CacheView(SystemClock(), budget_bytes=1 << 30), random.Random(fleet)
+    stem = chain(rng)[:32]
+    prompts = [stem + chain(rng)[32:] for _ in range(fleet * 5)]
+    for number, prompt in enumerate(prompts):
+        view.apply(f"w{number % fleet}", [BlocksStored(0, tuple(prompt[:300]))])
+        view.routed(f"w{(number + 1) % fleet}", prompt)
+    times = []
+    for prompt in prompts[:100] * 5:
+        start = time.perf_counter()
+        view.overlaps(prompt)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def turns(index: object, block_tokens: int = 16) -> dict[str, float]:
+    """Longest turns of CPU while the index is copied and read again, ms."""
+    from dynamo.scheduling.index import KvIndex
+    from dynamo.scheduling.index.snapshot import restore, snapshot
+
+    frames: list[bytes] = []
+    copying = longest(snapshot(index, block_tokens), frames.append)
+    reading = longest(restore(KvIndex(1 << 32), b"".join(frames), block_tokens), id)
+    return {"copy": copying, "read": reading}
+
+
+def longest(steps: Iterator[object], take: Callable[[object], object]) -> float:
+    most, start = 0.0, time.thread_time()
+    for step in steps:
+        most = max(most, time.thread_time() - start)
+        take(step)
+        start = time.thread_time()
+    return round(most * 1e3, 2)
+
+
 def measure(peer: bool, blocks: int) -> dict[str, object]:
     rng = random.Random(0)
     subject: Subject = Peer() if peer else Ours()
@@ -197,9 +245,24 @@ def measure(peer: bool, blocks: int) -> dict[str, object]:
         found[f"match_{kind}_us"] = {
             fleet: round(matching(subject, match, kind, fleet), 1) for fleet in PROMPTS
         }
-    if not peer:
+    if isinstance(subject, Ours):
+        found["look_us"] = {fleet: round(looking(fleet), 1) for fleet in (8, 64)}
         found["without_decoding"] = index_alone(rng)
+        try:
+            found["turns_ms"] = turns(subject.index)
+        except ImportError:  # sources from before files were made of turns
+            found["turns_ms"] = None
     return found
+
+
+def in_turns(against: str, rounds: int, blocks: int) -> None:
+    """A B A B, a line each."""
+    for _ in range(rounds):
+        for name, path in (("against", against), ("this", str(HERE))):
+            command = [sys.executable, __file__, "--blocks", str(blocks), "--one"]
+            environ = {**os.environ, "PYTHONPATH": path}
+            told = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+            print(json.dumps({name: json.loads(told.stdout)}), flush=True)
 
 
 def main() -> None:
@@ -208,10 +271,16 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--peer-python", default="", help="a Python that has ai-dynamo")
+    parser.add_argument("--against", default="", help="the src folder of other sources of ours")
+    parser.add_argument("--rounds", type=int, default=2, help="with --against")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.peer:
-        print(json.dumps(measure(True, args.blocks)))
+    if args.peer or args.one:
+        print(json.dumps(measure(args.peer, args.blocks)))
+        return
+    if args.against:
+        in_turns(args.against, args.rounds, args.blocks)
         return
     print(json.dumps({"ours": measure(False, args.blocks)}, indent=1), flush=True)
     if args.peer_python:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.index.conftest import HandClock, chain
@@ -14,6 +16,7 @@ from dynamo.scheduling.index.snapshot import restore, snapshot
 from dynamo.scheduling.index.worker_sets import WorkerSets
 from dynamo.services.index_file import IndexFile
 
+CHAINS = [chain(number, 30) for number in range(100, 400)]
 STEM, ONE, TWO = chain(0, 20), chain(1, 10), chain(2, 10)
 
 
@@ -87,6 +90,40 @@ async def test_saved_and_restored(tmp_path: Path, clock: HandClock, known: KvInd
     assert [one.name for one in path.parent.iterdir()] == ["index.bin"]
     with pytest.raises(ConfigError, match="16 tokens"):
         await IndexFile(str(path), 32, clock).restore(again)
+
+
+class BusyClock(HandClock):
+    """Every step is a turn of its own, and between turns the index changes."""
+
+    def __init__(self, index: KvIndex) -> None:
+        super().__init__()
+        self.index = index
+        self.turns = 0
+
+    def now(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    async def offload(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.turns += 1
+        self.index.remove("a", CHAINS[self.turns % 300][::-1])
+        self.index.store("b", 0, chain(1_000 + self.turns, 30))
+        return work(*args, **kwargs)
+
+
+async def test_a_file_is_the_index_of_one_moment(tmp_path: Path, clock: HandClock) -> None:
+    index, again = KvIndex(), KvIndex()
+    for one in CHAINS:
+        index.store("a", 0, one)
+    busy = BusyClock(index)
+    path = str(tmp_path / "index.bin")
+    await IndexFile(path, 16, busy).save(index)
+    assert busy.turns > 5
+    await IndexFile(path, 16, clock).restore(again)
+    kept = [sum(again.match(one).values()) for one in CHAINS]
+    assert kept.count(30) >= 298, "one was removed before the copy began"
+    assert set(again.workers) <= {"a", "b"}
+    assert sum(again.match(chain(1_005, 30)).values()) == 0, "stored after it began"
 
 
 @pytest.mark.parametrize("broken", [b"", b"?", b"\x01\0\0\0\x90", b"\x09\0\0\0\x92"])

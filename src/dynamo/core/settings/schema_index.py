@@ -15,7 +15,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: Annotated[
         int,
         setting(
-            "memory of one index; beyond it cold branches are forgotten (about 100 bytes a block)",
+            "memory of one index; beyond it cold branches are forgotten (15 bytes a block in long prompts)",
             unit="bytes",
             ge=1 << 20,
         ),
