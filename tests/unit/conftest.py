@@ -1,4 +1,5 @@
-"""A client of raw bytes: what an HTTP library would refuse to send, tests must be able to."""
+"""Other processes, and a client of raw bytes: what an HTTP library would refuse to send, tests must
+be able to."""
 
 from __future__ import annotations
 
@@ -10,6 +11,24 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from typing import Any
 
 import pytest
+from tests.unit.processes import Open, Processes
+
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Runtime
+
+
+@pytest.fixture
+def process_settings() -> Settings:
+    """Those of every process that `open_runtime` begins."""
+    return Settings(runtime=Runtime(drain_s=5.0))
+
+
+@pytest.fixture
+async def open_runtime(process_settings: Settings) -> AsyncIterator[Open]:
+    """`await open_runtime()`: a runtime like another process's, on one memory network."""
+    processes = Processes(settings=process_settings)
+    yield processes.open
+    await processes.close()
 
 
 class RawAnswer:

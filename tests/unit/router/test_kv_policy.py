@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.unit.processes import Open
 from tests.unit.router.stage import ENGINE
 
 from dynamo.communication.requests import Outgoing
@@ -21,7 +21,6 @@ from dynamo.core.hashing import block_hashes
 from dynamo.core.kv_events import worker_name
 from dynamo.core.labels import LABELS
 from dynamo.core.reply import Extra, Reply
-from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import (
     BlocksStored,
@@ -44,30 +43,6 @@ ENDPOINT = "dynamo.worker.generate"
 IDS = array("I", range(160))
 REQUEST = GenerateRequest("r1", "tiny", IDS.tobytes(), Sampling(), Stops())
 CONTEXT = Context(request_id="r1")
-Open = Callable[[], Awaitable[DistributedRuntime]]
-_places = itertools.count()
-
-
-@pytest.fixture
-async def open_runtime() -> AsyncIterator[Open]:
-    settings = Settings()
-    planes = replace(
-        settings.runtime,
-        discovery=f"memory:kv-policy{next(_places)}",
-        requests="memory:",
-        events="memory:",
-    )
-    router = replace(settings.router, mode="kv")
-    settings = replace(settings, runtime=planes, router=router)
-    opened: list[DistributedRuntime] = []
-
-    async def begin() -> DistributedRuntime:
-        opened.append(await DistributedRuntime.create(settings))
-        return opened[-1]
-
-    yield begin
-    for runtime in reversed(opened):
-        await runtime.shutdown(0)
 
 
 class Read(Reply):

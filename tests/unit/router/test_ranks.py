@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
+from tests.unit.processes import Open
 from tests.unit.router.stage import ENGINE, Stage, instance
 
 from dynamo.core.clock import SystemClock
@@ -18,7 +17,6 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import block_hashes
 from dynamo.core.reply import Extra, Reply
-from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_engine import Engine as EngineSettings
 from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
 from dynamo.inference.engine import BatchedEngine
@@ -33,7 +31,6 @@ from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
 
 TWO = {"engine": ENGINE | {"data_parallel": 2}}
-_places = itertools.count()
 
 
 def mock(**settings: int) -> BatchedEngine:
@@ -116,19 +113,8 @@ def mock_of(engine: RankedEngine, rank: int) -> BatchedEngine:
 
 
 @pytest.fixture
-async def runtime() -> AsyncIterator[DistributedRuntime]:
-    settings = Settings()
-    planes = replace(
-        settings.runtime,
-        discovery=f"memory:ranks{next(_places)}",
-        requests="memory:",
-        events="memory:",
-    )
-    router = replace(settings.router, mode="kv")
-    async with await DistributedRuntime.create(
-        replace(settings, runtime=planes, router=router)
-    ) as one:
-        yield one
+async def runtime(open_runtime: Open) -> DistributedRuntime:
+    return await open_runtime()
 
 
 @pytest.fixture

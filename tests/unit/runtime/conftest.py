@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
-from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.child import ProcessSpec
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.supervisor import Supervisor
-
-Open = Callable[[], Awaitable[DistributedRuntime]]
-_places = itertools.count()
-
-
-def memory_settings(place: str) -> Settings:
-    settings = Settings()
-    planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
-    return replace(settings, runtime=replace(planes, drain_s=5.0))
-
-
-@pytest.fixture
-async def open_runtime() -> AsyncIterator[Open]:
-    """`await open_runtime()`: a runtime like another process's, on one memory network."""
-    settings = memory_settings(f"memory:{next(_places)}")
-    opened: list[DistributedRuntime] = []
-
-    async def begin() -> DistributedRuntime:
-        opened.append(await DistributedRuntime.create(settings))
-        return opened[-1]
-
-    yield begin
-    for runtime in reversed(opened):
-        await runtime.shutdown(0)
 
 
 @pytest.fixture

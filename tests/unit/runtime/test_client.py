@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import pytest
+from tests.unit.processes import Open
 
 from dynamo.communication.discovery import Change
 from dynamo.communication.requests import Outgoing
@@ -26,7 +27,6 @@ from dynamo.core.tasks import Tasks
 from dynamo.runtime import Client, DistributedRuntime, State
 from dynamo.runtime.component import parse_reference
 
-Open = Callable[[], Awaitable[DistributedRuntime]]
 REFERENCE = "dynamo.Processor.chat/completions"
 
 

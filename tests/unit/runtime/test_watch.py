@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from tests.unit.processes import Processes, play_virtually
 
 from dynamo.communication.requests import Outgoing
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed, WorkerLeaving
-from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks
-from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
+from dynamo.core.virtual_time import Deadlock, VirtualClock
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.interruptible import Interruptible
 from dynamo.runtime.watch import Watch
@@ -29,22 +28,12 @@ class Cluster:
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.tasks = Tasks()
-        self.opened: list[DistributedRuntime] = []
+        self.processes = Processes(clock)
         self.pace_s = 0.02
         self.left: list[str] = []
 
-    async def open(self) -> DistributedRuntime:
-        settings = Settings()
-        place = f"memory:{id(self)}"
-        planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
-        runtime = await DistributedRuntime.create(
-            replace(settings, runtime=planes), clock=self.clock
-        )
-        self.opened.append(runtime)
-        return runtime
-
     async def worker(self) -> DistributedRuntime:
-        runtime = await self.open()
+        runtime = await self.processes.open()
 
         async def handle(payload: bytes, out: Outgoing) -> None:
             try:
@@ -59,7 +48,7 @@ class Cluster:
         return runtime
 
     async def client(self, workers: int) -> Client:
-        runtime = await self.open()
+        runtime = await self.processes.open()
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
         Watch(runtime.requests, self.clock, runtime.tasks).follow(client)
@@ -74,8 +63,7 @@ class Cluster:
 
     async def close(self) -> None:
         await self.tasks.close()
-        for runtime in reversed(self.opened):
-            await runtime.shutdown(0)
+        await self.processes.close()
 
 
 def freeze(runtime: DistributedRuntime) -> None:
@@ -86,15 +74,7 @@ def freeze(runtime: DistributedRuntime) -> None:
         wire._outbox.arm = lambda: None
 
 
-def scene(play: Callable[[Cluster], Awaitable[None]]) -> None:
-    async def main(clock: VirtualClock) -> None:
-        cluster = Cluster(clock)
-        try:
-            await play(cluster)
-        finally:
-            await cluster.close()
-
-    run_virtually(main)
+scene = partial(play_virtually, Cluster)
 
 
 def test_what_a_frozen_worker_had_fails_in_time() -> None:

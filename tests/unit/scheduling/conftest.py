@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
-from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import SamplingDefaults
 from dynamo.core.text import TextFinish, TextReply, TokenText
 from dynamo.core.values import Finish, GenerateRequest, Started
@@ -24,7 +21,6 @@ from dynamo.models.card import ModelCard
 from dynamo.models.files import file_ref
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer, read_tokenizer
-from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.processor import Processor
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
@@ -168,29 +164,3 @@ def processor(
         return Processor(card, tokenizer, chat, send, configured, clock, Random(7))
 
     return make
-
-
-Open = Callable[[], Awaitable[DistributedRuntime]]
-_places = itertools.count()
-
-
-@pytest.fixture
-async def open_runtime() -> AsyncIterator[Open]:
-    """`await open_runtime()`: a runtime like another process's, on one memory network."""
-    settings = Settings()
-    planes = replace(
-        settings.runtime,
-        discovery=f"memory:scheduling{next(_places)}",
-        requests="memory:",
-        events="memory:",
-    )
-    settings = replace(settings, runtime=planes)
-    opened: list[DistributedRuntime] = []
-
-    async def begin() -> DistributedRuntime:
-        opened.append(await DistributedRuntime.create(settings))
-        return opened[-1]
-
-    yield begin
-    for runtime in reversed(opened):
-        await runtime.shutdown(0)

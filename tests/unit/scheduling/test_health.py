@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
+from functools import partial
 from random import Random
-from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
+from tests.unit.processes import Processes, play_virtually
 
 from dynamo.communication.requests import Outgoing
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InvalidRequest, NoWorkers, WorkerFailed, WorkerLeaving
 from dynamo.core.reply import Reply
-from dynamo.core.settings import Settings
 from dynamo.core.values import Beat, GenerateRequest, Sampling, Stops
-from dynamo.core.virtual_time import VirtualClock, run_virtually
-from dynamo.runtime import Client, DistributedRuntime
+from dynamo.core.virtual_time import VirtualClock
+from dynamo.runtime import Client
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker
 from dynamo.scheduling.health import STUCK_S, Health
@@ -50,27 +48,17 @@ class Ward:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
-        self.opened: list[DistributedRuntime] = []
+        self.processes = Processes(clock)
         self.ill: set[str] = set()
         self.error: DynamoError = WorkerFailed("broken")
         self.steps = 0
         self.requests = 0
         self.probes = 0
 
-    async def open(self) -> DistributedRuntime:
-        settings = Settings()
-        place = f"memory:{id(self)}"
-        planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
-        runtime = await DistributedRuntime.create(
-            replace(settings, runtime=planes), clock=self.clock
-        )
-        self.opened.append(runtime)
-        return runtime
-
     async def start(self, workers: int) -> tuple[Client, Health]:
         for _ in range(workers):
             await self.worker()
-        runtime = await self.open()
+        runtime = await self.processes.open()
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
         self.health = Health(client, self.clock, Random(1), runtime.metrics)
@@ -78,7 +66,7 @@ class Ward:
         return client, self.health
 
     async def worker(self) -> None:
-        runtime = await self.open()
+        runtime = await self.processes.open()
 
         async def handle(payload: bytes, out: Outgoing) -> None:
             self.probes += 1
@@ -103,19 +91,10 @@ class Ward:
 
     async def close(self) -> None:
         await self.health.close()
-        for runtime in reversed(self.opened):
-            await runtime.shutdown(0)
+        await self.processes.close()
 
 
-def scene(play: Callable[[Ward], Awaitable[Any]]) -> None:
-    async def main(clock: VirtualClock) -> None:
-        ward = Ward(clock)
-        try:
-            await play(ward)
-        finally:
-            await ward.close()
-
-    run_virtually(main)
+scene = partial(play_virtually, Ward)
 
 
 def test_three_failures_eject_and_a_probe_brings_it_back() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import pytest
+from tests.unit.processes import Open
 
 from dynamo.communication.requests import Outgoing
 from dynamo.core.codec import ReplyWriter, decode_request
@@ -22,7 +22,6 @@ from dynamo.scheduling.dispatch import Dispatch
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, Router
 from dynamo.telemetry import Registry
 
-Open = Callable[[], Awaitable[DistributedRuntime]]
 ENDPOINT = "dynamo.worker.generate"
 CONTEXT = Context(request_id="r1")
 REQUEST = GenerateRequest("r1", "tiny", b"\0\0\0\0", Sampling(), Stops())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.unit.processes import Open
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.settings import Settings
 from dynamo.models.card import ModelCard
 from dynamo.models.files import FileRef
 from dynamo.runtime import DistributedRuntime
@@ -61,13 +61,8 @@ class Frontend:
 
 
 @pytest.fixture
-async def frontend() -> AsyncIterator[Frontend]:
-    settings = Settings()
-    planes = replace(
-        settings.runtime, discovery="memory:catalogue", requests="memory:", events="memory:"
-    )
-    async with await DistributedRuntime.create(replace(settings, runtime=planes)) as runtime:
-        yield Frontend(runtime)
+async def frontend(open_runtime: Open) -> Frontend:
+    return Frontend(await open_runtime())
 
 
 async def test_a_model_is_opened_once_for_all_its_workers(frontend: Frontend) -> None:

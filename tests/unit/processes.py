@@ -1,0 +1,58 @@
+"""Runtimes as those of several processes, on one memory network of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from dynamo.core.clock import Clock
+from dynamo.core.settings import Settings
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.runtime import DistributedRuntime
+
+Open = Callable[[], Awaitable[DistributedRuntime]]
+_places = itertools.count()
+
+
+class Processes:
+    """`open` begins one more, `close` ends all. `settings`: theirs, but for the planes."""
+
+    def __init__(self, clock: Clock | None = None, settings: Settings | None = None) -> None:
+        settings = settings or Settings()
+        place = f"memory:processes-{next(_places)}"
+        planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
+        settings = replace(settings, runtime=planes)
+        self._create = partial(DistributedRuntime.create, settings, clock=clock)
+        self._opened: list[DistributedRuntime] = []
+
+    async def open(self) -> DistributedRuntime:
+        self._opened.append(await self._create())
+        return self._opened[-1]
+
+    async def close(self) -> None:
+        for runtime in reversed(self._opened):
+            await runtime.shutdown(0)
+
+
+class Stage(Protocol):
+    async def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Stage)
+
+
+def play_virtually(make: Callable[[VirtualClock], S], play: Callable[[S], Awaitable[Any]]) -> None:
+    """`play` on what `make` makes, on virtual time; closed in the end."""
+
+    async def main(clock: VirtualClock) -> None:
+        stage = make(clock)
+        try:
+            await play(stage)
+        finally:
+            await stage.close()
+
+    run_virtually(main)
