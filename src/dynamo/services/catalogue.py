@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from urllib.parse import unquote
 
 import msgspec
@@ -38,19 +38,22 @@ def identity(card: ModelCard) -> ModelCard:
     return msgspec.structs.replace(card, tokenizer=tokenizer, engine=None, created=0, source="")
 
 
-def most_announced(cards: Sequence[ModelCard]) -> ModelCard:
+def most_announced(cards: Collection[ModelCard], opened: ModelCard | None = None) -> ModelCard:
     """The card that most workers announce, so that one worker of another kind takes no model away
-    from those that serve it; of equals the newest."""
+    from those that serve it; of equals the one that is `opened`, else the newest."""
     same: defaultdict[bytes, list[ModelCard]] = defaultdict(list)
     for card in cards:
         same[msgspec.json.encode(identity(card))].append(card)
-    found = max(same.values(), key=lambda alike: (len(alike), max(one.created for one in alike)))
-    return max(found, key=lambda one: one.created)
+    newest = [(alike, max(alike, key=lambda one: one.created)) for alike in same.values()]
+    _, found = max(
+        newest, key=lambda one: (len(one[0]), identity(one[1]) == opened, one[1].created)
+    )
+    return found
 
 
 class Catalogue:
-    """A model is opened with its first card and again when all its workers have come to announce
-    another; it stays open while its workers are away."""
+    """A model is opened with its first card and again when most of its workers have come to
+    announce another; it stays open while its workers are away."""
 
     def __init__(self, runtime: DistributedRuntime, open_model: Open, tell: Tell) -> None:
         self._runtime = runtime
@@ -104,8 +107,10 @@ class Catalogue:
         return changed
 
     def _attend(self, name: str) -> None:
-        cards = [identity(card) for card in self._cards[name].values()]
-        if cards and self._open.get(name) not in cards and name not in self._opening:
+        cards, opened = self._cards[name].values(), self._open.get(name)
+        if not cards or name in self._opening:
+            return
+        if identity(most_announced(cards, opened)) != opened:
             self._opening.add(name)
             self._runtime.tasks.start(self._open_until_done(name), f"open {name}")
 
@@ -113,7 +118,7 @@ class Catalogue:
         delay_s = RETRY_S
         try:
             while cards := self._cards[name]:
-                card = most_announced(list(cards.values()))
+                card = most_announced(cards.values(), self._open.get(name))
                 try:
                     await self._open_model(card)
                 except DynamoError as error:
@@ -124,6 +129,7 @@ class Catalogue:
                     delay_s = min(delay_s * 2, RETRY_CAP_S)
                 else:
                     self._open[name] = identity(card)
-                    return
+                    break
         finally:
             self._opening.discard(name)
+        self._attend(name)

@@ -101,6 +101,21 @@ def test_most_workers_decide_what_a_model_is() -> None:
     older, newer = replace(CARD, created=3), replace(OTHER, created=9)
     assert most_announced([CARD, newer, older]) == older
     assert most_announced([older, newer]) == newer
+    assert most_announced([older, newer], identity(older)) == older
+
+
+async def test_what_most_workers_have_come_to_announce_replaces_the_rest(
+    frontend: Frontend,
+) -> None:
+    await frontend.announce("a", CARD)
+    await until(lambda: frontend.opened)
+    await frontend.announce("b", OTHER)
+    await frontend.settle()
+    assert frontend.opened == [CARD]
+    await frontend.announce("c", OTHER)
+    await until(lambda: len(frontend.opened) == 2)
+    await frontend.settle()
+    assert frontend.opened == [CARD, OTHER]
 
 
 async def test_opening_is_tried_again(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
