@@ -88,7 +88,8 @@ class Crew:
             if len(there) < count:
                 await self._grow(kind, count - len(there), tell)
             elif len(there) > count:
-                await self._leave(there[count:], tell)
+                fit = sorted(there, key=lambda child: not child.ready)  # then by age
+                await self._leave([child for child in there if child not in fit[:count]], tell)
             else:
                 tell(f"{kind}: {count} as before")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +70,19 @@ async def test_up_and_down(spec: Spec, supervise: Supervise, deployment: Deploym
         ]
         assert await order(deployment, "scale", "worker", 0) == ["worker has left"]
         assert await order(deployment, "scale", "worker", 1) == ["worker-1 serves"]
+
+
+async def test_who_does_not_serve_leaves_before_who_does(
+    spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
+) -> None:
+    once = CANNOT.format(path=str(tmp_path / "mark")).replace("tell(fatal", "dict(fatal")
+    async with serving(supervise(spec(once, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
+        sick = supervisor.children[0]
+        os.kill(sick.pid, signal.SIGKILL)
+        while sick.ready:
+            await asyncio.sleep(0.01)
+        assert await order(deployment, "scale", "worker", 1) == ["worker-1 has left"]
+        assert supervisor.children[0].ready
 
 
 async def test_who_came_first_takes_the_orders_of_a_name(
