@@ -77,6 +77,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def until(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
+    """Wait for a condition; its value."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.05)
+    return found
+
+
 class Deployment:
     """`dynamo run ...` (or another command) as a user starts it, with state and log of its own;
     `folder`: where."""

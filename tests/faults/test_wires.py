@@ -120,6 +120,16 @@ class Wires:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
 
+    @asynccontextmanager
+    async def crowded(self, tokens: int = 60) -> AsyncIterator[dict[int, list[int]]]:
+        """A crowd is answered the same as before, whatever happens within."""
+        before = await self.crowd(tokens)
+        async with Tasks() as tasks:
+            asked = tasks.start(self.crowd(tokens))
+            await self.until_busy()
+            yield before
+            assert await asked == before
+
 
 @asynccontextmanager
 async def wires(workers: int = 3, clock: SystemClock | None = None) -> AsyncIterator[Wires]:
@@ -132,33 +142,23 @@ async def wires(workers: int = 3, clock: SystemClock | None = None) -> AsyncIter
 
 
 async def test_a_connection_cut_midway() -> None:
-    async with wires() as made, Tasks() as tasks:
-        before = await made.crowd(60)
-        asked = tasks.start(made.crowd(60))
-        await made.until_busy()
-        made.relays[0].cut()
-        assert await asked == before
+    async with wires() as made:
+        async with made.crowded():
+            made.relays[0].cut()
         await made.client.wait_for_instances(3, 10)
 
 
 async def test_every_connection_cut_at_once() -> None:
-    async with wires() as made, Tasks() as tasks:
-        before = await made.crowd(60)
-        asked = tasks.start(made.crowd(60))
-        await made.until_busy()
+    async with wires() as made, made.crowded():
         for relay in made.relays:
             relay.cut()
-        assert await asked == before
 
 
 async def test_a_partition_that_heals() -> None:
     """Nothing passes and nothing is closed; what is late afterwards finds nobody."""
-    async with wires() as made, Tasks() as tasks:
-        before = await made.crowd(60)
-        asked = tasks.start(made.crowd(60))
-        await made.until_busy()
-        made.relays[0].silence()
-        assert await asked == before
+    async with wires() as made:
+        async with made.crowded() as before:
+            made.relays[0].silence()
         assert len(made.client.instances) == 2
         made.relays[0].heal()
         await made.client.wait_for_instances(3, 10)
@@ -167,12 +167,9 @@ async def test_a_partition_that_heals() -> None:
 
 async def test_a_half_open_connection_is_dialled_anew() -> None:
     """The path has forgotten the connection; the worker is well."""
-    async with wires() as made, Tasks() as tasks:
-        before = await made.crowd(60)
-        asked = tasks.start(made.crowd(60))
-        await made.until_busy()
-        made.relays[0].forget()
-        assert await asked == before
+    async with wires() as made:
+        async with made.crowded():
+            made.relays[0].forget()
         await made.client.wait_for_instances(3, 10)
         assert made.relays[0].dialled == 2
 
@@ -191,13 +188,10 @@ async def test_one_stream_is_lost_while_its_worker_and_connection_live(
 ) -> None:
     """Its worker, asked, knows nothing of it once it has ended there: it goes on elsewhere."""
     monkeypatch.setattr(dialled, "ASK_S", 0.1)
-    async with wires() as made, Tasks() as tasks:
-        before = await made.crowd(60)
-        asked = tasks.start(made.crowd(60))
-        await made.until_busy()
-        (loss,) = made.relays[0].losses
-        loss.on = True
-        assert await asked == before
+    async with wires() as made:
+        async with made.crowded():
+            (loss,) = made.relays[0].losses
+            loss.on = True
         assert loss.lost > 1
         assert 'dynamo_migrations_total{reason="worker_failed"} 1' in made.metrics.render()
         assert len(made.client.instances) == 3
@@ -216,11 +210,8 @@ async def test_who_waits_or_is_slow_is_asked_after_and_not_given_up(
 
 async def test_the_wall_clock_jumps() -> None:
     clock = WallJumps()
-    async with wires(clock=clock) as made, Tasks() as tasks:
-        before = await made.crowd(40)
+    async with wires(clock=clock) as made:
         for offset_s in (3600.0, -3600.0):
-            asked = tasks.start(made.crowd(40))
-            await made.until_busy()
-            clock.offset_s = offset_s
-            assert await asked == before
+            async with made.crowded(40):
+                clock.offset_s = offset_s
         assert len(made.client.instances) == 3

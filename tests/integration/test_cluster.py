@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Deployment
+from tests.conftest import Deployment, until
 
 from dynamo.testing.servers import EtcdProcess, NatsProcess
 
@@ -54,14 +53,6 @@ def host(tmp_path: Path) -> Iterator[Host]:
     yield begin
     for one in reversed(running):
         one.stop()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 30) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.05)
-    return found
 
 
 def health(frontend: Deployment) -> dict[str, Any]:

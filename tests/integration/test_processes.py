@@ -8,25 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.conftest import Deployment
+from tests.conftest import Deployment, until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a lazy dog"}], "max_tokens": 8}
 FAST = ("--speedup-ratio", "1000", "--model-name", "tiny")
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 20) -> Any:
-    """Wait for a condition; its value."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("not in time")
 
 
 def alive(pid: int) -> bool:

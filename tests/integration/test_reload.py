@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.conftest import until
 
 FILE = """
 server: {{log_requests: {log}, request_timeout: {limit}}}
@@ -15,13 +15,6 @@ logging: {{level: {level}, format: json}}
 router: {{mode: kv, policy: composite, routing_strategy: {{load_weight: {weight}}}}}
 """
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
-
-
-def until(true: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def write(file: Path, **values: Any) -> None:

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import until
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.settings import Settings
@@ -68,13 +68,6 @@ async def client_of(environ: dict[str, str], deployment: str, path: str) -> Asyn
         client = await runtime.endpoint(path).client()
         await client.wait_for_instances(timeout_s=30)
         yield client
-
-
-def until(true: Any, timeout_s: float = 30) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 async def test_a_service_in_two_replicas_is_called_by_another(
