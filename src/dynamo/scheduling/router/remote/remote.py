@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
+from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
@@ -95,19 +96,7 @@ class RemotePolicy(Policy):
                 hashes=prompt.hashes,
             )
         )
-        return Decision(
-            made.instance,
-            made.mode,
-            made.candidates,
-            overlap_blocks=made.overlap_blocks,
-            prompt_blocks=made.prompt_blocks,
-            best_overlap_blocks=made.best_overlap_blocks,
-            predicted_ttft_s=made.predicted_ttft_s,
-            waited_s=made.waited_s,
-            view=made.view,
-            ticket=ticket,
-            rank=made.rank,
-        )
+        return replace(made, ticket=ticket)
 
     async def close(self) -> None:
         await self._replicas.close()
