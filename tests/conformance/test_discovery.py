@@ -10,34 +10,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.conformance.members import discoveries
 
-from dynamo.communication.discovery import Discovery, open_discovery
+from dynamo.communication.discovery import open_discovery
 from dynamo.testing.conformance.discovery import DiscoveryConformance, Join, until
-
-
-async def members(url: str) -> AsyncIterator[Join]:
-    opened: list[Discovery] = []
-
-    async def join() -> Discovery:
-        opened.append(await open_discovery(url))
-        return opened[-1]
-
-    yield join
-    for one in opened:
-        await one.close()
 
 
 class TestMemory(DiscoveryConformance):
     @pytest.fixture
     async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
-        async for join in members(f"memory:{request.node.name}"):
+        async for join in discoveries(f"memory:{request.node.name}"):
             yield join
 
 
 class TestFile(DiscoveryConformance):
     @pytest.fixture
     async def join(self, tmp_path: Path) -> AsyncIterator[Join]:
-        async for join in members(f"file:{tmp_path / 'place'}"):
+        async for join in discoveries(f"file:{tmp_path / 'place'}"):
             yield join
 
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from tests.conformance.members import discoveries
 
-from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.testing.conformance.discovery import DiscoveryConformance, Join
 from dynamo.testing.servers import EtcdProcess
 
@@ -23,13 +23,5 @@ def etcd() -> Iterator[EtcdProcess]:
 class TestEtcd(DiscoveryConformance):
     @pytest.fixture
     async def join(self, etcd: EtcdProcess) -> AsyncIterator[Join]:
-        url = f"{etcd.url}/test-{next(_roots)}"
-        opened: list[Discovery] = []
-
-        async def join() -> Discovery:
-            opened.append(await open_discovery(url))
-            return opened[-1]
-
-        yield join
-        for one in opened:
-            await one.close()
+        async for join in discoveries(f"{etcd.url}/test-{next(_roots)}"):
+            yield join

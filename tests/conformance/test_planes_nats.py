@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from tests.conformance.members import events, requests
 
-from dynamo.communication.discovery import Discovery, open_discovery
-from dynamo.communication.events import Events, open_events
-from dynamo.communication.requests import Requests, open_requests
 from dynamo.testing.conformance.events import EventsConformance
 from dynamo.testing.conformance.events import Join as JoinEvents
 from dynamo.testing.conformance.requests import Join as JoinRequests
@@ -20,32 +18,6 @@ from dynamo.testing.servers import NatsProcess
 def nats() -> Iterator[NatsProcess]:
     with NatsProcess() as server:
         yield server
-
-
-async def events(url: str, place: str) -> AsyncIterator[JoinEvents]:
-    opened: list[tuple[Events, Discovery]] = []
-
-    async def join() -> Events:
-        directory = await open_discovery(f"memory:{place}")
-        opened.append((await open_events(url, directory), directory))
-        return opened[-1][0]
-
-    yield join
-    for plane, directory in opened:
-        await plane.close()
-        await directory.close()
-
-
-async def requests(url: str) -> AsyncIterator[JoinRequests]:
-    opened: list[Requests] = []
-
-    async def join() -> Requests:
-        opened.append(await open_requests(url))
-        return opened[-1]
-
-    yield join
-    for one in opened:
-        await one.close()
 
 
 class TestEvents(EventsConformance):

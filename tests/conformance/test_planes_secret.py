@@ -10,11 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.conformance.members import events, requests
 
 from dynamo.communication import greeting
 from dynamo.communication.addresses import parse_address
-from dynamo.communication.discovery import Discovery, open_discovery
-from dynamo.communication.events import Events, open_events
 from dynamo.communication.frames import HELLO, Splitter, pack_frame
 from dynamo.communication.handshake import Hello, pack_hello
 from dynamo.communication.options import PlaneOptions, Tls
@@ -48,65 +47,38 @@ def tls_of(folder: Path, name: str = "node", authority: str = "ca") -> PlaneOpti
     return PlaneOptions(tls=Tls(*(str(folder / one) for one in files)))
 
 
-async def requests(options: PlaneOptions) -> AsyncIterator[JoinRequests]:
-    opened: list[Requests] = []
-
-    async def join() -> Requests:
-        opened.append(await open_requests("tcp:", options))
-        return opened[-1]
-
-    yield join
-    for one in opened:
-        await one.close()
-
-
-async def events(options: PlaneOptions) -> AsyncIterator[JoinEvents]:
-    opened: list[tuple[Events, Discovery]] = []
-    place = f"memory:secret-{next(_places)}"
-
-    async def join() -> Events:
-        directory = await open_discovery(place)
-        opened.append((await open_events("tcp:", directory, options), directory))
-        return opened[-1][0]
-
-    yield join
-    for plane, directory in opened:
-        await plane.close()
-        await directory.close()
-
-
 class TestRequestsSecret(CallsConformance):
     @pytest.fixture
     async def join(self) -> AsyncIterator[JoinRequests]:
-        async for join in requests(SECRET):
+        async for join in requests("tcp:", SECRET):
             yield join
 
 
 class TestRequestsTls(CallsConformance):
     @pytest.fixture
     async def join(self, certificates: Path) -> AsyncIterator[JoinRequests]:
-        async for join in requests(tls_of(certificates)):
+        async for join in requests("tcp:", tls_of(certificates)):
             yield join
 
 
 class TestRequestsTlsUvloop(CallsConformance):
     @pytest.fixture
     async def join(self, certificates: Path) -> AsyncIterator[JoinRequests]:
-        async for join in requests(tls_of(certificates)):
+        async for join in requests("tcp:", tls_of(certificates)):
             yield join
 
 
 class TestEventsSecret(EventsConformance):
     @pytest.fixture
     async def join(self) -> AsyncIterator[JoinEvents]:
-        async for join in events(SECRET):
+        async for join in events("tcp:", f"secret-{next(_places)}", SECRET):
             yield join
 
 
 class TestEventsTls(EventsConformance):
     @pytest.fixture
     async def join(self, certificates: Path) -> AsyncIterator[JoinEvents]:
-        async for join in events(tls_of(certificates)):
+        async for join in events("tcp:", f"secret-{next(_places)}", tls_of(certificates)):
             yield join
 
 
