@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Sequence
 
 from dynamo.core.clock import Clock, SystemClock
-from dynamo.core.reply import Operator, Send
+from dynamo.core.context import Context
+from dynamo.core.reply import Operator, Reply, Send
+from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.admission import Admission
 from dynamo.scheduling.dispatch import Dispatch
@@ -20,7 +21,7 @@ def assemble(operators: Sequence[Operator], last: Send) -> Send:
     """A request passes the operators in order and then `last`."""
     send = last
     for operator in reversed(operators):
-        send = partial(operator.send, onward=send)
+        send = _through(operator, send)
     return send
 
 
@@ -47,3 +48,10 @@ def standard_pipeline(
         chosen, Dispatch(client).send, metrics, clock=clock, observers=observers, follow=follow
     )
     return assemble(operators, router.send)
+
+
+def _through(operator: Operator, onward: Send) -> Send:
+    def send(request: GenerateRequest, context: Context, reply: Reply) -> Awaitable[None]:
+        return operator.send(request, context, reply, onward)
+
+    return send
