@@ -210,12 +210,14 @@ def test_answers_of_unlike_lengths() -> None:
 def test_nobody_is_refused_while_a_worker_is_idle() -> None:
     async def main(clock: VirtualClock) -> None:
         async with trial(clock, Promise(ttft_s=0.001), small(2)) as made, Tasks() as tasks:
+            for _ in range(4):  # before that nothing is known of a prefill
+                await made.one()
             tasks.start(made.one())
             tasks.start(made.one())
             await clock.sleep(0.5)
             assert not made.refused
             await made.one()
-            assert [*made.refused] == [2]
+            assert [*made.refused] == [6]
             await tasks.join()
 
     run_virtually(main)
@@ -225,7 +227,8 @@ def test_users_of_a_laptop_wait_their_turn() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = small(1, 1)
         async with trial(clock, Promise(), workers) as made, Tasks() as tasks:
-            await made.one()
+            for _ in range(4):
+                await made.one()
             for _ in range(40):
                 tasks.start(made.one())
                 await clock.sleep(0.001)
@@ -237,7 +240,7 @@ def test_users_of_a_laptop_wait_their_turn() -> None:
             await tasks.join()
             order = [took + made.arrived[row] for row, took in sorted(made.first.items())]
             assert order == sorted(order)
-            assert len(made.first) + len(waits) == 41
+            assert len(made.first) + len(waits) == 44
 
     run_virtually(main)
 
@@ -376,6 +379,37 @@ def test_a_promise_may_change_while_requests_come(mode: str) -> None:
             await clock.sleep(0.1)
             assert {len(desk.held) for desk in made.admission.places.desks.values()} == {1}
             assert len(made.refused) == before
+            await tasks.join()
+
+    run_virtually(main)
+
+
+def test_who_waits_much_longer_than_predicted_is_turned_away() -> None:
+    async def main(clock: VirtualClock) -> None:
+        workers = small(1, 1)
+        async with trial(clock, Promise(queue_wait_s=5.0), workers) as made, Tasks() as tasks:
+            for _ in range(6):
+                await made.one(10)  # so short that a bound of 60 is thought to mean little
+            tasks.start(made.one(2_000, bound=60))
+            await clock.sleep(0.1)
+            await made.one()
+            ((took, error),) = made.refused.values()
+            assert took == pytest.approx(10.0)
+            assert "became free in 10 s" in error.message
+            await tasks.join()
+
+    run_virtually(main)
+
+
+def test_an_unseen_bound_is_thought_to_be_filled_as_others_are() -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+            for _ in range(8):
+                await made.one(60)
+            for _ in range(30):
+                tasks.start(made.one(240))
+                await clock.sleep(0.001)
+            assert 6 <= 30 - len(made.refused) <= 9  # 5.5 s each find a place within 30 s
             await tasks.join()
 
     run_virtually(main)

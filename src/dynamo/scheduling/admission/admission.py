@@ -41,6 +41,8 @@ RECOVERY_S = 30.0
 """Who waits already does so for so long when there is no worker any more."""
 RESERVE = 0.05
 """Of a promised first token's time, for the way to the client."""
+PATIENCE = 2.0
+"""Who waits longer than predicted, without a promise, goes after so many times the limit."""
 LONGEST_RETRY_S = 60.0
 LOOKED_AT = 32
 """So many that wait are looked at for one that may go."""
@@ -178,7 +180,9 @@ class Admission(Operator):
         ticket.turn = asyncio.get_running_loop().create_future()
         if self._promised_s < inf:
             at = now + self._promised_s - ticket.prefill_s
-            ticket.stop_timer = self._clock.call_at(at, lambda: self._shed(ticket))
+        else:
+            at = now + self.promise.queue_wait_s * PATIENCE
+        ticket.stop_timer = self._clock.call_at(at, lambda: self._shed(ticket))
         self._waiting.inc()
         self._look_later()
 
@@ -238,12 +242,13 @@ class Admission(Operator):
         self._rejected.labels("late").inc()
         if ticket.predicted_s is not None:
             self._attendance.told(ticket.predicted_s, self._clock.now() + ticket.prefill_s)
-        bound = ticket.request.stops.max_tokens
+        waited_s = self._clock.now() - ticket.arrived_s
         turn.set_exception(
             Overloaded(
-                f"no worker became free in time for a first token in {ticket.limit_s:g} s",
-                hint="router.ttft_slo is the promise; more workers would keep it",
-                retry_after_s=self._retry_s(0.0, bound),
+                f"no worker became free in {waited_s:.3g} s",
+                hint="router.ttft_slo and router.max_queue_wait are the limits; more workers would "
+                "keep them",
+                retry_after_s=self._retry_s(0.0, ticket.request.stops.max_tokens),
             )
         )
 

@@ -17,6 +17,8 @@ from dynamo.scheduling.router.attempt import Follower
 from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.prompt import Prompt
 
+FEW = 4
+"""Before so many first tokens were seen, no prefill is predicted."""
 ERRORS = 64
 """So many first tokens of requests that waited say how good predictions are."""
 EXCEEDED = 3
@@ -65,6 +67,7 @@ class Attendance:
         self.keeps = False
         self._uncached = 1.0
         self._first_s = 0.0
+        self._firsts = 0
         self._left_in_all = 0
         self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)
 
@@ -105,6 +108,8 @@ class Attendance:
         """From getting a place to the first token, at the worker that is best for that (or the
         first where it takes `good_s` at most), with so many more requests before it that are on
         their way to some worker."""
+        if self._firsts < FEW:
+            return 0.0
         desks = self._places.open_desks() or list(self._places.desks.values())
         now, tokens = self._clock.now(), max(1, round(prompt_tokens * self._uncached))
         rounds = 1 + others / max(1, len(desks))
@@ -138,6 +143,7 @@ class Attendance:
     def first_token(self, held: Held) -> None:
         """Its prompt is computed."""
         now = held.first_s = self._clock.now()
+        self._firsts += 1
         if held.active is not None:
             held.active.book.first_token(held.active, now)
         self._first_s += 0.05 * (now - held.began_s - self._first_s)

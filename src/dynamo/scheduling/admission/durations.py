@@ -11,12 +11,11 @@ BINS = PER_DOUBLING * 24
 FORGET = 0.99
 """An observation counts half after 69 more."""
 FEW = 4
-"""Fewer observations of a kind say less than all together."""
-EVERY = 16
-"""One observation of so many counts among all together."""
+"""Fewer observations of a kind say less than the pace of all and the length of their answers."""
 GUESSED_TOKEN_S = 0.02
 GUESSED_TOKENS = 512
-"""Of an answer whose like has never been seen: half of its bound, and of this, at such a pace."""
+"""Before anything was seen an answer is thought to fill half of its bound, or of this, at such a
+pace."""
 OVERDUE = 0.25
 """Whatever took longer than anything before will take so much of its age again."""
 _LARGEST_UNIT = 1e100
@@ -90,7 +89,8 @@ class Durations:
 
     def __init__(self) -> None:
         self.token_s = GUESSED_TOKEN_S
-        self._all = Spread()
+        self._usual = 0.0
+        self._filled = 0.5
         self._kinds: dict[int, Spread] = {}
         self._tokens: dict[int, float] = {}
 
@@ -101,27 +101,29 @@ class Durations:
         if spread is None:
             spread = self._kinds[kind] = Spread()
         spread.observe(held_s)
-        if spread.seen <= FEW or not spread.seen % EVERY:
-            self._all.observe(held_s)
 
     def answered(self, bound: int, tokens: int, seconds: float) -> None:
         """An answer of so many tokens took so long after its first."""
         kind = bound.bit_length()
         known = self._tokens.get(kind, float(tokens))
         self._tokens[kind] = known + 0.1 * (tokens - known)
+        self._usual += 0.1 * (tokens - self._usual) if self._usual else tokens
+        self._filled += 0.1 * (tokens / max(1, bound) - self._filled)
         if tokens > 1 and seconds > 0.0:
             self.token_s += 0.1 * (seconds / (tokens - 1) - self.token_s)
 
     def answer_tokens(self, bound: int) -> float:
-        """How long an answer of that bound is expected to be."""
-        return self._tokens.get(bound.bit_length(), min(bound, GUESSED_TOKENS) / 2)
+        """How long an answer of that bound is expected to be: as its like were; else as long as the
+        others, or filling as much of its bound."""
+        known = self._tokens.get(bound.bit_length())
+        if known is not None:
+            return known
+        return max(min(bound, self._usual), min(bound, GUESSED_TOKENS) * self._filled)
 
     def rest(self, bound: int, age_s: float) -> float:
         """How long a request of that bound and age will still keep its place, about."""
         spread = self._kinds.get(bound.bit_length())
         if spread is None or spread.seen < FEW:
-            spread = self._all
-        if not spread.seen:
-            guess_s = min(bound, GUESSED_TOKENS) / 2 * self.token_s
+            guess_s = self.answer_tokens(bound) * self.token_s
             return max(guess_s - age_s, age_s * OVERDUE)
         return spread.rest(age_s)
