@@ -40,8 +40,8 @@ class KvIndex:
     """Exact as far as it is told, within its budget. Not thread-safe; no clock, no I/O.
 
     It relies on what prefix caches promise: who holds a block holds those above it. Of a worker
-    that breaks this it believes less than it holds. Over `budget_bytes` the coldest branches are
-    forgotten, tails first; that, too, errs on the side of less.
+    that breaks this it may believe too much, until what hangs under the gap goes, too. Over
+    `budget_bytes` the coldest branches are forgotten, tails first: it errs on the side of less.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
