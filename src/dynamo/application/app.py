@@ -14,7 +14,7 @@ from dynamo.application.generation import Generation
 from dynamo.application.ids import RequestIds, sanitised
 from dynamo.application.metrics import FrontendMetrics
 from dynamo.application.models import Models
-from dynamo.application.routes import Route, Routes, WrongMethod
+from dynamo.application.routes import Route, Routes
 from dynamo.application.routing import RoutingPages, RoutingSource
 from dynamo.application.status import Status
 from dynamo.application.tokens import Tokens
@@ -119,8 +119,6 @@ class Application:
         status = CLIENT_LEFT
         try:
             await self._route(request)(exchange)
-        except WrongMethod as error:
-            exchange.fail(error, (("allow", error.allowed),))
         except DynamoError as error:
             exchange.fail(error)
         except Exception:

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, MethodNotAllowed
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -77,9 +77,20 @@ def error_body(error: DynamoError, request_id: str) -> bytes:
     return msgspec.json.encode({"error": body})
 
 
+class WrongMethod(MethodNotAllowed):
+    """`allowed`: the methods that the route has."""
+
+    def __init__(self, method: str, path: str, allowed: str) -> None:
+        super().__init__(f"{path} does not take {method}", hint=f"use {allowed}")
+        self.allowed = allowed
+
+
 def error_headers(error: DynamoError) -> Headers:
-    """What belongs to the status: when to come back, how to authenticate."""
+    """What belongs to the status: when to come back, how to authenticate, which methods there
+    are."""
     status = status_of(error)
+    if isinstance(error, WrongMethod):
+        return (("allow", error.allowed),)
     if status in (429, 503):
         wait = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
         return (("retry-after", str(max(1, math.ceil(wait)))),)

@@ -54,12 +54,12 @@ class Exchange:
         extra = (("x-dynamo-worker", worker),) if worker else ()
         self.response.start(200, (*STREAM_HEADERS, *self.headers, *extra))
 
-    def fail(self, error: DynamoError, extra: Headers = ()) -> None:
+    def fail(self, error: DynamoError) -> None:
         """End with `error`: by status while nothing was sent, by an event after that."""
         self.failed, self.code = status_of(error), error.code
         body = error_body(error, self.shown_id)
         if not self.response.started:
-            self.send_json(self.failed, body, (*error_headers(error), *extra))
+            self.send_json(self.failed, body, error_headers(error))
         elif not self.response.ended:
             self.response.end(error_event(body))
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Awaitable, Callable, Mapping
 
+from dynamo.application.errors import WrongMethod
 from dynamo.application.exchange import Exchange
-from dynamo.core.errors import MethodNotAllowed, NotFound
+from dynamo.core.errors import NotFound
 
 Route = Callable[[Exchange], Awaitable[None]]
 LONGEST_GUESS = 100
-
-
-class WrongMethod(MethodNotAllowed):
-    """`allowed`: the methods that the route has."""
-
-    def __init__(self, method: str, path: str, allowed: str) -> None:
-        super().__init__(f"{path} does not take {method}", hint=f"use {allowed}")
-        self.allowed = allowed
 
 
 class Routes:

@@ -10,7 +10,7 @@ from dynamo.application.access import Keys
 from dynamo.application.errors import on_error
 from dynamo.application.exchange import Exchange
 from dynamo.application.ids import RequestIds, sanitised
-from dynamo.application.routes import Routes, WrongMethod
+from dynamo.application.routes import Routes
 from dynamo.application.routing import RoutingPages, RoutingSource
 from dynamo.application.status import Status
 from dynamo.communication.http import Request, Response
@@ -49,8 +49,6 @@ class RoutingApplication:
         exchange = Exchange(request, response, own, own, ())
         try:
             await self._routes.find(request.method, request.path)(exchange)
-        except WrongMethod as error:
-            exchange.fail(error, (("allow", error.allowed),))
         except DynamoError as error:
             exchange.fail(error)
         except Exception:
