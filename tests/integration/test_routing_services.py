@@ -254,6 +254,33 @@ async def test_a_frozen_router_costs_a_moment_once(
     assert "dynamo_router_unasked_total 3" in metrics
 
 
+async def test_a_new_router_gets_one_question_until_it_has_answered(house: House) -> None:
+    await house.open("worker")
+    router = await house.open("router", replicas=1)
+    frontend = await house.open("frontend", replicas=1)
+    await until(lambda: router.health.well)
+    url = frontend.public_address
+    assert (await ask(url, "/v1/chat/completions", chat()))[0] == 200
+    asked = []
+    started = asyncio.Event()
+
+    async def slow(payload: bytes, out: Outgoing) -> None:
+        asked.append(payload)
+        await started.wait()
+
+    runtime = await DistributedRuntime.create(house.settings, role="router")
+    house.opened.append(runtime)
+    await runtime.namespace().component("Router").endpoint(CHOOSE).serve(slow)
+    tasks = [
+        asyncio.ensure_future(ask(url, "/v1/chat/completions", chat(f"{number}")))
+        for number in range(12)
+    ]
+    answers = await asyncio.gather(*tasks)
+    started.set()
+    assert [status for status, _, _ in answers] == [200] * 12
+    assert len(asked) == 1
+
+
 async def test_past_the_bound_a_client_is_told_when_to_come_again(house: House) -> None:
     house.settings = replace(
         house.settings,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import cast
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
@@ -16,7 +15,7 @@ from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.placing.placement import Placed, Placement
-from dynamo.scheduling.router.policy import Candidate, Decision, Policy
+from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt
 from dynamo.scheduling.router.replicas.replicas import Own, Replicas
 
@@ -140,7 +139,7 @@ class KvPolicy(Policy):
                 book.instance,
                 self._name,
                 placed.candidates,
-                cast("tuple[Candidate, ...]", placed.table),
+                placed.table,
                 overlap_blocks=arrival.overlaps.get(book.name, 0),
                 prompt_blocks=len(arrival.prompt.hashes),
                 best_overlap_blocks=max(arrival.overlaps.values(), default=0),

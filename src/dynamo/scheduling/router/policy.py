@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -53,7 +54,7 @@ class Decision(msgspec.Struct, frozen=True):
     instance: Instance
     mode: str
     candidates: int
-    table: tuple[Candidate, ...] = ()
+    table: Sequence[Candidate] = ()
     overlap_blocks: int = 0
     prompt_blocks: int = 0
     best_overlap_blocks: int = 0

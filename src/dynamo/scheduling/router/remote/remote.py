@@ -68,6 +68,8 @@ class RemotePolicy(Policy):
         self._block_tokens = block_tokens
         self._alone = BasicPolicy(client, MEANWHILE)
         self._away: dict[str, float] = {}
+        self._proven: set[str] = set()
+        self._on_trial: set[str] = set()
         self._failing: set[str] = set()
         self._asking = True
         self._picked_alone = (metrics or Registry()).counter(
@@ -115,7 +117,7 @@ class RemotePolicy(Policy):
             router = self._routers.pick("round_robin", candidates)
             ask = encode_ask(request, prompt, tuple(tried))
             try:
-                answer = await self._call(router, ask, context)
+                answer = await self._tested(router, ask, context)
             except FAILURES as error:
                 failed.add(router.id)
                 if isinstance(error, TimeoutError):
@@ -132,12 +134,28 @@ class RemotePolicy(Policy):
         return None
 
     def _present(self) -> AbstractSet[str]:
-        live = self._routers.instances.keys()
-        if not self._away:
-            return live
-        now = self._clock.now()
-        self._away = {name: until for name, until in self._away.items() if until > now}
-        return live - self._away.keys()
+        """Routers that may be asked. One that has answered nothing yet gets one question, as long
+        as there are others: it may still be busy with its start."""
+        live: AbstractSet[str] = self._routers.instances.keys()
+        if self._away:
+            now = self._clock.now()
+            self._away = {name: until for name, until in self._away.items() if until > now}
+            live = live - self._away.keys()
+        if self._on_trial and not self._proven.isdisjoint(live):
+            live = live - self._on_trial
+        return live
+
+    async def _tested(self, router: Instance, payload: bytes, context: Context) -> Answer:
+        if router.id in self._proven:
+            return await self._call(router, payload, context)
+        self._on_trial.add(router.id)
+        try:
+            answer = await self._call(router, payload, context)
+        finally:
+            self._on_trial.discard(router.id)
+        self._proven &= self._routers.instances.keys()
+        self._proven.add(router.id)
+        return answer
 
     async def _call(self, router: Instance, payload: bytes, context: Context) -> Answer:
         answers: list[bytes] = []
