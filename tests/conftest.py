@@ -70,6 +70,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Any:
+    """That model's: every byte a token."""
+    from dynamo.models.tokenizer import read_tokenizer
+
+    return read_tokenizer(tiny_model / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tokenizer: Any) -> Any:
+    """Its tables."""
+    from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+    return Vocabulary(tokenizer)
+
+
 def free_port() -> int:
     """A port that nobody listens on now."""
     with closing(socket.socket()) as probe:

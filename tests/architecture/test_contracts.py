@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,25 +19,19 @@ def test_import_contracts_hold() -> None:
     assert " 0 broken" in ended.stdout
 
 
-def test_importing_dynamo_loads_nothing_heavy() -> None:
-    program = (
-        "import sys, dynamo, dynamo.cli, dynamo_client\n"
-        "heavy = {'numpy', 'tokenizers', 'fastokens', 'jinja2', 'uvloop', 'httptools', 'yaml',\n"
-        "         'huggingface_hub', 'asyncio'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert ended.stdout.strip() == "[]"
+HEAVY = {"numpy", "tokenizers", "fastokens", "jinja2", "uvloop", "huggingface_hub"}
 
 
-def test_the_supervisor_loads_no_engine_and_no_tokenizer() -> None:
-    program = (
-        "import sys, dynamo.cli.run, dynamo.services.launch, dynamo.models.resolve\n"
-        "heavy = {'numpy', 'tokenizers', 'fastokens', 'jinja2', 'uvloop', 'huggingface_hub'}\n"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("dynamo, dynamo.cli, dynamo_client", HEAVY | {"httptools", "yaml", "asyncio"}),
+        ("dynamo.cli.run, dynamo.services.launch, dynamo.models.resolve", HEAVY),
+    ],
+    ids=["the package", "the supervisor"],
+)
+def test_importing_loads_nothing_heavy(modules: str, heavy: set[str]) -> None:
+    program = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
 

@@ -67,25 +67,25 @@ def answer(
 @shared
 @given(ids=any_ids, cuts=st.lists(st.integers(0, 40), max_size=8), skip=st.booleans())
 def test_any_ids_decode_as_the_whole(
-    tiny_tokenizer: Tokenizer,
-    tiny_vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
     ids: list[int],
     cuts: list[int],
     skip: bool,
 ) -> None:
     options = TextOptions(skip_special_tokens=skip)
-    told = answer(tiny_vocabulary, chunks_of(ids, cuts), options)
-    assert "".join(told.deltas) == tiny_tokenizer.decode(ids, skip_special=skip)
+    told = answer(vocabulary, chunks_of(ids, cuts), options)
+    assert "".join(told.deltas) == tokenizer.decode(ids, skip_special=skip)
     assert told.end == TextFinish("length", len(ids))
 
 
 @shared
 @given(text=odd_text)
 def test_whole_text_never_shows_a_broken_character(
-    tiny_tokenizer: Tokenizer, tiny_vocabulary: Vocabulary, text: str
+    tokenizer: Tokenizer, vocabulary: Vocabulary, text: str
 ) -> None:
-    ids = unpack_ids(tiny_tokenizer.encode(text))
-    told = answer(tiny_vocabulary, [[token] for token in ids], TextOptions())
+    ids = unpack_ids(tokenizer.encode(text))
+    told = answer(vocabulary, [[token] for token in ids], TextOptions())
     assert "".join(told.deltas) == text
     assert not any("\ufffd" in delta for delta in told.deltas)
 
@@ -93,10 +93,10 @@ def test_whole_text_never_shows_a_broken_character(
 @shared
 @given(ids=any_ids, stop=st.lists(st.text("abet \n", min_size=1, max_size=4), max_size=3))
 def test_stops_over_tokens_as_over_the_whole(
-    tiny_tokenizer: Tokenizer, tiny_vocabulary: Vocabulary, ids: list[int], stop: list[str]
+    tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int], stop: list[str]
 ) -> None:
-    told = answer(tiny_vocabulary, [[token] for token in ids], TextOptions(stop=tuple(stop)))
-    whole = tiny_tokenizer.decode(ids, skip_special=True)
+    told = answer(vocabulary, [[token] for token in ids], TextOptions(stop=tuple(stop)))
+    whole = tokenizer.decode(ids, skip_special=True)
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(s) for s in stop)]
     assert told.end is not None
     if ends:
@@ -111,12 +111,12 @@ def test_stops_over_tokens_as_over_the_whole(
 @shared
 @given(ids=any_ids, stop=st.sampled_from([(), ("zz",), ("\n\n", " the")]))
 def test_logprobs_come_once_with_their_text(
-    tiny_vocabulary: Vocabulary, ids: list[int], stop: tuple[str, ...]
+    vocabulary: Vocabulary, ids: list[int], stop: tuple[str, ...]
 ) -> None:
-    told = answer(tiny_vocabulary, [ids], TextOptions(stop=stop), logprobs=True)
-    plain = answer(tiny_vocabulary, [ids], TextOptions(stop=stop))
+    told = answer(vocabulary, [ids], TextOptions(stop=stop), logprobs=True)
+    plain = answer(vocabulary, [ids], TextOptions(stop=stop))
     assert "".join(told.deltas) == "".join(plain.deltas)
-    known = [tiny_vocabulary.raw(t) for t in ids if t not in tiny_vocabulary.special_ids]
+    known = [vocabulary.raw(t) for t in ids if t not in vocabulary.special_ids]
     raws = [one.raw for one in told.logprobs]
     assert raws == known[: len(raws)]
     if told.end and told.end.reason == "length" and told.deltas:

@@ -20,9 +20,8 @@ from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.models.card import ModelCard
 from dynamo.models.files import file_ref
 from dynamo.models.template import ChatTemplate
-from dynamo.models.tokenizer import Tokenizer, read_tokenizer
+from dynamo.models.tokenizer import Tokenizer
 from dynamo.scheduling.processor import Processor
-from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -105,16 +104,6 @@ class CountingClock(SystemClock):
     async def offload(self, work: Any, *args: Any, **kwargs: Any) -> Any:
         self.offloaded.append(work.__name__)
         return work(*args, **kwargs)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return read_tokenizer(tiny_model / "tokenizer.json")
-
-
-@pytest.fixture(scope="session")
-def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    return Vocabulary(tokenizer)
 
 
 @pytest.fixture
