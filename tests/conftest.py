@@ -72,10 +72,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
-    """That model's: every byte a token."""
+    """That model's, its fast encoder proven: every byte a token."""
     from dynamo.models.tokenizer import read_tokenizer
 
-    return read_tokenizer(tiny_model / "tokenizer.json")
+    return read_tokenizer(tiny_model / "tokenizer.json", proven=True)
 
 
 @pytest.fixture(scope="session")
