@@ -15,7 +15,8 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: Annotated[
         int,
         setting(
-            "memory of one index; beyond it cold branches are forgotten (15 bytes a block in long prompts)",
+            "memory of one index; beyond it cold branches are forgotten (15 bytes a block in long "
+            "prompts)",
             unit="bytes",
             ge=1 << 20,
         ),
