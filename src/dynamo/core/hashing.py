@@ -7,6 +7,9 @@ flat map enough.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 from xxhash import xxh3_64_intdigest
 
 BLOCK_TOKENS = 16
@@ -28,3 +31,15 @@ def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int
         parent = xxh3_64_intdigest(token_ids[start : start + size], parent)
         hashes.append(parent)
     return hashes
+
+
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """Little-endian u64, as all machines that this runs on have them in memory."""
+    return array("Q", hashes).tobytes()
+
+
+def unpack_hashes(packed: bytes) -> list[int]:
+    """What `pack_hashes` packed. Raises ValueError."""
+    hashes = array("Q")
+    hashes.frombytes(packed)
+    return hashes.tolist()

@@ -6,10 +6,11 @@ import logging
 
 from dynamo.communication.requests import Outgoing
 from dynamo.core.errors import ProtocolError
+from dynamo.core.hashing import unpack_hashes
 from dynamo.core.settings.schema import Settings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.process import run_process
-from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, encode, unpack_hashes
+from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, encode
 from dynamo.scheduling.index.view_metrics import declare_view
 from dynamo.services.index_file import IndexFile
 from dynamo.services.index_view import follow_workers, new_view

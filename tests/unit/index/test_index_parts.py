@@ -10,8 +10,8 @@ import pytest
 from tests.unit.index.conftest import HandClock, chain
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.scheduling.index.kv_index import KvIndex
-from dynamo.scheduling.index.remote import pack_hashes, unpack_hashes
 from dynamo.scheduling.index.snapshot import restore, snapshot
 from dynamo.scheduling.index.worker_sets import WorkerSets
 from dynamo.services.index_file import IndexFile
@@ -150,6 +150,6 @@ async def test_a_file_that_cannot_be_written_leaves_the_old_one(
 
 def test_hashes_travel_packed() -> None:
     hashes = chain(1, 5)
-    assert list(unpack_hashes(pack_hashes(hashes))) == hashes
+    assert unpack_hashes(pack_hashes(hashes)) == hashes
     with pytest.raises(ValueError):
         unpack_hashes(b"1234")

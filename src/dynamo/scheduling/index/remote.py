@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -13,6 +12,7 @@ import msgspec
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
+from dynamo.core.hashing import pack_hashes
 from dynamo.runtime.client import Client
 from dynamo.scheduling.index.cache_view import CacheView, Mode
 
@@ -30,18 +30,6 @@ MODES_EVERY_S: Final = 0.5
 encode = msgspec.msgpack.Encoder().encode
 _decode_overlaps = msgspec.msgpack.Decoder(dict[str, int]).decode
 _decode_modes = msgspec.msgpack.Decoder(dict[str, Mode]).decode
-
-
-def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """Little-endian u64, as all machines that this runs on have them in memory."""
-    return array("Q", hashes).tobytes()
-
-
-def unpack_hashes(packed: bytes) -> Sequence[int]:
-    """What `pack_hashes` packed. Raises ValueError."""
-    hashes = array("Q")
-    hashes.frombytes(packed)
-    return hashes
 
 
 class RemoteIndex:

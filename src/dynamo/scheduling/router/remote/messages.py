@@ -6,10 +6,10 @@ from array import array
 
 import msgspec
 
+from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.core.values import GenerateRequest, Sampling, Stops
 from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.replicas.moves import pack_hashes, unpack_hashes
 
 CHOOSE = "choose"
 """The endpoint."""

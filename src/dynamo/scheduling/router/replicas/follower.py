@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from dynamo.core.clock import Clock
+from dynamo.core.hashing import unpack_hashes
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.placing.placement import Placement
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.replicas.moves import Routed, unpack_hashes
+from dynamo.scheduling.router.replicas.moves import Routed
 
 
 class BookFollower:

@@ -3,7 +3,6 @@ first token came, who left."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -59,15 +58,3 @@ def encode_moves(moves: Sequence[Move]) -> bytes:
 def decode_moves(payload: bytes) -> list[Move]:
     """What `encode_moves` wrote; an empty payload holds none. Raises `msgspec.DecodeError`."""
     return _decode(payload) if payload else []
-
-
-def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """As u64, in the machine's byte order."""
-    return array("Q", hashes).tobytes()
-
-
-def unpack_hashes(packed: bytes) -> list[int]:
-    """What `pack_hashes` packed."""
-    found = array("Q")
-    found.frombytes(packed)
-    return found.tolist()

@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo.communication.events import Event, Events, Source
 from dynamo.core.clock import Clock
+from dynamo.core.hashing import pack_hashes
 from dynamo.core.tasks import Tasks
 from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.replicas.moves import (
@@ -24,7 +25,6 @@ from dynamo.scheduling.router.replicas.moves import (
     Routed,
     decode_moves,
     encode_moves,
-    pack_hashes,
 )
 
 log = logging.getLogger(__name__)
