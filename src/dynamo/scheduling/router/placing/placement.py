@@ -105,7 +105,7 @@ class Placement:
         self._select = select
         self._patience = patience or Patience()
         self._threshold = threshold
-        self._begun: set[int] = set()
+        self._brought: dict[str, set[int]] = {}
         self._waiting = WaitingRoom(WaitingQueue(bound=UNBOUND) if queue is None else queue)
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class Placement:
         if not books or not any(map(self._eligible, self._waiting)):
             return []
         self.fleet.freshen(now)
-        self._begun.clear()
+        self._brought.clear()
         joint = self.cost.joint and self._select is None and not self._threshold
         patient = joint or (self.cost.joint and self._threshold)
         if patient and not (self._some_free(now) or self._overdue(next(iter(self._waiting)), now)):
@@ -309,13 +309,20 @@ class Placement:
         return Row(arrival, self._prices_for(arrival, common, now), self._rng)
 
     def _look(self, arrival: Arrival, now: float) -> None:
-        """At the caches again, where that was long ago or a prompt that begins alike went out in
-        this round."""
-        hashes = arrival.prompt.hashes
+        """At the caches again, where that was long ago or this round brought a worker more of the
+        prompt."""
         late = now - arrival.looked_s > self._patience.refresh_s
-        if late or (hashes and hashes[0] in self._begun):
+        if late or self._brings_more(arrival):
             arrival.looked_s = now
-            arrival.overlaps = self.view.overlaps(hashes)
+            arrival.overlaps = self.view.overlaps(arrival.prompt.hashes)
+
+    def _brings_more(self, arrival: Arrival) -> bool:
+        mine, held = arrival.prompt.hashes, arrival.overlaps.get
+        for worker, blocks in self._brought.items():
+            depth = held(worker, 0)
+            if depth < len(mine) and mine[depth] in blocks:
+                return True
+        return False
 
     def _prices_for(self, arrival: Arrival, common: Prices, now: float) -> Prices:
         return self.cost.prices(self._books_for(arrival), now) if arrival.barred else common
@@ -332,6 +339,6 @@ class Placement:
         book.place(active, now)
         self.cost.placed(active)
         self.view.routed(book.name, arrival.prompt.hashes)
-        self._begun.update(arrival.prompt.hashes[:1])
+        self._brought.setdefault(book.name, set()).update(arrival.prompt.hashes)
         self._waiting.leave(arrival, now)
         return Placed(arrival, active, table, len(prices.books))
