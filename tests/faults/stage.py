@@ -132,6 +132,10 @@ class Stage:
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
         return {name: float(value) for name, value in rows}
 
+    def health(self, record: ProcessRecord) -> str:
+        """What one process's /health says."""
+        return str(urllib.request.urlopen(f"{record.status_url}/health", timeout=5).read())
+
     async def texts(self, keys: Sequence[int], tokens: int) -> dict[int, str]:
         """The undisturbed answers; asked for once."""
         missing = [key for key in keys if (key, tokens) not in self._reference]

@@ -284,6 +284,31 @@ async def nats_away(stage: Stage) -> str:
     return said
 
 
+async def nats_hung(stage: Stage) -> str:
+    """It takes what it is told and answers nothing."""
+    nats = stage.nats
+    assert nats is not None
+    told_s = 0.0
+
+    async def inject() -> None:
+        nonlocal told_s
+        nats.signal(signal.SIGSTOP)
+        (frontend,) = stage.ready("frontend")
+        told_s = await stage.soon(lambda: "does not answer" in stage.health(frontend))
+        answers = await stage.crowd(range(24), 20)
+        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+
+    try:
+        said = await stage.unharmed(inject, tokens=200, pause_s=2.0)
+    finally:
+        nats.signal(signal.SIGCONT)
+    assert "worker does not answer" not in stage.log
+    assert told_s < 2.0, told_s
+    answers = await stage.crowd(range(24), 20)
+    assert all(one.whole for one in answers)
+    return f"{said}; no worker given up, /health tells after {told_s:.1f} s"
+
+
 async def disk_full(stage: Stage) -> str:
     """No process can make a file longer, from here on."""
     roles = ("supervisor", "frontend", "worker")
@@ -332,6 +357,7 @@ TABLE = (
     Fault("a request that kills its worker", "500 poisoned_request after three deaths", poisoned, timing="constant:10,20"),
     Fault("etcd is killed for 8 s, a worker meanwhile", "requests go on; when it is back the dead one is gone", etcd_away, planes=("servers",)),
     Fault("NATS is killed and comes back", "requests go on over TCP", nats_away, planes=("servers",)),
+    Fault("NATS hangs (SIGSTOP) and goes on", "requests go on over TCP, no worker is blamed", nats_hung, planes=("servers",)),
     Fault("the disk is full, a worker is killed", "requests go on; with room again a new worker comes", disk_full),
     Fault("a router of its own is killed, three times", "frontends choose by themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
 )  # fmt: skip

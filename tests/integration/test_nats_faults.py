@@ -176,6 +176,49 @@ async def test_an_instance_cut_off_from_nats_is_called_straight(
         assert broken == []
 
 
+async def test_a_server_that_answers_nothing_is_away_and_calls_go_straight(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    server, client = await requests(nats, opened), await requests(nats, opened)
+    await server.serve("e", echo)
+    assert await ask(client, server) == [b"x"]
+    nats.signal(signal.SIGSTOP)
+    try:
+        await state(client, up=False)
+        assert "does not answer" in client.trouble
+        assert await ask(client, server) == [b"x"]
+    finally:
+        nats.signal(signal.SIGCONT)
+    await state(client, up=True)
+    await state(server, up=True)
+    assert await ask(client, server) == [b"x"]
+
+
+async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
+    nats: NatsProcess, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as that end has not noticed: NATS goes on listening for it."""
+    monkeypatch.setattr("dynamo.communication.nats_link.SILENT_S", 60.0)
+    async with Relay(nats.port) as relay:
+        server = await requests(nats, opened, relay.port)
+        client = await requests(nats, opened)
+        handler, got = Endless(), Collected()
+        await server.serve("endless", handler)
+        await server.serve("e", echo)
+        async with Tasks(on_failure=lambda _: None) as tasks:
+            call = tasks.start(client.call(server.address, "endless", b"", HERE, got))
+            await got.first.wait()
+            relay.silent = True
+            assert await client.answers_beside(server.address, "nothing of that name")
+            client.bypass(server.address)
+            with pytest.raises(WorkerFailed):
+                await call
+        assert await ask(client, server) == [b"x"]
+        relay.silent = False
+    gone = server.address.replace("tcp://", "tcp://127.0.0.1:1/", 1)
+    assert not await client.answers_beside(gone, "e")
+
+
 async def test_a_lost_message_ends_the_connection_not_the_truth(
     nats: NatsProcess, opened: list[Any]
 ) -> None:

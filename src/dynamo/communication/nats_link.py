@@ -26,8 +26,10 @@ log = logging.getLogger(__name__)
 
 SLOWER: Final = 3.0
 """After the quick attempts, a wait is so many times as long."""
-PING_S: Final = 2
-"""Between the library's own pings; two unanswered ones end the connection."""
+PING_S: Final = 0.4
+"""Between an answer and the next question."""
+SILENT_S: Final = 0.8
+"""A server that leaves a question open for so long is away: frozen, or behind a silent network."""
 MAX_WAITING_BYTES: Final = 64 << 20
 FAREWELL_S: Final = 1.0
 KEPT_BYTES: Final = 1 << 30
@@ -63,6 +65,7 @@ class NatsLink:
         self._told: list[Callable[[bool], None]] = []
         self._closing = asyncio.Event()
         self._complaint = ""
+        self._end = ""
         self.waiting_bytes = 0
         self.trouble = "not connected yet"
         self.tried = asyncio.Event()
@@ -71,9 +74,8 @@ class NatsLink:
     async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """`nats://HOST:PORT[,HOST:PORT]`, with TLS `nats:tls://HOST:PORT`. Dials in the
         background. Raises `ConfigError`."""
-        if not url.startswith("nats://"):
-            url = url.removeprefix("nats:")
-        servers = [one.strip() for one in url.split(",") if one.strip()]
+        named = url if url.startswith("nats://") else url.removeprefix("nats:")
+        servers = [one.strip() for one in named.split(",") if one.strip()]
         servers = [one if "://" in one else f"nats://{one}" for one in servers]
         if not servers or any(not one.partition("://")[2] for one in servers):
             raise ConfigError(f"{url!r} names no server", hint="nats://HOST:4222")
@@ -184,7 +186,7 @@ class NatsLink:
             try:
                 await self._serve(client, server)
             finally:
-                self._gone(f"NATS at {_shown(server)} has gone")
+                self._gone(f"NATS at {_shown(server)} {self._end}")
                 await _hang_up(client)
             await self._rest(self._pause(1) * self._rng.random())
 
@@ -219,7 +221,6 @@ class NatsLink:
                     allow_reconnect=False,
                     reconnect_time_wait=0,
                     connect_timeout=max(1, round(about.dial_timeout_s)),
-                    ping_interval=PING_S,
                     **more,
                 )
         except BaseException:
@@ -241,11 +242,32 @@ class NatsLink:
         self._up.set()
         self.tried.set()
         self._tell(up=True)
-        writing = self._tasks.start(self._write(client), "nats writer")
+        self._end = "has gone"
+        beside = [
+            self._tasks.start(self._write(client), "nats writer"),
+            self._tasks.start(self._question(client), "nats questions"),
+        ]
         try:
             await self._ended.wait()
         finally:
-            writing.cancel()
+            for task in beside:
+                task.cancel()
+
+    async def _question(self, client: Client) -> None:
+        """Ask for as long as the server answers. Two waits, since one may end because this process
+        was held up, with the answer unread."""
+        while True:
+            asked = self._tasks.start(_answer(client), "nats question")
+            try:
+                for _ in range(2):
+                    await asyncio.wait({asked}, timeout=SILENT_S / 2)
+            finally:
+                asked.cancel()
+            if not asked.done():
+                self._end = "does not answer"
+                self._ended.set()
+                return
+            await asyncio.sleep(PING_S)
 
     async def _write(self, client: Client) -> None:
         while True:
@@ -332,6 +354,12 @@ def subject_token(text: str) -> str:
         for one in text
     )
     return plain or "%"
+
+
+async def _answer(client: Client) -> None:
+    """Return when the server has answered a ping, or the connection is over."""
+    with suppress(nats.errors.Error, OSError, TimeoutError):
+        await client.flush(round(SILENT_S * 10))
 
 
 async def _hang_up(client: Client) -> None:

@@ -2,7 +2,8 @@
 
 A worker speaks for all of a caller's streams at once, so what is watched is the silence of a whole
 worker that has work. Who is silent is asked ("ping", over the same connection); a process that is
-merely slow, busy or overloaded answers, a stopped or unreachable one does not.
+merely slow, busy or overloaded answers, a stopped or unreachable one does not. One that answers
+only beside the plane's server is not given up: its calls go that way.
 """
 
 from __future__ import annotations
@@ -38,14 +39,27 @@ LAST_WORDS_S = 0.1
 class Pulse:
     """What is known of one worker that has work."""
 
-    __slots__ = ("asked_at", "asking", "frames", "since", "slowest_s")
+    __slots__ = ("asked_at", "asking", "beside", "frames", "since", "slowest_s")
 
     def __init__(self, frames: int, now: float) -> None:
         self.frames = frames
         self.since = now
         self.asking: asyncio.Task[None] | None = None
+        self.beside: asyncio.Task[bool] | None = None
         self.asked_at = 0.0
         self.slowest_s = 0.0
+
+    @property
+    def there(self) -> bool:
+        """It answered beside the plane's server."""
+        one = self.beside
+        return one is not None and one.done() and not one.cancelled() and one.result()
+
+    def drop(self) -> None:
+        """Wait for no answer."""
+        for one in (self.asking, self.beside):
+            if one is not None:
+                one.cancel()
 
     def patience_s(self) -> float:
         """How long a question may wait."""
@@ -60,6 +74,9 @@ class Pulse:
         """It answered a question (or it is known in another way that nobody does)."""
         self.slowest_s = max(0.9 * self.slowest_s, now - self.asked_at)
         self.asking = None
+        if self.beside is not None:
+            self.beside.cancel()
+            self.beside = None
 
 
 class Watch:
@@ -126,10 +143,11 @@ class Watch:
                 pulse.asked_at = now
             elif pulse.asking is not None:
                 if now - pulse.asked_at > pulse.patience_s():
-                    self._give_up(client, instance, now - pulse.since)
+                    self._miss(client, instance, now - pulse.since, there=pulse.there)
             elif now - pulse.since > SUSPECT_S:
                 pulse.asked_at = now
                 pulse.asking = self._tasks.start(self._ask(address, pulse), f"ask {address}")
+                pulse.beside = self._tasks.start(self._ask_beside(address, pulse))
         return bool(busy)
 
     async def _ask(self, address: str, pulse: Pulse) -> None:
@@ -141,16 +159,26 @@ class Watch:
         finally:
             pulse.answered(self._clock.now())
 
-    def _give_up(self, client: Client, instance: Instance, silent_s: float) -> None:
-        if not client.instances.keys() - {instance.id}:
-            return  # there is nobody else: it may come back
+    async def _ask_beside(self, address: str, pulse: Pulse) -> bool:
+        there = await self._requests.answers_beside(address, PING)
+        pulse.frames = self._requests.heard(address)
+        return there
+
+    def _miss(self, client: Client, instance: Instance, silent_s: float, *, there: bool) -> None:
         fields = {"worker": instance.id, "silent_s": round(silent_s, 2)}
+        if there:
+            log.warning("worker answers only without the server", extra={"fields": fields})
+            self._pulses.pop(instance.address).drop()
+            self._requests.bypass(instance.address)
+        elif client.instances.keys() - {instance.id}:
+            self._give_up(instance, fields)
+        # else there is nobody else: it may come back
+
+    def _give_up(self, instance: Instance, fields: dict[str, object]) -> None:
         log.warning("worker does not answer, its requests go elsewhere", extra={"fields": fields})
         self._frozen.inc()
         error = WorkerFailed(f"instance {instance.id} does not answer")
-        pulse = self._pulses.pop(instance.address)
-        if pulse.asking is not None:
-            pulse.asking.cancel()
+        self._pulses.pop(instance.address).drop()
         for each in self._clients:
             each.withhold(instance)
             each.interrupt(instance.id, error)

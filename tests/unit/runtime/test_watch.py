@@ -106,6 +106,30 @@ def test_before_the_first_token_too() -> None:
     scene(play)
 
 
+def test_who_answers_beside_the_server_is_called_that_way_and_not_given_up() -> None:
+    async def play(cluster: Cluster) -> None:
+        worker, _ = await cluster.worker(), await cluster.worker()
+        client = await cluster.client(2)
+        plane: Any = client._requests
+        bypassed: list[str] = []
+
+        async def answers_beside(address: str, endpoint: str) -> bool:
+            return address == worker.requests.address
+
+        def bypass(address: str) -> None:
+            bypassed.append(address)
+            plane.break_off(address)
+
+        plane.answers_beside, plane.bypass = answers_beside, bypass
+        freeze(worker)
+        with pytest.raises(WorkerFailed):
+            await cluster.call(client, worker, [])
+        assert cluster.clock.now() < 1.4
+        assert bypassed == [worker.requests.address]
+
+    scene(play)
+
+
 def test_a_slow_worker_that_answers_questions_is_left_alone() -> None:
     async def play(cluster: Cluster) -> None:
         cluster.pace_s = 60.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Self
+from typing import Final, Self
 
 from dynamo.communication.nats_link import NatsLink
 from dynamo.communication.nats_wires import SCHEME, NatsWires
@@ -13,8 +14,11 @@ from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.communication.wires import TcpWires
 from dynamo.core.context import Context
-from dynamo.core.errors import InstanceGone
+from dynamo.core.errors import DynamoError, InstanceGone
 from dynamo.core.tasks import Tasks
+
+BYPASS_S: Final = 5.0
+"""Longer than either end needs to notice that it has lost NATS."""
 
 
 class NatsRequests(Requests):
@@ -31,6 +35,7 @@ class NatsRequests(Requests):
         self._broken: list[Callable[[str], None]] = []
         self._tasks = Tasks()
         self._closed = False
+        self._bypassed: set[str] = set()
         self._through.on_broken(self._broke_through)
         self._direct.on_broken(self._broke)
 
@@ -70,7 +75,7 @@ class NatsRequests(Requests):
         through, direct = split_address(address)
         self._addresses[through] = self._addresses[direct] = address
         await self._nats.tried.wait()
-        if self._nats.up:
+        if self._nats.up and through not in self._bypassed:
             try:
                 await self._through.call(through, endpoint, payload, context, sink, window=window)
                 return
@@ -87,6 +92,24 @@ class NatsRequests(Requests):
         through, direct = split_address(address)
         self._through.break_off(through)
         self._direct.break_off(direct)
+
+    async def answers_beside(self, address: str, endpoint: str) -> bool:
+        _, direct = split_address(address)
+        if not direct:
+            return False
+        try:
+            await self._direct.call(direct, endpoint, b"", Context("beside"), lambda _: True)
+        except (InstanceGone, OSError):
+            return False
+        except DynamoError:
+            return True
+        return True
+
+    def bypass(self, address: str) -> None:
+        through, _ = split_address(address)
+        self._bypassed.add(through)
+        asyncio.get_running_loop().call_later(BYPASS_S, self._bypassed.discard, through)
+        self._through.break_off(through)
 
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken.append(callback)

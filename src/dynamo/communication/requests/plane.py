@@ -111,6 +111,17 @@ class Requests(ABC):
         """Nobody at `address` answers: give up the connection, so that calls over it raise
         `WorkerFailed` and later ones connect anew."""
 
+    async def answers_beside(self, address: str, endpoint: str) -> bool:
+        """Whether the instance answers a call of nothing, with an error too, on a way that leaves
+        out the plane's server. False at once where there is no such way."""
+        del address, endpoint
+        return False
+
+    def bypass(self, address: str) -> None:
+        """The instance answers only beside the plane's server: calls under way raise
+        `WorkerFailed`, those of the next seconds go the other way."""
+        self.break_off(address)
+
     @abstractmethod
     def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """`callback(address)` when the connection to an address breaks or cannot be made. Returns
