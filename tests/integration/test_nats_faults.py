@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -29,7 +29,10 @@ from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema import Runtime
 from dynamo.core.tasks import Tasks
+from dynamo.runtime import DistributedRuntime
 from dynamo.testing.conformance.events import Heard
 from dynamo.testing.conformance.requests import Collected, Endless, echo
 from dynamo.testing.relay import Relay
@@ -217,6 +220,23 @@ async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
         relay.silent = False
     gone = server.address.replace("tcp://", "tcp://127.0.0.1:1/", 1)
     assert not await client.answers_beside(gone, "e")
+
+
+async def test_the_planes_of_a_process_share_one_connection(nats: NatsProcess) -> None:
+    place = f"memory:shared-{nats.port}"
+    settings = Settings(runtime=Runtime(discovery=place, requests=nats.url, events=nats.url))
+    async with await DistributedRuntime.create(settings) as runtime:
+        await state(runtime.requests, up=True)
+        assert not runtime.troubles()
+        one, other = cast("Any", runtime.requests), cast("Any", runtime.events)
+        assert one._nats is other._nats
+        heard = Heard()
+        await runtime.events.subscribe("kv", heard)
+        source = await runtime.events.source("kv", "w")
+        source.publish(b"1")
+        await heard.until_payload(b"1")
+        await runtime.requests.serve("e", echo)
+        assert await ask(runtime.requests, runtime.requests) == [b"x"]
 
 
 async def test_a_lost_message_ends_the_connection_not_the_truth(

@@ -21,8 +21,6 @@ from dynamo.operations.replay.flight import FlightLog
 from dynamo.operations.replay.trace import Blocks, Turn
 from dynamo.runtime.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, Promise
-from dynamo.scheduling.assembly import assemble
-from dynamo.scheduling.router import Router
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.telemetry import Registry
 
@@ -122,12 +120,6 @@ class Admitted(Cluster):
         other = Trial(send, self._clock, self._log, admission)
         other.rows = 1_000_000
         return other
-
-    def admit(self, promise: Promise, metrics: Registry | None = None) -> tuple[Send, Admission]:
-        """Everything that a request passes."""
-        admission = Admission(self._client, self._policy, self._clock, promise, metrics)
-        router = Router(self._policy, self._dispatch, clock=self._clock, follow=[admission.follow])
-        return assemble([admission], router.send), admission
 
 
 @asynccontextmanager

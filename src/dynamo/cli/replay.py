@@ -22,16 +22,16 @@ from dynamo.core.settings import Loaded
 
 if TYPE_CHECKING:
     from dynamo.core.settings.schema_engine import Engine
+    from dynamo.core.settings.schema_router import Router
+    from dynamo.core.values import EngineInfo
     from dynamo.operations.replay.replay import Plan
+    from dynamo.scheduling.admission import Promise
 
 DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
 """Of the engine's settings, where nobody says otherwise: a replay is of a cluster."""
 
 ELSEWHERE = (
     "router.migration_limit",
-    "router.ttft_slo",
-    "router.max_queue_wait",
-    "router.max_worker_requests",
     "router.replicas",
     "engine.labels",
     "engine.threads",
@@ -43,7 +43,8 @@ EXAMPLES = """\
   dynamo replay conversation.jsonl
   dynamo replay conversation.jsonl.gz --router-mode kv --speed 3 --json a.json
   dynamo replay agents.jsonl --trace-block-size 64 --workers 4 --num-blocks 8192 --plot a.png
-  dynamo replay trace.jsonl --timing constant:0.02,5 --eviction lru --decisions placed.jsonl"""
+  dynamo replay trace.jsonl --timing constant:0.02,5 --eviction lru --decisions placed.jsonl
+  dynamo replay trace.jsonl --speed 3 --ttft-slo 2"""
 
 
 def parser() -> Parser:
@@ -104,7 +105,7 @@ def _output_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Replay; 1 if a request was not answered."""
+    """Replay; 1 if a request was not answered, though nobody asked to turn it away."""
     found = parser().parse(arguments)
     loaded = load_settings(found)
 
@@ -129,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
         draw(result, log, found.plot)
     if found.json != "-":
         print(as_text(result))
-    return 0 if result.completed == result.requests else 1
+    return 0 if result.completed + result.rejected == result.requests else 1
 
 
 def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
@@ -142,24 +143,8 @@ def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
     context_tokens = loaded.settings.model.context_tokens or sys.maxsize
     info = make_info(engine, context_tokens=context_tokens)
     routing = loaded.settings.router
-    if loaded.origins["router.queue_bound"] == "default":
-        routing = replace(routing, queue_bound=sys.maxsize)  # nothing is refused unless asked
-    about = {
-        "workers": engine.workers,
-        "data_parallel_size": engine.data_parallel_size,
-        "router_mode": routing.mode,
-        "router_policy": routing.policy if routing.mode == "kv" else "",
-        "eviction": engine.eviction,
-        "timing": engine.timing,
-        "speed": found.speed,
-        "smear_s": found.smear,
-        "trace_block_size": found.trace_block_size,
-        "seed": found.seed,
-        "num_blocks": info.num_blocks,
-        "block_size": info.block_tokens,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-    }
+    routing = _routing(loaded)
+    promise = _promise(loaded, routing)
     workers = Workers(
         engine.workers,
         info,
@@ -174,8 +159,69 @@ def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
         routing=routing,
         trace_block_tokens=found.trace_block_size,
         seed=found.seed,
-        about=about,
+        promise=promise,
+        about=_about(found, loaded, engine, info) | _about_router(routing, promise),
     )
+
+
+def _routing(loaded: Loaded) -> Router:
+    routing = loaded.settings.router
+    if loaded.origins["router.queue_bound"] == "default":
+        return replace(routing, queue_bound=sys.maxsize)  # nothing is refused unless asked
+    return routing
+
+
+def _promise(loaded: Loaded, routing: Router) -> Promise | None:
+    """What admission goes by; None where nobody asks for any."""
+    from dynamo.scheduling.admission import Promise
+
+    limited = loaded.origins["router.max_queue_wait"] != "default"
+    if not (limited or routing.ttft_slo or routing.max_worker_requests):
+        return None
+    promise = Promise.of(routing)
+    return promise if limited else replace(promise, queue_wait_s=math.inf)
+
+
+def _about(
+    found: argparse.Namespace, loaded: Loaded, engine: Engine, info: EngineInfo
+) -> dict[str, object]:
+    return {
+        "workers": engine.workers,
+        "data_parallel_size": engine.data_parallel_size,
+        "eviction": engine.eviction,
+        "prefix_caching": engine.prefix_caching,
+        "timing": engine.timing,
+        "speed": found.speed,
+        "smear_s": found.smear,
+        "rows": found.rows or None,
+        "trace_block_size": found.trace_block_size,
+        "seed": found.seed,
+        "num_blocks": info.num_blocks,
+        "block_size": info.block_tokens,
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "context_tokens": loaded.settings.model.context_tokens or None,
+    }
+
+
+def _about_router(routing: Router, promise: Promise | None) -> dict[str, object]:
+    """None: there is no such bound."""
+    bounded = routing.queue_bound != sys.maxsize
+    wait_s = promise.queue_wait_s if promise is not None else math.inf
+    return {
+        "router_mode": routing.mode,
+        "router_policy": routing.policy if routing.mode == "kv" else "",
+        "router_selector": routing.selector,
+        "router_temperature": routing.temperature,
+        "router_queue_threshold": routing.queue_threshold,
+        "router_queue_order": routing.queue_order,
+        "router_queue_bound": routing.queue_bound if bounded else None,
+        "routing_strategy": msgspec.to_builtins(routing.routing_strategy),
+        "load_balancing_algorithm": routing.load_balancing.algorithm,
+        "ttft_slo": routing.ttft_slo or None,
+        "max_queue_wait": wait_s if wait_s < math.inf else None,
+        "max_worker_requests": routing.max_worker_requests or None,
+    }
 
 
 def _with_defaults(loaded: Loaded) -> Engine:

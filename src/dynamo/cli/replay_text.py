@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dynamo.operations.replay.flight import FlightLog
 
 SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+REJECTED = "overloaded"
 COLUMNS = ("mean", "p50", "p90", "p99")
 
 
@@ -34,9 +35,10 @@ class Progress:
 
 def as_text(result: Result) -> str:
     """The result on a few lines."""
-    failed = result.requests - result.completed
+    failed = result.requests - result.completed - result.rejected
     lines = [
         f"{result.requests} requests in {result.duration_s:.1f} s of virtual time"
+        + (f", {result.rejected} rejected" if result.rejected else "")
         + (f", {failed} not answered" if failed else "")
         + f"; {result.output_tokens_per_s:.0f} tokens/s",
         f"prompts {result.reuse_first_admission:.1%} cached when first admitted",
@@ -48,6 +50,8 @@ def as_text(result: Result) -> str:
     for key, title in SPREADS:
         spread = getattr(result, key)
         lines.append(f"{title:<6}" + "".join(f"{getattr(spread, one):>12.2f}" for one in COLUMNS))
-    lines += [f"failed {count:>6}  {error}" for error, count in result.errors.items()]
+    lines.append(f"{'rejected':<10}{result.rejected:>8}")
+    others = [(error, count) for error, count in result.errors.items() if error != REJECTED]
+    lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
     lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
     return "\n".join(lines)

@@ -45,7 +45,9 @@ Take = Callable[[str, bytes, str, bool], None]
 
 class NatsLink:
     """`publish` and `listen` return at once; what is said while NATS is away is dropped, what is
-    listened to is listened to again when it is back. `trouble`: why there is no connection now."""
+    listened to is listened to again when it is back. `trouble`: why there is no connection now.
+    Planes that were opened with the same `options.lines` share one link a URL; the last closes it.
+    """
 
     def __init__(
         self, servers: Sequence[str], options: PlaneOptions, context: ssl.SSLContext | None
@@ -66,6 +68,7 @@ class NatsLink:
         self._closing = asyncio.Event()
         self._complaint = ""
         self._end = ""
+        self._users = 1
         self.waiting_bytes = 0
         self.trouble = "not connected yet"
         self.tried = asyncio.Event()
@@ -74,6 +77,11 @@ class NatsLink:
     async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
         """`nats://HOST:PORT[,HOST:PORT]`, with TLS `nats:tls://HOST:PORT`. Dials in the
         background. Raises `ConfigError`."""
+        lines = options.lines
+        shared = None if lines is None else lines.get(url)
+        if isinstance(shared, cls):
+            shared._users += 1  # noqa: SLF001 - our own
+            return shared
         named = url if url.startswith("nats://") else url.removeprefix("nats:")
         servers = [one.strip() for one in named.split(",") if one.strip()]
         servers = [one if "://" in one else f"nats://{one}" for one in servers]
@@ -84,6 +92,8 @@ class NatsLink:
             context = await asyncio.to_thread(client_context, options.server_tls)
         made = cls(servers, options, context)
         made._tasks.start(made._keep(), "nats link")
+        if lines is not None:
+            lines[url] = made
         return made
 
     @property
@@ -150,7 +160,10 @@ class NatsLink:
             await done
 
     async def close(self) -> None:
-        """Send what waits, then hang up."""
+        """Send what waits, then hang up, unless another plane uses the line too."""
+        self._users -= 1
+        if self._users:
+            return
         self._closing.set()
         if self.up and not self._ended.is_set():
             self._out.append(())

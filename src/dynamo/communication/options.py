@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -35,6 +37,8 @@ class PlaneOptions(msgspec.Struct, frozen=True):
     keep_events_s: float = 0.0
     fallback: str = "tcp://127.0.0.1:0"
     """`nats:` requests: where the process listens too, for callers without NATS."""
+    lines: dict[str, Any] | None = None
+    """By URL the connections to servers that planes opened with this very dictionary share."""
 
 
 DEFAULT = PlaneOptions()

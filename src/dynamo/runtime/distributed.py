@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack
 from random import Random
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.requests import Requests, open_requests
@@ -197,9 +199,10 @@ class DistributedRuntime:
             self.runtime = Runtime(
                 self.instance_id, asyncio.get_running_loop(), background, self.stopping
             )
-            self.requests = await open_requests(planes.requests, planes.options)
+            options = replace(planes.options, lines={})
+            self.requests = await open_requests(planes.requests, options)
             opened.push_async_callback(self.requests.close)
-            self.events = await open_events(planes.events, self.discovery, planes.options)
+            self.events = await open_events(planes.events, self.discovery, options)
             opened.push_async_callback(self.events.close)
             opened.push_async_callback(self.tasks.close)
             self._opened = opened.pop_all()

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import IO, Final, TypeVar
 
 from dynamo.core.clock import Clock
+from dynamo.core.errors import ConfigError
 from dynamo.scheduling.index.kv_index import KvIndex
 from dynamo.scheduling.index.snapshot import restore, snapshot
 
 T = TypeVar("T")
+
+SETTING: Final = "index.file"
 
 TURN_S: Final = 0.001
 """Saving and restoring hold the loop about so long at a time."""
@@ -36,8 +39,11 @@ class IndexFile:
             return 0
         before = index.blocks
         steps = restore(index, packed, self._block_tokens)
-        while self._turn(steps) is not None:
-            await self._clock.sleep(0)
+        try:
+            while self._turn(steps) is not None:
+                await self._clock.sleep(0)
+        except ConfigError as error:
+            raise ConfigError(f"{SETTING}: {self._path} is {error}", hint=error.hint) from error
         return index.blocks - before
 
     async def save(self, index: KvIndex) -> None:
@@ -70,7 +76,19 @@ class IndexFile:
 
 
 def _read(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{SETTING}: {path} is a folder", hint=f"name a file: {path / 'index.bin'}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{SETTING}: {path} cannot be read: {error.strerror}",
+            hint="name another file, or let this user read and write it",
+        ) from error
 
 
 def _finish(file: IO[bytes], fresh: Path, path: Path) -> None:

@@ -71,12 +71,15 @@ class Indexer:
         about = self._runtime.settings.index
         while True:
             await self._runtime.clock.sleep(about.save_every)
-            try:
-                await self._file.save(self._view.index)
-            except OSError as error:
-                fields = {"file": about.file, "error": str(error)}
-                log.warning("the index cannot be saved", extra={"fields": fields})
+            await self._save()
 
     async def _save_last(self, drain_s: float) -> None:
         del drain_s
-        await self._file.save(self._view.index)
+        await self._save()
+
+    async def _save(self) -> None:
+        try:
+            await self._file.save(self._view.index)
+        except OSError as error:
+            fields = {"file": self._runtime.settings.index.file, "error": str(error)}
+            log.warning("the index cannot be saved", extra={"fields": fields})

@@ -138,6 +138,19 @@ def test_a_file_that_ends_early_is_refused(known: KvIndex) -> None:
         list(restore(KvIndex(), packed[:-3], 16))
 
 
+async def test_what_cannot_be_restored_is_named(tmp_path: Path, clock: HandClock) -> None:
+    garbage, closed = tmp_path / "garbage.bin", tmp_path / "loop.bin"
+    garbage.write_bytes(b"\x09\0\0\0\x92")
+    closed.symlink_to(closed)
+    for path, wrong in ((garbage, "not a saved"), (tmp_path, "folder"), (closed, "cannot be read")):
+        with pytest.raises(ConfigError, match=wrong) as told:
+            await IndexFile(str(path), 16, clock).restore(KvIndex())
+        assert "index.file" in told.value.message
+        assert str(path) in told.value.message
+        assert told.value.hint
+    assert await IndexFile(str(tmp_path / "new.bin"), 16, clock).restore(KvIndex()) == 0
+
+
 async def test_a_file_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, clock: HandClock, known: KvIndex
 ) -> None:

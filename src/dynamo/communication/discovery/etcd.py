@@ -176,7 +176,7 @@ class EtcdDiscovery(Discovery):
 
     def _lose(self) -> None:
         """The server forgot this process: its owner puts its records again."""
-        log.warning("lease lost", extra={"fields": {"lease": f"{self._lease:x}"}})
+        log.debug("etcd lease gone", extra={"fields": {"lease": f"{self._lease:x}"}})
         self._lease = 0
         for callback in self._lost:
             callback()

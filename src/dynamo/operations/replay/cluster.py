@@ -1,8 +1,9 @@
-"""Simulated workers and the router before them, as a deployment has them; only the wire is left
-out: what the router sends is handed to the engine."""
+"""Simulated workers, and the router and admission before them, as a deployment has them; only the
+wire is left out: what the router sends is handed to the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from itertools import count
 from random import Random
@@ -16,7 +17,7 @@ from dynamo.communication.events import open_events
 from dynamo.communication.requests import open_requests
 from dynamo.core.context import Context
 from dynamo.core.kv_events import worker_name
-from dynamo.core.reply import Engine, Reply
+from dynamo.core.reply import Engine, Reply, Send
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.core.tasks import Tasks
 from dynamo.core.values import EngineInfo, GenerateRequest, Load
@@ -36,15 +37,19 @@ from dynamo.runtime.instances import (
     instance_key,
     workers_prefix,
 )
+from dynamo.scheduling.admission import Admission, Promise
+from dynamo.scheduling.assembly import assemble
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router import Policy, Router
 from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LOADS, LoadView
 from dynamo.scheduling.router.opening import KV, open_policy
+from dynamo.telemetry import Registry
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"
 _places = count()
+Hear = Callable[[str, Load, float], None]
 
 
 class Workers(msgspec.Struct, frozen=True):
@@ -91,8 +96,8 @@ class Simulated(Engine):
 
 
 class Cluster:
-    """`async with Cluster(...)`: started. `router.send` is a `Send`; `engines`: those of the first
-    worker's ranks, then those of the second's, and so on."""
+    """`async with Cluster(...)`: started. `send` is a `Send`, through admission where there is a
+    `promise`; `engines`: those of the first worker's ranks, then those of the second's, and so on."""
 
     def __init__(
         self,
@@ -101,9 +106,11 @@ class Cluster:
         log: FlightLog,
         clock: VirtualClock,
         rng: Random,
+        promise: Promise | None = None,
     ) -> None:
         self._workers = workers
         self._routing = routing
+        self._promise = promise
         self._log = log
         self._clock = clock
         self._rng = rng
@@ -130,11 +137,24 @@ class Cluster:
         self._client = await self._connect()
         self._policy = await self._open_policy()
         self._stack.push_async_callback(self._policy.close)
-        self.router = Router(self._policy, self._dispatch, clock=self._clock)
+        hearers = self._costs_that_hear()
+        if self._promise is None:
+            self.send = Router(self._policy, self._dispatch, clock=self._clock).send
+        else:
+            self.send, admission = self.admit(self._promise)
+            hearers.append(admission.reported)
+        await self._hear(hearers)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    def admit(self, promise: Promise, metrics: Registry | None = None) -> tuple[Send, Admission]:
+        """Everything that a request passes, with admission first."""
+        admission = Admission(self._client, self._policy, self._clock, promise, metrics)
+        self._stack.callback(admission.close)
+        router = Router(self._policy, self._dispatch, clock=self._clock, follow=[admission.follow])
+        return assemble([admission], router.send), admission
 
     def catch_up(self) -> None:
         """Hand out every token that is computed by now."""
@@ -190,7 +210,7 @@ class Cluster:
                 worker, rank = divmod(number, ranks)
                 name = worker_name(str(worker), rank if ranks > 1 else None)
                 self._tell(engine, self.view, name)
-        policy = await open_policy(
+        return await open_policy(
             self._routing,
             self._client,
             self._events,
@@ -199,19 +219,25 @@ class Cluster:
             read=self._log.read,
             view=self.view,
         )
+
+    def _costs_that_hear(self) -> list[Hear]:
+        """Who goes by what workers report of themselves, in mode kv."""
+        policy = self._policy
         if isinstance(policy, KvPolicy) and policy.placement.cost.reads_loads:
+            return [policy.placement.fleet.reported]
+        return []
+
+    async def _hear(self, hearers: Sequence[Hear]) -> None:
+        """Let workers report to them."""
+        if hearers:
             loads = LoadView(self._clock)
-            loads.on_report(policy.placement.fleet.reported)
+            for hearer in hearers:
+                loads.on_report(hearer)
             await loads.follow(self._events, f"{NAMESPACE}.{COMPONENT}")
             self._stack.callback(loads.close)
-            await self._report_all()
-        elif self._routing.mode == ADAPTIVE:
-            await self._report_all()
-        return policy
-
-    async def _report_all(self) -> None:
-        for number, engine in enumerate(self._served):
-            await self._report(engine, str(number))
+        if hearers or self._routing.mode == ADAPTIVE:
+            for number, engine in enumerate(self._served):
+                await self._report(engine, str(number))
 
     async def _report(self, engine: Engine, name: str) -> None:
         """Let the router hear of the engine's load as it does in a deployment."""

@@ -22,7 +22,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """`reuse_first_admission`: share of prompt tokens that a cache held when their request was
+    """`rejected`: turned away, of `errors`; `reuse_first_admission`: share of prompt tokens that a cache held when their request was
     first admitted; `tpot_ms`: a request's mean time between tokens, `itl_ms`: every single one;
     `duration_s`: virtual; `requests_per_worker`: per rank, where workers have several; `wall_s`,
     `cpu_s`: what the replay took."""
@@ -31,6 +31,7 @@ class Result(msgspec.Struct, frozen=True):
     settings: Mapping[str, object]
     requests: int
     completed: int
+    rejected: int
     reuse_first_admission: float
     ttft_ms: Spread
     tpot_ms: Spread

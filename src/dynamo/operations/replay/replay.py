@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.settings.schema_router import Router as RouterSettings
 from dynamo.core.tasks import Tasks
@@ -19,6 +19,7 @@ from dynamo.operations.replay.cluster import Cluster, Workers
 from dynamo.operations.replay.figures import Result, spread
 from dynamo.operations.replay.flight import FlightLog, Progress
 from dynamo.operations.replay.trace import Blocks, Conversation
+from dynamo.scheduling.admission import Promise
 from dynamo.scheduling.router.opening import KV
 
 SAMPLING = Sampling()
@@ -28,13 +29,15 @@ STOPS = Stops()
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is replayed on what. `about`: the settings, for the result."""
+    """What is replayed on what. `promise`: what admission goes by (None: there is none); `about`:
+    the settings, for the result."""
 
     trace: str
     workers: Workers
     routing: RouterSettings
     trace_block_tokens: int = 512
     seed: int = 0
+    promise: Promise | None = None
     about: Mapping[str, object] = {}
 
 
@@ -60,7 +63,7 @@ class Replay:
         log = FlightLog(clock, Blocks(plan.trace_block_tokens, block_tokens), block_tokens)
         rng = Random(plan.seed)
         async with (
-            Cluster(plan.workers, plan.routing, log, clock, rng) as cluster,
+            Cluster(plan.workers, plan.routing, log, clock, rng, plan.promise) as cluster,
             Tasks() as tasks,
         ):
             clock.on_jump(lambda: self._jumped(cluster, log))
@@ -88,7 +91,7 @@ class Replay:
             request = GenerateRequest(name, self._plan.trace, ids, SAMPLING, STOPS)
             error = ""
             try:
-                await cluster.router.send(request, Context(name), flight)
+                await cluster.send(request, Context(name), flight)
             except DynamoError as failure:
                 error = failure.code
             log.landed(turn, error)
@@ -115,6 +118,7 @@ class Replay:
             settings=plan.about,
             requests=log.requests,
             completed=log.completed,
+            rejected=log.errors.get(Overloaded.code, 0),
             reuse_first_admission=log.cached_tokens / max(1, log.prompt_tokens),
             ttft_ms=spread(log.ttft_s),
             tpot_ms=spread(log.tpot_s),

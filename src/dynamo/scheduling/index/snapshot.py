@@ -62,7 +62,8 @@ def restore(index: KvIndex, packed: bytes, block_tokens: int) -> Iterator[None]:
             yield
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
-            f"not a saved index: {error}", hint="delete the file: the index is learnt anew"
+            f"not a saved index: {error}",
+            hint="name another file; a broken index can be deleted, it is learnt anew",
         ) from error
 
 
@@ -96,7 +97,8 @@ def _check(head: _Head, block_tokens: int) -> None:
     if head != _Head(VERSION, block_tokens):
         raise ConfigError(
             f"a saved index of version {head.version} and blocks of {head.block_tokens} tokens",
-            hint=f"this one has version {VERSION} and blocks of {block_tokens}; delete the file",
+            hint=f"this one has version {VERSION} and blocks of {block_tokens}: name another file or "
+            "delete this one, it is learnt anew",
         )
 
 
