@@ -97,8 +97,8 @@ def _check(head: _Head, block_tokens: int) -> None:
     if head != _Head(VERSION, block_tokens):
         raise ConfigError(
             f"a saved index of version {head.version} and blocks of {head.block_tokens} tokens",
-            hint=f"this one has version {VERSION} and blocks of {block_tokens}: name another file or "
-            "delete this one, it is learnt anew",
+            hint=f"this one has version {VERSION} and blocks of {block_tokens}: name another file; "
+            "this one can be deleted, it is learnt anew",
         )
 
 
