@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -79,6 +80,7 @@ class Wires:
                 out.send(encode_beat(await beat(engine)))
                 return
             reply = ReplyWriter(out.send, runtime.instance_id)
+            out.alive = partial(engine.holds, reply)
             await engine.generate(decode_request(payload), out.context, reply)
 
         await runtime.endpoint(ENDPOINT).serve(generate)
@@ -195,6 +197,18 @@ async def test_one_stream_is_lost_while_its_worker_and_connection_live(
         assert loss.lost > 1
         assert 'dynamo_migrations_total{reason="worker_failed"} 1' in made.metrics.render()
         assert len(made.client.instances) == 3
+
+
+async def test_a_request_that_its_engine_forgot_goes_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialled, "ASK_S", 0.1)
+    async with wires() as made:
+        async with made.crowded():
+            made.engines[0].scheduler.running.pop()
+        assert 'dynamo_migrations_total{reason="worker_failed"} 1' in made.metrics.render()
+        assert len(made.client.instances) == 3
+        assert not any(engine.load().active_blocks for engine in made.engines)
 
 
 async def test_who_waits_or_is_slow_is_asked_after_and_not_given_up(

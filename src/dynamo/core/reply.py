@@ -80,6 +80,12 @@ class Engine(ABC):
     async def stop(self) -> None:
         """Release everything. Requests in flight end with `WorkerFailed`."""
 
+    def holds(self, reply: Reply) -> bool:
+        """Whether the request that answers to `reply` is in work or waits, as far as the engine can
+        tell: asked when it has been silent for long. False: nothing will ever come of it."""
+        del reply
+        return True
+
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
         """Call `listener` on the loop, once a step, with what changed. Default: no events."""
         del listener

@@ -104,11 +104,12 @@ class StepScheduler:
             return
         sequence.ended = True
         self._changed = True
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+            return
         if sequence in self.running:
             self.running.remove(sequence)
-            self._give_back(sequence)
-        else:
-            self.waiting.remove(sequence)
+        self._give_back(sequence)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do."""

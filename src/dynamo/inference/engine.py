@@ -101,6 +101,7 @@ class BatchedEngine(Engine):
         self._tasks = Tasks(self._died)
         self._wake = asyncio.Event()
         self._suspects: set[Sequence] = set()
+        self._given: dict[int, Sequence] = {}
         self._listeners: list[EventListener] = []
         self._mourners: list[Callable[[], None]] = []
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
@@ -130,6 +131,7 @@ class BatchedEngine(Engine):
         sequence = self._sequence(request, job)
         self._interrupt()
         self.scheduler.add(sequence)
+        self._given[id(reply)] = sequence
         if context.attempt:
             self._suspects.add(sequence)
         self.counters.requests += 1
@@ -138,10 +140,17 @@ class BatchedEngine(Engine):
         try:
             await job.done
         finally:
+            self._given.pop(id(reply), None)
             self._suspects.discard(sequence)
             if not sequence.ended:
                 self._interrupt()
                 self.scheduler.remove(sequence)
+
+    def holds(self, reply: Reply) -> bool:
+        sequence = self._given.get(id(reply))
+        if sequence is None or sequence.owner.done.done():
+            return True
+        return sequence in self.scheduler.running or sequence in self.scheduler.waiting
 
     def load(self) -> Load:
         if self.failure is not None:

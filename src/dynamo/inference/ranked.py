@@ -33,6 +33,9 @@ class RankedEngine(Engine):
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         await self._rank_for(request).generate(request, context, reply)
 
+    def holds(self, reply: Reply) -> bool:
+        return all(rank.holds(reply) for rank in self.ranks)
+
     def load(self) -> Load:
         """Of all ranks together."""
         columns = zip(*(msgspec.structs.astuple(rank.load()) for rank in self.ranks), strict=True)

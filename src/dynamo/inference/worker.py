@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -114,6 +115,7 @@ class Worker:
             raise ProtocolError(f"not a generate request: {error}") from error
         self._report.touch()
         reply = ReplyWriter(outgoing.send, self._runtime.instance_id)
+        outgoing.alive = partial(self._engine.holds, reply)
         try:
             await self._engine.generate(request, outgoing.context, reply)
         finally:

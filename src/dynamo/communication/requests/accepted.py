@@ -67,7 +67,10 @@ class Accepted:
         elif kind == CREDIT:
             number, size_bytes = unpack_credit(body)
             if (stream := self._outbox.open.get(number)) is not None:
-                stream.release(size_bytes)
+                if size_bytes:
+                    stream.release(size_bytes)
+                else:
+                    stream.asked_after()
             elif not size_bytes:
                 self._outbox.end(number, encode_error(WorkerFailed(LOST)))
         else:

@@ -39,9 +39,11 @@ class Window:
 
 
 class Outgoing(ABC):
-    """The handler's end of one stream."""
+    """The handler's end of one stream. `alive`, where a handler sets it: whether it still works on
+    this call; asked after long silence. One that is not ends with `WorkerFailed`."""
 
     context: Context
+    alive: Callable[[], bool] | None
 
     @abstractmethod
     def send(self, payload: bytes) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from dynamo.communication.frames import MAX_PAYLOAD_BYTES
 from dynamo.communication.requests.plane import Outgoing
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, TooLarge, encode_error
+from dynamo.core.errors import DynamoError, TooLarge, WorkerFailed, encode_error
+
+log = logging.getLogger(__name__)
 
 
 class Outbox:
@@ -57,6 +60,7 @@ class Stream(Outgoing):
         "_owed_bytes",
         "_relief",
         "_window_bytes",
+        "alive",
         "context",
         "home",
         "task",
@@ -64,6 +68,7 @@ class Stream(Outgoing):
 
     def __init__(self, outbox: Outbox, stream: int, context: Context, window_bytes: int) -> None:
         self.context = context
+        self.alive = None
         self.home: set[Stream] = set()
         self.task: asyncio.Task[Any] | None = None
         self._outbox = outbox
@@ -104,6 +109,14 @@ class Stream(Outgoing):
         self._owed_bytes -= size_bytes
         if self._relief is not None:
             self._relief.set()
+
+    def asked_after(self) -> None:
+        """The caller has long heard nothing: end what the handler says it forgot."""
+        if self.alive is not None and not self.alive():
+            log.warning("call forgotten", extra={"fields": {"request": self.context.request_id}})
+            self.end(WorkerFailed("the instance has forgotten this call"))
+            if self.task is not None:
+                self.task.cancel()
 
     def end(self, error: DynamoError | None = None) -> None:
         """The handler is done, or is not waited for; only the first call counts."""
