@@ -83,7 +83,8 @@ class Finish(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an engine is, fixed after start. `data_parallel`: its ranks, which have equal shares of
-    `num_blocks` and `max_num_seqs`, and a step each."""
+    `num_blocks` and `max_num_seqs`, and a step each. `prefix_caching`: blocks of one prompt may
+    serve another."""
 
     engine: str
     block_tokens: int
@@ -94,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     vocab_size: int = 0
     roles: tuple[str, ...] = ("prefill", "decode")
     data_parallel: int = 1
+    prefix_caching: bool = True
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):

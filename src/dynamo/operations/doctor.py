@@ -176,6 +176,9 @@ def routing(settings: Settings) -> Finding:
     found = f"{address}: " + ", ".join(f"{count} workers {mode}" for mode, count in modes.items())
     if modes["approximate"]:
         return Finding("routing", "warn", found, "those send no KV events: hits are guessed")
+    if modes["no prefix cache"]:
+        hint = "nothing is found again there: engine.prefix_caching, or another mode than kv"
+        return Finding("routing", "warn", found, hint)
     return Finding("routing", "ok", found)
 
 

@@ -13,7 +13,7 @@ from dynamo.core.values import Load
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.index.cache_view import NO_CACHE, CacheView
 from dynamo.scheduling.index.view_metrics import declare_view
 from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
 from dynamo.scheduling.router.explain.timeline import EVERY_S, Timeline
@@ -35,7 +35,7 @@ from dynamo.services.index_view import open_view
 COMPOSITE = "composite"
 WATCHED = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
-LEAST_KNOWN_LAST = ("exact", "stale", "approximate")
+LEAST_KNOWN_LAST = ("exact", "stale", "approximate", NO_CACHE)
 
 
 def by_instance(views: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.scheduling.index.cache_view import NO_CACHE
 from dynamo.scheduling.router.collector.collector import (
     Alert,
     CollectorConfig,
@@ -154,3 +155,17 @@ def test_first_tokens_that_are_soon_anyway_are_no_alert_however_they_were_predic
     assert error(0.004, 0.023) == pytest.approx(0.19)
     assert error(0.004, 0.404) == pytest.approx(4.0)
     assert error(1.0, 2.5) == pytest.approx(1.5)
+
+
+def test_workers_without_a_cache_are_told_and_not_taken_for_losses() -> None:
+    """A cache that is not there loses nothing, and more memory would not help it."""
+    records = [
+        record(float(at), cache_hit_ratio=0.0, reachable_ratio=0.0, seen_ratio=0.9, view=NO_CACHE)
+        for at in range(20)
+    ]
+    report = collector_of(*records).report()
+    assert report.aggregated_metrics["cache_hit"] == {"hit": 0.0, "inexact": 0.0, "cacheless": 1.0}
+    assert [one.name for one in report.bottlenecks] == ["no_prefix_cache"]
+    mixed = collector_of(*records, *(record(float(at)) for at in range(20, 40))).report()
+    found = mixed.aggregated_metrics["cache_hit"]
+    assert (found["hit"], found["cacheless"]) == (0.5, 0.5)

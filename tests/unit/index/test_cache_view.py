@@ -55,6 +55,21 @@ def test_a_worker_that_is_gone_is_forgotten(view: CacheView) -> None:
     assert view.predicted_blocks == 0
 
 
+def test_nothing_is_expected_of_a_worker_without_a_cache(view: CacheView) -> None:
+    blocks = chain(1, 5)
+    view.cacheless({"a"})
+    view.hear(told("a", "dump"))
+    view.routed("a", blocks)
+    view.routed("b", blocks)
+    assert view.overlaps(blocks) == {"b": 5}
+    assert view.modes() == {"a": "no prefix cache", "b": "approximate"}
+    view.settled("a", blocks)
+    view.cacheless(set())
+    view.routed("a", blocks)
+    assert view.overlaps(blocks) == {"a": 5, "b": 5}
+    assert view.mode("a") == "exact"
+
+
 def test_other_subjects_are_not_for_it(view: CacheView) -> None:
     view.hear(Event("ns.worker.load_metrics", "a", 1, 1, b"?"))
     assert view.modes() == {}

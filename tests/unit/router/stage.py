@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from random import Random
 from typing import Any
 
@@ -56,6 +57,10 @@ class Held:
 
     def mode(self, worker: str) -> str:
         return "exact"
+
+    def cacheless(self, workers: AbstractSet[str]) -> None:
+        for worker in workers:
+            self.caches[worker] = set()
 
 
 class Stage:

@@ -21,6 +21,7 @@ from dynamo.core.hashing import block_hashes
 from dynamo.core.kv_events import worker_name
 from dynamo.core.labels import LABELS
 from dynamo.core.reply import Extra, Reply
+from dynamo.core.settings.schema_engine import Engine as EngineSettings
 from dynamo.core.tasks import Tasks, run_all
 from dynamo.core.values import (
     BlocksStored,
@@ -32,9 +33,12 @@ from dynamo.core.values import (
     Stops,
 )
 from dynamo.inference.load_report import encode_load
+from dynamo.inference.mock.engine import make_info
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.assembly import standard_pipeline
+from dynamo.scheduling.index.cache_view import NO_CACHE
 from dynamo.scheduling.router import Decision, KvRouter, Observer, Outcome, SchedulingRequest
+from dynamo.scheduling.router.explain.explained import why
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
 from dynamo.services.routing import Routing
@@ -123,6 +127,20 @@ async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> Non
     assert outcome.ok
     assert outcome.ttft_s is not None
     assert not policy.placement.fleet[holder].active
+    await policy.close()
+
+
+async def test_nothing_is_expected_of_who_has_no_prefix_cache(open_runtime: Open) -> None:
+    engine = make_info(EngineSettings(prefix_caching=False), context_tokens=4096)
+    name = await serve(await open_runtime(), engine=msgspec.to_builtins(engine))
+    client, policy = await policy_of(await open_runtime(), 1)
+    heard = Heard()
+    send = standard_pipeline(client, policy, observers=[heard])
+    for _ in range(2):
+        await send(REQUEST, CONTEXT, Read())
+    assert [(one.overlap_blocks, one.view) for one in heard.decisions] == [(0, NO_CACHE)] * 2
+    assert "no prefix cache" in why(heard.decisions[1])
+    assert policy.placement.view.mode(name) == NO_CACHE
     await policy.close()
 
 

@@ -58,6 +58,7 @@ def make_info(settings: EngineSettings, *, context_tokens: int, vocab_size: int 
         max_num_seqs=settings.max_num_seqs or MAX_NUM_SEQS,
         max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
         vocab_size=vocab_size,
+        prefix_caching=settings.prefix_caching,
     )
 
 

@@ -46,6 +46,7 @@ def plan_sizes(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
         vocab_size=config.vocab_size,
+        prefix_caching=settings.prefix_caching,
     )
 
 

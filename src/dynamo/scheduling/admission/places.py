@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission.durations import Durations
-from dynamo.scheduling.router.placing.fleet import Active, Book, engine_info
+from dynamo.scheduling.router.placing.fleet import Active, Book
+from dynamo.scheduling.router.placing.ranks import engine_info
 
 BOUNDLESS = 1 << 20
 """Places of a worker that does not tell."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final, Literal
 
 import msgspec
@@ -20,9 +21,12 @@ from dynamo.scheduling.index.tiers import Below, TieredIndex
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["exact", "stale", "approximate"]
+Mode = Literal["exact", "stale", "approximate", "no prefix cache"]
 """exact: the worker's events are complete. stale: a gap is being repaired; what was known is
-believed on, predictions beside it. approximate: it sends no events, only predictions tell."""
+believed on, predictions beside it. approximate: it sends no events, only predictions tell. no
+prefix cache: it keeps nothing for later prompts, and nothing is predicted."""
+
+NO_CACHE: Final = "no prefix cache"
 
 Ask = Callable[[Sequence[int]], Awaitable[Mapping[str, int]]]
 """Blocks -> worker -> how many of them it holds, of an index elsewhere."""
@@ -33,6 +37,7 @@ MODE_LOG: Final[dict[Mode, str]] = {
     "exact": "a worker's cache is known exactly",
     "stale": "events of a worker's cache are missing and asked for again",
     "approximate": "a worker sends no KV events: its cache is guessed from what is sent there",
+    NO_CACHE: "a worker has no prefix cache: nothing is expected there",
 }
 DEFAULT_TTL_S: Final = 120.0
 PREDICTION_SHARE: Final = 4
@@ -61,6 +66,7 @@ class CacheView:
         self.tiers = TieredIndex(budget_bytes - predicted_bytes)
         self._predictions = Predictions(ttl_s, max_blocks=predicted_bytes // PREDICTED_BLOCK_BYTES)
         self._modes: dict[str, Mode] = {}
+        self._cacheless: frozenset[str] = frozenset()
         self._incomplete: set[str] = set()
         self._unheard: deque[Event] = deque()
         self._unsubscribe: list[Callable[[], None]] = []
@@ -154,9 +160,19 @@ class CacheView:
         """worker -> blocks in lower tiers right after its `overlaps`."""
         return self.tiers.below(hashes, overlaps)
 
+    def cacheless(self, workers: AbstractSet[str]) -> None:
+        """These workers, and no others, keep nothing for later prompts, as they say."""
+        for worker in workers - self._cacheless:
+            self.tiers.drop(worker)
+            self._predictions.drop(worker)
+            log.warning(MODE_LOG[NO_CACHE], extra={"fields": {"worker": worker}})
+        self._cacheless = frozenset(workers)
+
     def routed(self, worker: str, hashes: Sequence[int]) -> None:
         """A prompt was sent to the worker: it will hold these blocks. The caller leaves `hashes` as
         they are."""
+        if worker in self._cacheless:
+            return
         if worker not in self._modes:
             self._become(worker, "approximate")
         self._predictions.routed(worker, hashes, self._clock.now())
@@ -169,6 +185,8 @@ class CacheView:
 
     def mode(self, worker: str) -> Mode:
         """How far the view of this worker can be trusted."""
+        if worker in self._cacheless:
+            return NO_CACHE
         return self._modes.get(worker, "approximate")
 
     def modes(self, workers: Iterable[str] = ()) -> dict[str, Mode]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, get_args
 
-from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.index.cache_view import CacheView, Mode
 from dynamo.telemetry import Registry
 
 CHANGES: Final = ("stored", "removed")
@@ -24,7 +24,7 @@ def declare_view(registry: Registry, views: Views) -> None:
 def _declare_sizes(registry: Registry, views: Views) -> None:
     def modes() -> Mapping[tuple[str, ...], float]:
         counted = Counter(mode for view in views() for mode in view.modes().values())
-        return {(mode,): counted[mode] for mode in ("exact", "stale", "approximate")}
+        return {(mode,): counted[mode] for mode in get_args(Mode)}
 
     registry.gauge(
         "dynamo_kv_index_blocks",
@@ -43,7 +43,8 @@ def _declare_sizes(registry: Registry, views: Views) -> None:
     )
     registry.gauge(
         "dynamo_kv_index_workers",
-        "Workers by how their cache is known: exact, stale (a gap is being repaired), approximate.",
+        "Workers by how their cache is known: exact, stale (a gap is being repaired), approximate, "
+        "no prefix cache.",
         ("mode",),
         callback=modes,
     )

@@ -15,11 +15,9 @@ from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.placing.placement import Placed, Placement
-from dynamo.scheduling.router.policy import Decision, Policy
+from dynamo.scheduling.router.policy import NOBODY, Decision, Policy
 from dynamo.scheduling.router.prompt import ReadPrompt
 from dynamo.scheduling.router.replicas.replicas import Own, Replicas
-
-NOBODY = "no instance serves this endpoint now"
 
 Prepare = Callable[[Sequence[int]], Awaitable[None]]
 """Has what is known elsewhere of a prompt's blocks at hand before it is placed."""
@@ -99,7 +97,9 @@ class KvPolicy(Policy):
             self._arm()
 
     def _announced(self) -> None:
-        self.placement.fleet.replace(self._client.instances)
+        fleet = self.placement.fleet
+        fleet.replace(self._client.instances)
+        self.placement.view.cacheless(fleet.cacheless)
         self._fail_stranded()
         if len(self.placement):
             self._arm()

@@ -23,7 +23,8 @@ from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placing.composite import Weights, composite_terms, latency_score
-from dynamo.scheduling.router.placing.fleet import SEQUENCES, Fleet, ranks_of
+from dynamo.scheduling.router.placing.fleet import SEQUENCES, Fleet
+from dynamo.scheduling.router.placing.ranks import engine_info, ranks_of
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
@@ -146,7 +147,9 @@ class KvRouter:
         score, worker = scores[chosen], self._workers()[chosen]
         rank = best_rank(worker, self._view.overlaps(prefix.prefix_hashes))
         result = WorkerSelectionResult(worker, score.cache_hit_ratio, score.expected_latency, rank)
-        self._view.routed(worker_name(chosen, rank), prefix.prefix_hashes)
+        info = engine_info(worker)
+        if info is None or info.prefix_caching:
+            self._view.routed(worker_name(chosen, rank), prefix.prefix_hashes)
         self.update_routing_metrics(result, hits)
         return result
 

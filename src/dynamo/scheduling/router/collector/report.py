@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dynamo.scheduling.index.cache_view import NO_CACHE
 from dynamo.scheduling.router.collector.record import RoutingRecord
 
 Aggregates = dict[str, dict[str, float]]
@@ -83,7 +84,18 @@ def throughput(records: Records, seconds: float) -> dict[str, float]:
 
 def cache_hit(records: Records) -> dict[str, float]:
     """Shares of prompt blocks. What was asked for before and is nowhere any more was lost to
-    eviction; what lies with another worker than the chosen one, to routing; the rest is cold."""
+    eviction; what lies with another worker than the chosen one, to routing; the rest is cold.
+    `cacheless`: share of prompts that went to workers without a prefix cache; they count nowhere
+    else."""
+    caching = [one for one in records if one.view != NO_CACHE]
+    found = _cached(caching)
+    if len(caching) < len(records):
+        found["cacheless"] = 1.0 - len(caching) / len(records)
+    return found
+
+
+def _cached(records: Records) -> dict[str, float]:
+    """`cache_hit` of workers that have a cache."""
     blocks = sum(one.prompt_blocks for one in records)
     if not blocks:
         return {"hit": 0.0, "inexact": 0.0}

@@ -56,6 +56,13 @@ RULES: Mapping[str, Rule] = {
         "{:.1%} of decisions were made without an exact view of the worker's cache",
         "See /health for workers that send no KV events, or whose events are late.",
     ),
+    "no_prefix_cache": Rule(
+        ("cache_hit", "cacheless"),
+        0.01,
+        "{:.1%} of prompts went to workers that have no prefix cache",
+        "Nothing can be found again there: start them with engine.prefix_caching, or route by "
+        "another mode than kv.",
+    ),
     "expected_in_vain": Rule(
         ("cache_hit", "expected_in_vain"),
         0.15,

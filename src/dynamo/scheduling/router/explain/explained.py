@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import GenerateRequest
+from dynamo.scheduling.index.cache_view import NO_CACHE
 from dynamo.scheduling.router.policy import Candidate, Decision, Observer, Outcome
 
 KEPT = 1000
@@ -147,12 +148,14 @@ def why(made: Decision) -> str:
         others = [one for one in made.table if one is not chosen]
         if others:
             parts.append(f"the next best {others[0].worker} {others[0].cost:.4g}")
-    if made.prompt_blocks:
+    if made.view == NO_CACHE:
+        parts.append("it has no prefix cache")
+    elif made.prompt_blocks:
         parts.append(f"it holds {made.overlap_blocks} of the prompt's {made.prompt_blocks} blocks")
         if made.best_overlap_blocks > made.overlap_blocks:
             parts.append(f"another holds {made.best_overlap_blocks}")
     if made.waited_s >= SHOWN_S:
         parts.append(f"after {made.waited_s * 1e3:.0f} ms in the router")
-    if made.view and made.view != "exact":
+    if made.view and made.view not in {"exact", NO_CACHE}:
         parts.append(f"its cache is known only as {made.view}")
     return ", ".join(parts)

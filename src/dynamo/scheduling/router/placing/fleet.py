@@ -3,14 +3,14 @@ worker will be free. It needs no word from the workers, which are late by nature
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
-from msgspec.structs import replace
 
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
+from dynamo.scheduling.router.placing.ranks import engine_info, ranks_of, share_of
 from dynamo.scheduling.router.placing.timing import Pace, Timing
 from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.prompt import Prompt
@@ -77,26 +77,6 @@ class Active(Ticket):
 
 def _nobody(active: Active) -> None:
     del active
-
-
-def engine_info(instance: Instance) -> EngineInfo | None:
-    """What the instance's engine says of itself, if it does."""
-    about = instance.capabilities.get("engine")
-    return msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
-
-
-def share_of(info: EngineInfo) -> EngineInfo:
-    """One rank's part."""
-    ranks = info.data_parallel
-    blocks, places = info.num_blocks // ranks, info.max_num_seqs // ranks
-    return replace(info, num_blocks=blocks, max_num_seqs=max(1, places), data_parallel=1)
-
-
-def ranks_of(instance: Instance) -> Iterator[int | None]:
-    """Its data-parallel ranks; None: it has but one."""
-    about = instance.capabilities.get("engine")
-    ranks = about.get("data_parallel", 1) if isinstance(about, dict) else 1
-    return iter(range(ranks)) if ranks > 1 else iter((None,))
 
 
 Kind = tuple[str, int]
@@ -356,6 +336,11 @@ class Fleet:
     def get(self, name: str) -> Book | None:
         """The book of a worker, if it is there."""
         return self._by_name.get(name)
+
+    @property
+    def cacheless(self) -> set[str]:
+        """Those that keep nothing for later prompts."""
+        return {one.name for one in self.books if one.info and not one.info.prefix_caching}
 
     def freshen(self, now: float) -> None:
         """Survey the next few workers in turn."""

@@ -55,6 +55,9 @@ class View(Protocol):
     def mode(self, worker: str) -> str:
         """How that worker's cache is known."""
 
+    def cacheless(self, workers: AbstractSet[str]) -> None:
+        """These workers keep nothing for later prompts."""
+
 
 class Patience(msgspec.Struct, frozen=True):
     """A request whose best worker has more than `backlog_s` of prefill before it stays in the
