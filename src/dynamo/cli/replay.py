@@ -142,7 +142,6 @@ def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
     engine = _with_defaults(loaded)
     context_tokens = loaded.settings.model.context_tokens or sys.maxsize
     info = make_info(engine, context_tokens=context_tokens)
-    routing = loaded.settings.router
     routing = _routing(loaded)
     promise = _promise(loaded, routing)
     workers = Workers(

@@ -73,7 +73,7 @@ def test_it_is_drawn(tmp_path):
         ["--smear", "inf"],
         ["--rows", "-1"],
         ["--trace-block-size", "1.5"],
-        ["--ttft-slo", "1"],
+        ["--migration-limit", "1"],
         ["--speedup-ratio", "10"],
     ],
 )

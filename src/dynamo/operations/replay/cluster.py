@@ -97,7 +97,7 @@ class Simulated(Engine):
 
 class Cluster:
     """`async with Cluster(...)`: started. `send` is a `Send`, through admission where there is a
-    `promise`; `engines`: those of the first worker's ranks, then those of the second's, and so on."""
+    `promise`; `engines`: those of the first worker's ranks, then of the second's, and so on."""
 
     def __init__(
         self,
@@ -119,6 +119,7 @@ class Cluster:
         self._reports: list[LoadReport] = []
         self._served: list[Engine] = []
         self._tasks = Tasks()
+        self.send: Send
         self.engines: list[BatchedEngine] = []
         self.view: CacheView | None = None
         """What the router knows of the caches, in mode kv."""

@@ -22,8 +22,9 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """`rejected`: turned away, of `errors`; `reuse_first_admission`: share of prompt tokens that a cache held when their request was
-    first admitted; `tpot_ms`: a request's mean time between tokens, `itl_ms`: every single one;
+    """`rejected`: those of `errors` that were turned away; times are of those completed.
+    `reuse_first_admission`: share of prompt tokens that a cache held when their request was first
+    admitted; `tpot_ms`: a request's mean time between tokens, `itl_ms`: every single one;
     `duration_s`: virtual; `requests_per_worker`: per rank, where workers have several; `wall_s`,
     `cpu_s`: what the replay took."""
 

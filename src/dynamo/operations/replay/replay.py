@@ -23,6 +23,8 @@ from dynamo.scheduling.admission import Promise
 from dynamo.scheduling.router.opening import KV
 
 SAMPLING = Sampling()
+INSTANT_S = 1e-9
+"""Timers so close to each other fire together: who arrives then arrives at one instant."""
 STUCK_S = 3600.0
 STOPS = Stops()
 """The same for all: no policy may see how long an answer will be."""
@@ -68,7 +70,7 @@ class Replay:
         ):
             clock.on_jump(lambda: self._jumped(cluster, log))
             for conversation in conversations:
-                if conversation.start_s > clock.now():
+                if conversation.start_s > clock.now() + INSTANT_S:
                     await clock.sleep_until(conversation.start_s)
                 tasks.start(self._converse(conversation, cluster, log, clock))
                 self._tell(log)
