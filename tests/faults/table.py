@@ -104,7 +104,8 @@ async def overloaded(stage: Stage) -> str:
     assert whole >= 12
     assert "does not answer" not in stage.log
     assert "ejected" not in stage.log
-    return f"{whole} of 48 whole, the others told when to come again; nobody ejected"
+    others = ", the others told when to come again" if whole < 48 else ""
+    return f"{whole} of 48 whole{others}; nobody ejected"
 
 
 async def drained(stage: Stage) -> str:

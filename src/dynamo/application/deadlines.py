@@ -7,22 +7,25 @@ from math import inf, nan
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DeadlineExceeded, InvalidRequest
+from dynamo.core.settings.units import parse_seconds
 
 TIMEOUT_HEADER = b"x-dynamo-timeout"
 """The client's own limit of the whole request, in seconds."""
 
 
 def asked_limit_s(header: str | None) -> float:
-    """What a client asks for by that header; inf where it does not. Raises `InvalidRequest`."""
+    """What a client asks for by that header, a duration as settings have them; inf where it does
+    not. Raises `InvalidRequest`."""
     if header is None:
         return inf
     try:
-        seconds = float(header)
+        seconds = parse_seconds(header)
     except ValueError:
         seconds = nan
     if not 0.0 < seconds < inf:
         raise InvalidRequest(
-            f"{TIMEOUT_HEADER.decode()} {header!r} is no number of seconds", hint="e.g. 2.5"
+            f"{TIMEOUT_HEADER.decode()} {header!r}: wanted a positive number of seconds",
+            hint="e.g. 2.5, 10s or 500ms",
         )
     return seconds
 

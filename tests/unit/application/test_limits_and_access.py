@@ -87,13 +87,15 @@ async def test_a_request_says_how_long_it_may_take(open_site: Any, connect: Any)
     site = await open_site()
     site.processor.gate.clear()
     async with connect(site.port) as one:
-        one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": "0.05"})
-        answer = await one.answer()
-        assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
-        for wrong in ("soon", "-1", "nan", "inf"):
+        for limit in ("0.05", ".05", "50ms"):
+            one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": limit})
+            answer = await one.answer()
+            assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+        for wrong in ("soon", "-1", "nan", "inf", "0", "1e999", "10 x"):
             one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": wrong})
             answer = await one.answer()
             assert (answer.status, answer.error["code"]) == (400, "invalid_request")
+            assert "a positive number of seconds" in answer.error["message"]
         site.processor.gate.set()
         one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": "1e9"})
         assert (await one.answer()).status == 200

@@ -124,5 +124,5 @@ async def test_labels_and_tried_ones_are_respected() -> None:
     context = Context("r", metadata={LABELS: "zone=east"})
     assert {(await bench.goes(context=context)).book.name for _ in range(4)} == {"a"}
     bench.workers.leave("a")
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoWorkers, match="no worker"):
         await bench.policy.choose(request(10), CONTEXT, frozenset({"b"}))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -37,7 +38,16 @@ from dynamo.inference.mock.engine import make_info
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.index.cache_view import NO_CACHE
-from dynamo.scheduling.router import Decision, KvRouter, Observer, Outcome, SchedulingRequest
+from dynamo.scheduling.router import (
+    Decision,
+    KvRouter,
+    Observer,
+    Outcome,
+    SchedulingRequest,
+    WorkerScore,
+    WorkerSelector,
+    selectors,
+)
 from dynamo.scheduling.router.explain.explained import why
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
@@ -162,7 +172,7 @@ async def test_load_reports_come_into_the_books(open_runtime: Open) -> None:
 
 async def test_without_workers_and_after_them(open_runtime: Open) -> None:
     client, policy = await policy_of(await open_runtime(), 0)
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoWorkers, match="no worker"):
         await policy.choose(REQUEST, CONTEXT, frozenset())
     await serve(await open_runtime())
     await client.wait_for_instances(1)
@@ -210,6 +220,36 @@ async def test_labels_are_kept(open_runtime: Open) -> None:
     about = Context("r2", metadata={LABELS: "zone=b"})
     decision = await policy.choose(REQUEST, about, frozenset())
     assert decision.instance.id == other
+    await policy.close()
+
+
+class Heeding(WorkerSelector):
+    """Takes the first, and notes what was asked for."""
+
+    asked: ClassVar[list[Mapping[str, str]]] = []
+
+    def select_worker(
+        self, worker_scores: Mapping[str, WorkerScore], constraints: Mapping[str, str]
+    ) -> str:
+        self.asked.append(constraints)
+        return next(iter(worker_scores))
+
+
+async def test_a_selector_hears_what_the_request_asks_for(
+    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = SimpleNamespace(name="heeding", load=lambda: Heeding)
+    monkeypatch.setattr(selectors, "entry_points", lambda group: [point])
+    labelled: Any = {LABELS: {"zone": "b", "gpu": "x"}}
+    await serve(await open_runtime(), **labelled)
+    runtime = await open_runtime()
+    client = await runtime.endpoint(ENDPOINT).client()
+    await client.wait_for_instances(1)
+    settings = replace(runtime.settings.router, selector="heeding")
+    policy = await open_policy(settings, client, runtime.events, runtime.clock, block_tokens=16)
+    for labels in ({}, {LABELS: "zone=b, gpu=x"}):
+        await policy.choose(REQUEST, Context("r2", metadata=labels), frozenset())
+    assert Heeding.asked == [{}, {"zone": "b", "gpu": "x"}]
     await policy.close()
 
 

@@ -90,7 +90,7 @@ async def test_an_unknown_mode_is_named(open_runtime: Open) -> None:
 
 async def test_without_workers(open_runtime: Open) -> None:
     send = standard_pipeline(await client_of(await open_runtime(), 0), "random")
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoWorkers, match="no worker serves this model now"):
         await send(REQUEST, CONTEXT, Read())
 
 
@@ -103,7 +103,7 @@ async def test_a_decision_says_why(open_runtime: Open) -> None:
     other = await policy.choose(REQUEST, CONTEXT, {first.instance.id})
     assert other.candidates == 1
     assert other.instance.id != first.instance.id
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoWorkers, match="no worker serves this model now"):
         await policy.choose(REQUEST, CONTEXT, {first.instance.id, other.instance.id})
 
 

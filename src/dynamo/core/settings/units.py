@@ -16,7 +16,7 @@ SECONDS = {
     "d": 86400.0,
 }  # fmt: skip
 
-_PART = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)")
+_PART = re.compile(r"\s*((?:\d[\d_]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_size(text: str) -> int:

@@ -11,7 +11,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
-from dynamo.scheduling.router.labels import barred
+from dynamo.scheduling.router.labels import barred, constraints_of
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.placing.placement import Placed, Placement
@@ -71,6 +71,8 @@ class KvPolicy(Policy):
         arrival = Arrival(name, prompt, self._block_tokens, now, out)
         arrival.decided = loop.create_future()
         arrival.priority = request.priority
+        if context.metadata:
+            arrival.constraints = constraints_of(context)
         if context.timeout_s is not None:
             arrival.deadline_s = now + context.timeout_s
         self.placement.submit(arrival)

@@ -10,12 +10,15 @@ from collections.abc import Set as AbstractSet
 import msgspec
 
 from dynamo.core.context import Context
+from dynamo.core.errors import NoWorkers
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.runtime.picks import mode_name
 from dynamo.scheduling.router.labels import barred
+
+NOBODY = "no worker serves this model now"
 
 
 class Ticket:
@@ -125,7 +128,9 @@ class BasicPolicy(Policy):
     ) -> Decision:
         del request
         live = self._client.instances
-        if not tried and not context.metadata:
+        if live and not tried and not context.metadata:
             return Decision(self._client.pick(self._mode), self._mode, len(live))
         allowed = live.keys() - tried - barred(live, context)
+        if not allowed:
+            raise NoWorkers(NOBODY, retry_after_s=1.0)
         return Decision(self._client.pick(self._mode, allowed), self._mode, len(allowed))

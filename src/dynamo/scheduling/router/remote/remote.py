@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 TAKEN_S = 0.25
 """A router that has not even taken a question by then is asked no more for `AWAY_S`."""
 AWAY_S = 2.0
+SETTLED_S = 0.5
+"""Whether a router answers is told no more often."""
 MEANWHILE = "least_loaded"
 FAILURES = (
     WorkerFailed,
@@ -72,6 +75,7 @@ class RemotePolicy(Policy):
         self._on_trial: set[str] = set()
         self._failing: set[str] = set()
         self._asking = True
+        self._told_at = -math.inf
         self._picked_alone = (metrics or Registry()).counter(
             "dynamo_router_unasked_total", "Requests routed without the router, which was away"
         )
@@ -184,9 +188,14 @@ class RemotePolicy(Policy):
             log.warning("a router cannot say", extra={"fields": fields})
 
     def _told(self, asked: bool) -> None:
-        if asked != self._asking:
-            self._asking = asked
-            log.warning("the router answers again" if asked else "no router: picking alone")
+        now = self._clock.now()
+        if asked == self._asking or now - self._told_at < SETTLED_S:
+            return
+        self._asking, self._told_at = asked, now
+        if asked:
+            log.info("the router answers again")
+        else:
+            log.warning("no router: picking alone")
 
 
 class RemoteTicket(Ticket):
