@@ -9,18 +9,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from msgspec.structs import replace
-from nats import connect
-from nats.js.errors import NotFoundError
 
 from dynamo.communication.discovery import Discovery
-from dynamo.communication.discovery.memory import MemoryDiscovery
-from dynamo.communication.events import Events, open_events
-from dynamo.communication.events.messages import EVENTS, unpack_events
-from dynamo.communication.frames import HELLO, Splitter
+from dynamo.communication.events import Events
+from dynamo.communication.frames import HELLO
 from dynamo.communication.handshake import pack_hello
 from dynamo.communication.nats_link import NatsLink, subject_token
 from dynamo.communication.nats_wires import NatsWires
@@ -29,11 +24,7 @@ from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
-from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
 from dynamo.core.tasks import Tasks
-from dynamo.runtime import DistributedRuntime
-from dynamo.testing.conformance.events import Heard
 from dynamo.testing.conformance.requests import Collected, Endless, echo
 from dynamo.testing.relay import Relay
 from dynamo.testing.servers import NatsProcess, free_port
@@ -222,23 +213,6 @@ async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
     assert not await client.answers_beside(gone, "e")
 
 
-async def test_the_planes_of_a_process_share_one_connection(nats: NatsProcess) -> None:
-    place = f"memory:shared-{nats.port}"
-    settings = Settings(runtime=Runtime(discovery=place, requests=nats.url, events=nats.url))
-    async with await DistributedRuntime.create(settings) as runtime:
-        await state(runtime.requests, up=True)
-        assert not runtime.troubles()
-        one, other = cast("Any", runtime.requests), cast("Any", runtime.events)
-        assert one._nats is other._nats
-        heard = Heard()
-        await runtime.events.subscribe("kv", heard)
-        source = await runtime.events.source("kv", "w")
-        source.publish(b"1")
-        await heard.until_payload(b"1")
-        await runtime.requests.serve("e", echo)
-        assert await ask(runtime.requests, runtime.requests) == [b"x"]
-
-
 async def test_a_lost_message_ends_the_connection_not_the_truth(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
@@ -281,111 +255,6 @@ async def test_wires_through_nats_need_the_secret_too(nats: NatsProcess, opened:
     with pytest.raises(InstanceGone, match="secret"):
         await ask(await requests(nats, opened), server)
     assert await ask(await requests(nats, opened, options=ours), server) == [b"x"]
-
-
-class Events2:
-    """A publisher and a subscriber with one directory."""
-
-    def __init__(self, publisher: Events, subscriber: Events, directory: Discovery) -> None:
-        self.publisher = publisher
-        self.subscriber = subscriber
-        self.directory = directory
-
-
-@pytest.fixture
-async def pair(nats: NatsProcess, request: pytest.FixtureRequest) -> AsyncIterator[Events2]:
-    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    planes = [await open_events(nats.url, place, QUICK) for _ in range(2)]
-    for plane in planes:
-        await state(plane, up=True)
-    yield Events2(*planes, place)
-    for plane in planes:
-        await plane.close()
-    await place.close()
-
-
-async def test_what_is_published_while_nats_is_away_arrives_afterwards(
-    nats: NatsProcess, pair: Events2, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG", "dynamo.communication.events")
-    heard = Heard()
-    await pair.subscriber.subscribe("kv", heard)
-    source = await pair.publisher.source("kv", "w")
-    source.publish(b"0")
-    await heard.until_payload(b"0")
-    nats.kill()
-    await state(pair.publisher, up=False)
-    for number in range(1, 50):
-        source.publish(b"%d" % number)
-        await asyncio.sleep(0)
-    while "event source cannot be reached" not in caplog.text:  # it is dialled in vain
-        await asyncio.sleep(0.01)
-    nats.start()
-    await heard.until_payload(b"49")
-    source.publish(b"50")
-    await heard.until_payload(b"50")
-    assert heard.payloads() == [b"%d" % number for number in range(51)]
-    assert pair.subscriber.lost() == 0
-
-
-async def test_the_last_event_is_missed_for_a_beat_only(pair: Events2) -> None:
-    heard, dropping = Heard(), False
-    plane: Any = pair.subscriber
-    plane.lossy = lambda first: dropping
-    await pair.subscriber.subscribe("kv", heard)
-    source = await pair.publisher.source("kv", "w")
-    source.publish(b"1")
-    await heard.until_payload(b"1")
-    dropping = True
-    source.publish(b"2")
-    await heard.until_payload(b"2")
-    assert heard.payloads() == [b"1", b"2"]
-    assert heard.payloads("stale") == [b""]
-
-
-async def test_events_may_be_read_with_natss_own_tools(nats: NatsProcess, pair: Events2) -> None:
-    link = await NatsLink.open(nats.url, QUICK)
-    await link.wait_up()
-    subjects: asyncio.Queue[str] = asyncio.Queue()
-    link.listen("dynamo.events.>", lambda subject, _, __, ___: subjects.put_nowait(subject))
-    source = await pair.publisher.source("dynamo.worker.kv_events", "w")
-    while subjects.empty():
-        source.publish(b"1")
-        await asyncio.sleep(0.01)
-    assert subjects.get_nowait().startswith("dynamo.events.dynamo.worker.kv_events.")
-    await link.close()
-
-
-async def test_jetstream_keeps_events_for_who_comes_later(
-    nats: NatsProcess, request: pytest.FixtureRequest
-) -> None:
-    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    plane = await open_events(nats.url, place, replace(QUICK, keep_events_s=60))
-    await state(plane, up=True)
-    source = await plane.source("kept.worker.kv_events", "w")
-    client = await connect(nats.url)
-    stream = client.jetstream()
-
-    async def kept() -> list[bytes]:
-        ordered = await stream.subscribe("dynamo.events.kept.>", ordered_consumer=True)
-        try:
-            return [(await ordered.next_msg(timeout=1)).data]
-        finally:
-            await ordered.unsubscribe()
-
-    async with asyncio.timeout(10):
-        while True:
-            source.publish(b"the event")
-            try:
-                found = await kept()
-                break
-            except (NotFoundError, TimeoutError):  # the stream is being made
-                await asyncio.sleep(0.05)
-    ((kind, count, body),) = Splitter(1 << 20).feed(found[0])
-    assert (kind, unpack_events(body, count)[2][0]) == (EVENTS, b"the event")
-    await client.close()
-    await plane.close()
-    await place.close()
 
 
 async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> None:
