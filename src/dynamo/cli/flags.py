@@ -77,6 +77,13 @@ def tell_unused(loaded: Loaded) -> None:
     for key, note in loaded.notes.items():
         if note.endswith(STANDS_IN):
             print(f"note: {key} ({loaded.origins[key]}) {note}", file=sys.stderr)
+    groups = [key for key in unused if key.endswith(".replicas")]
+    if groups:
+        verb = "is" if len(groups) == 1 else "are"
+        count = loaded.settings.engine.workers
+        text = f"{' and '.join(groups)} {verb} not in use yet: --workers says how many ({count})"
+        print(f"note: {text}", file=sys.stderr)
+        unused = [key for key in unused if key not in groups]
     if unused:
         some = ", ".join(unused[:SHOWN]) + (", ..." if len(unused) > SHOWN else "")
         text = f"not in use yet: {some} (`dynamo config explain` tells of all settings)"

@@ -91,6 +91,20 @@ def test_replicas_on_several_hosts() -> None:
     assert loaded.settings.router.replicas == 2
 
 
+def test_frontends_of_a_host_are_processes_that_share_its_port() -> None:
+    document = ("frontend: {replicas: 3}", "f.yaml")
+
+    loaded = load({}, {}, document)
+    assert loaded.settings.server.http_workers == 3
+    assert loaded.origins["server.http_workers"] == "frontend.replicas, f.yaml:1"
+    assert "share the port" in loaded.notes["frontend.replicas"]
+    loaded = load({"server.http_workers": Given("2", "flag --http-workers")}, {}, document)
+    assert loaded.settings.server.http_workers == 2
+    assert "server.http_workers is given" in loaded.notes["frontend.replicas"]
+    with pytest.raises(ConfigError, match="at least 1"):
+        load({}, {}, ("frontend: {replicas: 0}", "f.yaml"))
+
+
 def test_another_model_takes_the_place_of_a_hub_name() -> None:
     flag = {"model.path": Given("./mine", "flag --model-path")}
     settings = load(flag, {}, ("model: {name: org/hub}", "f.yaml")).settings

@@ -32,6 +32,8 @@ SHORT_NAMES = {
 DEFAULT = "default"
 UNUSED = "not in use yet"
 STANDS_IN = "stands in"
+REPLICAS = "frontend.replicas"
+HTTP_WORKERS = "server.http_workers"
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -64,10 +66,13 @@ def load(
     Raises `ConfigError` that names the setting, where its value came from and what was wanted.
     """
     read = read_document(*document) if document else Document({}, {})
-    layers = [flags or {}, from_environment(environ or {}), read.settings]
-    found = merge([_hub_name(layer) for layer in layers], Settings)
+    layers = [
+        _hub_name(one) for one in (flags or {}, from_environment(environ or {}), read.settings)
+    ]
+    stand_ins, notes = _frontends(layers)
+    found = merge([*layers, stand_ins], Settings)
     check(found.value, found.origins)
-    return Loaded(found.value, found.origins, found.notes, read.services)
+    return Loaded(found.value, found.origins, {**found.notes, **notes}, read.services)
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
@@ -166,6 +171,20 @@ def _hub_name(layer: Mapping[str, Given]) -> Mapping[str, Given]:
         return layer
     rest = {key: given for key, given in layer.items() if key != "model.names"}
     return rest | {"model.path": name}
+
+
+def _frontends(
+    layers: Sequence[Mapping[str, Given]],
+) -> tuple[Mapping[str, Given], Mapping[str, str]]:
+    """`frontend.replicas` is the number of processes that share the port, where none is given; and
+    what there is to say of that."""
+    wanted = next((layer[REPLICAS] for layer in layers if REPLICAS in layer), None)
+    if wanted is None:
+        return {}, {}
+    if any(HTTP_WORKERS in layer for layer in layers):
+        return {}, {REPLICAS: f"{HTTP_WORKERS} is given and holds"}
+    given = Given(wanted.raw, f"{REPLICAS}, {wanted.where}")
+    return {HTTP_WORKERS: given}, {REPLICAS: f"so many processes share the port: {HTTP_WORKERS}"}
 
 
 def _build(schema: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:

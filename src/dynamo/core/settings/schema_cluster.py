@@ -110,7 +110,10 @@ class Frontend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_endpoint: Annotated[
         str, setting("URL of a router of its own; empty: inside the frontend", unused=True)
     ] = ""
-    replicas: Annotated[int, setting("frontends on different hosts", ge=0, unused=True)] = 1
+    replicas: Annotated[
+        int,
+        setting("frontend processes of a host, where `server.http_workers` is not given", ge=1),
+    ] = 1
     resources: Resources = Resources()
 
 
