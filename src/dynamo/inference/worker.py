@@ -119,6 +119,7 @@ class Worker:
         try:
             await self._engine.generate(request, outgoing.context, reply)
         finally:
+            outgoing.alive = None  # it knows of the reply, and the reply of it: a circle
             self._report.touch()
 
     async def _clear(self, payload: bytes, outgoing: Outgoing) -> None:
