@@ -65,9 +65,9 @@ class WorkerSelector(ABC):
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Constraints
     ) -> str:
-        """The id of one worker that satisfies `constraints`, of which a frontend has none left: it
-        shows only workers that satisfy them. Raises `NoAvailableWorker`, which the request is then
-        answered."""
+        """The id of one worker that satisfies `constraints`: the labels that the request asks for.
+        A frontend shows only workers that bear them. Raises `NoAvailableWorker`, which the request
+        is then answered."""
 
 
 class DefaultWorkerSelector(WorkerSelector):
@@ -143,7 +143,7 @@ def selecting(selector: WorkerSelector) -> Select:
         nonlocal failing
         scores = scores_of(arrival, books, costs)
         try:
-            at = list(scores).index(selector.select_worker(scores, {}))
+            at = list(scores).index(selector.select_worker(scores, arrival.constraints))
         except DynamoError:
             raise
         except Exception:  # somebody else's code

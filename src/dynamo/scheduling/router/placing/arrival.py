@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from dynamo.scheduling.router.labels import UNCONSTRAINED
 from dynamo.scheduling.router.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
 
 class Arrival:
     """`overlaps`: worker -> leading blocks of the prompt that it holds (as far as is known at
-    `looked_s`); `barred`: instances that it must not go to; `decided`: resolved when it is placed;
+    `looked_s`); `barred`: instances that it must not go to; `constraints`: the
+    labels that it asks for, as selectors are told; `decided`: resolved when it is placed;
     `priority`, `deadline_s`: for the order of those that wait."""
 
     __slots__ = (
         "barred",
         "block_tokens",
+        "constraints",
         "deadline_s",
         "decided",
         "id",
@@ -47,6 +50,7 @@ class Arrival:
         self.submitted_s = now
         self.looked_s = now
         self.overlaps: dict[str, int] = {}
+        self.constraints = UNCONSTRAINED
         self.owner: Any = None
         self.priority = 0
         self.deadline_s = inf
