@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo.core.errors import DynamoError, ErrorRecord, InvalidRequest, NotFound, error_types
 from dynamo.runtime.crew import Crew
-from dynamo.runtime.deployment import CONTROL
+from dynamo.runtime.deployment import CONTROL, Deployment
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,13 @@ class Control:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Take orders from now on, unless another supervisor of this deployment does."""
+        """Take orders from now on, unless another supervisor of this deployment does: what runs
+        under this one joins it then."""
         if _taken(self._folder):
             log.warning(
-                "another supervisor of this deployment takes its orders",
-                extra={"fields": {"deployment": self._folder.name}},
+                "a deployment of this name runs already: joined to it, whose first supervisor "
+                "takes the orders; another --deployment keeps them apart",
+                extra={"fields": self._others()},
             )
             return
         self._server = await asyncio.start_unix_server(
@@ -69,6 +71,17 @@ class Control:
         if self._server is not None:
             self._server.close()
             (self._folder / CONTROL).unlink(missing_ok=True)
+
+    def _others(self) -> dict[str, object]:
+        deployment = Deployment(self._folder.name, self._folder)
+        others = [
+            one
+            for one in deployment.processes()
+            if one.role == "supervisor" and one.pid != os.getpid()
+        ]
+        first = others[0] if others else None
+        about = {"pid": first.pid, "url": first.address} if first is not None else {}
+        return {"deployment": deployment.id, **about}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def answer(one: Answer) -> None:

@@ -90,7 +90,7 @@ async def test_who_came_first_takes_the_orders_of_a_name(
 ) -> None:
     async with serving(supervise(spec(SERVE, "first"))) as supervisor:
         async with serving(supervise(spec(SERVE, "second"))):
-            assert "another supervisor of this deployment" in caplog.text
+            assert "a deployment of this name runs already" in caplog.text
             assert await order(deployment, "restart", "first") == ["first was replaced"]
         assert await order(deployment, "drain", "first") == ["first has left"]
         assert names(supervisor) == []
