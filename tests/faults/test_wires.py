@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.faults.relay import Relay, Relayed
+from tests.faults.relay import LossyRelay, Relayed
 
 from dynamo.communication.requests import Outgoing, dialled
 from dynamo.core.clock import SystemClock
@@ -51,7 +51,7 @@ class Wires:
 
     def __init__(self, clock: SystemClock) -> None:
         self.clock = clock
-        self.relays: list[Relay] = []
+        self.relays: list[LossyRelay] = []
         self.engines: list[Any] = []
         self.held = AsyncExitStack()
         place = f"memory:wires-{next(_places)}"
@@ -65,11 +65,9 @@ class Wires:
         return runtime
 
     async def worker(self) -> None:
-        relay = Relay()
-        port = await relay.start()
-        self.held.push_async_callback(relay.close)
+        relay = await self.held.enter_async_context(LossyRelay())
         runtime = await self.runtime()
-        runtime.requests = Relayed(runtime.requests, relay, port)  # type: ignore[assignment]
+        runtime.requests = Relayed(runtime.requests, relay)  # type: ignore[assignment]
         timing = EngineSettings(kind="mock", timing="constant:0.01,10")
         engine: Engine = make_mock(timing, WORDS, self.clock, context_tokens=4096)
         await engine.start()
@@ -160,9 +158,9 @@ async def test_a_partition_that_heals() -> None:
     """Nothing passes and nothing is closed; what is late afterwards finds nobody."""
     async with wires() as made:
         async with made.crowded() as before:
-            made.relays[0].silence()
+            made.relays[0].silent = True
         assert len(made.client.instances) == 2
-        made.relays[0].heal()
+        made.relays[0].silent = False
         await made.client.wait_for_instances(3, 10)
         assert await made.crowd(60) == before
 

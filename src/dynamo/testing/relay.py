@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 from dynamo.core.tasks import Tasks
 
@@ -12,11 +13,13 @@ class Relay:
     """`async with Relay(port) as relay`: `relay.port` leads to `port` on this machine.
 
     `silent`: bytes are held, connections too, as by a network that drops everything; what was held
-    is passed on when it is False again. `delay_s`: added to every piece.
+    is passed on when it is False again. `delay_s`: added to every piece. `to` may be set later, up
+    to the first connection; `dialled`: how many there were.
     """
 
-    def __init__(self, port: int) -> None:
-        self._to = port
+    def __init__(self, port: int = 0) -> None:
+        self.to = port
+        self.dialled = 0
         self._tasks = Tasks(on_failure=lambda _: None)
         self._writers: set[asyncio.StreamWriter] = set()
         self._passing = asyncio.Event()
@@ -37,10 +40,20 @@ class Relay:
         else:
             self._passing.set()
 
+    def forget(self) -> None:
+        """Nothing passes over the connections there are, ever; new ones are well."""
+        self._passing.clear()
+        self._passing = asyncio.Event()
+        self._passing.set()
+
     def cut(self) -> None:
         """Break every connection."""
-        for writer in self._writers:
+        for writer in tuple(self._writers):
             writer.transport.abort()
+
+    def back(self) -> Callable[[bytes], bytes]:
+        """What becomes of that which comes back over one new connection."""
+        return bytes
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -54,27 +67,35 @@ class Relay:
         await self._tasks.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.dialled += 1
         self._writers.add(writer)
         self._tasks.start(self._join(reader, writer))
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._passing.wait()
+        passing = self._passing
+        await passing.wait()
         try:
-            back, forth = await asyncio.open_connection("127.0.0.1", self._to)
+            back, forth = await asyncio.open_connection("127.0.0.1", self.to)
         except OSError:
             writer.transport.abort()
             return
         self._writers.add(forth)
-        self._tasks.start(self._pump(reader, forth))
-        self._tasks.start(self._pump(back, writer))
+        self._tasks.start(self._pump(reader, forth, passing, bytes))
+        self._tasks.start(self._pump(back, writer, passing, self.back()))
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: Any) -> None:
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        passing: asyncio.Event,
+        passed: Callable[[bytes], bytes],
+    ) -> None:
         try:
             while data := await reader.read(1 << 16):
-                await self._passing.wait()
+                await passing.wait()
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
-                writer.write(data)
+                writer.write(passed(data))
                 await writer.drain()
         except OSError:
             writer.transport.abort()
