@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dynamo.cli.bar import Bar, drawn
+from dynamo.core.errors import Overloaded
 
 if TYPE_CHECKING:
     from dynamo.operations.replay.figures import Result
     from dynamo.operations.replay.flight import FlightLog
 
 SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
-REJECTED = "overloaded"
 COLUMNS = ("mean", "p50", "p90", "p99")
 
 
@@ -51,7 +51,7 @@ def as_text(result: Result) -> str:
         spread = getattr(result, key)
         lines.append(f"{title:<6}" + "".join(f"{getattr(spread, one):>12.2f}" for one in COLUMNS))
     lines.append(f"{'rejected':<10}{result.rejected:>8}")
-    others = [(error, count) for error, count in result.errors.items() if error != REJECTED]
+    others = [(error, count) for error, count in result.errors.items() if error != Overloaded.code]
     lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
     lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
     return "\n".join(lines)
