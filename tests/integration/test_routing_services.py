@@ -178,8 +178,16 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     frontend = await house.open("frontend", replicas=1)
     await until(lambda: router.health.well)
     url = frontend.public_address
+    before = (await ask(url, "/health"))[2]
+    assert (before["routing"], before["routers"]["tiny"]) == (
+        {},
+        {router.instance_id: "not asked yet"},
+    )
     status, headers, _ = await ask(url, "/v1/chat/completions", chat(), "first")
     assert status == 200
+    _, _, health = await ask(url, "/health")
+    assert health["routers"] == {"tiny": {router.instance_id: "answers"}}
+    assert health["routing"] == {"tiny": {headers["x-dynamo-worker"]: "exact"}}
     _, _, told = await ask(router.public_address, "/router/explain/first")
     (decision,) = told["decisions"]
     assert (decision["router"], decision["mode"]) == (router.name, "predicted")
@@ -196,6 +204,8 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     status, _, _ = await ask(url, "/v1/chat/completions", chat(), "alone")
     _, _, told = await ask(url, "/router/explain/alone")
     assert (status, told["decisions"][0]["mode"]) == (200, "least_loaded")
+    _, _, health = await ask(url, "/health")
+    assert (health["routing"], health["routers"]) == ({}, {})
 
     long = asyncio.ensure_future(
         ask(url, "/v1/chat/completions", chat(tokens=2000, ignore_eos=True), "long")
@@ -252,6 +262,8 @@ async def test_a_frozen_router_costs_a_moment_once(
     assert len(asked) == 1
     _, _, metrics = await ask(frontend.public_address, "/metrics")
     assert "dynamo_router_unasked_total 3" in metrics
+    _, _, health = await ask(frontend.public_address, "/health")
+    assert health["routers"] == {"tiny": {runtime.instance_id: "away"}}
 
 
 async def test_a_new_router_gets_one_question_until_it_has_answered(house: House) -> None:

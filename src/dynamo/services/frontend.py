@@ -75,6 +75,7 @@ class Frontend:
             "workers": self._models.workers(),
             "refused_workers": self._models.refused(),
             "routing": self._routing.views(),
+            "routers": self._routing.routers(),
             "planes": self._runtime.plane_facts(),
             "instance": self._runtime.instance_id,
         }

@@ -84,10 +84,16 @@ class ModelRouting:
 
     def views(self) -> Mapping[str, str]:
         """How each worker's cache is known."""
+        if isinstance(self.policy, RemotePolicy):
+            return self.policy.views()
         if not isinstance(self.policy, KvPolicy):
             return {}
         placement = self.policy.placement
         return {book.name: placement.view.mode(book.name) for book in placement.fleet.books}
+
+    def routers(self) -> Mapping[str, str]:
+        """How each router of its own fares, where those choose."""
+        return self.policy.routers() if isinstance(self.policy, RemotePolicy) else {}
 
     def weigh(self, settings: RouterSettings) -> None:
         """Score by these weights from now on, where weights decide."""
@@ -153,6 +159,10 @@ class Routing:
     def views(self) -> Mapping[str, Mapping[str, str]]:
         """By model: how each worker's cache is known."""
         return {model: views for model, one in self._models.items() if (views := one.views())}
+
+    def routers(self) -> Mapping[str, Mapping[str, str]]:
+        """By model: how each router that is asked fares; empty where this process chooses."""
+        return {model: found for model, one in self._models.items() if (found := one.routers())}
 
     async def _open_view(self, card: ModelCard, client: Client) -> CacheView | None:
         """What mode `kv` knows of the workers' caches; None in other modes."""

@@ -74,6 +74,7 @@ class RemotePolicy(Policy):
         self._proven: set[str] = set()
         self._on_trial: set[str] = set()
         self._failing: set[str] = set()
+        self._views: dict[str, str] = {}
         self._asking = True
         self._told_at = -math.inf
         self._picked_alone = (metrics or Registry()).counter(
@@ -104,6 +105,23 @@ class RemotePolicy(Policy):
         )
         return replace(made, ticket=ticket)
 
+    def routers(self) -> dict[str, str]:
+        """Each router that is there: "answers", "fails", "away" (took no question in time), or "not
+        asked yet"."""
+        now = self._clock.now()
+        return {name: self._state(name, now) for name in self._routers.instances}
+
+    def views(self) -> dict[str, str]:
+        """How each worker's cache was known when a router last chose it; empty while none
+        answers."""
+        if "answers" not in self.routers().values():
+            return {}
+        live = self._client.instances
+        self._views = {
+            name: view for name, view in self._views.items() if name.partition("/")[0] in live
+        }
+        return dict(self._views)
+
     async def close(self) -> None:
         await self._replicas.close()
         await self._routers.close()
@@ -131,7 +149,10 @@ class RemotePolicy(Policy):
             self._failing.discard(router.id)
             instance = self._client.instances.get(answer.instance)
             if instance is not None:
-                return _decision(instance, answer)
+                made = _decision(instance, answer)
+                if made.view:
+                    self._views[made.worker] = made.view
+                return made
             if answer.instance in tried:
                 return None
             tried = {*tried, answer.instance}  # not known here, or withheld
@@ -179,6 +200,13 @@ class RemotePolicy(Policy):
         if not answers:
             raise WorkerFailed(f"router {router.id} ended without an answer")
         return decode_answer(answers[0])
+
+    def _state(self, router: str, now: float) -> str:
+        if self._away.get(router, now) > now:
+            return "away"
+        if router in self._failing:
+            return "fails"
+        return "answers" if router in self._proven else "not asked yet"
 
     def _failed(self, router: str, error: str) -> None:
         """Told once until it answers again, however many requests hear of it."""
