@@ -167,7 +167,8 @@ class Watch:
     def _miss(self, client: Client, instance: Instance, silent_s: float, *, there: bool) -> None:
         fields = {"worker": instance.id, "silent_s": round(silent_s, 2)}
         if there:
-            log.warning("worker answers only without the server", extra={"fields": fields})
+            text = "worker answers only directly, its requests go that way"
+            log.warning(text, extra={"fields": fields})
             self._pulses.pop(instance.address).drop()
             self._requests.bypass(instance.address)
         elif client.instances.keys() - {instance.id}:
