@@ -5,9 +5,11 @@ Token ids travel packed: little-endian u32, 4 bytes a token (`array('I')`, `nump
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import astuple
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -100,7 +102,8 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an engine does now. Tokens and blocks are counts; `prefill_tokens`: to compute;
-    `cached_blocks`: held under a name, in use or not."""
+    `cached_blocks`: held under a name, in use or not; `ranks`: the same of each data-parallel rank,
+    where there are several."""
 
     running: int = 0
     waiting: int = 0
@@ -110,6 +113,13 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_tokens: int = 0
     steps: int = 0
     cached_blocks: int = 0
+    ranks: tuple[Load, ...] = ()
+
+
+def together(loads: Iterable[Load]) -> Load:
+    """The sum of all counts."""
+    counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-1] for load in loads), strict=True))]
+    return Load(*counts)
 
 
 Tier = Literal["device", "host", "disk", "shared"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import run_all
-from dynamo.core.values import EngineInfo, GenerateRequest, Load
+from dynamo.core.values import EngineInfo, GenerateRequest, Load, together
 
 
 class RankedEngine(Engine):
@@ -37,9 +36,9 @@ class RankedEngine(Engine):
         return all(rank.holds(reply) for rank in self.ranks)
 
     def load(self) -> Load:
-        """Of all ranks together."""
-        columns = zip(*(msgspec.structs.astuple(rank.load()) for rank in self.ranks), strict=True)
-        return Load(*map(sum, columns))
+        """Of all ranks together, and of each."""
+        loads = tuple(rank.load() for rank in self.ranks)
+        return replace(together(loads), ranks=loads)
 
     async def stop(self) -> None:
         await run_all(*(rank.stop() for rank in self.ranks))

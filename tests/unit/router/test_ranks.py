@@ -8,7 +8,9 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.unit.processes import Open
 from tests.unit.router.stage import ENGINE, Stage, instance
 
@@ -18,8 +20,9 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import block_hashes
 from dynamo.core.reply import Extra, Reply
 from dynamo.core.settings.schema_engine import Engine as EngineSettings
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.values import Finish, GenerateRequest, Load, Sampling, Started, Stops, together
 from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.load_report import encode_load
 from dynamo.inference.mock.engine import make_mock
 from dynamo.inference.ranked import RankedEngine
 from dynamo.inference.worker import Worker
@@ -29,6 +32,7 @@ from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
+from dynamo.scheduling.router.placing.composite import CompositeCost
 
 TWO = {"engine": ENGINE | {"data_parallel": 2}}
 
@@ -91,6 +95,21 @@ def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
     assert len(stage.placement.stranded()) == 1
 
 
+def test_a_report_comes_into_the_book_of_each_rank() -> None:
+    stage = Stage(0)
+    stage.fleet.replace({"a": instance("a", **TWO), "b": instance("b")})
+    ranks = (Load(active_blocks=1, total_blocks=4), Load(active_blocks=3, total_blocks=4))
+    told = msgspec.msgpack.decode(encode_load(replace(together(ranks), ranks=ranks)), type=Load)
+    assert (told.active_blocks, told.total_blocks) == (4, 8)
+    stage.fleet.reported("a", told, stage.now)
+    stage.fleet.reported("b", ranks[1], stage.now)
+    assert [book.memory_share() for book in stage.fleet.books] == [0.25, 0.75, 0.75]
+    costs = CompositeCost()
+    arrival = stage.arrival(16)
+    memory = [costs.terms(arrival, book, stage.now)["memory"] for book in stage.fleet.books]
+    assert memory == pytest.approx([-0.075, -0.025, -0.025])
+
+
 async def test_requests_reach_the_rank_that_they_name() -> None:
     engine = RankedEngine([mock(), mock()])
     info = await engine.start()
@@ -101,6 +120,7 @@ async def test_requests_reach_the_rank_that_they_name() -> None:
     assert read.cached == 0
     assert [one.counters.requests for one in (mock_of(engine, 0), mock_of(engine, 1))] == [1, 2]
     assert engine.load().total_blocks == 2 * 16_384
+    assert [one.total_blocks for one in engine.load().ranks] == [16_384, 16_384]
     await engine.stop()
     with pytest.raises(ConfigError):
         await RankedEngine([mock(), mock(num_blocks=8)]).start()

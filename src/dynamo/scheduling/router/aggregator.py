@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-import msgspec
-
 from dynamo.communication.events import Event
-from dynamo.core.values import Load
+from dynamo.core.values import Load, together
 from dynamo.runtime.component import Component
 from dynamo.scheduling.router.loads import LoadView
 
@@ -39,8 +37,7 @@ class KvMetricsAggregator:
 
     def total(self) -> Load:
         """All of them together."""
-        columns = zip(*map(msgspec.structs.astuple, self._loads.loads.values()), strict=True)
-        return Load(*map(sum, columns))
+        return together(self._loads.loads.values())
 
     async def __aenter__(self) -> Self:
         await self.start()

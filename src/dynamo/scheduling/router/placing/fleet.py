@@ -377,8 +377,9 @@ class Fleet:
         return gone
 
     def reported(self, name: str, load: Load, now: float) -> None:
-        """A worker's own word about its load."""
+        """A worker's own word about its load, for the book of each of its ranks."""
         del now
-        book = self._by_name.get(name)
-        if book is not None:
-            book.told(load)
+        parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
+        for each, part in (parts or {name: load}).items():
+            if (book := self._by_name.get(each)) is not None:
+                book.told(part)
