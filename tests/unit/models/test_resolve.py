@@ -128,12 +128,13 @@ def test_hub_models_come_as_a_folder(monkeypatch, model_folder):
 
 
 async def test_cancelling_stops_a_download(monkeypatch):
-    started, seen = asyncio.Event(), []
+    started, ended, seen = asyncio.Event(), asyncio.Event(), []
     loop = asyncio.get_running_loop()
 
     def slow(spec, progress, with_weights, stopped):
         loop.call_soon_threadsafe(started.set)
         seen.append(stopped.wait(30))
+        loop.call_soon_threadsafe(ended.set)
         raise ModelUnavailable("the download was stopped")
 
     monkeypatch.setattr(resolve, "_find", slow)
@@ -142,5 +143,5 @@ async def test_cancelling_stops_a_download(monkeypatch):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await loop.shutdown_default_executor()
+    await ended.wait()
     assert seen == [True]

@@ -129,3 +129,19 @@ def test_the_pace_of_turns() -> None:
     turns.granted(60.0, 1)  # nobody waited in between
     turns.granted(60.5, 1)
     assert turns.wait_s(3) == pytest.approx(2.0)
+
+
+def test_a_worker_whose_memory_is_full_has_no_place() -> None:
+    now = [0.0]
+    places = Places(0, lambda: now[0])
+    places.announced({"a": worker("a")}, {})
+    places.take("a", Held(60, 300.0, 0.0), 0.0)
+    full = Load(running=1, waiting=1, active_blocks=60, total_blocks=64)
+    places.reported("a", full, 0.1)
+    assert (places.free, places.full) == (0, frozenset({"a"}))
+    places.reported("a", Load(running=1, active_blocks=60, total_blocks=64), 0.2)
+    assert places.free > 0  # nobody waits there for memory
+    places.reported("a", full, 0.3)
+    now[0] = 2.0  # it has said nothing since
+    places.recount()
+    assert places.free > 0

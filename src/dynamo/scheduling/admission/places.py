@@ -19,6 +19,9 @@ ALWAYS_FRESH = 64
 """Up to so many ends are looked at anew for every request that waits."""
 UNSEEN = (0, 0, 0)
 LEAST_SHARE = 0.05
+STUFFED = 0.9
+"""A worker with so much of its memory in use and somebody waiting there has no place, whatever was
+expected of its answers."""
 
 
 class Held:
@@ -50,6 +53,7 @@ class Desk:
         "_reported_s",
         "_seen",
         "_share",
+        "_stuffed",
         "_tokens",
         "book",
         "held",
@@ -71,6 +75,7 @@ class Desk:
         self.others = 0
         self._tokens = 0.0
         self._share = 1.0
+        self._stuffed = False
         self._peak = self._peak_before = 0
         self._seen = UNSEEN
         self._reported_s = float("-inf")
@@ -104,6 +109,7 @@ class Desk:
         self._peak_before, self._peak = self._peak, len(self.held)
         self._seen = (*self._seen[1:], max(0, load.running + load.waiting - ours))
         self.others = max(self._seen)
+        self._stuffed = load.waiting > 0 and load.active_blocks > STUFFED * load.total_blocks > 0
         info = self._info
         if info and self._tokens and self.held and not self.others:
             share = min(1.0, load.active_blocks * info.block_tokens / self._tokens)
@@ -111,8 +117,10 @@ class Desk:
 
     def count(self, typical: float, now: float) -> int:
         """Free places for requests that take `typical` tokens of memory."""
-        if self.others and now - self._reported_s > REPORT_AGE_S:
-            self.others, self._seen = 0, UNSEEN
+        if now - self._reported_s > REPORT_AGE_S:
+            self.others, self._seen, self._stuffed = 0, UNSEEN, False
+        if self._stuffed:
+            return 0
         taken = len(self.held) + self.others
         free = self._places - taken
         if self._memory and taken and free > 0:

@@ -8,7 +8,7 @@ from dynamo.core.reply import Extra, Reply
 from dynamo.core.text import TextFinish, TextOptions, TextReply, TokenText
 from dynamo.core.values import Finish, Started, TokenLogprobs
 from dynamo.scheduling.processor.stops import StopScan, StopStrings
-from dynamo.scheduling.processor.vocabulary import Vocabulary
+from dynamo.scheduling.processor.vocabulary import TextDecoder, Vocabulary
 
 
 class Detokeniser(Reply):
@@ -53,7 +53,7 @@ class Detokeniser(Reply):
         skip = options.skip_special_tokens
         self._texts = vocabulary.texts if skip else vocabulary.shown
         self._skipped = vocabulary.special_ids if skip else frozenset[int]()
-        self._decoder = vocabulary.decoder(skip_special=skip)
+        self._decoder: TextDecoder | None = None  # most answers need none
         self._scan = None if stops is None else StopScan(stops)
         self._risky = None if stops is None else stops.may_begin
         self._shown_stop = options.include_stop
@@ -101,9 +101,12 @@ class Detokeniser(Reply):
             return True
         if logprobs is not None:
             self._logprobs.append(self._in_text(logprobs))
-        text = self._decoder.step(token)
+        decoder = self._decoder
+        if decoder is None:
+            decoder = self._decoder = self._vocabulary.decoder(skip_special=bool(self._skipped))
+        text = decoder.step(token)
         going_on = self._say(text) if text else True
-        self._plain = not (self._pieces or self._rest or self._logprobs or self._decoder.waiting)
+        self._plain = not (self._pieces or self._rest or self._logprobs or decoder.waiting)
         return going_on
 
     def _say(self, text: str) -> bool:
@@ -140,7 +143,7 @@ class Detokeniser(Reply):
             self._rest = rest
 
     def _say_all(self) -> bool:
-        tail = self._decoder.flush()
+        tail = self._decoder.flush() if self._decoder is not None else ""
         if tail and not self._say(tail):
             return False
         return self._release(sum([len(text) for text, _ in self._pieces])) and self._say_rest()
