@@ -111,6 +111,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 def test_ctrl_c_amid_imports_is_no_traceback() -> None:
     program = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background
         "from dynamo.__main__ import main\n"
         "class Interrupting:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
