@@ -46,6 +46,7 @@ from dynamo.scheduling.router import (
     SchedulingRequest,
     WorkerScore,
     WorkerSelector,
+    WorkerStatus,
     selectors,
 )
 from dynamo.scheduling.router.explain.explained import why
@@ -277,14 +278,32 @@ async def test_kv_router_knows_ranks(open_runtime: Open) -> None:
     ranked: Any = {"engine": ENGINE | {"data_parallel": 2}}
     holder = await serve(serving, block_hashes(REQUEST.token_ids)[:5], rank=1, **ranked)
     loads = await serving.events.source("dynamo.worker.load_metrics", holder)
-    loads.publish(encode_load(Load(running=50, prefill_tokens=4_000)))
+    first = Load(running=5, waiting=15, prefill_tokens=4_000, active_blocks=90, total_blocks=100)
+    loads.publish(encode_load(replace(first, ranks=(first, Load(total_blocks=100)))))
     runtime = await open_runtime()
     async with KvRouter(runtime.namespace("dynamo").component("worker"), 16) as router:
         prefix = router.analyze_request_prefix(SchedulingRequest(token_ids=IDS))
         while not router.query_cache_hits(prefix).best_hit_worker:
             await asyncio.sleep(0)
-        while not router.worker_status(holder).network_latency:
+        while not router.worker_status(f"{holder}/0").network_latency:
             await asyncio.sleep(0)
-        assert router.worker_status(holder).cpu_utilization == 0.5
+        busy, idle = (router.worker_status(f"{holder}/{rank}") for rank in (0, 1))
+        assert busy.cpu_utilization == 0.4
+        assert busy.available_memory_ratio == pytest.approx(0.1)
+        assert idle == WorkerStatus()
         result = await router.route_request(SchedulingRequest(token_ids=IDS))
         assert (result.worker.id, result.rank, result.cache_hit_ratio) == (holder, 1, 0.5)
+
+
+async def test_kv_router_goes_to_the_rank_that_is_less_busy(open_runtime: Open) -> None:
+    serving = await open_runtime()
+    holder = await serve(serving, engine=ENGINE | {"data_parallel": 2})
+    loads = await serving.events.source("dynamo.worker.load_metrics", holder)
+    busy = Load(running=50, prefill_tokens=4_000)
+    loads.publish(encode_load(replace(busy, ranks=(busy, Load()))))
+    runtime = await open_runtime()
+    async with KvRouter(runtime.namespace("dynamo").component("worker"), 16) as router:
+        while not router.worker_status(f"{holder}/0").cpu_utilization:
+            await asyncio.sleep(0)
+        chosen = [await router.route_request(SchedulingRequest(token_ids=[0] * 8)) for _ in "1234"]
+        assert {(one.worker.id, one.rank) for one in chosen} == {(holder, 1)}

@@ -14,17 +14,14 @@ import msgspec
 
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
-from dynamo.core.kv_events import worker_name
 from dynamo.core.labels import LABELS
-from dynamo.core.values import Load
 from dynamo.runtime.client import Client
 from dynamo.runtime.component import Component
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placing.composite import Weights, composite_terms, latency_score
-from dynamo.scheduling.router.placing.fleet import SEQUENCES, Fleet
-from dynamo.scheduling.router.placing.ranks import engine_info, ranks_of
+from dynamo.scheduling.router.placing.fleet import SEQUENCES, Book, Fleet
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
@@ -66,7 +63,8 @@ class PrefixAnalysis(msgspec.Struct, frozen=True):
 
 
 class CacheHitAnalysis(msgspec.Struct, frozen=True):
-    """Share of the prompt, by worker; of all the best; whose that is ("" = nobody holds any)."""
+    """Share of the prompt, by worker; of all the best; whose that is ("" = nobody holds any). A
+    worker with data-parallel ranks stands there by rank, "instance/rank"."""
 
     worker_hits: Mapping[str, float]
     global_hit_ratio: float
@@ -89,7 +87,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 class WorkerSelectionResult(msgspec.Struct, frozen=True):
     """`expected_latency`: seconds to the first token, as far as can be told; `rank`: the
-    data-parallel rank that holds most of the prompt, of a worker that has several."""
+    data-parallel rank that was chosen, of a worker that has several."""
 
     worker: Instance
     cache_hit_ratio: float
@@ -144,12 +142,11 @@ class KvRouter:
         hits = self.query_cache_hits(prefix)
         scores = self.calculate_worker_scores(hits, request.performance_requirements)
         chosen = self._selector.select_worker(scores, request.constraints)
-        score, worker = scores[chosen], self._workers()[chosen]
-        rank = best_rank(worker, self._view.overlaps(prefix.prefix_hashes))
-        result = WorkerSelectionResult(worker, score.cache_hit_ratio, score.expected_latency, rank)
-        info = engine_info(worker)
-        if info is None or info.prefix_caching:
-            self._view.routed(worker_name(chosen, rank), prefix.prefix_hashes)
+        score, book = scores[chosen], self._fleet[chosen]
+        result = WorkerSelectionResult(
+            book.instance, score.cache_hit_ratio, score.expected_latency, book.rank
+        )
+        self._view.routed(chosen, prefix.prefix_hashes)
         self.update_routing_metrics(result, hits)
         return result
 
@@ -169,14 +166,12 @@ class KvRouter:
         return PrefixAnalysis(tokens, lengths, hashes, len(tokens))
 
     def query_cache_hits(self, prefix: PrefixAnalysis) -> CacheHitAnalysis:
-        """Who holds how much of it; of a worker with ranks its best rank."""
+        """Who holds how much of it."""
         overlaps = self._view.overlaps(prefix.prefix_hashes)
         tokens = max(1, prefix.sequence_length)
         hits = {
-            name: overlaps.get(worker_name(name, best_rank(worker, overlaps)), 0)
-            * self._block_size
-            / tokens
-            for name, worker in self._workers().items()
+            book.name: overlaps.get(book.name, 0) * self._block_size / tokens
+            for book in self._books()
         }
         best = max(hits, key=hits.__getitem__, default="")
         ratio = hits.get(best, 0.0)
@@ -185,41 +180,39 @@ class KvRouter:
     def calculate_worker_scores(
         self, hits: CacheHitAnalysis, requirements: PerformanceRequirements
     ) -> dict[str, WorkerScore]:
-        """The weighted score of every worker."""
-        workers = self._workers()
+        """The weighted score of every worker that is there."""
         return {
-            name: worker_score(
-                hit, self.worker_status(name), requirements, self._weights, labels_of(workers[name])
+            book.name: worker_score(
+                hits.worker_hits.get(book.name, 0.0),
+                status_of(book),
+                requirements,
+                self._weights,
+                labels_of(book.instance),
             )
-            for name, hit in hits.worker_hits.items()
+            for book in self._books()
         }
 
     def worker_status(self, worker: str) -> WorkerStatus:
-        """As its last load report says; idle without one. Ranks are taken to be equally busy."""
-        load, workers = self._loads.loads.get(worker), self._workers()
-        if load is None or worker not in workers:
-            return WorkerStatus()
-        self._fleet.replace(workers)
-        ranks = list(ranks_of(workers[worker]))
-        book = self._fleet[worker_name(worker, ranks[0])]
-        places = book.info.max_num_seqs if book.info else SEQUENCES
-        waits_ms = book.service_ms(load.prefill_tokens // len(ranks))
-        return status_of(load, places * len(ranks), waits_ms * 1e-3)
+        """As its last load report says, by the name that `worker_hits` has; idle without one."""
+        self._books()
+        book = self._fleet.get(worker)
+        return status_of(book) if book is not None else WorkerStatus()
 
     def update_routing_metrics(self, result: WorkerSelectionResult, hits: CacheHitAnalysis) -> None:
         """Tell whoever asked to hear of every choice."""
         if self._on_routed is not None:
             self._on_routed(result, hits)
 
-    def _workers(self) -> Mapping[str, Instance]:
+    def _books(self) -> Sequence[Book]:
+        """Of all workers there are now, and of each rank of theirs, with their last reports."""
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
-        return self._client.instances
-
-
-def best_rank(instance: Instance, overlaps: Mapping[str, int]) -> int | None:
-    """The rank that holds most; None: it has but one."""
-    return max(ranks_of(instance), key=lambda rank: overlaps.get(worker_name(instance.id, rank), 0))
+        self._fleet.replace(self._client.instances)
+        now = self._clock.now()
+        for worker, load in self._loads.loads.items():
+            self._fleet.reported(worker, load, now)
+        self._view.cacheless(self._fleet.cacheless)
+        return self._fleet.books
 
 
 def labels_of(instance: Instance) -> dict[str, str]:
@@ -227,12 +220,17 @@ def labels_of(instance: Instance) -> dict[str, str]:
     return dict(instance.capabilities.get(LABELS) or {})
 
 
-def status_of(load: Load, places: int, waits_s: float) -> WorkerStatus:
-    """What a load report means for the score."""
+def status_of(book: Book) -> WorkerStatus:
+    """What the load report in its book means for the score."""
+    load = book.load
+    if load is None:
+        return WorkerStatus()
+    places = book.info.max_num_seqs if book.info else SEQUENCES
     blocks = load.active_blocks / load.total_blocks if load.total_blocks else 0.0
+    waits_ms = book.service_ms(load.prefill_tokens) if load.prefill_tokens else 0.0
     return WorkerStatus(
         cpu_utilization=min(1.0, (load.running + load.waiting) / places),
-        network_latency=waits_s if load.prefill_tokens else 0.0,
+        network_latency=waits_ms * 1e-3,
         available_memory_ratio=1.0 - min(1.0, blocks),
     )
 
