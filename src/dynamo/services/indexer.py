@@ -12,6 +12,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.process import run_process
 from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, encode
 from dynamo.scheduling.index.view_metrics import declare_view
+from dynamo.scheduling.router.placing.fleet import Fleet
 from dynamo.services.index_file import IndexFile
 from dynamo.services.index_view import follow_workers, new_view
 from dynamo.services.way import WORKER
@@ -39,6 +40,10 @@ class Indexer:
             log.info("index restored", extra={"fields": {"blocks": blocks, "file": about.file}})
         namespace = runtime.namespace()
         await follow_workers(runtime, self._view, f"{namespace.name}.{WORKER}")
+        self._workers = await namespace.component(WORKER).endpoint("generate").client()
+        self._fleet = Fleet()
+        self._workers.on_change(self._announced)
+        self._announced()
         component = namespace.component(INDEXER)
         await component.endpoint(MATCH).serve(self._match)
         await component.endpoint(MODES).serve(self._modes)
@@ -47,6 +52,10 @@ class Indexer:
             runtime.tasks.start(self._keep_saving(), "index file")
             runtime.at_shutdown(self._save_last)
         log.info("indexer serves", extra={"fields": {"blocks": self._view.index.blocks}})
+
+    def _announced(self) -> None:
+        self._fleet.replace(self._workers.instances)
+        self._view.cacheless(self._fleet.cacheless)
 
     async def _match(self, payload: bytes, outgoing: Outgoing) -> None:
         """Hashes as packed u64 -> msgpack {worker: blocks}."""
@@ -57,9 +66,9 @@ class Indexer:
         outgoing.send(encode(self._view.index.match(hashes)))
 
     async def _modes(self, payload: bytes, outgoing: Outgoing) -> None:
-        """Msgpack {worker: mode}."""
+        """Msgpack {worker: mode}, of all that are there."""
         del payload
-        outgoing.send(encode(self._view.modes()))
+        outgoing.send(encode(self._view.modes(book.name for book in self._fleet.books)))
 
     async def _forget_the_dead(self) -> None:
         """Workers of the file that nobody has heard of since are no more."""

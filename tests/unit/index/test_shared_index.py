@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.unit.index.conftest import chain
+from tests.unit.processes import Open
+from tests.unit.router.stage import ENGINE
 
+from dynamo.communication.requests import Outgoing
+from dynamo.core.context import Context
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import Runtime
 from dynamo.core.settings.schema_index import Index
 from dynamo.core.values import BlocksStored
 from dynamo.inference.kv_publisher import KVPublisher
 from dynamo.models.card import BlockIdentity
+from dynamo.runtime import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
@@ -56,6 +62,45 @@ async def test_routers_ask_one_indexer(runtime: DistributedRuntime) -> None:
             assert view.overlaps(blocks) == {"a": 8, "b/1": 5}
             assert view.index.blocks == 0
     assert first.published == {"stored": 8, "events": 1, "dumps": 1}
+
+
+async def announced(open_runtime: Open, *, tells: bool = True, **engine: object) -> str:
+    """The id of a worker whose engine says so of itself, and publishes what its cache holds."""
+    runtime = await open_runtime()
+    if tells:
+        await KVPublisher.open(runtime.events, "dynamo.worker", runtime.instance_id, lambda: ())
+    about = {"engine": ENGINE | engine}
+    await runtime.endpoint("dynamo.worker.generate").serve(nothing, capabilities=about)
+    return runtime.instance_id
+
+
+async def nothing(payload: bytes, outgoing: Outgoing) -> None:
+    del payload, outgoing
+
+
+async def test_an_indexer_says_who_keeps_no_cache_and_who_tells_nothing(open_runtime: Open) -> None:
+    keeps = await announced(open_runtime)
+    keeps_none = await announced(open_runtime, prefix_caching=False)
+    mute = await announced(open_runtime, tells=False)
+    await Indexer().attach(await open_runtime())
+    client = await (await open_runtime()).endpoint("dynamo.indexer.modes").client()
+    told: dict[str, str] = {}
+    async with asyncio.timeout(10):
+        await client.wait_for_instances()
+        while told.get(keeps) != "exact":
+            told = await modes(client)
+    assert told == {keeps: "exact", keeps_none: "no prefix cache", mute: "approximate"}
+
+
+async def modes(client: Client) -> dict[str, str]:
+    answer = bytearray()
+
+    def take(part: bytes) -> bool:
+        answer.extend(part)
+        return True
+
+    await client.call(client.pick("round_robin"), b"", Context("modes"), take)
+    return msgspec.msgpack.decode(answer, type=dict[str, str])
 
 
 async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) -> None:
