@@ -3,8 +3,9 @@ in place of events where a worker sends none."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 GRACE_S: Final = 0.5
@@ -12,45 +13,78 @@ GRACE_S: Final = 0.5
 
 MAX_BLOCKS: Final = 400_000
 
+Key = tuple[str, int]
+"""A worker, and the last block of a prompt that was routed there."""
+
 
 class _Routed:
     """One routed prompt. `kept`: believed until `due`, whatever is settled."""
 
-    __slots__ = ("due", "hashes", "kept", "worker")
+    __slots__ = ("due", "hashes", "kept", "key")
 
-    def __init__(self, due: float, worker: str, hashes: Sequence[int]) -> None:
+    def __init__(self, due: float, key: Key, hashes: Sequence[int]) -> None:
         self.due = due
-        self.worker = worker
+        self.key = key
         self.hashes = hashes
         self.kept = False
 
 
-Key = tuple[str, int]
+class _Piece:
+    """Blocks that every prompt has all of or none of. `prompts`: worker -> how many have them."""
+
+    __slots__ = ("blocks", "prompts")
+
+    def __init__(self, blocks: Sequence[int], prompts: dict[str, int]) -> None:
+        self.blocks = blocks
+        self.prompts = prompts
+
+    def common(self, hashes: Sequence[int], start: int) -> int:
+        """How many of its blocks are those of `hashes` from `start` on; the first is. The chain
+        makes halving enough: where two are equal, so are all before."""
+        own = self.blocks
+        high = min(len(own), len(hashes) - start)
+        if own[high - 1] == hashes[start + high - 1]:
+            return high
+        low = 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if own[middle - 1] == hashes[start + middle - 1]:
+                low = middle
+            else:
+                high = middle
+        return low
 
 
 class Predictions:
-    """Blocks by worker, counted: each prompt adds its own and takes them back. Not thread-safe."""
+    """Routed prompts by worker, as a tree of pieces, cut where prompts part or end: each prompt is
+    counted in its pieces and takes itself back. Not thread-safe."""
 
     def __init__(self, ttl_s: float, *, max_blocks: int = MAX_BLOCKS) -> None:
         self._ttl_s = ttl_s
         self._max_blocks = max_blocks
-        self._next = 0
-        self._open: OrderedDict[int, _Routed] = OrderedDict()
-        self._keys: dict[Key, list[int]] = {}
+        self._open: OrderedDict[_Routed, None] = OrderedDict()
+        self._keys: dict[Key, list[_Routed]] = {}
         self._closing: deque[_Routed] = deque()
-        self._roots: dict[int, dict[str, Counter[int]]] = {}
+        self._pieces: dict[int, _Piece] = {}
+        self._due = inf
         self.blocks = 0
 
     def routed(self, worker: str, hashes: Sequence[int], now: float) -> None:
         """The worker will hold these blocks; believed for at most `ttl_s`."""
-        self.expire(now)
+        if now >= self._due:
+            self.expire(now)
         if not hashes:
             return
-        self._next += 1
-        self._open[self._next] = _Routed(now + self._ttl_s, worker, hashes)
-        self._keys.setdefault((worker, hashes[-1]), []).append(self._next)
-        held = self._roots.setdefault(hashes[0], {}).setdefault(worker, Counter())
-        held.update(hashes)
+        key = worker, hashes[-1]
+        routed = _Routed(now + self._ttl_s, key, hashes)
+        self._due = min(self._due, routed.due)
+        self._open[routed] = None
+        same = self._keys.get(key)
+        if same is None:
+            self._keys[key] = [routed]
+        else:
+            same.append(routed)
+        self._count(worker, hashes)
         self.blocks += len(hashes)
         while self.blocks > self._max_blocks:
             self._forget_oldest()
@@ -58,107 +92,121 @@ class Predictions:
     def settled(self, worker: str, hashes: Sequence[int], now: float, *, keep: bool) -> None:
         """A routed prompt has its first token, or failed. `keep`: there are no events to tell, so
         that it is believed on."""
-        numbers = self._keys.get((worker, hashes[-1])) if hashes else None
-        if not numbers:
+        same = self._keys.get((worker, hashes[-1])) if hashes else None
+        if not same:
             return
         if keep:
-            self._open[numbers[0]].kept = True
-            numbers.append(numbers.pop(0))
+            same[0].kept = True
+            same.append(same.pop(0))
         else:
-            self._close(numbers[0], now)
+            self._close(same[0], now)
 
     def told(self, worker: str, now: float) -> None:
         """From now on events tell of this worker: what was kept in their place goes."""
-        kept = [
-            number
-            for number, routed in self._open.items()
-            if routed.kept and routed.worker == worker
-        ]
-        for number in kept:
-            self._close(number, now)
+        for routed in [one for one in self._open if one.kept and one.key[0] == worker]:
+            self._close(routed, now)
 
     def drop(self, worker: str) -> None:
         """The worker is no more."""
-        for number in [number for number, one in self._open.items() if one.worker == worker]:
-            self._take_back(self._pop(number))
-        gone = [one for one in self._closing if one.worker == worker]
-        for one in gone:
-            self._closing.remove(one)
-            self._take_back(one)
+        for routed in [one for one in self._open if one.key[0] == worker]:
+            self._pop(routed)
+            self._take_back(routed)
+        for routed in [one for one in self._closing if one.key[0] == worker]:
+            self._closing.remove(routed)
+            self._take_back(routed)
 
     def add_to(self, found: dict[str, int], hashes: Sequence[int], now: float) -> None:
         """Raise `found` (worker -> blocks of the longest prefix that it holds) to what is predicted
         where that is more."""
-        self.expire(now)
-        workers = self._roots.get(hashes[0]) if hashes else None
-        if not workers:
-            return
-        size = len(hashes)
-        for worker, held in workers.items():
-            depth = found.get(worker, 0)
-            if depth < size and hashes[depth] in held:
-                found[worker] = _depth(held, hashes, depth + 1)
+        if now >= self._due:
+            self.expire(now)
+        pieces = self._pieces
+        depth, size = 0, len(hashes)
+        while depth < size:
+            piece = pieces.get(hashes[depth])
+            if piece is None:
+                return
+            count = piece.common(hashes, depth)
+            depth += count
+            for worker in piece.prompts:
+                if found.get(worker, 0) < depth:
+                    found[worker] = depth
+            if count < len(piece.blocks):
+                return
 
     def expire(self, now: float) -> None:
         """Forget what is not believed any more."""
-        while self._closing and self._closing[0].due <= now:
+        if now < self._due:
+            return
+        due = inf
+        while self._closing:
+            due = self._closing[0].due
+            if due > now:
+                break
+            due = inf
             self._take_back(self._closing.popleft())
         while self._open:
-            number = next(iter(self._open))
-            if self._open[number].due > now:
-                return
-            self._take_back(self._pop(number))
+            routed = next(iter(self._open))
+            if routed.due > now:
+                due = min(due, routed.due)
+                break
+            self._pop(routed)
+            self._take_back(routed)
+        self._due = due
 
     def _forget_oldest(self) -> None:
         if self._closing:
-            self._take_back(self._closing.popleft())
+            routed = self._closing.popleft()
         else:
-            self._take_back(self._pop(next(iter(self._open))))
+            routed = next(iter(self._open))
+            self._pop(routed)
+        self._take_back(routed)
 
-    def _close(self, number: int, now: float) -> None:
-        routed = self._pop(number)
+    def _close(self, routed: _Routed, now: float) -> None:
+        self._pop(routed)
         routed.due = now + GRACE_S
+        self._due = min(self._due, routed.due)
         self._closing.append(routed)
 
-    def _pop(self, number: int) -> _Routed:
-        routed = self._open.pop(number)
-        key = routed.worker, routed.hashes[-1]
-        numbers = self._keys[key]
-        numbers.remove(number)
-        if not numbers:
-            del self._keys[key]
-        return routed
+    def _pop(self, routed: _Routed) -> None:
+        del self._open[routed]
+        same = self._keys[routed.key]
+        if len(same) == 1:
+            del self._keys[routed.key]
+        else:
+            same.remove(routed)
+
+    def _count(self, worker: str, hashes: Sequence[int]) -> None:
+        """One prompt more."""
+        pieces = self._pieces
+        depth, size = 0, len(hashes)
+        while depth < size:
+            piece = pieces.get(hashes[depth])
+            if piece is None:
+                pieces[hashes[depth]] = _Piece(hashes[depth:], {worker: 1})
+                return
+            count = piece.common(hashes, depth)
+            if count < len(piece.blocks):
+                below = piece.blocks[count:]
+                pieces[below[0]] = _Piece(below, piece.prompts.copy())
+                piece.blocks = piece.blocks[:count]
+            piece.prompts[worker] = piece.prompts.get(worker, 0) + 1
+            depth += count
 
     def _take_back(self, routed: _Routed) -> None:
-        hashes = routed.hashes
-        self.blocks -= len(hashes)
-        workers = self._roots[hashes[0]]
-        held = workers[routed.worker]
-        if held[hashes[0]] == 1:
-            del workers[routed.worker]
-            if not workers:
-                del self._roots[hashes[0]]
-            return
-        for block in reversed(hashes):
-            count = held[block]
-            if count == 1:
-                held.pop(block)  # Counter's own `del` is slow
+        worker, hashes = routed.key[0], routed.hashes
+        pieces = self._pieces
+        depth, size = 0, len(hashes)
+        self.blocks -= size
+        while depth < size:
+            block = hashes[depth]
+            piece = pieces[block]
+            prompts = piece.prompts
+            left = prompts[worker] - 1
+            if left:
+                prompts[worker] = left
             else:
-                held[block] = count - 1
-
-
-def _depth(held: Counter[int], hashes: Sequence[int], low: int) -> int:
-    """Blocks of the longest prefix in `held`, which holds the first `low`, and with each block
-    those above it. Gallops, then halves."""
-    size, step = len(hashes), 1
-    while low + step <= size and hashes[low + step - 1] in held:
-        low += step
-        step *= 2
-    high = min(low + step, size + 1)
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if hashes[middle - 1] in held:
-            low = middle
-        else:
-            high = middle
-    return low
+                del prompts[worker]
+                if not prompts:
+                    del pieces[block]
+            depth += len(piece.blocks)
