@@ -97,7 +97,7 @@ async def test_a_model_without_workers_says_so_and_recovers(open_service: Open) 
     await until_status(url, 200)
     await worker.shutdown(0)
     health = await until_status(url, 503)
-    assert health["reasons"] == {"tiny": "no worker serves this model now"}
+    assert health["reasons"] == {"tiny": "no worker of this model can be reached now"}
     assert health["workers"] == {"tiny": 0}
     status, error = await ask(url, "/v1/chat/completions", CHAT)
     assert (status, error["error"]["code"]) == (503, "no_workers")

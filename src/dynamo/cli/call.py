@@ -71,10 +71,10 @@ async def _call(settings: Settings, url: str, name: str, request: Any) -> None:
         client = await runtime.endpoint(name).client()
         try:
             await client.wait_for_instances(timeout_s=WAIT_S)
-        except NoWorkers:
+        except NoWorkers as error:
             names = ", ".join(sorted(await _served(runtime.discovery)))
             hint = f"served: {names}" if names else "nothing is served there"
-            raise NoWorkers(f"nobody serves {name}", hint=hint) from None
+            raise NoWorkers(error.message, hint=hint) from None
         async with client.generate(request) as answers:
             async for item in answers:
                 print(msgspec.json.encode(item).decode(), flush=True)

@@ -104,7 +104,7 @@ class NotReady(DynamoError):
 
 
 class NoWorkers(DynamoError):
-    """No instance serves this endpoint now."""
+    """No instance of this endpoint can be asked now."""
 
     code = "no_workers"
     retryable = True

@@ -68,6 +68,8 @@ class Client:
                     changed.clear()
                     await changed.wait()
         except TimeoutError:
+            if not self._view.live:
+                raise self.nobody() from None
             raise NoWorkers(
                 f"{len(self._view.live)} of {count} instances of {self.path} after {timeout_s} s"
             ) from None
@@ -76,7 +78,21 @@ class Client:
 
     def pick(self, mode: str, allowed: Container[str] | None = None) -> Instance:
         """One live instance by `mode` (of the ids in `allowed`). Raises `NoWorkers`."""
-        return self._picks.pick(mode, allowed).instance
+        try:
+            return self._picks.pick(mode, allowed).instance
+        except LookupError:
+            raise self.nobody() from None
+
+    def nobody(self, who: str = "instance", of: str = "") -> NoWorkers:
+        """The error of having nobody to call, and why. `who` is missing, of what (the endpoint)."""
+        of = of or self.path
+        if why := self._view.absence():
+            message = f"no {who} of {of} can be asked now: of those that are there {why}"
+            hint = "what does not answer now comes back by itself when it does"
+        else:
+            message = f"no {who} serves {of} now"
+            hint = "none has announced itself: start one (`dynamo ps` shows what runs)"
+        return NoWorkers(message, hint=hint, retry_after_s=1.0)
 
     async def call(
         self,
@@ -180,7 +196,7 @@ class Client:
     def _instance(self, instance_id: str) -> Instance:
         found = self._view.live.get(instance_id)
         if found is None:
-            raise InstanceGone(f"no instance {instance_id} serves {self.path}")
+            raise InstanceGone(f"{self.path} has no instance {instance_id} that can be asked now")
         return found
 
     def _stream(

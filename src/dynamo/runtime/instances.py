@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -186,6 +187,16 @@ class InstanceView:
         """An ejected instance is fit again."""
         self._ejected.discard(instance_id)
         self._refresh()
+
+    def absence(self) -> str:
+        """Why those that discovery names are not called, in words; "" where it names none."""
+        counts = Counter(map(self._absence, self._known))
+        return ", ".join(f"{count} {why}" for why, count in sorted(counts.items()))
+
+    def _absence(self, name: str) -> str:
+        if name in self._withheld:
+            return "not answering"
+        return "unhealthy" if name in self._ejected else "not wanted for this call"
 
     async def _follow(self) -> None:
         while True:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Callable, Container, Sequence
 from random import Random
 
-from dynamo.core.errors import ConfigError, NoWorkers
+from dynamo.core.errors import ConfigError
 from dynamo.runtime.instances import Instance
 from dynamo.runtime.interruptible import Interruptible
 
@@ -72,8 +72,8 @@ class Picks:
             self._counts[slot.index] = slot.in_flight
 
     def pick(self, mode: str, allowed: Container[str] | None = None) -> Slot:
-        """One candidate (of those in `allowed`). Raises `NoWorkers`; `ConfigError` for a mode that
-        does not exist."""
+        """One candidate (of those in `allowed`). Raises `LookupError` where there is none;
+        `ConfigError` for a mode that does not exist."""
         choose = MODES.get(mode) or MODES[mode_name(mode)]
         if allowed is None:
             slots, counts = self._slots, self._counts
@@ -81,7 +81,7 @@ class Picks:
             slots = [slot for slot in self._slots if slot.instance.id in allowed]
             counts = [slot.in_flight for slot in slots]
         if not slots:
-            raise NoWorkers("no instance serves this endpoint now", retry_after_s=1.0)
+            raise LookupError("no candidate")
         return choose(self, slots, counts)
 
     def round_robin(self, slots: list[Slot], _counts: list[int]) -> Slot:

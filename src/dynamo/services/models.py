@@ -117,4 +117,4 @@ class Models:
         if way.client.instances:
             self._runtime.health.well_again(name)
         else:
-            self._runtime.health.unwell(name, "no worker serves this model now")
+            self._runtime.health.unwell(name, "no worker of this model can be reached now")

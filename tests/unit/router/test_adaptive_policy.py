@@ -43,6 +43,9 @@ class Workers:
         self.picked.append(mode)
         return self.instances[max(allowed)]
 
+    def nobody(self, who: str, of: str) -> NoWorkers:
+        return NoWorkers(f"no {who} serves {of}")
+
     def leave(self, name: str) -> None:
         del self.instances[name]
         self._changed()

@@ -168,11 +168,11 @@ async def test_a_slow_consumer_holds_the_producer(open_runtime: Open) -> None:
 async def test_nobody_serves(open_runtime: Open) -> None:
     runtime = await open_runtime()
     client = await runtime.endpoint(REFERENCE).client()
-    with pytest.raises(NoWorkers):
+    with pytest.raises(NoWorkers, match=f"no instance serves {REFERENCE} now"):
         await client.generate({})
     with pytest.raises(InstanceGone):
         await client.direct({}, "nobody")
-    with pytest.raises(NoWorkers, match="0 of 2"):
+    with pytest.raises(NoWorkers, match="no instance serves"):
         await client.wait_for_instances(2, timeout_s=0.001)
 
 
@@ -223,6 +223,26 @@ async def test_a_broken_instance_is_withheld_until_announced_again(open_runtime:
 
     await server.discovery.put(instance_key(served.instance), encode_instance(served.instance))
     await client.wait_for_instances(2)
+
+
+async def test_who_is_there_and_cannot_be_asked_is_told(open_runtime: Open) -> None:
+    caller, *servers = [await open_runtime() for _ in range(4)]
+    for server in servers:
+        await server.endpoint(REFERENCE).serve_items(count_to)
+    client = await client_of(caller, 3)
+    with pytest.raises(NoWorkers, match="asked now: of those that are there 3 not wanted for this"):
+        client.pick("random", set())
+    assert client.eject(servers[0].instance_id)
+    for server in servers[1:]:
+        server.requests.abort()  # type: ignore[attr-defined]
+        with pytest.raises(InstanceGone):
+            await client.direct(1, server.instance_id)
+    with pytest.raises(
+        NoWorkers, match="asked now: of those that are there 2 not answering, 1 unh"
+    ):
+        await client.generate({})
+    with pytest.raises(NoWorkers, match="2 not answering"):
+        await client.wait_for_instances(timeout_s=0)
 
 
 async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> None:

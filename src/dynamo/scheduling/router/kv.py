@@ -8,14 +8,13 @@ from collections.abc import Set as AbstractSet
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import NoWorkers
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.router.labels import barred, constraints_of
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.placing.placement import Placed, Placement
-from dynamo.scheduling.router.policy import NOBODY, Decision, Policy
+from dynamo.scheduling.router.policy import Decision, Policy, nobody
 from dynamo.scheduling.router.prompt import ReadPrompt
 from dynamo.scheduling.router.replicas.replicas import Own, Replicas
 
@@ -62,7 +61,7 @@ class KvPolicy(Policy):
         if context.metadata:
             out |= barred(instances, context)
         if not (instances.keys() - out if out else instances):
-            raise NoWorkers(NOBODY, retry_after_s=1.0)
+            raise nobody(self._client)
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
         prompt = self._read(request)
@@ -109,7 +108,7 @@ class KvPolicy(Policy):
     def _fail_stranded(self) -> None:
         for arrival in self.placement.stranded():
             if arrival.decided is not None and not arrival.decided.done():
-                arrival.decided.set_exception(NoWorkers(NOBODY, retry_after_s=1.0))
+                arrival.decided.set_exception(nobody(self._client))
 
     def _arm(self) -> None:
         if not self._armed:

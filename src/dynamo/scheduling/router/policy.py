@@ -18,7 +18,10 @@ from dynamo.runtime.instances import Instance
 from dynamo.runtime.picks import mode_name
 from dynamo.scheduling.router.labels import barred
 
-NOBODY = "no worker serves this model now"
+
+def nobody(client: Client) -> NoWorkers:
+    """The error of having no worker to choose, and why."""
+    return client.nobody("worker", "this model")
 
 
 class Ticket:
@@ -132,5 +135,5 @@ class BasicPolicy(Policy):
             return Decision(self._client.pick(self._mode), self._mode, len(live))
         allowed = live.keys() - tried - barred(live, context)
         if not allowed:
-            raise NoWorkers(NOBODY, retry_after_s=1.0)
+            raise nobody(self._client)
         return Decision(self._client.pick(self._mode, allowed), self._mode, len(allowed))

@@ -9,7 +9,6 @@ import msgspec
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import NoWorkers
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.router.adaptive.balancer import (
@@ -22,7 +21,7 @@ from dynamo.scheduling.router.adaptive.balancer import (
 from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placing.fleet import SEQUENCES, Active, Book, Fleet
-from dynamo.scheduling.router.policy import NOBODY, Candidate, Decision, Policy
+from dynamo.scheduling.router.policy import Candidate, Decision, Policy, nobody
 from dynamo.scheduling.router.prompt import Prompt
 
 ADAPTIVE = "adaptive"
@@ -58,7 +57,7 @@ class AdaptivePolicy(Policy):
         out = barred(instances, context) | tried
         books = [one for one in self._fleet.books if one.instance.id not in out]
         if not books:
-            raise NoWorkers(NOBODY, retry_after_s=1.0)
+            raise nobody(self._client)
         now = self._clock.now()
         self._fleet.freshen(now)
         best = self._assign(books, request)
