@@ -103,7 +103,7 @@ class Router:
         made = await model.policy.choose(request, out.context, frozenset(ask.tried))
         if model.follower is not None and isinstance(made.ticket, Active):
             model.follower.promise(made.ticket)
-        self._routing.watch.explained.decided(request, replace(made, ticket=None))
+        self._routing.watch.explained.keep(request, replace(made, ticket=None))
         self._chosen.inc()
         out.send(encode_answer(made))
 

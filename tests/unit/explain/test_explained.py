@@ -34,9 +34,9 @@ def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
     made = decision(
         table=TABLE, overlap_blocks=3, prompt_blocks=4, best_overlap_blocks=3, ticket=Ticket()
     )
-    kept.decided(request("abc"), made)
+    entry = kept.keep(request("abc"), made)
     assert kept.find("abc")[0].outcome is None
-    kept.ended(request("abc"), made, OUTCOME)
+    entry.ended(OUTCOME)
     (found,) = kept.find("abc")
     assert found.outcome == OUTCOME
     assert found.costs == TABLE
@@ -51,8 +51,8 @@ def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
 def test_choices_and_attempts_of_a_request_stand_together() -> None:
     kept = Explained(SystemClock())
     for choice in range(2):
-        kept.decided(request("abc", choice), decision())
-    kept.decided(request("abc", 1), decision("w2"))
+        kept.keep(request("abc", choice), decision())
+    kept.keep(request("abc", 1), decision("w2"))
     assert [(one.choice, one.worker) for one in kept.find("abc")] == [
         (0, "w1"),
         (1, "w1"),
@@ -63,11 +63,11 @@ def test_choices_and_attempts_of_a_request_stand_together() -> None:
 def test_a_clients_own_id_finds_its_last_request() -> None:
     kept = Explained(SystemClock())
     for name in ("mine-1", "mine-2.0", "mine-2.1", "mine-two-3", "mine"):
-        kept.decided(request(name), decision())
+        kept.keep(request(name), decision())
     assert [one.request_id for one in kept.find("mine")] == ["mine"]
     kept = Explained(SystemClock())
     for name in ("mine-1", "mine-2.0", "mine-2.1", "mine-two-3"):
-        kept.decided(request(name), decision())
+        kept.keep(request(name), decision())
     assert [one.request_id for one in kept.find("mine")] == ["mine-2.0", "mine-2.1"]
     assert kept.find("min") == []
 
@@ -75,12 +75,12 @@ def test_a_clients_own_id_finds_its_last_request() -> None:
 def test_only_so_many_are_kept() -> None:
     kept = Explained(SystemClock(), kept=3)
     for number in range(10):
-        kept.decided(request(str(number)), decision())
+        kept.keep(request(str(number)), decision())
     assert kept.find("6") == []
     assert [one.request_id for one in kept.last(2)] == ["9", "8"]
 
 
 def test_a_pick_without_a_table_says_so() -> None:
     kept = Explained(SystemClock())
-    kept.decided(request("a"), decision())
+    kept.keep(request("a"), decision())
     assert "without a look" in kept.find("a")[0].why

@@ -118,14 +118,16 @@ class KvPolicy(Policy):
     def _place(self) -> None:
         self._armed = False
         now = self._clock.now()
-        for placed in self.placement.place(now):
-            self._tell(placed, now)
+        gone = self.placement.place(now)
+        waiting = len(self.placement)
+        for placed in gone:
+            self._tell(placed, now, waiting)
         for arrival, error in self.placement.refused():
             if arrival.decided is not None and not arrival.decided.done():
                 arrival.decided.set_exception(error)
         self._wait(self.placement.next_due(now))
 
-    def _tell(self, placed: Placed, now: float) -> None:
+    def _tell(self, placed: Placed, now: float, waiting: int) -> None:
         active, arrival = placed.active, placed.arrival
         active.on_first, active.on_end = self._first_token, self._ended
         decided = arrival.decided
@@ -149,6 +151,7 @@ class KvPolicy(Policy):
                 view=self.placement.view.mode(book.name),
                 ticket=active,
                 rank=book.rank,
+                waiting=waiting,
             )
         )
 

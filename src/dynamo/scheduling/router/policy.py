@@ -55,7 +55,8 @@ class Decision(msgspec.Struct, frozen=True):
     best first, as they were when the choice fell; `overlap_blocks`: leading blocks of the prompt
     that the instance is expected to hold; `waited_s`: in the router, for a better moment; `view`:
     how well the instance's cache is known (exact, stale, approximate; "" = not looked at); `rank`:
-    the data-parallel rank that was chosen, of an instance that has several."""
+    the data-parallel rank that was chosen, of an instance that has several; `waiting`: how many
+    requests the choice left in the router."""
 
     instance: Instance
     mode: str
@@ -69,6 +70,7 @@ class Decision(msgspec.Struct, frozen=True):
     view: str = ""
     ticket: Ticket | None = None
     rank: int | None = None
+    waiting: int = 0
 
     @property
     def worker(self) -> str:

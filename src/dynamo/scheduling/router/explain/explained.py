@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import deque
+from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from dynamo.core.clock import Clock
 from dynamo.core.values import GenerateRequest
 from dynamo.scheduling.index.cache_view import NO_CACHE
-from dynamo.scheduling.router.policy import Candidate, Decision, Observer, Outcome
+from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
 
 KEPT = 1000
 SHOWN_S = 0.001
@@ -43,76 +44,26 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Explained(Observer):
-    """The last `kept` requests of one process with all their choices and attempts."""
+class Entry:
+    """A decision as it is kept: nobody may ever ask."""
 
-    def __init__(self, clock: Clock, router: str = "", kept: int = KEPT) -> None:
-        self._clock = clock
-        self._router = router
-        self._kept = kept
-        self._requests: OrderedDict[str, list[_Entry]] = OrderedDict()
-
-    def decided(self, request: GenerateRequest, decision: Decision) -> None:
-        entry = _Entry(request.request_id, request.choice, request.model, self._clock.wall())
-        entry.decision = decision
-        self._requests.setdefault(request.request_id, []).append(entry)
-        if len(self._requests) > self._kept:
-            self._requests.popitem(last=False)
-
-    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
-        for entry in reversed(self._requests.get(request.request_id, ())):
-            if entry.decision is decision:
-                entry.decision = replace(decision, ticket=None)  # it may hold a whole prompt
-                entry.outcome = outcome
-                return
-
-    def find(self, request_id: str) -> list[Explanation]:
-        """Every decision for a request, in order; empty where nothing is known (any more). A
-        client's own id finds the last request that bore it."""
-        entries = self._requests.get(request_id) or self._by_client(request_id)
-        return [entry.explanation(self._router) for entry in entries]
-
-    def last(self, count: int) -> list[Explanation]:
-        """The newest decisions, newest first."""
-        found: list[Explanation] = []
-        for entries in reversed(self._requests.values()):
-            found += [entry.explanation(self._router) for entry in reversed(entries)]
-            if len(found) >= count:
-                break
-        return found[:count]
-
-    def _by_client(self, given: str) -> list[_Entry]:
-        found: list[_Entry] = []
-        own = ""
-        for name, entries in reversed(self._requests.items()):
-            request = own_id(name, given)
-            own = own or request
-            if request and request == own:
-                found = entries + found
-        return found
-
-
-def own_id(request_id: str, given: str) -> str:
-    """The unique id of the HTTP request that `request_id` was a part of, if a client gave it the id
-    `given`; "" if it did not."""
-    if not (request_id.startswith(given) and _SUFFIX.fullmatch(request_id, len(given))):
-        return ""
-    return given + request_id[len(given) :].split(".", maxsplit=1)[0]
-
-
-class _Entry:
     __slots__ = ("at", "choice", "decision", "model", "outcome", "request_id")
 
-    decision: Decision
-
-    def __init__(self, request_id: str, choice: int, model: str, at: float) -> None:
-        self.request_id = request_id
-        self.choice = choice
-        self.model = model
+    def __init__(self, request: GenerateRequest, decision: Decision, at: float) -> None:
+        self.request_id = request.request_id
+        self.choice = request.choice
+        self.model = request.model
         self.at = at
+        self.decision = decision
         self.outcome: Outcome | None = None
 
+    def ended(self, outcome: Outcome) -> None:
+        """What came of it."""
+        self.decision = replace(self.decision, ticket=None)  # it may hold a whole prompt
+        self.outcome = outcome
+
     def explanation(self, router: str) -> Explanation:
+        """It, for whoever asks."""
         made = self.decision
         predicted_s = made.predicted_ttft_s
         return Explanation(
@@ -134,6 +85,44 @@ class _Entry:
             outcome=self.outcome,
             why=why(made),
         )
+
+
+class Explained:
+    """The last `kept` decisions of one process: of every choice and attempt of a request one."""
+
+    def __init__(self, clock: Clock, router: str = "", kept: int = KEPT) -> None:
+        self._clock = clock
+        self._router = router
+        self._entries: deque[Entry] = deque(maxlen=kept)
+
+    def keep(self, request: GenerateRequest, decision: Decision) -> Entry:
+        """A worker was chosen; tell the entry how that ended."""
+        entry = Entry(request, decision, self._clock.wall())
+        self._entries.append(entry)
+        return entry
+
+    def find(self, request_id: str) -> list[Explanation]:
+        """Every decision for a request, in order; empty where nothing is known (any more). A
+        client's own id finds the last request that bore it."""
+        entries = [one for one in self._entries if one.request_id == request_id]
+        return [one.explanation(self._router) for one in entries or self._by_client(request_id)]
+
+    def last(self, count: int) -> list[Explanation]:
+        """The newest decisions, newest first."""
+        return [one.explanation(self._router) for one in islice(reversed(self._entries), count)]
+
+    def _by_client(self, given: str) -> list[Entry]:
+        named = ((own_id(one.request_id, given), one) for one in reversed(self._entries))
+        found = [(own, one) for own, one in named if own]
+        return [one for own, one in reversed(found) if own == found[0][0]]
+
+
+def own_id(request_id: str, given: str) -> str:
+    """The unique id of the HTTP request that `request_id` was a part of, if a client gave it the id
+    `given`; "" if it did not."""
+    if not (request_id.startswith(given) and _SUFFIX.fullmatch(request_id, len(given))):
+        return ""
+    return given + request_id[len(given) :].split(".", maxsplit=1)[0]
 
 
 def why(made: Decision) -> str:

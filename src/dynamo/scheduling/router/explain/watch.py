@@ -12,7 +12,7 @@ from dynamo.core.values import GenerateRequest
 from dynamo.scheduling.router.collector.collector import RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.collector.seen import SeenPrefixes
-from dynamo.scheduling.router.explain.explained import Explained
+from dynamo.scheduling.router.explain.explained import Entry, Explained
 from dynamo.scheduling.router.policy import Decision, Observer, Outcome
 from dynamo.telemetry import Registry
 
@@ -34,16 +34,15 @@ class RoutingWatch(Observer):
         waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         self._clock = clock
-        self._waiting = waiting
         self._seen = SeenPrefixes()
-        self._open: dict[int, tuple[int, int, int]] = {}
+        self._open: dict[int, tuple[Entry, int, int]] = {}
         self.explained = Explained(clock, name)
         self.collector = RoutingMetricsCollector(wall=clock.wall)
         self.active: Counter[str] = Counter()
         self.routed: Counter[str] = Counter()
-        self._metrics(registry)
+        self._metrics(registry, waiting)
 
-    def _metrics(self, registry: Registry) -> None:
+    def _metrics(self, registry: Registry, waiting: Callable[[], int]) -> None:
         counter = registry.counter
         self._prompt = counter("dynamo_router_prompt_blocks_total", "Prompt blocks routed")
         self._known = counter(
@@ -63,7 +62,7 @@ class RoutingWatch(Observer):
         registry.gauge(
             "dynamo_router_waiting_requests",
             "Requests held in the router for a worker",
-            callback=self._waiting,
+            callback=waiting,
         )
         registry.gauge(
             "dynamo_router_alert_ratio",
@@ -85,25 +84,24 @@ class RoutingWatch(Observer):
         self.routed[worker] += 1
         hashes = getattr(decision.ticket, "hashes", ())
         seen = self._seen.add(hashes) if hashes else 0
-        self._open[id(decision)] = (load, self._waiting(), seen)
+        self._open[id(decision)] = (self.explained.keep(request, decision), load, seen)
         if decision.prompt_blocks:
-            self._prompt.inc(decision.prompt_blocks)
-            self._known.inc(max(seen, decision.best_overlap_blocks))
-            self._reachable.inc(decision.best_overlap_blocks)
-            self._hit.inc(decision.overlap_blocks)
-        self.explained.decided(request, decision)
+            best = decision.best_overlap_blocks
+            self._prompt.value += decision.prompt_blocks
+            self._known.value += seen if seen > best else best
+            self._reachable.value += best
+            self._hit.value += decision.overlap_blocks
 
     def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         worker = decision.instance.id
-        load, queue, seen = self._open.pop(id(decision), (0, 0, 0))
-        left = self.active[worker] - 1
+        entry, load, seen = self._open.pop(id(decision))
+        entry.ended(outcome)
+        left = self.active.pop(worker) - 1
         if left:
             self.active[worker] = left
-        else:
-            del self.active[worker]
         if outcome.ttft_s is not None:
-            self._cached.inc(outcome.cached_tokens)
-            self._tokens.inc(outcome.prompt_tokens)
+            self._cached.value += outcome.cached_tokens
+            self._tokens.value += outcome.prompt_tokens
         blocks = decision.prompt_blocks
         cached = outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0
         self.collector.record(
@@ -114,7 +112,7 @@ class RoutingWatch(Observer):
                 cache_hit_ratio=decision.overlap_blocks / blocks if blocks else cached,
                 decision_latency=decision.waited_s,
                 worker_load=load,
-                queue_length=queue,
+                queue_length=decision.waiting,
                 prompt_blocks=blocks or outcome.prompt_tokens // BLOCK_TOKENS,
                 reachable_ratio=decision.best_overlap_blocks / blocks if blocks else None,
                 seen_ratio=seen / blocks if blocks else None,
@@ -126,4 +124,3 @@ class RoutingWatch(Observer):
                 failed=outcome.error not in UNFAILED,
             )
         )
-        self.explained.ended(request, decision, outcome)
