@@ -60,3 +60,8 @@ class Arrival:
         """Tokens of the prompt that `worker` would compute; the last one always."""
         tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
         return max(1, tokens)
+
+    def held_alike(self, workers: int) -> bool:
+        """Whether all of so many workers hold equally much of the prompt."""
+        held = self.overlaps
+        return not held or (len(held) == workers and len(set(held.values())) == 1)

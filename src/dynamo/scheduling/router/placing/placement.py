@@ -23,7 +23,7 @@ from dynamo.scheduling.router.placing.fleet import Active, Book, Fleet
 from dynamo.scheduling.router.placing.prices import Prices
 from dynamo.scheduling.router.placing.waiting import WaitingQueue
 from dynamo.scheduling.router.placing.waiting_room import WaitingRoom
-from dynamo.scheduling.router.placing.window import Row, another_went, keenest, lowest
+from dynamo.scheduling.router.placing.window import Row, Window, lowest
 from dynamo.scheduling.router.policy import Candidate
 
 WINDOW = 12
@@ -38,6 +38,10 @@ LOOK_AGAIN_S = 0.05
 
 TOGETHER = 0.25
 """Share of a worker's step that prompts may fill before those that come next are held back."""
+
+SHORT = 1 / 16
+"""Prompts that take no more of a step than this, on average, may fill all of it together: what a
+better choice would save is a part of one step."""
 
 
 class View(Protocol):
@@ -213,6 +217,7 @@ class Placement:
                 break
             if one.barred and self._all_busy(self._books_for(one)):
                 continue
+            self._look(one, now)
             if self.cost.joint and self._better_wait(self._row(one, prices, now), now):
                 continue
             if done := self._alone(one, prices, now):
@@ -272,18 +277,18 @@ class Placement:
 
     def _window(self, waiting: list[Arrival], common: Prices, now: float) -> list[Placed]:
         """Those weighed together."""
-        rows = [self._row(one, common, now) for one in waiting]
+        for one in waiting:
+            self._look(one, now)
+        window = Window(waiting, lambda one: self._row(one, common, now), len(common.books))
         placed: list[Placed] = []
-        while rows:
-            best = max(rows, key=keenest)
-            rows.remove(best)
+        while (best := window.take()) is not None:
             if self._better_wait(best, now):
                 continue
             done = self._go(best.arrival, best.prices, best.costs, best.at, now)
             placed.append(done)
-            if not self._some_free(now):
-                rows = [row for row in rows if self._overdue(row.arrival, now)]
-            another_went(rows, done.active, common, self._rng)
+            if not (self._nearly_free(best.book, now) or self._some_free(now)):
+                window.keep(lambda one: self._overdue(one, now))
+            window.went(done.active, self._brought[best.book.name], common, self._rng)
         return placed
 
     def _may_go(self, waiting: list[Arrival], now: float) -> list[Arrival]:
@@ -297,10 +302,12 @@ class Placement:
         return any(self._nearly_free(book, now) for book in self.fleet.books)
 
     def _nearly_free(self, book: Book, now: float) -> bool:
-        """Little is before it in time, or all of it goes into a part of its next step, where short
-        prompts cost next to nothing together."""
+        """Little is before it in time, or all of it goes into its next step: into a part of that,
+        or prompts so short that they cost next to nothing together."""
+        tokens, step = book.open_tokens, book.token_budget
         return (
-            book.open_tokens <= book.token_budget * TOGETHER
+            tokens <= step * TOGETHER
+            or tokens <= min(step, step * SHORT * book.open_count)
             or book.backlog_ms(now) <= self._patience.backlog_s * 1e3
         )
 
@@ -308,7 +315,6 @@ class Placement:
         return now - arrival.submitted_s >= self._patience.longest_s
 
     def _row(self, arrival: Arrival, common: Prices, now: float) -> Row:
-        self._look(arrival, now)
         return Row(arrival, self._prices_for(arrival, common, now), self._rng)
 
     def _look(self, arrival: Arrival, now: float) -> None:

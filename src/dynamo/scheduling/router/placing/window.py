@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from math import inf
 from operator import attrgetter
 from random import Random
@@ -54,27 +55,102 @@ class Row:
             self.at = costs.index(best)
 
 
-keenest = attrgetter("regret")
+class Window:
+    """Requests weighed together: whoever would lose most by not getting its best worker is first.
+    To a prompt of which all workers hold the same, they differ by their load alone; such prompts
+    stand in line, the longest first, and only the head of the line is weighed with the others."""
+
+    def __init__(
+        self, waiting: Sequence[Arrival], price: Callable[[Arrival], Row], workers: int
+    ) -> None:
+        """`price`: what an arrival costs at that moment; `workers`: how many there are in all."""
+        self._price = price
+        self._rows: list[Row] = []
+        self._head: Row | None = None
+        line = []
+        for one in reversed(waiting):
+            if one.held_alike(workers) and not one.barred:
+                line.append(one)
+            else:
+                self._rows.append(price(one))
+        line.sort(key=_tokens)
+        self._stand(line)
+
+    def take(self) -> Row | None:
+        """Whose turn it is, which leaves; None: nobody is left."""
+        rows = self._rows
+        if self._head is None and self._line:
+            self._new_blocks.pop()
+            self._head = self._price(self._line.pop())
+            rows.append(self._head)
+        if not rows:
+            return None
+        best = max(rows, key=_regret) if len(rows) > 1 else rows[0]
+        rows.remove(best)
+        if best is self._head:
+            self._head = None
+        return best
+
+    def keep(self, wanted: Callable[[Arrival], bool]) -> None:
+        """The others leave."""
+        self._rows = [row for row in self._rows if wanted(row.arrival)]
+        self._stand([one for one in self._line if wanted(one)])
+        if self._head not in self._rows:
+            self._head = None
+
+    def went(self, active: Active, blocks: AbstractSet[int], common: Prices, rng: Random) -> None:
+        """Its worker has more to do for the others, and will hold what they share with it.
+        `blocks`: all that the round brought there; `common`: the prices of all workers, which
+        those go by that may go to any."""
+        groups: dict[Prices, list[Row]] = {common: []}
+        for row in self._rows:
+            _shares(row.arrival, active)
+            groups.setdefault(row.prices, []).append(row)
+        for prices, group in groups.items():
+            at = prices.moved(active.book)
+            if at is not None and group:
+                costs = prices.column([row.arrival for row in group], at)
+                for row, cost in zip(group, costs, strict=True):
+                    row.put(at, cost, rng)
+        if not blocks.isdisjoint(self._new_blocks):
+            self._part(active)
+
+    def _part(self, active: Active) -> None:
+        """Who begins as the one that went does has a favourite now."""
+        line = []
+        for one in self._line:
+            if _shares(one, active):
+                self._rows.append(self._price(one))
+            else:
+                line.append(one)
+        self._stand(line)
+
+    def _stand(self, line: list[Arrival]) -> None:
+        self._line = line
+        self._new_blocks = [_new_block(one) for one in line]
 
 
-def another_went(rows: Sequence[Row], active: Active, common: Prices, rng: Random) -> None:
-    """Its worker has more to do for these, and will hold what they share with it. `common`: the
-    prices of all workers, which those go by that may go to any."""
-    book = active.book
-    name, theirs = book.name, active.hashes
-    by_prices: dict[Prices, list[Row]] = {common: []}
-    for row in rows:
-        arrival = row.arrival
-        mine, held = arrival.prompt.hashes, arrival.overlaps.get(name, 0)
-        if held < len(mine) and held < len(theirs) and mine[held] == theirs[held]:
-            arrival.overlaps[name] = common_blocks(mine, theirs)
-        by_prices.setdefault(row.prices, []).append(row)
-    for prices, group in by_prices.items():
-        at = prices.moved(book)
-        if at is not None and group:
-            costs = prices.column([row.arrival for row in group], at)
-            for row, cost in zip(group, costs, strict=True):
-                row.put(at, cost, rng)
+def _tokens(arrival: Arrival) -> int:
+    return arrival.prompt.tokens
+
+
+def _new_block(arrival: Arrival) -> int | None:
+    """The first that nobody holds, if there is one."""
+    held, hashes = next(iter(arrival.overlaps.values()), 0), arrival.prompt.hashes
+    return hashes[held] if held < len(hashes) else None
+
+
+_regret = attrgetter("regret")
+
+
+def _shares(arrival: Arrival, active: Active) -> bool:
+    """Whether the other one brings its worker more of this prompt, which is noted."""
+    name, theirs = active.book.name, active.hashes
+    mine, held = arrival.prompt.hashes, arrival.overlaps.get(name, 0)
+    if held < len(mine) and held < len(theirs) and mine[held] == theirs[held]:
+        arrival.overlaps[name] = common_blocks(mine, theirs)
+        return True
+    return False
 
 
 def lowest(costs: Sequence[float], rng: Random, tie: float = TIE) -> int:
