@@ -19,7 +19,8 @@ from dynamo.application.format import Format
 from dynamo.application.gateway import Gateway, Served
 from dynamo.application.metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.options import include_usage
-from dynamo.application.replies import AnswerReply, OffsetReply, Pace, StreamReply
+from dynamo.application.pace import Pace
+from dynamo.application.replies import AnswerReply, OffsetReply, StreamReply
 from dynamo.application.sse import Escapes
 from dynamo.application.usage import Tally
 from dynamo.core.clock import Clock

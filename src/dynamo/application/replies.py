@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.format import Format
-from dynamo.application.metrics import ModelMetrics
+from dynamo.application.lane import Form, StreamLane
+from dynamo.application.pace import Pace
 from dynamo.application.sse import DONE, Escapes
 from dynamo.application.usage import Tally
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.text import TextFinish, TextReply, TokenText
+from dynamo.core.text import Lane, TextFinish, TextReply, TokenText, Words
 from dynamo.core.values import Started
 
 Logprobs = Sequence[TokenText]
-
-
-GAPS = 64
-"""Gaps that are counted together: one by one would cost a call a token."""
-
-
-class Pace:
-    """Times of one request's texts, into the histograms. `last`: when text of each choice came;
-    `gaps`: times between texts that are not counted yet. A stream keeps both by itself, from its
-    second text on."""
-
-    __slots__ = ("_gap", "_metrics", "_started", "events", "gaps", "last", "now")
-
-    def __init__(
-        self, metrics: ModelMetrics, now: Callable[[], float], started: float, choices: int
-    ) -> None:
-        self._metrics = metrics
-        self._gap = metrics.inter_token
-        self._started = started
-        self.now = now
-        self.last = [0.0] * choices
-        self.gaps: list[float] = []
-        self.events = 0
-
-    def mark(self, choice: int) -> None:
-        """Text of `choice` came now."""
-        now = self.now()
-        last = self.last[choice]
-        if last:
-            self._gap.observe(now - last)
-        elif not any(self.last):
-            self._metrics.first_token.observe(now - self._started)
-        self.last[choice] = now
-        self.events += 1
-
-    def count(self) -> None:
-        """Count `gaps`."""
-        self._gap.observe_each(self.gaps)
-        self.events += len(self.gaps)
-        self.gaps.clear()
 
 
 class Held:
@@ -120,24 +82,22 @@ class StreamReply(TextReply):
         self._tally.begin(choice, started)
 
     def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        prefix = self._prefixes[choice]
-        if prefix is None:
-            self._pace.mark(choice)
-            prefix = self._open(choice)
-        else:
-            pace = self._pace
-            clock, last, gaps = pace.now, pace.last, pace.gaps
-            now = clock()  # calling a slot directly is slower in CPython 3.11
-            gaps.append(now - last[choice])
-            last[choice] = now
-            if len(gaps) == GAPS:
-                pace.count()
+        self._pace.mark(choice)
+        prefix = self._prefixes[choice] or self._open(choice)
         response = self._response
         if response.congested:
             return self._hold(choice, delta, logprobs)
         if logprobs is None:
             return response.write(prefix + self._escapes[delta] + self._suffix)
         return response.write(self._event(choice, delta, logprobs))
+
+    def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
+        prefix = self._prefixes[choice]
+        if prefix is None:
+            return None
+        kept = array("I") if kept is None else kept
+        form = Form(prefix, self._escapes, self._suffix)
+        return StreamLane(choice, self._response, form, self._pace, words, kept)
 
     def finish(self, choice: int, end: TextFinish) -> None:
         if self._prefixes[choice] is None:
@@ -290,3 +250,6 @@ class OffsetReply(TextReply):
 
     def finish(self, choice: int, end: TextFinish) -> None:
         self._reply.finish(self._first + choice, end)
+
+    def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
+        return self._reply.lane(self._first + choice, words, kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+TABLES = 16
 DONE = b"data: [DONE]\n\n"
 HEADERS = (
     ("content-type", "text/event-stream; charset=utf-8"),
@@ -18,6 +19,7 @@ class Escapes(dict[str, bytes]):
     def __init__(self, capacity: int = 1 << 16, longest: int = 64) -> None:
         super().__init__()
         self._capacity = capacity
+        self._tables: dict[int, tuple[list[str | None], list[bytes | None]]] = {}
         self._longest = longest
 
     def __missing__(self, delta: str) -> bytes:
@@ -27,6 +29,16 @@ class Escapes(dict[str, bytes]):
                 self.clear()
             self[delta] = escaped
         return escaped
+
+    def table(self, texts: list[str | None]) -> list[bytes | None]:
+        """As long as `texts`: the JSON strings of those that were said, for a look-up by token. One
+        for each such list, of a few."""
+        known = self._tables.get(id(texts))
+        if known is None:
+            if len(self._tables) >= TABLES:
+                self._tables.clear()
+            known = self._tables[id(texts)] = texts, [None] * len(texts)
+        return known[1]
 
 
 def error_event(error: bytes) -> bytes:

@@ -14,7 +14,7 @@ from struct import Struct, unpack_from
 
 import msgspec
 
-from dynamo.core.reply import Extra, Reply
+from dynamo.core.reply import Extra, Reply, Shortcut
 from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
 
 _pack_one = Struct("<cI").pack
@@ -24,6 +24,9 @@ _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
 _decode_extra = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
 _decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+
+ASKS_AFTER = 2
+"""Payloads of tokens, before it is worth to look for a shortcut."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -82,20 +85,25 @@ class ReplyReader:
     failure.
     """
 
-    __slots__ = ("_reply", "_tokens", "complete")
+    __slots__ = ("_reply", "_seen", "_shortcut", "complete")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._tokens: Callable[[Sequence[int]], bool] | None = None
+        self._seen = 0
+        self._shortcut: Shortcut | None = None
         self.complete = False
 
     def item(self, payload: bytes) -> bool:
         """Feed one payload. Raises ValueError on an unknown kind."""
         if payload[0] == 0x74:
-            single = len(payload) == 5
-            ids = _read_one(payload) if single else unpack_ids(memoryview(payload)[1:])
-            tokens = self._tokens or self._first
-            return tokens(ids) or self._enough()
+            shortcut = self._shortcut
+            if shortcut is not None and len(payload) == 5:
+                going_on = shortcut(_read_one(payload)[0])
+                if going_on:
+                    return True
+                if going_on is not None:
+                    return self._enough()
+            return self._tokens(unpack_ids(memoryview(payload)[1:])) or self._enough()
         kind, body = payload[:1], payload[1:]
         if kind == b"b":
             self._reply.begin(_decode_started(body))
@@ -109,9 +117,11 @@ class ReplyReader:
             raise ValueError(f"unknown reply item {kind!r}")
         return True
 
-    def _first(self, ids: Sequence[int]) -> bool:
+    def _tokens(self, ids: Sequence[int]) -> bool:
         going_on = self._reply.tokens(ids)
-        self._tokens = self._reply.settled().tokens
+        self._seen += 1
+        if self._seen == ASKS_AFTER and going_on:
+            self._shortcut = self._reply.shortcut()
         return going_on
 
     def _enough(self) -> bool:

@@ -4,6 +4,7 @@ come back as calls."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo.core.context import Context
@@ -18,6 +19,8 @@ from dynamo.core.values import (
 )
 
 Extra = Sequence[TokenLogprobs]
+Shortcut = Callable[[int], bool | None]
+"""Takes one token. False = enough; None = not taken, it must go by `tokens`."""
 
 
 class Reply(ABC):
@@ -42,9 +45,16 @@ class Reply(ABC):
     def finish(self, end: Finish) -> None:
         """The engine ended by itself."""
 
-    def settled(self) -> Reply:
-        """After the first tokens: who may be given the others directly, if they only pass here."""
-        return self
+    @property
+    def kept(self) -> array[int] | None:
+        """Every token that came here, where that is kept."""
+        return None
+
+    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+        """A shorter way for single tokens after the first, past those who only pass them on or
+        keep them: what it takes it appends to `kept`. None: there is none."""
+        del kept
+        return None
 
 
 Send = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -81,6 +82,29 @@ class TextFinish(msgspec.Struct, frozen=True):
     stop: str | int | None = None
 
 
+class Lane(ABC):
+    """One choice's tokens straight to their reader, each as its text, where nothing stands in the
+    way. `plain`: nothing is held back (whoever holds text back says so); `count`: tokens taken."""
+
+    __slots__ = ("count", "plain")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.plain = True
+
+    @abstractmethod
+    def token(self, token: int) -> bool | None:
+        """False = the reader is gone; None = not taken."""
+
+
+class Words(msgspec.Struct, frozen=True):
+    """What a lane may say: `texts[id]`, None where the id alone is not a text; of those not one in
+    which `risky` finds something (None: any)."""
+
+    texts: list[str | None]
+    risky: Callable[[str], object] | None = None
+
+
 class TextReply(ABC):
     """Where text goes. Synchronous, on the loop, never re-entrant; choices come interleaved.
 
@@ -104,3 +128,9 @@ class TextReply(ABC):
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:
         """The choice is complete."""
+
+    def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
+        """A shorter way than `text` for a choice whose text has begun; it appends what it takes to
+        `kept`. None: there is none."""
+        del choice, words, kept
+        return None

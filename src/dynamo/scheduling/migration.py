@@ -20,7 +20,7 @@ from dynamo.core.errors import (
     WorkerFailed,
     WorkerLeaving,
 )
-from dynamo.core.reply import Extra, Operator, Reply, Send
+from dynamo.core.reply import Extra, Operator, Reply, Send, Shortcut
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.telemetry import Registry
 
@@ -62,6 +62,13 @@ class Said(Reply):
             self.ids.extend(ids)
         reply = self._reply  # calling a slot directly is slower in CPython 3.11
         return reply.tokens(ids, extra)
+
+    @property
+    def kept(self) -> array[int]:
+        return self.ids
+
+    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+        return self._reply.shortcut(self.ids) if kept is None else None
 
     def finish(self, end: Finish) -> None:
         self.complete = True

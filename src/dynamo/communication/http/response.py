@@ -93,6 +93,11 @@ class Response:
         events.append(data)
         return True
 
+    def outlet(self) -> tuple[list[bytes], Callable[[], None]]:
+        """Where one that writes event after event puts them itself while this is `open`: it calls
+        the second where the list is empty, and appends."""
+        return self._link.events, self._link.arm
+
     def end(self, tail: bytes = b"") -> None:
         """The stream is complete. Allowed after an overrun, unlike `write`."""
         if self.ended:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-from dynamo.core.reply import Extra, Reply
-from dynamo.core.text import TextFinish, TextOptions, TextReply, TokenText
+from dynamo.core.reply import Extra, Reply, Shortcut
+from dynamo.core.text import Lane, TextFinish, TextOptions, TextReply, TokenText, Words
 from dynamo.core.values import Finish, Started, TokenLogprobs
 from dynamo.scheduling.processor.stops import StopScan, StopStrings
 from dynamo.scheduling.processor.vocabulary import TextDecoder, Vocabulary
@@ -23,6 +24,7 @@ class Detokeniser(Reply):
         "_count",
         "_decoder",
         "_echo",
+        "_lane",
         "_logprobs",
         "_min_tokens",
         "_pieces",
@@ -61,6 +63,7 @@ class Detokeniser(Reply):
         self._min_tokens = options.min_tokens
         self._echo = echo
         self._count = 0
+        self._lane: Lane | None = None
         self._plain = True
         self._pieces: list[tuple[str, list[TokenText] | None]] = []
         self._rest = ""
@@ -85,6 +88,14 @@ class Detokeniser(Reply):
             return all(self._take(token) for token in ids)
         return all(map(self._take, ids, extra))
 
+    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+        self._count = self._so_far()
+        self._lane = lane = self._reply.lane(self._choice, Words(self._texts, self._risky), kept)
+        if lane is None:
+            return None
+        lane.plain = self._plain
+        return lane.token
+
     def finish(self, end: Finish) -> None:
         stop = end.stop_token
         if self._shown_stop and stop is not None and not self._show(stop):
@@ -107,7 +118,12 @@ class Detokeniser(Reply):
         text = decoder.step(token)
         going_on = self._say(text) if text else True
         self._plain = not (self._pieces or self._rest or self._logprobs or decoder.waiting)
+        if self._lane is not None:
+            self._lane.plain = self._plain
         return going_on
+
+    def _so_far(self) -> int:
+        return self._count if self._lane is None else self._count + self._lane.count
 
     def _say(self, text: str) -> bool:
         """Let out what may go out. False: the choice has ended, or its reader is gone."""
@@ -116,7 +132,7 @@ class Detokeniser(Reply):
             return self._reply.text(self._choice, text, logprobs)
         self._pieces.append((self._rest + text, logprobs))
         self._rest = ""
-        free, stop = self._scan.feed(text, armed=self._count > self._min_tokens)
+        free, stop = self._scan.feed(text, armed=self._so_far() > self._min_tokens)
         if not self._release(free):
             return False
         if stop is None:
@@ -153,7 +169,7 @@ class Detokeniser(Reply):
         return self._reply.text(self._choice, rest) if rest else True
 
     def _end(self, end: Finish, stop: str | int | None) -> None:
-        self._reply.finish(self._choice, TextFinish(end.reason, self._count, stop))
+        self._reply.finish(self._choice, TextFinish(end.reason, self._so_far(), stop))
 
     def _in_text(self, logprobs: TokenLogprobs) -> TokenText:
         read = self._vocabulary.raw

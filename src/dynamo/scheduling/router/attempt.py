@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 from dynamo.core.clock import Clock
-from dynamo.core.reply import Extra, Reply
+from dynamo.core.reply import Extra, Reply, Shortcut
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.policy import Outcome, Ticket
@@ -39,6 +40,7 @@ class Attempt(Reply):
 
     __slots__ = (
         "_clock",
+        "_counts",
         "_followers",
         "_placed_s",
         "_reply",
@@ -57,6 +59,10 @@ class Attempt(Reply):
         self._clock = clock
         self._placed_s = clock.now()
         self.ticket = ticket
+        kept = reply.kept
+        if ticket is not None and kept is not None:
+            ticket.listen(kept)
+        self._counts = ticket is not None and kept is None
         self.cached_tokens = 0
         self.first_s: float | None = None
 
@@ -70,13 +76,17 @@ class Attempt(Reply):
         if self.first_s is None:
             self._first()
         ticket = self.ticket
-        if ticket is not None:
+        if self._counts and ticket is not None:
             ticket.emitted += len(ids)
         send = self._tokens  # calling a slot directly is slower in CPython 3.11
         return send(ids, extra)
 
-    def settled(self) -> Reply:
-        return self._reply if self.ticket is None else self
+    @property
+    def kept(self) -> array[int] | None:
+        return self._reply.kept
+
+    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+        return None if self._counts else self._reply.shortcut(kept)
 
     def _first(self) -> None:
         self.first_s = self._clock.now()

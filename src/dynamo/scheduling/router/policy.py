@@ -25,13 +25,27 @@ def nobody(client: Client) -> NoWorkers:
 
 
 class Ticket:
-    """The life of one placed request, as its policy follows it. The router drives it; `emitted` is
-    only counted, so that a token costs next to nothing."""
+    """The life of one placed request, as its policy follows it. The router drives it; how many
+    tokens were `emitted` is read off where they are kept, so that a token costs nothing."""
 
-    __slots__ = ("emitted",)
+    __slots__ = ("_counted", "_kept")
 
     def __init__(self) -> None:
-        self.emitted = 0
+        self._counted = 0
+        self._kept: Sequence[int] = ()
+
+    @property
+    def emitted(self) -> int:
+        """Tokens, until now."""
+        return self._counted + len(self._kept)
+
+    @emitted.setter
+    def emitted(self, count: int) -> None:
+        self._counted = count - len(self._kept)
+
+    def listen(self, kept: Sequence[int]) -> None:
+        """From now on all tokens of the request are appended to `kept`."""
+        self._counted, self._kept = self.emitted - len(kept), kept
 
     def first_token(self) -> None:
         """Called once, before the first tokens are counted."""

@@ -1,0 +1,156 @@
+"""The short way of tokens says what the long way says, however both alternate."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynamo.application.completions import COMPLETION
+from dynamo.application.exchange import Exchange
+from dynamo.application.format import Format
+from dynamo.application.metrics import FrontendMetrics
+from dynamo.application.pace import Pace
+from dynamo.application.replies import StreamReply
+from dynamo.application.sse import Escapes
+from dynamo.application.usage import Tally
+from dynamo.communication.http.response import Response
+from dynamo.core.codec import ReplyReader, ReplyWriter
+from dynamo.core.reply import Shortcut
+from dynamo.core.text import TextOptions
+from dynamo.core.values import Finish, Started, TokenLogprobs
+from dynamo.scheduling.migration import Said
+from dynamo.scheduling.processor.detokeniser import Detokeniser
+from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+from dynamo.telemetry.metrics import Registry
+
+shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+ESCAPES = Escapes()  # of all answers, as in a frontend
+
+
+class Long(Said):
+    """Knows no short way."""
+
+    __slots__ = ()
+
+    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+        return None
+
+
+class Wire:
+    """A connection that keeps what it is to send, event by event."""
+
+    def __init__(self) -> None:
+        self.out: list[bytes] = []
+        self.events: list[bytes] = []
+        self.framed = False
+        self.armed = 0
+
+    def arm(self) -> None:
+        self.armed += 1
+
+    def join(self) -> None:
+        self.out += self.events
+        self.events.clear()
+
+    def backlog(self) -> int:
+        return 0
+
+
+class Stream:
+    """One streamed choice, from a worker's payloads to events."""
+
+    def __init__(self, vocabulary: Vocabulary, options: TextOptions, said: type[Said]) -> None:
+        self.wire = Wire()
+        self.response = Response(self.wire, "POST", "1.1", keep_alive=True, backlog_limit=1 << 20)
+        ticks = itertools.count(1)
+        self.metrics = FrontendMetrics(Registry()).model("m")
+        self.pace = Pace(self.metrics, lambda: float(next(ticks)), 0.0, 1)
+        request: Any = None
+        reply = StreamReply(
+            Exchange(request, self.response, "1", "1", ()),
+            Format(COMPLETION, "1", "m", 0, usage=True),
+            Tally(1),
+            self.pace,
+            ESCAPES,
+            choices=1,
+            usage=True,
+        )
+        stops = StopStrings(options.stop) if options.stop else None
+        self.said = said(Detokeniser(0, vocabulary, options, stops, reply))
+        self.reader = ReplyReader(self.said)
+        self.writer = ReplyWriter(self._deliver)
+        self.going_on = True
+
+    def _deliver(self, payload: bytes) -> bool:
+        if self.going_on:
+            self.going_on = self.reader.item(payload)
+        return self.going_on
+
+    def answer(self, chunks: Sequence[tuple[int, list[int]]]) -> tuple[Any, ...]:
+        self.writer.begin(Started())
+        for kind, ids in chunks:
+            if kind == 2:
+                self.response.congested = not self.response.congested
+                if not self.response.congested and self.response.on_relief is not None:
+                    self.response.on_relief()
+            extra = [TokenLogprobs(token, -0.5) for token in ids] if kind == 1 else None
+            if not self.writer.tokens(ids, extra):
+                break
+        if self.going_on:
+            self.writer.finish(Finish("length", len(self.said.ids)))
+        self.wire.join()
+        self.pace.count()
+        return self.wire.out, list(self.said.ids), self.pace.events, self.reader.complete
+
+
+single = st.lists(st.integers(0, 620), min_size=1, max_size=1)
+several = st.lists(st.integers(0, 620), min_size=1, max_size=3)
+chunk = st.tuples(st.sampled_from([0] * 12 + [1, 2]), st.one_of(single, single, several))
+
+
+@shared
+@given(
+    chunks=st.lists(chunk, max_size=90),
+    stop=st.sampled_from([(), (), ("e",), ("th", "ab")]),
+    skip=st.booleans(),
+    least=st.integers(0, 5),
+)
+def test_both_ways_say_the_same(
+    vocabulary: Vocabulary,
+    chunks: list[tuple[int, list[int]]],
+    stop: tuple[str, ...],
+    skip: bool,
+    least: int,
+) -> None:
+    options = TextOptions(stop=stop, skip_special_tokens=skip, min_tokens=least)
+    short = Stream(vocabulary, options, Said).answer(chunks)
+    assert short == Stream(vocabulary, options, Long).answer(chunks)
+
+
+def test_the_short_way_is_taken(vocabulary: Vocabulary) -> None:
+    plain = next(i for i, text in enumerate(vocabulary.texts) if text)
+    stream = Stream(vocabulary, TextOptions(), Said)
+    long: list[Sequence[int]] = []
+    stream.writer.begin(Started())
+    for _ in range(5):
+        before = len(stream.said.ids)
+        stream.writer.tokens([plain])
+        assert len(stream.said.ids) == before + 1
+        long.append(stream.wire.events[-1])
+    lane = stream.said._reply._lane  # type: ignore[attr-defined]
+    assert lane.count == 3
+    assert stream.said.kept == array("I", [plain] * 5)
+
+
+def test_a_stop_ends_it_though_others_may_say_the_word(vocabulary: Vocabulary) -> None:
+    a, e = vocabulary.texts.index("a"), vocabulary.texts.index("e")
+    chunks = [(0, [token]) for token in (a, a, a, a, e, a)]
+    assert len(Stream(vocabulary, TextOptions(), Said).answer(chunks)[1]) == 6
+    assert len(Stream(vocabulary, TextOptions(stop=("e",)), Said).answer(chunks)[1]) == 5
