@@ -89,7 +89,7 @@ def test_who_waits_for_a_worker_goes_by_the_order(order: str, first: str) -> Non
     urgent.deadline_s = 5.0
     for one in (old, small, urgent):
         made.submit(one)
-        assert names(made, one.submitted_s) == []
+        assert names(made, one.arrived_s) == []
     assert len(made) == 3
     busy = made.fleet["w1"].active["big0" if "big0" in made.fleet["w1"].active else "big1"]
     made.ended(busy, 4.0)

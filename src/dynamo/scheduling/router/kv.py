@@ -147,7 +147,7 @@ class KvPolicy(Policy):
                 prompt_blocks=len(arrival.prompt.hashes),
                 best_overlap_blocks=max(arrival.overlaps.values(), default=0),
                 predicted_ttft_s=active.due_s - now,
-                waited_s=now - arrival.submitted_s,
+                waited_s=now - arrival.arrived_s,
                 view=self.placement.view.mode(book.name),
                 ticket=active,
                 rank=book.rank,

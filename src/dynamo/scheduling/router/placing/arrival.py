@@ -21,6 +21,7 @@ class Arrival:
     `priority`, `deadline_s`: for the order of those that wait."""
 
     __slots__ = (
+        "arrived_s",
         "barred",
         "block_tokens",
         "constraints",
@@ -32,7 +33,6 @@ class Arrival:
         "owner",
         "priority",
         "prompt",
-        "submitted_s",
     )
 
     def __init__(
@@ -47,7 +47,7 @@ class Arrival:
         self.prompt = prompt
         self.block_tokens = block_tokens
         self.barred = barred
-        self.submitted_s = now
+        self.arrived_s = now
         self.looked_s = now
         self.overlaps: dict[str, int] = {}
         self.constraints = UNCONSTRAINED
@@ -55,6 +55,12 @@ class Arrival:
         self.priority = 0
         self.deadline_s = inf
         self.decided: asyncio.Future[Decision] | None = None
+
+    @property
+    def work(self) -> int:
+        """Tokens of the prompt that its best holder would compute."""
+        held = max(self.overlaps.values(), default=0)
+        return max(1, self.prompt.tokens - held * self.block_tokens)
 
     def new_tokens(self, worker: str) -> int:
         """Tokens of the prompt that `worker` would compute; the last one always."""

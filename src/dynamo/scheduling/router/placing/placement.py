@@ -39,9 +39,8 @@ LOOK_AGAIN_S = 0.05
 TOGETHER = 0.25
 """Share of a worker's step that prompts may fill before those that come next are held back."""
 
-SHORT = 1 / 16
-"""Prompts that take no more of a step than this, on average, may fill all of it together: what a
-better choice would save is a part of one step."""
+SHORT = 1 / 8
+"""Share of a worker's step up to which a prompt is short: a better choice would gain it little."""
 
 
 class View(Protocol):
@@ -156,9 +155,8 @@ class Placement:
         if patient and not (self._some_free(now) or self._overdue(next(iter(self._waiting)), now)):
             self._waiting.settle()
             return []
-        waiting: Iterable[Arrival] = filter(self._eligible, self._waiting.in_order(now))
-        if patient:
-            waiting = self._hopeful(waiting, now)
+        waiting = self._waiting.in_order(now)
+        waiting = self._hopeful(waiting, now) if patient else filter(self._eligible, waiting)
         prices = self.cost.prices(books, now)
         if joint:
             placed = self._jointly(waiting, prices, now)
@@ -186,7 +184,7 @@ class Placement:
         if not len(self._waiting):
             return None
         patience = self._patience
-        oldest = next(iter(self._waiting)).submitted_s
+        oldest = next(iter(self._waiting)).arrived_s
         due = oldest + patience.longest_s
         for book in self.fleet.books:
             if book.open_count and now < (at := book.free_s - patience.backlog_s) < due:
@@ -203,9 +201,11 @@ class Placement:
         may only go where all are busy holds up nobody else."""
         free: dict[AbstractSet[str], bool] = {}
         for one in waiting:
-            if one.barred not in free:
-                free[one.barred] = any(self._nearly_free(b, now) for b in self._books_for(one))
-            if free[one.barred] or self._overdue(one, now):
+            hope = free.get(one.barred)
+            if hope is None:
+                hope = any(self._nearly_free(book, now) for book in self._books_for(one))
+                free[one.barred] = hope
+            if hope or (self._overdue(one, now) and self._eligible(one)):
                 yield one
 
     def _in_turn(self, waiting: Iterable[Arrival], prices: Prices, now: float) -> list[Placed]:
@@ -277,9 +277,7 @@ class Placement:
 
     def _window(self, waiting: list[Arrival], common: Prices, now: float) -> list[Placed]:
         """Those weighed together."""
-        for one in waiting:
-            self._look(one, now)
-        window = Window(waiting, lambda one: self._row(one, common, now), len(common.books))
+        window = self._weighed(waiting, common, now)
         placed: list[Placed] = []
         while (best := window.take()) is not None:
             if self._better_wait(best, now):
@@ -290,6 +288,17 @@ class Placement:
                 window.keep(lambda one: self._overdue(one, now))
             window.went(done.active, self._brought[best.book.name], common, self._rng)
         return placed
+
+    def _weighed(self, waiting: list[Arrival], common: Prices, now: float) -> Window:
+        """Short prompts of which all workers hold the same stand in line."""
+        workers, short = len(common.books), SHORT * common.books[0].token_budget
+        line: list[Arrival] = []
+        others: list[Arrival] = []
+        for one in waiting:
+            self._look(one, now)
+            alike = one.work <= short and one.held_alike(workers) and not one.barred
+            (line if alike else others).append(one)
+        return Window(others, line, lambda one: self._row(one, common, now))
 
     def _may_go(self, waiting: list[Arrival], now: float) -> list[Arrival]:
         """Those whom a round may place. Most rounds end here."""
@@ -303,16 +312,16 @@ class Placement:
 
     def _nearly_free(self, book: Book, now: float) -> bool:
         """Little is before it in time, or all of it goes into its next step: into a part of that,
-        or prompts so short that they cost next to nothing together."""
+        or into all of it where the prompts are short."""
         tokens, step = book.open_tokens, book.token_budget
         return (
             tokens <= step * TOGETHER
-            or tokens <= min(step, step * SHORT * book.open_count)
+            or (tokens <= step and tokens <= step * SHORT * book.open_count)
             or book.backlog_ms(now) <= self._patience.backlog_s * 1e3
         )
 
     def _overdue(self, arrival: Arrival, now: float) -> bool:
-        return now - arrival.submitted_s >= self._patience.longest_s
+        return now - arrival.arrived_s >= self._patience.longest_s
 
     def _row(self, arrival: Arrival, common: Prices, now: float) -> Row:
         return Row(arrival, self._prices_for(arrival, common, now), self._rng)

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from math import inf
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -22,9 +22,22 @@ GAP_WEIGHT = 0.1
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
 
 
-class Rank(msgspec.Struct, frozen=True):
+class Ranked(Protocol):
     """What an order needs to know. `work`: prompt tokens to compute; `deadline_s`: on the clock of
     `arrived_s`; `priority`: higher goes first."""
+
+    @property
+    def arrived_s(self) -> float: ...
+    @property
+    def work(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def deadline_s(self) -> float: ...
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """That, of what does not tell by itself."""
 
     arrived_s: float
     work: int = 0
@@ -32,23 +45,23 @@ class Rank(msgspec.Struct, frozen=True):
     deadline_s: float = inf
 
 
-def first_come(rank: Rank) -> float:
+def first_come(rank: Ranked) -> float:
     """By age; a step of priority counts as a second of it."""
     return rank.arrived_s - HEAD_START_S * rank.priority
 
 
-def shortest_weighted(rank: Rank) -> float:
+def shortest_weighted(rank: Ranked) -> float:
     """Smith's rule: work over weight, which makes the weighted mean wait least."""
     steps = rank.priority
     return rank.work / (1 + steps) if steps >= 0 else float(rank.work * (1 - steps))
 
 
-def earliest_deadline(rank: Rank) -> float:
+def earliest_deadline(rank: Ranked) -> float:
     """By deadline; those without one come last, by age."""
     return rank.deadline_s - HEAD_START_S * rank.priority
 
 
-ORDERS: dict[str, Callable[[Rank], float]] = {
+ORDERS: dict[str, Callable[[Ranked], float]] = {
     "fcfs": first_come,
     "shortest": shortest_weighted,
     "deadline": earliest_deadline,
@@ -69,7 +82,7 @@ class WaitingQueue(Generic[T]):
         self._bound = bound
         self._patience_s = patience_s
         self._sorted: list[tuple[_Key, str]] = []
-        self._held: dict[str, tuple[_Key, Rank, T]] = {}
+        self._held: dict[str, tuple[_Key, Ranked, T]] = {}
         self._count = 0
         self._gap_s = 0.0
         self._left_s: float | None = None
@@ -85,7 +98,7 @@ class WaitingQueue(Generic[T]):
         """Whether more wait than may."""
         return len(self._held) > self._bound
 
-    def push(self, name: str, item: T, rank: Rank, *, bounded: bool = True) -> None:
+    def push(self, name: str, item: T, rank: Ranked, *, bounded: bool = True) -> None:
         """Wait as `name`, which is not there yet. Raises `Overloaded` past the bound."""
         if bounded and len(self._held) >= self._bound:
             raise self.full()
@@ -102,7 +115,7 @@ class WaitingQueue(Generic[T]):
             retry_after_s=self.wait_s(),
         )
 
-    def ahead(self, rank: Rank) -> int:
+    def ahead(self, rank: Ranked) -> int:
         """How many one of that rank would find before it."""
         return bisect_left(self._sorted, ((self.place(rank), rank.arrived_s, self._count + 1), ""))
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from dynamo.core.errors import DynamoError
 from dynamo.scheduling.router.placing.arrival import Arrival
-from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
+from dynamo.scheduling.router.placing.waiting import WaitingQueue
 
 
 class WaitingRoom:
@@ -50,7 +50,7 @@ class WaitingRoom:
             return self._queue.in_turn(now)
         fresh = list(self._fresh.values())
         if len(fresh) > 1:
-            fresh.sort(key=lambda one: self._queue.place(rank_of(one)))
+            fresh.sort(key=self._queue.place)
         return fresh
 
     def settle(self) -> None:
@@ -68,7 +68,7 @@ class WaitingRoom:
     def _line_up(self) -> None:
         for arrival in self._fresh.values():
             if arrival.id not in self._queue:
-                self._queue.push(arrival.id, arrival, rank_of(arrival), bounded=False)
+                self._queue.push(arrival.id, arrival, arrival, bounded=False)
 
     def refuse(self, arrival: Arrival, error: DynamoError) -> None:
         """It waits no more, and is told why."""
@@ -79,10 +79,3 @@ class WaitingRoom:
         """Those that were refused since the last call."""
         refused, self._refused = self._refused, []
         return refused
-
-
-def rank_of(arrival: Arrival) -> Rank:
-    """What orders look at: the work is what the best holder would still compute."""
-    held = max(arrival.overlaps.values(), default=0)
-    work = max(1, arrival.prompt.tokens - held * arrival.block_tokens)
-    return Rank(arrival.submitted_s, work, arrival.priority, arrival.deadline_s)

@@ -57,24 +57,18 @@ class Row:
 
 class Window:
     """Requests weighed together: whoever would lose most by not getting its best worker is first.
-    To a prompt of which all workers hold the same, they differ by their load alone; such prompts
-    stand in line, the longest first, and only the head of the line is weighed with the others."""
+    Some stand in line, the longest first: of these only the head is weighed with the others, and
+    no other has a price."""
 
     def __init__(
-        self, waiting: Sequence[Arrival], price: Callable[[Arrival], Row], workers: int
+        self, others: Sequence[Arrival], line: Sequence[Arrival], price: Callable[[Arrival], Row]
     ) -> None:
-        """`price`: what an arrival costs at that moment; `workers`: how many there are in all."""
+        """`line`: those to which workers differ by their load alone; `price`: what an arrival costs
+        at that moment."""
         self._price = price
-        self._rows: list[Row] = []
+        self._rows = [price(one) for one in others]
         self._head: Row | None = None
-        line = []
-        for one in reversed(waiting):
-            if one.held_alike(workers) and not one.barred:
-                line.append(one)
-            else:
-                self._rows.append(price(one))
-        line.sort(key=_tokens)
-        self._stand(line)
+        self._stand(sorted(line, key=_tokens, reverse=True)[::-1])
 
     def take(self) -> Row | None:
         """Whose turn it is, which leaves; None: nobody is left."""
