@@ -24,6 +24,9 @@ SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa:
 or before a mark that only ends words. Letters are those that every version of Unicode knows."""
 _ENTRY_BYTES = 150  # of a dict that may just have grown
 _LOOK_CHARS = 1 << 18
+SHORT_CHARS = 1024
+"""A text up to this length is encoded as it is: to look for its pieces takes half as long, and most
+short texts are said once."""
 
 
 class Splitter:
@@ -111,6 +114,8 @@ class SegmentCache:
 
     def encode(self, text: str) -> bytes:
         """Packed ids of `text`, special tokens read as such; equal to `Tokenizer.encode(text)`."""
+        if len(text) <= SHORT_CHARS:
+            return self._encode(text)
         _, pieces, keys, parts = self._plan(text)
         self._planned = _NO_PLAN
         fresh: dict[Hashable, bytes] = {}
@@ -129,7 +134,7 @@ class SegmentCache:
 
         For a text so long that even looking would delay a loop: all of them.
         """
-        if len(text) > _LOOK_CHARS:
+        if len(text) > _LOOK_CHARS or len(text) <= SHORT_CHARS:
             return len(text)
         _, pieces, _, parts = self._plan(text)
         return sum([len(piece) for piece, ids in zip(pieces, parts, strict=True) if ids is None])

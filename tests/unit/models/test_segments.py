@@ -146,3 +146,11 @@ def test_dense_first_characters_and_several_first_characters():
     text = "<" * 1000 + "<a" + "x[b"
     assert Splitter(["<a"]).pieces(text) == ["<" * 1000, "<a", "x[b"]
     assert Splitter(["<a", "[b"]).pieces(text) == ["<" * 1000, "<a", "x", "[b"]
+
+
+def test_short_texts_are_not_kept(tokenizer, encoder):
+    cache = SegmentCache(tokenizer)
+    text = TURN.format("a short word or two")
+    assert cache.encode(text) == tokenizer.encode(text)
+    assert cache.size_bytes == 0
+    assert cache.missing_chars(text) == len(text)
