@@ -217,7 +217,6 @@ class Placement:
                 break
             if one.barred and self._all_busy(self._books_for(one)):
                 continue
-            self._look(one, now)
             if self.cost.joint and self._better_wait(self._row(one, prices, now), now):
                 continue
             if done := self._alone(one, prices, now):
@@ -277,15 +276,20 @@ class Placement:
 
     def _window(self, waiting: list[Arrival], common: Prices, now: float) -> list[Placed]:
         """Those weighed together."""
+
+        def overdue(arrival: Arrival) -> bool:
+            return self._overdue(arrival, now)
+
         window = self._weighed(waiting, common, now)
         placed: list[Placed] = []
         while (best := window.take()) is not None:
             if self._better_wait(best, now):
+                window.stays(best, overdue)
                 continue
             done = self._go(best.arrival, best.prices, best.costs, best.at, now)
             placed.append(done)
             if not (self._nearly_free(best.book, now) or self._some_free(now)):
-                window.keep(lambda one: self._overdue(one, now))
+                window.keep(overdue)
             window.went(done.active, self._brought[best.book.name], common, self._rng)
         return placed
 
@@ -295,7 +299,6 @@ class Placement:
         line: list[Arrival] = []
         others: list[Arrival] = []
         for one in waiting:
-            self._look(one, now)
             alike = one.work <= short and one.held_alike(workers) and not one.barred
             (line if alike else others).append(one)
         return Window(others, line, lambda one: self._row(one, common, now))
@@ -324,6 +327,7 @@ class Placement:
         return now - arrival.arrived_s >= self._patience.longest_s
 
     def _row(self, arrival: Arrival, common: Prices, now: float) -> Row:
+        self._look(arrival, now)
         return Row(arrival, self._prices_for(arrival, common, now), self._rng)
 
     def _look(self, arrival: Arrival, now: float) -> None:

@@ -73,7 +73,7 @@ class Window:
     def take(self) -> Row | None:
         """Whose turn it is, which leaves; None: nobody is left."""
         rows = self._rows
-        if self._head is None and self._line:
+        if self._line and self._head not in rows:
             self._new_blocks.pop()
             self._head = self._price(self._line.pop())
             rows.append(self._head)
@@ -81,16 +81,18 @@ class Window:
             return None
         best = max(rows, key=_regret) if len(rows) > 1 else rows[0]
         rows.remove(best)
-        if best is self._head:
-            self._head = None
         return best
 
-    def keep(self, wanted: Callable[[Arrival], bool]) -> None:
+    def stays(self, row: Row, due: Callable[[Arrival], bool]) -> None:
+        """It was taken and would rather wait. So would those who stood in line behind it: unless
+        they are `due`, they leave."""
+        if row is self._head:
+            self._stand([one for one in self._line if due(one)])
+
+    def keep(self, due: Callable[[Arrival], bool]) -> None:
         """The others leave."""
-        self._rows = [row for row in self._rows if wanted(row.arrival)]
-        self._stand([one for one in self._line if wanted(one)])
-        if self._head not in self._rows:
-            self._head = None
+        self._rows = [row for row in self._rows if due(row.arrival)]
+        self._stand([one for one in self._line if due(one)])
 
     def went(self, active: Active, blocks: AbstractSet[int], common: Prices, rng: Random) -> None:
         """Its worker has more to do for the others, and will hold what they share with it.
