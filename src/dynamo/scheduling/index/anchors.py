@@ -34,10 +34,19 @@ class Anchors:
         others = []
         for block in blocks:
             shard = shards[block & 255]
-            found = shard.get(block)
-            if found == name:
-                del shard[block]
-                self.count -= 1
-            elif found is not None:
-                others.append(block)
+            if block in shard:
+                if shard[block] == name:
+                    del shard[block]
+                    self.count -= 1
+                else:
+                    others.append(block)
         return others
+
+    def others(self, blocks: Iterable[int], name: int) -> list[int]:
+        """Those that stand in another run than this."""
+        shards = self._shards
+        return [
+            block
+            for block in blocks
+            if block in (shard := shards[block & 255]) and shard[block] != name
+        ]

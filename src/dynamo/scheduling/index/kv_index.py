@@ -95,7 +95,9 @@ class KvIndex:
         if above is not None and not filled and self._extend(above, bit, parent, hashes):
             self._step(GROWTH_BYTES + RUN_BLOCK_BYTES * len(hashes))
             return
-        place = -1 if above is None else above.follows(worker, parent)
+        place = -1
+        if above is not None and above.hashes[-1] != parent:
+            place = above.follows(worker, parent)
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
@@ -237,10 +239,8 @@ class KvIndex:
         gone = run.workers & (self._dropped | self._sweeping)
         if gone:
             self._keep(run)
-            before = run.holders
             for name in self._sets.members(gone):
-                run.hold(name, gone, 0)
-            self._holders += run.holders - before
+                self._holders += run.hold(name, gone, 0)
             self._cut(run, run.deepest())
         return len(run.hashes) > 0
 
@@ -278,28 +278,26 @@ class KvIndex:
             run = above
             self._keep(run)
             self._runs.touch(run)
+            run.grow(new)
         else:
-            run = self._runs.begin(parent, worker, bit)
+            run = self._runs.begin(parent, worker, bit, new)
             run.copied = self._copies
             self._holders += 1
-            self._anchors.put(hashes[0], run.name)
-        run.grow(new)
+            self._anchors.put(new[0], run.name)
         self.blocks += count
         self._anchors.put(new[-1], run.name)
         return run, count
 
     def _hold(self, run: Run, worker: str, bit: int, depth: int) -> None:
-        self._keep(run)
-        before = run.holders
-        run.hold(worker, bit, depth)
-        self._holders += run.holders - before
+        if self._kept is not None:
+            self._keep(run)
+        self._holders += run.hold(worker, bit, depth)
         if depth:
             self._anchors.put(run.hashes[depth - 1], run.name)
 
     def _remove(self, worker: str, bit: int, hashes: Sequence[int]) -> Sequence[int]:
         """Those that stand nowhere at the end of what `worker` holds, or perhaps elsewhere, too."""
         missed: list[int] = []
-        gets = self._gets
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
@@ -318,11 +316,11 @@ class KvIndex:
             if self._holes.workers:
                 left = self._holes.end(bit, own, left)
             gone, elsewhere = self._shrink(run, worker, bit, left)
-            rest = hashes[first:at] if run.doubtful else hashes[first + gone : at]
             missed += elsewhere
-            missed += [
-                one for one in rest if run.doubtful or gets[one & 255](one) not in (None, run.name)
-            ]
+            if run.doubtful:
+                missed += hashes[first:at]
+            elif first + gone < at:
+                missed += self._anchors.others(hashes[first + gone : at], run.name)
         return missed
 
     def _shrink(self, run: Run, worker: str, bit: int, depth: int) -> tuple[int, Sequence[int]]:
@@ -338,7 +336,8 @@ class KvIndex:
         """Forget what is beyond `length`: how many blocks, and those that stand elsewhere, too."""
         if length == len(run.hashes):
             return 0, ()
-        self._keep(run)
+        if self._kept is not None:
+            self._keep(run)
         gone = run.cut(length)
         elsewhere = self._anchors.drop(gone, run.name)
         self.blocks -= len(gone)

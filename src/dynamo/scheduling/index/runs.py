@@ -46,16 +46,19 @@ class Run:
     before: Run
     after: Run
 
-    def __init__(self, name: int, parent: int, owner: str, worker: int) -> None:
+    def __init__(
+        self, name: int, parent: int, owner: str, worker: int, hashes: Sequence[int] = ()
+    ) -> None:
+        """`owner`, as a set `worker`, holds all of it."""
         self.name = name
         self.parent = parent
-        self.hashes = array("Q")
+        self.hashes = array("Q", hashes)
         self.workers = worker
         self.doubtful = False
         self.copied = 0
         self._start = 0
         self._owner = owner
-        self._end = 0
+        self._end = len(hashes)
         self._ends: dict[str, int] | None = None
 
     @property
@@ -78,8 +81,9 @@ class Run:
             return self._end - start if worker == self._owner else 0
         return ends.get(worker, start) - start
 
-    def hold(self, name: str, worker: int, depth: int) -> None:
-        """A worker (`worker`: as a set) holds so many of its blocks (0: none)."""
+    def hold(self, name: str, worker: int, depth: int) -> int:
+        """A worker (`worker`: as a set) holds so many of its blocks (0: none). By how many the
+        holders grew."""
         if depth:
             self.workers |= worker
         else:
@@ -87,15 +91,20 @@ class Run:
         end = self._start + depth
         if end < len(_INTS):
             end = _INTS[end]
-        if self._ends is None:
+        ends = self._ends
+        if ends is None:
             if name == self._owner:
                 self._end = end
-                return
-            self._ends = {self._owner: self._end} if self._end > self._start else {}
-        if depth:
-            self._ends[name] = end
+                return 0
+            self._ends = ends = {self._owner: self._end} if self._end > self._start else {}
+            before = 1
         else:
-            self._ends.pop(name, None)
+            before = len(ends)
+        if depth:
+            ends[name] = end
+        else:
+            ends.pop(name, None)
+        return len(ends) - before
 
     def grow(self, hashes: Sequence[int]) -> None:
         """Its only holder holds these after what there is."""
@@ -115,13 +124,14 @@ class Run:
 
     def cut(self, length: int) -> Sequence[int]:
         """Nobody is to hold more than `length` blocks; those that go, tails first."""
-        gone = self.hashes[length:]
-        del self.hashes[length:]
+        own = self.hashes
+        gone = own[: length - 1 : -1] if length else own[::-1]
+        del own[length:]
         most = self._start + length
-        self._end = min(self._end, most)
+        if self._end > most:
+            self._end = most
         if self._ends is not None:
             self._ends.update((name, most) for name, end in self._ends.items() if end > most)
-        gone.reverse()
         return gone
 
     def merge(self, found: dict[str, int], start: int, most: int) -> dict[str, int]:
@@ -205,14 +215,14 @@ class Runs:
         self.named: list[Run] = []
         self.count = 0
 
-    def begin(self, parent: int, owner: str, worker: int) -> Run:
+    def begin(self, parent: int, owner: str, worker: int, hashes: Sequence[int]) -> Run:
         """A new run, the warmest. `worker`: `owner` as a set."""
-        name = self._unused.pop() if self._unused else len(self.named)
-        run = Run(name, parent, owner, worker)
-        if run.name == len(self.named):
-            self.named.append(run)
+        if self._unused:
+            name = self._unused.pop()
+            run = self.named[name] = Run(name, parent, owner, worker, hashes)
         else:
-            self.named[run.name] = run
+            run = Run(len(self.named), parent, owner, worker, hashes)
+            self.named.append(run)
         self.children[parent] = self.children.get(parent, 0) + 1
         self._link(run)
         self.count += 1

@@ -88,7 +88,7 @@ class RoutingWatch(Observer):
         if decision.prompt_blocks:
             best = decision.best_overlap_blocks
             self._prompt.value += decision.prompt_blocks
-            self._known.value += seen if seen > best else best
+            self._known.value += max(best, seen)
             self._reachable.value += best
             self._hit.value += decision.overlap_blocks
 
