@@ -28,8 +28,6 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raises `Unauthorized`."""
-        if not self._digests:
-            return
         given = request.header(b"authorization") or ""
         scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer" or not key:
@@ -41,6 +39,8 @@ class Keys:
 
     def guard(self, table: Mapping[str, Mapping[str, Route]]) -> dict[str, dict[str, Route]]:
         """The same routes, for who has a key."""
+        if not self._digests:
+            return {path: dict(methods) for path, methods in table.items()}
         return {
             path: {method: self._guarded(route) for method, route in methods.items()}
             for path, methods in table.items()
@@ -66,9 +66,7 @@ class Cors:
         self._origins = frozenset(origins)
 
     def headers(self, request: Request) -> Headers:
-        """What goes with an answer; nothing for callers that are no web page."""
-        if b"origin" not in request.headers:
-            return ()
+        """What goes with an answer to a web page, which tells its origin."""
         origin = request.header(b"origin") or ""
         if self._any:
             return (

@@ -22,10 +22,16 @@ class Admission:
         """Requests that have no place yet."""
         return len(self._waiting)
 
+    def enter_at_once(self) -> bool:
+        """Take a place if one is free and nobody waits for it."""
+        if self._waiting or self.running >= self.limit:
+            return False
+        self.running += 1
+        return True
+
     async def enter(self) -> None:
         """Take a place, waiting if need be. Raises `Overloaded`."""
-        if self.running < self.limit and not self._waiting:
-            self.running += 1
+        if self.enter_at_once():
             return
         if len(self._waiting) >= self.waiting_limit:
             raise Overloaded(
@@ -53,7 +59,8 @@ class Admission:
     def leave(self) -> None:
         """Give the place to whoever waits longest."""
         self.running -= 1
-        self._fill()
+        if self._waiting:
+            self._fill()
 
     def _fill(self) -> None:
         while self._waiting and self.running < self.limit:

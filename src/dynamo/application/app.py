@@ -111,14 +111,20 @@ class Application:
 
     async def handle(self, request: Request, response: Response) -> None:
         """One request."""
-        given = sanitised(request.header(b"x-request-id"))
+        headers = request.headers
+        given = sanitised(request.header(b"x-request-id")) if b"x-request-id" in headers else ""
         own = self._ids.unique(given) if given else self._ids.new()
-        exchange = Exchange(request, response, own, given or own, self._cors.headers(request))
+        shared = self._cors.headers(request) if b"origin" in headers else ()
+        exchange = Exchange(request, response, own, given or own, shared)
         request_id.set(own)
         started = self._clock.now()
         status = CLIENT_LEFT
         try:
-            await self._route(request)(exchange)
+            if request.method == "OPTIONS":
+                route: Route = self._preflight
+            else:
+                route = self._routes.find(request.method, request.path)
+            await route(exchange)
         except DynamoError as error:
             exchange.fail(error)
         except Exception:
@@ -128,11 +134,6 @@ class Application:
             if response.ended:
                 status = exchange.status
             self._ended(exchange, status, self._clock.now() - started)
-
-    def _route(self, request: Request) -> Route:
-        if request.method == "OPTIONS":
-            return self._preflight
-        return self._routes.find(request.method, request.path)
 
     async def _preflight(self, exchange: Exchange) -> None:
         headers = (*exchange.headers, *self._cors.preflight(exchange.request))

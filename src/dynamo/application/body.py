@@ -25,9 +25,8 @@ class Decoder(Protocol[T_co]):
 def decode_body(decoder: Decoder[T_co], request: Request) -> T_co:
     """The body as the decoder's type. Raises `InvalidRequest`."""
     body = request.body
-    coding = request.header(b"content-encoding")
-    if coding and coding != "identity":
-        raise InvalidRequest(f"content-encoding {coding!r} is not supported")
+    if b"content-encoding" in request.headers:
+        _check_coding(request.header(b"content-encoding"))
     if not body:
         raise InvalidRequest("the body is empty", hint="send a JSON object")
     try:
@@ -42,6 +41,11 @@ def decode_body(decoder: Decoder[T_co], request: Request) -> T_co:
         raise InvalidRequest("the body is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
+
+
+def _check_coding(coding: str | None) -> None:
+    if coding and coding != "identity":
+        raise InvalidRequest(f"content-encoding {coding!r} is not supported")
 
 
 def wrong_field(told: str) -> InvalidRequest:

@@ -79,6 +79,9 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
     messages = normalised(body.messages, unknown_roles)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
+    template_args = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        template_args = {"reasoning_effort": body.reasoning_effort} | template_args
     wanted = body.max_completion_tokens
     options = text_options(
         body,
@@ -90,16 +93,9 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         messages=messages,
         options=options,
         tools=_tools(body) if body.tools or body.tool_choice else (),
-        template_args=_template_args(body),
+        template_args=template_args,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
-
-
-def _template_args(body: ChatBody) -> dict[str, Any]:
-    args = body.chat_template_kwargs or {}
-    if body.reasoning_effort is not None:
-        return {"reasoning_effort": body.reasoning_effort} | args
-    return args
 
 
 def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:

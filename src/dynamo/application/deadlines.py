@@ -13,11 +13,9 @@ TIMEOUT_HEADER = b"x-dynamo-timeout"
 """The client's own limit of the whole request, in seconds."""
 
 
-def asked_limit_s(header: str | None) -> float:
-    """What a client asks for by that header, a duration as settings have them; inf where it does
-    not. Raises `InvalidRequest`."""
-    if header is None:
-        return inf
+def asked_limit_s(header: str) -> float:
+    """What a client asks for by that header, a duration as settings have them. Raises
+    `InvalidRequest`."""
     try:
         seconds = parse_seconds(header)
     except ValueError:
@@ -50,12 +48,12 @@ class Deadlines:
         self._running: dict[int, Deadline] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> Deadline:
-        """Watch the current task from now on."""
+    def start(self, now: float) -> Deadline:
+        """Watch the current task from `now` on."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a deadline needs a task")
-        deadline = Deadline(task, self._clock.now() + self.limit_s)
+        deadline = Deadline(task, now + self.limit_s)
         self._running[id(deadline)] = deadline
         if self._timer is None:
             self._arm(self.limit_s)

@@ -39,14 +39,14 @@ class Format:
     `prefix`, its text as a JSON string, `suffix`. `usage`: events name it, as null but in the
     last."""
 
-    __slots__ = ("_about", "_base", "_kind", "_tail", "suffix")
+    __slots__ = ("_base", "_created", "_id", "_kind", "_model", "_tail", "suffix")
 
     def __init__(
         self, kind: Kind, request_id: str, model: str, created: int, *, usage: bool
     ) -> None:
         answer_id = kind.prefix + request_id
         self._kind = kind
-        self._about = {"id": answer_id, "object": kind.whole, "created": created, "model": model}
+        self._id, self._created, self._model = answer_id, created, model
         self._base = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
             _encode(answer_id),
             _encode(kind.event),
@@ -102,4 +102,12 @@ class Format:
             }
             for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
         ]
-        return _encode(self._about | {"choices": choices, "usage": tally.usage()})
+        answer = {
+            "id": self._id,
+            "object": kind.whole,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": tally.usage(),
+        }
+        return _encode(answer)

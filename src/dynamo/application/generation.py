@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -36,10 +35,8 @@ LABELS_HEADER = b"x-dynamo-labels"
 """Labels that the worker must bear, e.g. `zone=a,gpu=h100`."""
 
 
-class Work(Protocol):
-    """What answers."""
-
-    def __call__(self, context: Context, reply: TextReply) -> Awaitable[None]: ...
+Work = Callable[[Context, TextReply], Awaitable[None]]
+"""What answers."""
 
 
 class Generation:
@@ -105,6 +102,8 @@ class Generation:
         """`shape`: choices a prompt, prompts, and whether the stream ends with usage."""
         per_prompt, prompts, usage = shape
         exchange.model = served.names[0]
+        everybodys = self.deadlines
+        deadlines = self._own_deadlines(exchange) or everybodys
         choices = per_prompt * prompts
         metrics = self._metrics.model(exchange.model)
         tally = Tally(per_prompt)
@@ -117,38 +116,40 @@ class Generation:
             )
         else:
             reply = AnswerReply(exchange, form, tally, pace, choices=choices)
+        deadline = deadlines.start(started)
         try:
-            await self._limited(exchange, partial(work, reply=reply))
-            reply.close()
-        finally:
-            _count(metrics, tally, pace, self._clock.now() - started)
-
-    async def _limited(
-        self, exchange: Exchange, work: Callable[[Context], Awaitable[None]]
-    ) -> None:
-        deadlines = self.deadlines
-        asked_s = asked_limit_s(exchange.request.header(TIMEOUT_HEADER))
-        own = asked_s < deadlines.limit_s
-        if own:
-            deadlines = Deadlines(self._clock, asked_s)
-        deadline = deadlines.start()
-        try:
-            await self.admission.enter()
+            if not self.admission.enter_at_once():
+                await self.admission.enter()
             try:
-                left = deadline.when - self._clock.now()
-                trace = exchange.request.header(b"traceparent") or ""
-                labels = exchange.request.header(LABELS_HEADER)
-                about = {LABELS: labels} if labels else {}
-                await work(Context(exchange.id, timeout_s=left, trace=trace, metadata=about))
+                left_s = deadline.when - self._clock.now()
+                await work(_context(exchange, left_s), reply)
             finally:
                 self.admission.leave()
+            reply.close()
         except asyncio.CancelledError:
             deadlines.translate(deadline)
             raise
         finally:
             deadlines.stop(deadline)
-            if own:
+            if deadlines is not everybodys:
                 deadlines.close()
+            _count(metrics, tally, pace, self._clock.now() - started)
+
+    def _own_deadlines(self, exchange: Exchange) -> Deadlines | None:
+        """Where the client wants less than everybody's. Raises `InvalidRequest`."""
+        asked = exchange.request.headers.get(TIMEOUT_HEADER)
+        if asked is None:
+            return None
+        asked_s = asked_limit_s(asked.decode("latin-1"))
+        return Deadlines(self._clock, asked_s) if asked_s < self.deadlines.limit_s else None
+
+
+def _context(exchange: Exchange, timeout_s: float) -> Context:
+    headers = exchange.request.headers
+    trace = headers.get(b"traceparent", b"").decode("latin-1")
+    labels = headers.get(LABELS_HEADER, b"").decode("latin-1")
+    about = {LABELS: labels} if labels else {}
+    return Context(exchange.id, timeout_s=timeout_s, trace=trace, metadata=about)
 
 
 def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> None:
@@ -156,12 +157,10 @@ def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> N
     pace.count()
     if not tally.prompt_tokens:
         return
-    generated = tally.completion_tokens or pace.events
-    metrics.input_tokens.inc(tally.prompt_tokens)
-    metrics.cached_tokens.inc(tally.cached_tokens)
-    metrics.output_tokens.inc(generated)
+    if tally.cached_tokens:
+        metrics.cached_tokens.inc(tally.cached_tokens)
     metrics.input_length.observe(tally.prompt_tokens)
-    metrics.output_length.observe(generated)
+    metrics.output_length.observe(tally.completion_tokens or pace.events)
 
 
 async def _complete_all(

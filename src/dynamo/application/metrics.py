@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from dynamo.telemetry.metrics import Counter, Histogram, Registry
 
 TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -18,10 +20,8 @@ class ModelMetrics:
         "duration",
         "first_token",
         "input_length",
-        "input_tokens",
         "inter_token",
         "output_length",
-        "output_tokens",
     )
 
     def __init__(self, families: FrontendMetrics, model: str) -> None:
@@ -30,8 +30,6 @@ class ModelMetrics:
         self.duration: Histogram = families.duration.labels(model)
         self.input_length: Histogram = families.input_length.labels(model)
         self.output_length: Histogram = families.output_length.labels(model)
-        self.input_tokens: Counter = families.input_tokens.labels(model)
-        self.output_tokens: Counter = families.output_tokens.labels(model)
         self.cached_tokens: Counter = families.cached_tokens.labels(model)
 
 
@@ -45,12 +43,6 @@ class FrontendMetrics:
             "dynamo_frontend_requests_total",
             "Requests answered, by route and HTTP status (499: the client left)",
             ("model", "endpoint", "status"),
-        )
-        self.in_flight = registry.gauge(
-            "dynamo_frontend_inflight_requests", "Generation requests being answered"
-        )
-        self.waiting = registry.gauge(
-            "dynamo_frontend_queued_requests", "Generation requests waiting for a place"
         )
         self.first_token = registry.histogram(
             "dynamo_frontend_time_to_first_token_seconds",
@@ -76,16 +68,25 @@ class FrontendMetrics:
         self.output_length = registry.histogram(
             "dynamo_frontend_output_sequence_tokens", "Answer lengths", TOKENS, by_model
         )
-        self.input_tokens = registry.counter(
-            "dynamo_frontend_input_tokens_total", "Prompt tokens", by_model
+        registry.counter(
+            "dynamo_frontend_input_tokens_total",
+            "Prompt tokens",
+            by_model,
+            callback=lambda: self._sums(lambda one: one.input_length),
         )
-        self.output_tokens = registry.counter(
-            "dynamo_frontend_output_tokens_total", "Generated tokens", by_model
+        registry.counter(
+            "dynamo_frontend_output_tokens_total",
+            "Generated tokens",
+            by_model,
+            callback=lambda: self._sums(lambda one: one.output_length),
         )
         self.cached_tokens = registry.counter(
             "dynamo_frontend_cached_tokens_total", "Prompt tokens found in a KV cache", by_model
         )
         self._models: dict[str, ModelMetrics] = {}
+
+    def _sums(self, of: Callable[[ModelMetrics], Histogram]) -> Mapping[tuple[str, ...], float]:
+        return {(name,): of(one).sum for name, one in self._models.items()}
 
     def model(self, name: str) -> ModelMetrics:
         """The children of a served model."""

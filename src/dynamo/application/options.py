@@ -121,7 +121,7 @@ def text_options(
         n=body.n or 1,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
-        stop=_stops(body.stop) if body.stop else _no_stops(body.stop),
+        stop=() if body.stop is None else _stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -151,12 +151,6 @@ def _sampling(body: GenerationBody) -> SamplingOverrides:
         seed=body.seed,
         logit_bias=body.logit_bias,
     )
-
-
-def _no_stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    if stop == "":
-        raise InvalidRequest("stop: an empty string would stop at once", param="stop")
-    return ()
 
 
 def _stops(stop: str | list[str]) -> tuple[str, ...]:

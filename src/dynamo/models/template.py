@@ -57,10 +57,14 @@ class ChatTemplate:
             "documents": args.get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
+        template = self._template
         try:
-            # `render` would copy the environment's globals through a ChainMap, every time
-            context = self._template.new_context(variables, shared=True)
-            return "".join(self._template.root_render_func(context))
+            # `render` would copy the environment's globals through a ChainMap, every time, and
+            # collect their names for templates that import others
+            context = template.environment.context_class(
+                template.environment, variables, None, template.blocks
+            )
+            return "".join(template.root_render_func(context))
         except DynamoError:
             raise
         except Exception as error:

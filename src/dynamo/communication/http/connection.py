@@ -133,11 +133,12 @@ class Connection(asyncio.Protocol):
                 self._task.cancel()
 
     def _enqueue(self, request: Request) -> None:
-        self._queue.append(request)
         self.deadline = inf
         if self._task is None:
-            self._next()
-        elif len(self._queue) == self._shared.limits.pipelined:
+            self._answer(request)
+            return
+        self._queue.append(request)
+        if len(self._queue) == self._shared.limits.pipelined:
             self._transport.pause_reading()
 
     def _continue(self) -> None:
@@ -178,8 +179,11 @@ class Connection(asyncio.Protocol):
             response.send(status, JSON, body)
             self._linger()
             return
-        response = self._begin(item.method, item.version, keep_alive=item.keep_alive)
-        self._task = self._shared.tasks.start(self._serve(item, response))
+        self._answer(item)
+
+    def _answer(self, request: Request) -> None:
+        response = self._begin(request.method, request.version, keep_alive=request.keep_alive)
+        self._task = self._shared.tasks.start(self._serve(request, response))
 
     def _begin(self, method: str, version: str, *, keep_alive: bool) -> Response:
         limit = self._shared.limits.stream_backlog_bytes

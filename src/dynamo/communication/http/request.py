@@ -131,7 +131,7 @@ class RequestReader:
     def _declines(self) -> bool:
         """An upgrade is offered, which a server may leave alone; the parser however takes what
         follows for another protocol, the body too."""
-        return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
+        return bool(self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT")
 
     def _plain_head(self) -> bytes:
         """The head that was read, without its offer."""
@@ -161,10 +161,12 @@ class RequestReader:
         if self.stage == "headers":  # later ones are trailers: counted, never believed
             self._pairs.append((name, value))
         else:
-            self._count_body(len(name) + len(value))
+            self.body_bytes += len(name) + len(value)
+            if self.body_bytes > self._limits.max_body_bytes:
+                self._refuse_body()
 
     def on_headers_complete(self) -> None:
-        if self._declines():
+        if self._parser.should_upgrade() and self._declines():
             return  # they come again
         self._version = self._parser.get_http_version()
         try:
@@ -177,7 +179,9 @@ class RequestReader:
             self._on_continue()
 
     def on_body(self, part: bytes) -> None:
-        self._count_body(len(part))
+        self.body_bytes += len(part)
+        if self.body_bytes > self._limits.max_body_bytes:
+            self._refuse_body()
         self._body.append(part)
 
     def on_message_complete(self) -> None:
@@ -214,11 +218,9 @@ class RequestReader:
         check_framing(headers, self._version, self._limits.max_body_bytes)
         return headers
 
-    def _count_body(self, size: int) -> None:
-        self.body_bytes += size
-        if self.body_bytes > self._limits.max_body_bytes:
-            self._error = _body_too_large(self._limits.max_body_bytes)
-            raise self._error
+    def _refuse_body(self) -> None:
+        self._error = _body_too_large(self._limits.max_body_bytes)
+        raise self._error
 
     def _headers_too_large(self) -> DynamoError:
         limits = self._limits

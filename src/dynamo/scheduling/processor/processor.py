@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -23,7 +23,7 @@ from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
 from dynamo.scheduling.processor.defaults import Defaults
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.prompts import Prompts
+from dynamo.scheduling.processor.prompts import Ids, Prompts
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
@@ -55,13 +55,14 @@ class Processor:
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
 
-    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
+    def chat(
+        self, request: ChatRequest, context: Context, reply: TextReply
+    ) -> Coroutine[Any, Any, None]:
         """Continue a conversation. Returns when every choice is complete or the reader had enough.
 
         Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
         """
-        prompt = await self._prompts.of_chat(request)
-        await self._answer(prompt, request.options, context, reply)
+        return self._answer(self._prompts.of_chat(request), request.options, context, reply)
 
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
@@ -83,12 +84,12 @@ class Processor:
         """The ids of a text (`add_special`: in the tokenizer's frame) or of a conversation."""
         if not isinstance(prompt, str):
             messages = tuple(dict(message) for message in prompt)
-            ids = await self._prompts.of_chat(ChatRequest(self._model, messages))
+            ids = self._prompts.of_chat(ChatRequest(self._model, messages))
         elif add_special:
-            ids = await self._prompts.of_text(prompt)
+            ids = self._prompts.of_text(prompt)
         else:
-            ids = await self._prompts.encode(prompt)
-        return list(unpack_ids(ids))
+            ids = self._prompts.encode(prompt)
+        return list(unpack_ids(ids if isinstance(ids, bytes) else await ids))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. Raises InvalidRequest for an unknown id."""
@@ -97,30 +98,34 @@ class Processor:
 
     async def _answer(
         self,
-        prompt: bytes,
+        ids: Ids,
         options: TextOptions,
         context: Context,
         reply: TextReply,
         echo: str = "",
     ) -> None:
-        self._check_ids(options.sampling.logit_bias or (), "logit_bias")
+        prompt = ids if isinstance(ids, bytes) else await ids
+        if options.sampling.logit_bias:
+            self._check_ids(options.sampling.logit_bias, "logit_bias")
         prompt_tokens = len(prompt) // TOKEN_BYTES
         max_tokens = self._defaults.answer_tokens(options, prompt_tokens)
         request = self._request(prompt, options, context, max_tokens)
         stops = self._stops(options)
         reply.prompt(prompt_tokens)
+        if options.n == 1 and max_tokens:
+            choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
+            await self._send(request, context, choice)
+            return
         choices = [
             Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
             for choice in range(options.n)
         ]
-        if max_tokens == 0:
-            for choice in choices:
-                choice.begin(Started())
-                choice.finish(Finish("length"))
-        elif len(choices) == 1:
-            await self._send(request, context, choices[0])
-        else:
+        if max_tokens:
             await self._fan_out(request, context, choices)
+            return
+        for choice in choices:
+            choice.begin(Started())
+            choice.finish(Finish("length"))
 
     def _request(
         self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int

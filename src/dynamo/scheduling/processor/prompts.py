@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from dynamo.core.clock import Clock
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.text import ChatRequest
@@ -18,6 +20,9 @@ RENDER_MESSAGES = 100
 """A conversation that is rendered on the loop: at most this long, in at most so many messages."""
 RESERVED_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
+Ids = bytes | Awaitable[bytes]
+"""Packed; at once where that is sure to be short."""
+
 
 class Prompts:
     """Turns conversations and texts into packed ids, by way of a cache of segments."""
@@ -31,30 +36,34 @@ class Prompts:
         framed = tokenizer.encode("a", add_special=True)
         self._before, _, self._after = framed.partition(tokenizer.encode("a"))
 
-    async def of_chat(self, request: ChatRequest) -> bytes:
+    def of_chat(self, request: ChatRequest) -> Ids:
         """The conversation by the model's template. Raises InvalidRequest where the template
         refuses it."""
         messages = request.messages
-        chars = sum(len(message.get("content") or "") for message in messages)
+        chars = sum([len(message.get("content") or "") for message in messages])
         if chars > RENDER_CHARS or len(messages) > RENDER_MESSAGES:
-            text = await self._clock.offload(self._render, request)
-        else:
-            text = self._render(request)
-        return await self.encode(text)
+            return self._of_long_chat(request)
+        return self.encode(self._render(request))
 
     async def of_text(self, text: str) -> bytes:
         """A bare prompt, in the tokenizer's own frame (BOS)."""
-        return self._before + await self.encode(text) + self._after
+        ids = self.encode(text)
+        return self._before + (ids if isinstance(ids, bytes) else await ids) + self._after
 
-    async def encode(self, text: str) -> bytes:
+    def encode(self, text: str) -> Ids:
         """The text alone; special tokens written in it count as such."""
         encode, inline = self._cache.encode, self._inline_chars
         if len(text) <= inline or self._cache.missing_chars(text) <= inline:
             return encode(text)
-        return await self._clock.offload(encode, text)
+        return self._clock.offload(encode, text)
+
+    async def _of_long_chat(self, request: ChatRequest) -> bytes:
+        ids = self.encode(await self._clock.offload(self._render, request))
+        return ids if isinstance(ids, bytes) else await ids
 
     def _render(self, request: ChatRequest) -> str:
-        if taken := RESERVED_ARGS & request.template_args.keys():
+        args = request.template_args
+        if args and (taken := RESERVED_ARGS & args.keys()):
             raise InvalidRequest(
                 f"{min(taken)!r} is no argument of the chat template's own",
                 hint="it is a field of the request",
@@ -64,5 +73,5 @@ class Prompts:
             request.messages,
             request.tools,
             add_generation_prompt=request.add_generation_prompt,
-            **request.template_args,
+            **args,
         )
