@@ -35,8 +35,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint=f"see `{self.prog} --help`")
 
     def _nearest(self, wrong: str) -> str:
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(wrong.partition("=")[0], flags, n=1)
+        flag = wrong.partition("=")[0]
+        if flag == "--url" and any(action.metavar == "URL" for action in self._actions):
+            return f"the URL stands by itself: `{self.prog} URL`"
+        flags = [one for action in self._actions for one in action.option_strings]
+        near = difflib.get_close_matches(flag, flags, n=1)
         return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
 
 

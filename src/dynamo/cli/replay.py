@@ -38,6 +38,8 @@ ELSEWHERE = (
     "engine.speedup_ratio",
 )
 """Of the flags of both sections, those of parts that a replay has not."""
+MODELLED = ("router.", "engine.", "model.context_tokens")
+"""What else can be said goes by nothing here."""
 
 EXAMPLES = """\
   dynamo replay conversation.jsonl
@@ -233,8 +235,8 @@ def _with_defaults(loaded: Loaded) -> Engine:
     engine = replace(engine, **unsaid)
     if engine.workers < 1:
         raise ConfigError("a replay wants at least one worker", hint="--workers N")
-    for key in ELSEWHERE:
-        if (said := loaded.origins.get(key, "")).startswith("flag "):
+    for key, said in loaded.origins.items():
+        if said.startswith("flag ") and (key in ELSEWHERE or not key.startswith(MODELLED)):
             raise ConfigError(f"{said}: a replay has nothing that goes by it")
     return engine
 

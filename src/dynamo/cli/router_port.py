@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from dynamo.core.errors import ConfigError, NotFound
 
@@ -25,8 +26,16 @@ def port_of(found: argparse.Namespace) -> RouterPort:
     """Raises `ConfigError`, `NotFound`."""
     from dynamo.operations.router_view import RouterPort
 
-    url = found.url or _running(found.deployment)
+    url = _with_scheme(found.url) if found.url else _running(found.deployment)
     return RouterPort(url, found.api_key or os.environ.get(API_KEY, ""))
+
+
+def _with_scheme(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ConfigError(f"--url: {text!r} is no URL", hint="such as http://127.0.0.1:8000")
+    return url
 
 
 def _running(which: str | None) -> str:

@@ -49,6 +49,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "a", "b"], "two models: 'a' and 'b'", "one model"),
         (["run", "--config", "/nowhere.yaml"], "/nowhere.yaml: No such file", "--config"),
         (["run", "--log-level", "loud"], "no log level", "debug"),
+        (["chat", "--url", "http://x"], "unknown argument '--url'", "`dynamo chat URL`"),
+        (["bench", "--url=http://x"], "unknown argument '--url=", "`dynamo bench URL`"),
         (["stop", "--timeout", "x"], "invalid float", "dynamo stop --help"),
     ],
 )

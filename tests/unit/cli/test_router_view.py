@@ -48,3 +48,14 @@ def test_where_nothing_can_be_written_nobody_is_asked(flag: str, tmp_path: Path)
     for path in (tmp_path, tmp_path / "none" / "a.png"):
         with pytest.raises(ConfigError, match="cannot write"):
             run(["view", flag, str(path), "--url", nobody])
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "nonsense://", "http:///v1"])
+def test_what_is_no_url_is_told(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no URL"):
+        run(["report", "--url", url])
+
+
+def test_a_url_may_lack_its_scheme(refusing: str) -> None:
+    with pytest.raises(InvalidRequest, match="a number"):
+        run(["report", "--seconds", "nan", "--url", refusing.removeprefix("http://")])

@@ -74,6 +74,8 @@ def test_it_is_drawn(tmp_path):
         ["--rows", "-1"],
         ["--trace-block-size", "1.5"],
         ["--migration-limit", "1"],
+        ["--http-port", "8001"],
+        ["--shared-index"],
         ["--speedup-ratio", "10"],
     ],
 )
