@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from random import Random
 
 import pytest
 from tests.unit.router.stage import Stage
 
-from dynamo.scheduling.router.placing.costs import AffinityCost, TtftCost
+from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.costs import AffinityCost, PredictedCost, TtftCost
+from dynamo.scheduling.router.placing.fleet import Book
 from dynamo.scheduling.router.placing.placement import Patience
+from dynamo.scheduling.router.placing.prices import PredictedPrices
 
 HASHES = list(range(1, 501))
 
@@ -189,3 +194,99 @@ def test_who_has_just_come_is_not_held_up_by_many_who_would_rather_wait() -> Non
     assert stage.place() == {}
     stage.now += 0.01
     assert stage.goes(100) in {"b", "c", "d"}
+
+
+class Counted(PredictedPrices):
+    """Counts how often a prompt is priced."""
+
+    rows = 0
+    updates = 0
+
+    def row(self, request: Arrival) -> list[float]:
+        self.rows += 1
+        return super().row(request)
+
+    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
+        self.updates += len(requests)
+        return super().column(requests, at)
+
+
+class CountedCost(PredictedCost):
+    """`last`: of the last round."""
+
+    last: Counted
+
+    def prices(self, books: Sequence[Book], now: float) -> Counted:
+        self.last = Counted(books, now, 5.0, 0.5)
+        return self.last
+
+
+def test_short_prompts_fill_a_step_together_and_a_long_one_does_not() -> None:
+    stage = Stage(1)
+    for _ in range(30):
+        stage.busy("a", 200)
+    assert stage.goes(200) == "a"
+    stage = Stage(1)
+    stage.busy("a", 6_000)
+    stage.submit(200)
+    assert stage.place() == {}
+    assert stage.fleet["a"].backlog_ms(stage.now) > 50
+
+
+def test_a_burst_of_short_prompts_that_nobody_holds_is_priced_once_each() -> None:
+    cost = CountedCost()
+    stage = Stage(4, cost)
+    for number in range(12):
+        stage.submit(160, [1_000 * number + block for block in range(10)])
+    assert len(stage.place()) == 12
+    assert (cost.last.rows, cost.last.updates) == (12, 0)
+    assert sorted(Counter(stage.view.routes).values()) == [3, 3, 3, 3]
+
+
+def test_of_short_prompts_that_begin_alike_the_second_knows_of_the_first() -> None:
+    stage = Stage(4)
+    for number in range(1, 6):
+        stage.submit(160 + number, [1_000 * number + block for block in range(10)])
+    twins = [stage.submit(tokens, HASHES[:10]) for tokens in (160, 170)]
+    placed = stage.place()
+    first = placed[twins[1].id].book.name
+    assert twins[0].overlaps == {first: 10}
+
+
+def test_who_stands_behind_one_that_would_rather_wait_is_not_priced() -> None:
+    cost = CountedCost()
+    stage = Stage(2, cost)
+    stage.busy("b", 2_000)
+    stage.now += 5
+    stage.busy("a", 4_000)
+    for _ in range(12):
+        stage.submit(160)
+    assert stage.place() == {}
+    assert cost.last.rows == 1
+    stage.now += 3
+    assert len(stage.place()) == 12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_goes_once_and_where_it_may(seed: int) -> None:
+    rng = Random(seed)
+    stage = Stage(3, seed=seed)
+    barred: dict[str, frozenset[str]] = {}
+    gone: list[str] = []
+    for _ in range(60):
+        for _ in range(rng.randrange(20)):
+            tokens = rng.choice((20, 160, 900, 6_000))
+            root = rng.choice((0, rng.randrange(1, 1_000))) * 1_000
+            out = rng.choice((frozenset(), frozenset(), frozenset(rng.choice("abc"))))
+            hashes = range(root, root + tokens // 16)
+            barred[stage.submit(tokens, hashes, barred=out).id] = out
+        placed = stage.place()
+        gone += placed
+        assert not any(active.book.name in barred[name] for name, active in placed.items())
+        for active in list(placed.values())[::2]:
+            stage.placement.first_token(active, stage.now)
+        stage.now += 0.02
+    stage.now += 10
+    while placed := stage.place():
+        gone += placed
+    assert sorted(gone) == sorted(barred)
