@@ -21,7 +21,7 @@ from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.explain.watch import RoutingWatch
 from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.placing.placement import Placement
 from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Ticket
@@ -42,7 +42,7 @@ from dynamo.scheduling.router.replicas.moves import (
     decode_moves,
     encode_moves,
 )
-from dynamo.scheduling.router.replicas.replicas import Own
+from dynamo.scheduling.router.replicas.replicas import move_of
 from dynamo.telemetry import Registry
 
 WORKERS = {
@@ -104,8 +104,8 @@ def told(prompts: list[list[int]]) -> None:
     placement = Placement(fleet, CacheView(clock), PredictedCost(), random.Random(1))
     follower = BookFollower(placement, clock, lambda: None)
     for number, hashes in enumerate(prompts):
-        own = Own(str(number), "w1", Ticket(), prompt_tokens=1, new_tokens=1, hashes=hashes)
-        for moves in ([own.move()], [FirstToken(own.name)], [Ended(own.name, 64)]):
+        own = Active(str(number), fleet["w1"], Prompt(16 * len(hashes), hashes), 1, 0.0)
+        for moves in ([move_of("w1", own)], [FirstToken(own.id)], [Ended(own.id, 64)]):
             for move in decode_moves(encode_moves(moves)):
                 if isinstance(move, Routed):
                     follower.routed("peer", move)

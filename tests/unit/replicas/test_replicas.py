@@ -15,7 +15,6 @@ from dynamo.communication.events.memory import MemoryEvents
 from dynamo.core.clock import SystemClock
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.kv import own_of
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.block_cost import BlockCost
 from dynamo.scheduling.router.placing.costs import PredictedCost
@@ -65,7 +64,7 @@ class OneRouter:
         arrival = Arrival(name, prompt, 16, now)
         self.placement.submit(arrival)
         (placed,) = self.placement.place(now)
-        self.replicas.routed(own_of(placed.active))
+        self.replicas.routed(placed.active.book.name, placed.active)
         return placed.active
 
     def first_token(self, active: Active, emitted: int = 1) -> None:
@@ -235,8 +234,7 @@ async def test_a_promised_place_is_not_booked_twice(begin: Begin) -> None:
     server.placement.submit(arrival)
     (placed,) = server.placement.place(server.clock.now())
     server.follower.promise(placed.active)
-    own = own_of(placed.active)
-    frontend.replicas.routed(own)
+    frontend.replicas.routed(placed.active.book.name, placed.active)
     await quiet()
     assert sum(server.open_tokens()) == 160
     assert server.follower.promised == 0

@@ -16,7 +16,7 @@ from dynamo.scheduling.router.placing.fleet import Active
 from dynamo.scheduling.router.placing.placement import Placed, Placement
 from dynamo.scheduling.router.policy import Decision, Policy, nobody
 from dynamo.scheduling.router.prompt import ReadPrompt
-from dynamo.scheduling.router.replicas.replicas import Own, Replicas
+from dynamo.scheduling.router.replicas.replicas import Replicas
 
 Prepare = Callable[[Sequence[int]], Awaitable[None]]
 """Has what is known elsewhere of a prompt's blocks at hand before it is placed."""
@@ -136,7 +136,7 @@ class KvPolicy(Policy):
             return
         book = active.book
         if self.replicas is not None:
-            self.replicas.routed(own_of(active))
+            self.replicas.routed(book.name, active)
         decided.set_result(
             Decision(
                 book.instance,
@@ -180,18 +180,6 @@ class KvPolicy(Policy):
         self._stop_timer = self._due = None
         if len(self.placement):
             self._arm()
-
-
-def own_of(active: Active) -> Own:
-    """What other routers are told of a request that was placed here."""
-    return Own(
-        active.id,
-        active.book.name,
-        active,
-        prompt_tokens=active.prompt_tokens,
-        new_tokens=active.new_tokens,
-        hashes=active.hashes,
-    )
 
 
 def _give_back(decided: asyncio.Future[Decision]) -> None:

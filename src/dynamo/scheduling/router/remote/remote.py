@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -25,7 +24,7 @@ from dynamo.scheduling.router.remote.messages import (
     decode_answer,
     encode_ask,
 )
-from dynamo.scheduling.router.replicas.replicas import Own, Replicas
+from dynamo.scheduling.router.replicas.replicas import Replicas
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -91,18 +90,10 @@ class RemotePolicy(Policy):
             self._picked_alone.inc()
             made = await self._alone.choose(request, context, tried)
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
-        ticket = RemoteTicket(self._replicas, name, prompt.hashes)
         overlap = made.overlap_blocks * self._block_tokens
-        self._replicas.routed(
-            Own(
-                name,
-                made.worker,
-                ticket,
-                prompt_tokens=prompt.tokens,
-                new_tokens=max(1, prompt.tokens - overlap),
-                hashes=prompt.hashes,
-            )
-        )
+        new_tokens = max(1, prompt.tokens - overlap)
+        ticket = RemoteTicket(name, prompt, new_tokens, self._replicas, self._clock)
+        self._replicas.routed(made.worker, ticket)
         return replace(made, ticket=ticket)
 
     def routers(self) -> dict[str, str]:
@@ -229,19 +220,39 @@ class RemotePolicy(Policy):
 class RemoteTicket(Ticket):
     """Tells all routers how the request fares."""
 
-    __slots__ = ("_name", "_replicas", "hashes")
+    __slots__ = (
+        "_clock",
+        "_replicas",
+        "first_s",
+        "hashes",
+        "id",
+        "new_tokens",
+        "prompt_tokens",
+    )
 
-    def __init__(self, replicas: Replicas, name: str, hashes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        prompt: Prompt,
+        new_tokens: int,
+        replicas: Replicas,
+        clock: Clock,
+    ) -> None:
         super().__init__()
+        self.id = id
+        self.prompt_tokens = prompt.tokens
+        self.hashes = prompt.hashes
+        self.new_tokens = new_tokens
+        self.first_s: float | None = None
         self._replicas = replicas
-        self._name = name
-        self.hashes = hashes
+        self._clock = clock
 
     def first_token(self) -> None:
-        self._replicas.first_token(self._name)
+        self.first_s = self._clock.now()
+        self._replicas.first_token(self.id)
 
     def end(self) -> None:
-        self._replicas.ended(self._name)
+        self._replicas.ended(self.id)
 
 
 def _decision(instance: Instance, answer: Answer) -> Decision:

@@ -15,7 +15,6 @@ from dynamo.communication.events import Event, Events, Source
 from dynamo.core.clock import Clock
 from dynamo.core.hashing import pack_hashes
 from dynamo.core.tasks import Tasks
-from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.replicas.moves import (
     Ended,
     FirstToken,
@@ -43,50 +42,23 @@ class Follower(Protocol):
     def forget(self, peer: str) -> None: ...
 
 
-class Own:
-    """A request that this process sent out."""
+class Own(Protocol):
+    """The ticket of a request that this process sent out. `id`: unique in this process; `first_s`:
+    when its first token came; `emitted`: its tokens until now."""
 
-    __slots__ = (
-        "first",
-        "hashes",
-        "name",
-        "new_tokens",
-        "prompt_tokens",
-        "ticket",
-        "told",
-        "worker",
-    )
+    id: str
+    prompt_tokens: int
+    new_tokens: int
+    hashes: Sequence[int]
+    first_s: float | None
+    emitted: int
 
-    def __init__(
-        self,
-        name: str,
-        worker: str,
-        ticket: Ticket,
-        *,
-        prompt_tokens: int,
-        new_tokens: int,
-        hashes: Sequence[int],
-    ) -> None:
-        self.name = name
-        self.worker = worker
-        self.ticket = ticket
-        self.prompt_tokens = prompt_tokens
-        self.new_tokens = new_tokens
-        self.hashes = hashes
-        self.first = False
-        self.told = 0
 
-    def move(self) -> Routed:
-        """As others are told of it; where the first token is out, events tell of its blocks."""
-        return Routed(
-            self.name,
-            self.worker,
-            self.prompt_tokens,
-            self.new_tokens,
-            b"" if self.first else pack_hashes(self.hashes),
-            self.ticket.emitted,
-            self.first,
-        )
+def move_of(worker: str, own: Own) -> Routed:
+    """As others are told of it; where the first token is out, events tell of its blocks."""
+    first = own.first_s is not None
+    hashes = b"" if first else pack_hashes(own.hashes)
+    return Routed(own.id, worker, own.prompt_tokens, own.new_tokens, hashes, own.emitted, first)
 
 
 class Replicas:
@@ -98,7 +70,8 @@ class Replicas:
         self._clock = clock
         self._publisher = publisher
         self._follower = follower
-        self._own: dict[str, Own] = {}
+        self._own: dict[str, tuple[str, Own]] = {}
+        self._told: dict[str, int] = {}
         self._queue: list[Move] = []
         self._armed = False
         self._tasks = Tasks()
@@ -122,25 +95,22 @@ class Replicas:
         if self._source is not None:
             await self._source.close()
 
-    def routed(self, own: Own) -> None:
+    def routed(self, worker: str, own: Own) -> None:
         """A request was sent out."""
-        self._own[own.name] = own
+        self._own[own.id] = worker, own
         if self.peers:
-            self._tell(own.move())
+            self._tell(move_of(worker, own))
 
     def first_token(self, name: str) -> None:
         """Its first token came."""
-        own = self._own.get(name)
-        if own is not None:
-            own.first = True
-            if self.peers:
-                self._tell(FirstToken(name))
+        if self.peers and name in self._own:
+            self._tell(FirstToken(name))
 
     def ended(self, name: str) -> None:
         """It left its worker."""
-        own = self._own.pop(name, None)
-        if own is not None and self.peers:
-            self._tell(Ended(name, own.ticket.emitted))
+        sent = self._own.pop(name, None)
+        if sent is not None and self.peers:
+            self._tell(Ended(name, sent[1].emitted))
 
     def _tell(self, move: Move) -> None:
         self._queue.append(move)
@@ -156,20 +126,21 @@ class Replicas:
 
     def _dump(self) -> Sequence[bytes]:
         """The state with all that was published; what is still in the queue says it again."""
-        return [encode_moves([own.move() for own in self._own.values()])]
+        return [encode_moves(self._present())]
+
+    def _present(self) -> list[Move]:
+        return [move_of(worker, own) for worker, own in self._own.values()]
 
     async def _progress(self) -> None:
         while True:
             await self._clock.sleep(PROGRESS_S)
             if not self.peers:
                 continue
-            counts = {}
-            for own in self._own.values():
-                emitted = own.ticket.emitted
-                if emitted != own.told:
-                    own.told = counts[own.name] = emitted
-            if counts:
-                self._tell(Progress(counts))
+            counts = {name: own.emitted for name, (_, own) in self._own.items()}
+            told, self._told = self._told, counts
+            changed = {name: count for name, count in counts.items() if count != told.get(name, 0)}
+            if changed:
+                self._tell(Progress(changed))
 
     def _hear(self, event: Event) -> None:
         peer = event.publisher
@@ -198,8 +169,8 @@ class Replicas:
         if peer not in self.peers:
             if not self.peers:
                 self._tell(Reset())
-                for own in self._own.values():
-                    self._tell(own.move())
+                for move in self._present():
+                    self._tell(move)
             self.peers.add(peer)
 
     def _forget(self, peer: str) -> None:
