@@ -82,6 +82,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     latency, flow, cache, balance = (
         metrics[name] for name in ("latency", "throughput", "cache_hit", "load_balance")
     )
+    if not flow["requests"]:
+        return "no request was routed in that time"
     first = (f"{name} {latency[f'ttft_ms_{name}']:.1f}" for name in ("mean", "p50", "p99"))
     held = (f"{name} {latency[f'decision_ms_{name}']:.2f}" for name in ("mean", "p50", "p99"))
     failed = f"{flow['failed_ratio']:.1%} failed"

@@ -156,18 +156,23 @@ def loopback(settings: Settings) -> Finding:
 
 def routing(settings: Settings) -> Finding:
     """How the deployment, if it runs, knows its workers' caches."""
-    from dynamo.runtime.deployment import deployment_of
+    from dynamo.runtime.deployment import deployment_of, live_deployments
 
-    addresses = {one.role: one.address for one in deployment_of(settings).processes()}
+    asked_for = deployment_of(settings)
+    addresses = {one.role: one.address for one in asked_for.processes()}
     address = addresses.get("frontend", "")
     if not address.startswith("http://"):
-        return Finding("routing", "ok", f"mode {settings.router.mode}; no such deployment runs")
+        found = f"mode {settings.router.mode}; no frontend of {asked_for.id} runs"
+        others = ", ".join(one.id for one in live_deployments() if one.id != asked_for.id)
+        hint = f"--deployment looks at another: {others}" if others else ""
+        return Finding("routing", "ok", found, hint)
     told = _health(address)
     refused = told.get("refused_workers") or {}
     if refused:
         worker, why = next(iter(refused.items()))
-        found = f"{len(refused)} workers refused; {worker}: {why}"
-        return Finding("routing", "fail", found, "start all workers of a model with one model")
+        found = f"workers refused: {len(refused)}, of which {worker}: {why}"
+        hint = "start every worker of a model with the same model and the same --block-size"
+        return Finding("routing", "fail", found, hint)
     asked = addresses.get("router", "")  # where there is one, it knows the caches
     views = (_health(asked) if asked.startswith("http://") else told).get("routing") or {}
     modes = Counter(mode for view in views.values() for mode in view.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.router_view import run
+from dynamo.cli.router_view import as_text, run
 from dynamo.core.errors import ConfigError, InvalidRequest
 
 
@@ -54,6 +54,12 @@ def test_where_nothing_can_be_written_nobody_is_asked(flag: str, tmp_path: Path)
 def test_what_is_no_url_is_told(url: str) -> None:
     with pytest.raises(ConfigError, match="is no URL"):
         run(["report", "--url", url])
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    parts: dict[str, dict[str, float]] = {"latency": {}, "cache_hit": {}, "load_balance": {}}
+    report = {"aggregated_metrics": parts | {"throughput": {"requests": 0.0}}}
+    assert as_text(report) == "no request was routed in that time"
 
 
 def test_a_url_may_lack_its_scheme(refusing: str) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from dynamo.cli import main
 from dynamo.core.settings import Settings
 from dynamo.operations import doctor
+from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.pids import start_ticks
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +44,15 @@ def test_what_to_do_stands_below_what_was_found(capsys: pytest.CaptureFixture[st
     lines = capsys.readouterr().out.splitlines()
     model = next(at for at, line in enumerate(lines) if line.startswith("warn  model"))
     assert "-> fetched on first use" in lines[model + 1]
+
+
+def test_a_deployment_that_is_not_looked_at_is_named(tmp_path: Path) -> None:
+    assert doctor.routing(Settings()).found.endswith("no frontend of http-8000 runs")
+    other = Deployment("other", tmp_path / "dynamo" / "other")
+    other.prepare()
+    pid = os.getpid()
+    about = {"role": "frontend", "name": "frontend", "instance": "i", "pid": pid}
+    other.write(ProcessRecord(deployment="other", start_ticks=start_ticks(pid), **about))  # type: ignore[arg-type]
+    hint = doctor.routing(Settings()).hint
+    assert hint.startswith("--deployment looks at another:")
+    assert "other" in hint.partition(":")[2]
