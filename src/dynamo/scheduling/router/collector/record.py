@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class RoutingRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class RoutingRecord(msgspec.Struct, frozen=True, array_like=True):
     """`timestamp`: Unix time. Ratios are shares of the prompt's blocks: held by the worker that was
     chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`; None = nobody looked), and
     ever computed before by anybody (`seen_ratio`; None = not known); of its tokens those that the

@@ -106,9 +106,9 @@ class RoutingWatch(Observer):
         cached = outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0
         self.collector.record(
             RoutingRecord(
-                timestamp=self._clock.wall(),
-                request_id=request.request_id,
-                selected_worker=worker,
+                self._clock.wall(),
+                request.request_id,
+                worker,
                 cache_hit_ratio=decision.overlap_blocks / blocks if blocks else cached,
                 decision_latency=decision.waited_s,
                 worker_load=load,
