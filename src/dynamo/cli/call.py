@@ -109,20 +109,28 @@ def _discovery(which: str | None, name: str) -> str:
 
     running = live_deployments()
     if which is None and len(running) > 1:
-        running = asyncio.run(_serving(running, name)) or running
+        running = asyncio.run(_serving(running, name))
     (deployment,) = choose(running, which)
     return deployment.discovery_url
 
 
 async def _serving(running: Sequence[Deployment], name: str) -> Sequence[Deployment]:
+    """Those that serve it. Raises `NoWorkers` where none does."""
     from dynamo.communication.discovery import open_discovery
 
-    found = []
+    found, names = [], set()
     for deployment in running:
         discovery = await open_discovery(deployment.discovery_url)
         try:
-            if name in await _served(discovery):
-                found.append(deployment)
+            served = await _served(discovery)
         finally:
             await discovery.close()
+        names |= served
+        if name in served:
+            found.append(deployment)
+    if not found:
+        raise NoWorkers(
+            f"none of the {len(running)} deployments that run serves {name}",
+            hint=f"served: {', '.join(sorted(names))}",
+        )
     return found

@@ -42,12 +42,7 @@ def _running(which: str | None) -> str:
     from dynamo.cli.stop import choose
     from dynamo.runtime.deployment import live_deployments
 
-    running = live_deployments()
-    try:
-        (deployment,) = choose(running, which)
-    except ConfigError as error:
-        names = ", ".join(one.id for one in running)
-        raise ConfigError(error.message, hint=f"--deployment names one of {names}") from None
+    (deployment,) = choose(live_deployments(), which)
     for process in deployment.processes():
         if process.role in {"frontend", "router"} and process.address.startswith("http"):
             return process.address

@@ -16,6 +16,8 @@ from dynamo.core.errors import ConfigError, DeadlineExceeded, NotFound
 if TYPE_CHECKING:
     from dynamo.runtime.deployment import Deployment, ProcessRecord
 
+HOW = "name one of: {}; or --all"
+
 EXAMPLES = """\
   dynamo stop                  the only deployment that runs
   dynamo stop 8000             the one on this port
@@ -41,22 +43,22 @@ def run(arguments: Sequence[str]) -> int:
 
     from dynamo.runtime.deployment import live_deployments
 
-    for deployment in choose(live_deployments(), found.which, everything=found.all):
+    running = live_deployments()
+    for deployment in running if found.all else choose(running, found.which, HOW):
         stop(deployment, now=found.now, timeout_s=found.timeout)
         print(f"stopped {deployment.id}")
     return 0
 
 
 def choose(
-    running: Sequence[Deployment], which: str | None, *, everything: bool = False
+    running: Sequence[Deployment], which: str | None, how: str = "--deployment names one of: {}"
 ) -> Sequence[Deployment]:
-    """The deployments meant. Raises `ConfigError` where that is not clear, `NotFound`."""
+    """The deployments meant. `how`: to say which. Raises `ConfigError` where that is not clear,
+    `NotFound`."""
     names = ", ".join(one.id for one in running)
-    if everything:
-        return running
     if which is None:
         if len(running) > 1:
-            raise ConfigError("several deployments run", hint=f"name one of: {names}; or --all")
+            raise ConfigError("several deployments run", hint=how.format(names))
         if not running:
             raise NotFound("no deployment runs", hint="`dynamo ps` lists what runs")
         return running

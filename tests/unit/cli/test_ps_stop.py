@@ -102,10 +102,27 @@ def test_which_deployment_is_meant() -> None:
     assert stop.choose([one], None) == [one]
     assert stop.choose([one, two], "1") == [one]
     assert stop.choose([one, two], "two") == [two]
-    assert stop.choose([one, two], None, everything=True) == [one, two]
-    with pytest.raises(ConfigError, match="several"):
+    with pytest.raises(ConfigError, match="several") as caught:
         stop.choose([one, two], None)
+    assert caught.value.hint == f"--deployment names one of: {one.id}, {two.id}"
     with pytest.raises(NotFound, match="no deployment is called 'x'"):
         stop.choose([one, two], "x")
     with pytest.raises(NotFound, match="no deployment runs"):
         stop.choose([], None)
+
+
+def test_where_several_run_each_command_says_how_to_name_one(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start("http-8123", "frontend")
+    start("other", "worker")
+    assert main(["stop"]) == 2
+    told = capsys.readouterr().err
+    assert "hint: name one of: " in told
+    assert "other; or --all" in told
+    assert main(["scale", "worker=2"]) == 2
+    assert "--deployment names one of: http-8123" in capsys.readouterr().err
+    assert main(["call", "Greeter.gret"]) == 1
+    assert (
+        "none of the 2 deployments that run serves dynamo.Greeter.gret" in capsys.readouterr().err
+    )

@@ -103,6 +103,7 @@ class _Served:
             raise
         except Exception:
             log.exception("handler failed", extra={"fields": {"endpoint": self._name}})
-            stream.end(InternalError(f"the handler of {self._name!r} failed"))
+            failed = f"the handler of {self._name!r} failed"
+            stream.end(InternalError(failed, hint="the log of the process that serves it says why"))
         else:
             stream.end()
