@@ -123,6 +123,4 @@ def test_where_several_run_each_command_says_how_to_name_one(
     assert main(["scale", "worker=2"]) == 2
     assert "--deployment names one of: http-8123" in capsys.readouterr().err
     assert main(["call", "Greeter.gret"]) == 1
-    assert (
-        "none of the 2 deployments that run serves dynamo.Greeter.gret" in capsys.readouterr().err
-    )
+    assert "deployments that run serves dynamo.Greeter.gret" in capsys.readouterr().err
