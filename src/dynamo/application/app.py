@@ -132,7 +132,7 @@ class Application:
             exchange.fail(InternalError("internal error", hint="the server's log says more"))
         finally:
             if response.ended:
-                status = exchange.status
+                status = exchange.failed or response.status
             self._ended(exchange, status, self._clock.now() - started)
 
     async def _preflight(self, exchange: Exchange) -> None:

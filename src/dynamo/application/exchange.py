@@ -14,7 +14,8 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class Exchange:
-    """`headers` go with every answer; `shown_id` is the id that the client sees."""
+    """`headers` go with every answer; `shown_id` is the id that the client sees; `failed`: the
+    status that tells how it ended, also in the middle of a stream."""
 
     __slots__ = (
         "code",
@@ -62,8 +63,3 @@ class Exchange:
             self.send_json(self.failed, body, error_headers(error))
         elif not self.response.ended:
             self.response.end(error_event(body))
-
-    @property
-    def status(self) -> int:
-        """The status that tells how it ended, also in the middle of a stream."""
-        return self.failed or self.response.status

@@ -102,8 +102,10 @@ class Generation:
         """`shape`: choices a prompt, prompts, and whether the stream ends with usage."""
         per_prompt, prompts, usage = shape
         exchange.model = served.names[0]
-        everybodys = self.deadlines
-        deadlines = self._own_deadlines(exchange) or everybodys
+        headers = exchange.request.headers
+        everybodys = deadlines = self.deadlines
+        if TIMEOUT_HEADER in headers:
+            deadlines = self._own_deadlines(headers[TIMEOUT_HEADER]) or everybodys
         choices = per_prompt * prompts
         metrics = self._metrics.model(exchange.model)
         tally = Tally(per_prompt)
@@ -135,11 +137,8 @@ class Generation:
                 deadlines.close()
             _count(metrics, tally, pace, self._clock.now() - started)
 
-    def _own_deadlines(self, exchange: Exchange) -> Deadlines | None:
+    def _own_deadlines(self, asked: bytes) -> Deadlines | None:
         """Where the client wants less than everybody's. Raises `InvalidRequest`."""
-        asked = exchange.request.headers.get(TIMEOUT_HEADER)
-        if asked is None:
-            return None
         asked_s = asked_limit_s(asked.decode("latin-1"))
         return Deadlines(self._clock, asked_s) if asked_s < self.deadlines.limit_s else None
 

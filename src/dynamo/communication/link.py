@@ -102,7 +102,8 @@ class Link(asyncio.Protocol):
     def write(self, frame: bytes) -> None:
         """Queue a whole frame for the next write."""
         self._frames.append(frame)
-        self.arm()
+        if not self._armed:
+            self.arm()
 
     def flush(self) -> None:
         """Write what is queued. A peer that took nothing for 256 MiB is cut off."""

@@ -29,6 +29,22 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
+    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """`start` for work that nobody need hear the end of, and that calls `over` as its last
+        act: its end then costs the loop no turn. Only `drop` may cancel it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        return task
+
+    def over(self, task: asyncio.Task[Any]) -> None:
+        """What `run` began is at its end."""
+        self._tasks.discard(task)
+
+    def drop(self, task: asyncio.Task[Any]) -> None:
+        """Cancel what `run` began, which may not have had its first turn."""
+        task.add_done_callback(self._tasks.discard)
+        task.cancel()
+
     def __len__(self) -> int:
         return len(self._tasks)
 
@@ -45,6 +61,7 @@ class Tasks:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
+            self._tasks.difference_update(pending)
 
     async def __aenter__(self) -> Self:
         return self

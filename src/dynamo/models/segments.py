@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from sys import getsizeof
 from threading import Lock
-from typing import NamedTuple
+from typing import cast
 
 from dynamo.models.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class Splitter:
         """The pieces of `text`, added tokens apart; their concatenation is `text`."""
         parts = self._split(text)
         if max(map(len, parts)) <= self._cut_chars:
-            return [part for part in parts if part]
+            return list(filter(None, parts))
         found: list[str] = []
         for number, part in enumerate(parts):
             if number % 2:  # an added token
@@ -72,16 +72,8 @@ _key: Callable[[str], Hashable] = hash if _SECRET_HASH else str
 can make collide (by chance, one of 10^4 pieces with a new one: 5 in 10^16); else its text."""
 
 
-class _Plan(NamedTuple):
-    """A text, its pieces, their keys, and the ids of those that were known."""
-
-    text: str
-    pieces: list[str]
-    keys: list[Hashable]
-    parts: list[bytes | None]
-
-
-_NO_PLAN = _Plan("", [], [], [])
+_Plan = tuple[list[str], list[Hashable], list[bytes | None]]
+"""A text's pieces, their keys, and the ids of those that were known."""
 
 
 class SegmentCache:
@@ -103,7 +95,7 @@ class SegmentCache:
         self._young_bytes = 0
         self._old_bytes = 0
         self._turning = Lock()
-        self._planned = _NO_PLAN
+        self._planned: tuple[str, _Plan] | None = None
         self.hits = 0
         self.misses = 0
 
@@ -116,18 +108,23 @@ class SegmentCache:
         """Packed ids of `text`, special tokens read as such; equal to `Tokenizer.encode(text)`."""
         if len(text) <= SHORT_CHARS:
             return self._encode(text)
-        _, pieces, keys, parts = self._plan(text)
-        self._planned = _NO_PLAN
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] is text:
+            pieces, keys, parts = planned[1]
+        else:
+            pieces, keys, parts = self._plan(text)
         fresh: dict[Hashable, bytes] = {}
-        for piece, key, ids in zip(pieces, keys, parts, strict=True):
-            if ids is None and key not in fresh:
-                fresh[key] = self._encode(piece)
+        for number, ids in enumerate(parts):
+            if ids is None:
+                key = keys[number]
+                if key not in fresh:
+                    fresh[key] = self._encode(pieces[number])
+                parts[number] = fresh[key]
         self.misses += len(fresh)
         self.hits += len(pieces) - len(fresh)
         if fresh:
             self._keep(fresh)
-        found = zip(keys, parts, strict=True)
-        return b"".join([fresh[key] if ids is None else ids for key, ids in found])
+        return b"".join(cast("list[bytes]", parts))
 
     def missing_chars(self, text: str) -> int:
         """How many characters `encode` would have to encode now: what it will cost.
@@ -136,19 +133,18 @@ class SegmentCache:
         """
         if len(text) > _LOOK_CHARS or len(text) <= SHORT_CHARS:
             return len(text)
-        _, pieces, _, parts = self._plan(text)
+        plan = self._plan(text)
+        self._planned = (text, plan)
+        pieces, _, parts = plan
         return sum([len(piece) for piece, ids in zip(pieces, parts, strict=True) if ids is None])
 
     def _plan(self, text: str) -> _Plan:
-        plan = self._planned
-        if plan.text is not text:
-            pieces = [text] if self._splitter is None else self._splitter.pieces(text)
-            keys = list(map(_key, pieces))
-            parts = list(map(self._young.get, keys))
-            if None in parts:
-                self._look_in_old(keys, parts)
-            self._planned = plan = _Plan(text, pieces, keys, parts)
-        return plan
+        pieces = [text] if self._splitter is None else self._splitter.pieces(text)
+        keys = list(map(_key, pieces))
+        parts = list(map(self._young.get, keys))
+        if self._old and None in parts:
+            self._look_in_old(keys, parts)
+        return pieces, keys, parts
 
     def _look_in_old(self, keys: list[Hashable], parts: list[bytes | None]) -> None:
         used: dict[Hashable, bytes] = {}

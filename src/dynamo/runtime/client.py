@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """Instances as discovery announces them, minus those withheld; picks; calls."""
+    """Instances as discovery announces them, minus those withheld; picks; calls.
+
+    `instances`: the live ones, by id. `on_work` is called when an instance that had no call of this
+    client gets one.
+    """
 
     def __init__(
         self,
@@ -39,15 +43,11 @@ class Client:
         self._on_close = on_close
         self.on_work: Callable[[], None] | None = None
         self._slots: dict[str, Slot] = {}
+        self.instances: Mapping[str, Instance] = {}
         self.rng = rng or Random()
         self._picks = Picks(self.rng)
         view.on_change(self._refresh)
         self._refresh()
-
-    @property
-    def instances(self) -> Mapping[str, Instance]:
-        """Live instances by id."""
-        return MappingProxyType(self._view.live)
 
     def in_flight(self, instance_id: str) -> int:
         """Calls of this client that the instance works on now."""
@@ -127,14 +127,14 @@ class Client:
 
     def _take(self, instance: Instance) -> Slot:
         slot = self._slots.get(instance.id) or self._adopt(instance)
-        self._picks.took(slot)
-        if self.on_work is not None:
+        slot.in_flight += 1
+        if slot.in_flight == 1 and self.on_work is not None:
             self.on_work()
         return slot
 
     def _give(self, slot: Slot) -> None:
-        self._picks.gave(slot)
-        if not slot.in_flight and slot.index < 0:
+        slot.in_flight -= 1
+        if not slot.in_flight and not slot.live:
             self._slots.pop(slot.instance.id, None)
 
     def busy(self) -> Iterator[Instance]:
@@ -216,6 +216,7 @@ class Client:
 
     def _refresh(self) -> None:
         live = self._view.live
+        self.instances = MappingProxyType(live)
         for name in self._slots.keys() - live.keys():
             if self._slots[name].in_flight == 0:
                 del self._slots[name]

@@ -18,14 +18,15 @@ ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
 
 class Slot:
     """One instance as the picks see it. `calls`: those of this client that it works on, `in_flight`
-    their number; `weight`: its capability of that name (1 where it has none)."""
+    their number; `live`: it is a candidate; `weight`: its capability of that name (1 where it has
+    none)."""
 
-    __slots__ = ("calls", "credit", "in_flight", "index", "instance", "weight")
+    __slots__ = ("calls", "credit", "in_flight", "instance", "live", "weight")
 
     def __init__(self, instance: Instance) -> None:
         self.calls: set[Interruptible] = set()
         self.in_flight = 0
-        self.index = -1
+        self.live = False
         self.credit = 0.0
         self.announce(instance)
 
@@ -47,54 +48,39 @@ class Picks:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._slots: list[Slot] = []
-        self._counts: list[int] = []
         self._cursor = 0
 
     def replace(self, slots: Sequence[Slot]) -> None:
         """These are the candidates from now on."""
         for slot in self._slots:
-            slot.index = -1
+            slot.live = False
         self._slots = list(slots)
-        self._counts = [slot.in_flight for slot in slots]
-        for index, slot in enumerate(self._slots):
-            slot.index = index
-
-    def took(self, slot: Slot) -> None:
-        """A call began."""
-        slot.in_flight += 1
-        if slot.index >= 0:
-            self._counts[slot.index] = slot.in_flight
-
-    def gave(self, slot: Slot) -> None:
-        """A call ended."""
-        slot.in_flight -= 1
-        if slot.index >= 0:
-            self._counts[slot.index] = slot.in_flight
+        for slot in self._slots:
+            slot.live = True
 
     def pick(self, mode: str, allowed: Container[str] | None = None) -> Slot:
         """One candidate (of those in `allowed`). Raises `LookupError` where there is none;
         `ConfigError` for a mode that does not exist."""
         choose = MODES.get(mode) or MODES[mode_name(mode)]
-        if allowed is None:
-            slots, counts = self._slots, self._counts
-        else:
-            slots = [slot for slot in self._slots if slot.instance.id in allowed]
-            counts = [slot.in_flight for slot in slots]
+        slots = self._slots
+        if allowed is not None:
+            slots = [slot for slot in slots if slot.instance.id in allowed]
         if not slots:
             raise LookupError("no candidate")
-        return choose(self, slots, counts)
+        return choose(self, slots)
 
-    def round_robin(self, slots: list[Slot], _counts: list[int]) -> Slot:
+    def round_robin(self, slots: list[Slot]) -> Slot:
         """The next in turn."""
         self._cursor += 1
         return slots[self._cursor % len(slots)]
 
-    def random(self, slots: list[Slot], _counts: list[int]) -> Slot:
+    def random(self, slots: list[Slot]) -> Slot:
         """Any, with equal chances."""
         return slots[int(self._rng.random() * len(slots))]
 
-    def least_loaded(self, slots: list[Slot], counts: list[int]) -> Slot:
+    def least_loaded(self, slots: list[Slot]) -> Slot:
         """The fewest in flight; among equals the next in turn."""
+        counts = [slot.in_flight for slot in slots]
         fewest = min(counts)
         self._cursor += 1
         start = self._cursor % len(slots)
@@ -105,7 +91,7 @@ class Picks:
         except ValueError:
             return slots[counts.index(fewest)]
 
-    def power_of_two(self, slots: list[Slot], counts: list[int]) -> Slot:
+    def power_of_two(self, slots: list[Slot]) -> Slot:
         """The less loaded of two different ones, drawn at random."""
         size = len(slots)
         first = int(self._rng.random() * size)
@@ -113,9 +99,10 @@ class Picks:
             return slots[0]
         second = int(self._rng.random() * (size - 1))
         second += second >= first
-        return slots[first if counts[first] <= counts[second] else second]
+        one, other = slots[first], slots[second]
+        return one if one.in_flight <= other.in_flight else other
 
-    def weighted(self, slots: list[Slot], _counts: list[int]) -> Slot:
+    def weighted(self, slots: list[Slot]) -> Slot:
         """Smooth weighted round robin (nginx): shares follow the weights, turns are spread."""
         total = 0.0
         best = slots[0]
@@ -128,7 +115,7 @@ class Picks:
         return best
 
 
-MODES: dict[str, Callable[[Picks, list[Slot], list[int]], Slot]] = {
+MODES: dict[str, Callable[[Picks, list[Slot]], Slot]] = {
     "round_robin": Picks.round_robin,
     "random": Picks.random,
     "least_loaded": Picks.least_loaded,

@@ -43,9 +43,14 @@ def standard_pipeline(
     migration = Migration(clock, client.rng, metrics, limit=migration_limit)
     operators: list[Operator] = [migration] if admission is None else [admission, migration]
     chosen = BasicPolicy(client, policy) if isinstance(policy, str) else policy
-    follow = [each.follow for each in (health, admission) if each is not None]
     router = Router(
-        chosen, Dispatch(client).send, metrics, clock=clock, observers=observers, follow=follow
+        chosen,
+        Dispatch(client).send,
+        metrics,
+        clock=clock,
+        observers=observers,
+        follow=() if admission is None else [admission.follow],
+        left=() if health is None else [health.left],
     )
     return assemble(operators, router.send)
 

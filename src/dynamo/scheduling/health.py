@@ -24,11 +24,10 @@ from dynamo.core.errors import (
     WorkerLeaving,
 )
 from dynamo.core.tasks import Tasks
-from dynamo.core.values import Beat, GenerateRequest
+from dynamo.core.values import Beat
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.breaker import Breaker
-from dynamo.scheduling.router.attempt import Follower
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
@@ -58,19 +57,6 @@ class Patient:
         if beat.steps != self.steps or not beat.requests:
             self.steps, self.moved_at = beat.steps, now
         return now - self.moved_at >= STUCK_S
-
-
-class Visitor(Follower):
-    """A request at its worker."""
-
-    __slots__ = ("_health", "_instance")
-
-    def __init__(self, health: Health, instance: Instance) -> None:
-        self._health = health
-        self._instance = instance
-
-    def left(self, error: BaseException | None) -> None:
-        self._health.left(self._instance, error)
 
 
 class Health:
@@ -111,13 +97,8 @@ class Health:
         self._stop()
         await self._tasks.close()
 
-    def follow(self, instance: Instance, request: GenerateRequest) -> Follower:
-        """A `Follow`: requests tell how their workers are."""
-        del request
-        return Visitor(self, instance)
-
     def left(self, instance: Instance, error: BaseException | None) -> None:
-        """A request left that worker."""
+        """For the router's `left`: requests tell how their workers are."""
         if error is None:
             if (patient := self._patients.get(instance.id)) is not None:
                 patient.breaker.succeeded()

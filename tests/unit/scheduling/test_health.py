@@ -85,7 +85,7 @@ class Ward:
     async def ask(self, instance: Instance, times: int = 1) -> None:
         for _ in range(times):
             await self.clock.sleep(1.0)
-            router = Router(Only(instance), self.answer, follow=[self.health.follow])
+            router = Router(Only(instance), self.answer, left=[self.health.left])
             with contextlib.suppress(DynamoError):
                 await router.send(REQUEST, CONTEXT, CollectedReply())
 

@@ -130,7 +130,7 @@ class Connection(asyncio.Protocol):
         if response is not None and not response.ended:
             response.open = False
             if self._task is not None:
-                self._task.cancel()
+                self._shared.tasks.drop(self._task)
 
     def _enqueue(self, request: Request) -> None:
         self.deadline = inf
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, request: Request) -> None:
         response = self._begin(request.method, request.version, keep_alive=request.keep_alive)
-        self._task = self._shared.tasks.start(self._serve(request, response))
+        self._task = self._shared.tasks.run(self._serve(request, response))
 
     def _begin(self, method: str, version: str, *, keep_alive: bool) -> Response:
         limit = self._shared.limits.stream_backlog_bytes
@@ -211,7 +211,9 @@ class Connection(asyncio.Protocol):
             response.send(status, JSON, body)
 
     def _finished(self, response: Response) -> None:
-        self._task = None
+        task, self._task = self._task, None
+        if task is not None:
+            self._shared.tasks.over(task)
         if not response.ended:
             self.abort()
         elif not response.keep_alive:

@@ -31,7 +31,9 @@ def _status_line(status: int) -> str:
 def head(status: int, headers: Headers, framing: str) -> bytes:
     """Status line and headers, `framing` (ready lines) last. Raises ValueError on a line break
     inside a header."""
-    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    lines = ""
+    for name, value in headers:
+        lines += f"{name}: {value}\r\n"
     if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
         raise ValueError("line break in a header")
     text = _status_line(status) + lines + _date_line(int(time.time())) + framing + "\r\n"

@@ -73,7 +73,7 @@ class Admission(Operator):
         self._attendance.on_left = self._release
         self._attendance.on_came = self._came
         self._queue: WaitingQueue[Ticket] = WaitingQueue(self.promise.order, self.promise.bound)
-        self._between: dict[int, Ticket] = {}
+        self._between: dict[int, Ticket | None] = {}
         self._count = 0
         self._told_s = 0.0
         self._turns = Turns()
@@ -123,8 +123,8 @@ class Admission(Operator):
         self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
     ) -> None:
         """Raises `Overloaded` where the request is not taken, saying when it might be."""
-        ticket = self._enter(request, context)
-        if ticket.turn is None:
+        ticket = None if self._open_to(context) else self._enter(request, context)
+        if ticket is None or ticket.turn is None:
             self._between[id(request)] = ticket
         else:
             await self._wait(ticket, ticket.turn)
@@ -137,8 +137,16 @@ class Admission(Operator):
             except NoWorkers:
                 await onward(request, context, reply)
         finally:
-            if self._between.pop(id(request), None) is not None:
+            if id(request) in self._between:
+                del self._between[id(request)]
                 self._release()
+
+    def _open_to(self, context: Context) -> bool:
+        """Nobody waits, any worker will do, there is a place, and a prefill is no matter."""
+        if context.metadata or self.places.free <= len(self._between) or len(self._queue):
+            return False
+        limit_s = context.timeout_s
+        return self._promised_s >= RELAXED_S and (limit_s is None or limit_s >= RELAXED_S)
 
     def _enter(self, request: GenerateRequest, context: Context) -> Ticket:
         """Let in: at once where it has no `turn` to wait for. Raises `Overloaded`."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.settings.schema import SamplingDefaults
 from dynamo.core.text import SamplingOverrides, TextOptions
@@ -42,6 +44,7 @@ class Defaults:
         seeds = {"temperature": SEED_TEMPERATURE, "top_p": SEED_TOP_P, "top_k": SEED_TOP_K}
         self._values: dict[str, Any] = seeds | said
         self._values["top_k"] = max(0, self._values["top_k"])
+        self._plain = Sampling(**self._values)
         self._max_tokens = (
             configured.max_tokens or generation.get("max_new_tokens") or SEED_MAX_TOKENS
         )
@@ -50,11 +53,10 @@ class Defaults:
 
     def sampling(self, asked: SamplingOverrides) -> Sampling:
         """Every value of `asked` that is not None, over the defaults; a random seed if none."""
-        values = self._values
-        if asked != _NOTHING:
-            names = asked.__struct_fields__
-            given = {name: getattr(asked, name) for name in names}
-            values = values | {name: value for name, value in given.items() if value is not None}
+        if asked == _NOTHING:
+            return replace(self._plain, seed=self._random_bits(SEED_BITS))
+        given = {name: getattr(asked, name) for name in asked.__struct_fields__}
+        values = self._values | {name: one for name, one in given.items() if one is not None}
         if "seed" not in values:
             return Sampling(seed=self._random_bits(SEED_BITS), **values)
         return Sampling(**values)

@@ -110,7 +110,8 @@ class Processor:
         prompt_tokens = len(prompt) // TOKEN_BYTES
         max_tokens = self._defaults.answer_tokens(options, prompt_tokens)
         request = self._request(prompt, options, context, max_tokens)
-        stops = self._stops(options)
+        strings = (*options.stop, *self._always_stop)
+        stops = StopStrings(strings, include=options.include_stop) if strings else None
         reply.prompt(prompt_tokens)
         if options.n == 1 and max_tokens:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
@@ -153,10 +154,6 @@ class Processor:
                     f"token id {token_id} is not in the vocabulary of {self._vocab_size}",
                     param=param,
                 )
-
-    def _stops(self, options: TextOptions) -> StopStrings | None:
-        strings = (*options.stop, *self._always_stop)
-        return StopStrings(strings, include=options.include_stop) if strings else None
 
     async def _fan_out(
         self, request: GenerateRequest, context: Context, choices: Sequence[Detokeniser]

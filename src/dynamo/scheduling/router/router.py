@@ -25,6 +25,8 @@ MAX_TRIES = 3
 
 SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
 """`Send` with its destination: what stands behind the router."""
+Left = Callable[[Instance, BaseException | None], None]
+"""Hears how each try at that worker ended: with that error, or well."""
 
 
 class Router:
@@ -39,12 +41,14 @@ class Router:
         clock: Clock | None = None,
         observers: Sequence[Observer] = (),
         follow: Sequence[Follow] = (),
+        left: Sequence[Left] = (),
     ) -> None:
         self.policy = policy
         self._onward = onward
         self._clock = clock or SystemClock()
         self._observers = tuple(observers)
         self._follow = tuple(follow)
+        self._left = tuple(left)
         registry = metrics or Registry()
         self._routed = registry.counter(
             "dynamo_router_requests_total", "Requests for which a worker was chosen"
@@ -97,6 +101,8 @@ class Router:
             error = failure
             raise
         finally:
+            for tell in self._left:
+                tell(instance, error)
             attempt.left(error)
             if observers:
                 code = _code(error)
