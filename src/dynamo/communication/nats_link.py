@@ -232,6 +232,7 @@ class NatsLink:
                     closed_cb=ended,
                     disconnected_cb=ended,
                     allow_reconnect=False,
+                    max_reconnect_attempts=1,
                     reconnect_time_wait=0,
                     connect_timeout=max(1, round(about.dial_timeout_s)),
                     **more,
