@@ -67,7 +67,11 @@ class Arrival:
         tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
         return max(1, tokens)
 
-    def held_alike(self, workers: int) -> bool:
-        """Whether all of so many workers hold equally much of the prompt."""
+    def held_by_all(self, workers: int) -> int | None:
+        """Blocks of the prompt that each of so many workers holds; None: some hold more than
+        others."""
         held = self.overlaps
-        return not held or (len(held) == workers and len(set(held.values())) == 1)
+        if not held:
+            return 0
+        depths = set(held.values())
+        return depths.pop() if len(held) == workers and len(depths) == 1 else None

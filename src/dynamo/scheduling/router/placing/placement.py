@@ -288,9 +288,10 @@ class Placement:
                 continue
             done = self._go(best.arrival, best.prices, best.costs, best.at, now)
             placed.append(done)
-            if not (self._nearly_free(best.book, now) or self._some_free(now)):
+            book = done.active.book
+            if not (self._nearly_free(book, now) or self._some_free(now)):
                 window.keep(overdue)
-            window.went(done.active, self._brought[best.book.name], common, self._rng)
+            window.went(done.active, self._brought[book.name], common, self._rng)
         return placed
 
     def _weighed(self, waiting: list[Arrival], common: Prices, now: float) -> Window:
@@ -299,8 +300,11 @@ class Placement:
         line: list[Arrival] = []
         others: list[Arrival] = []
         for one in waiting:
-            alike = one.work <= short and one.held_alike(workers) and not one.barred
-            (line if alike else others).append(one)
+            held = None if one.barred else one.held_by_all(workers)
+            if held is not None and one.prompt.tokens - held * one.block_tokens <= short:
+                line.append(one)
+            else:
+                others.append(one)
         return Window(others, line, lambda one: self._row(one, common, now))
 
     def _may_go(self, waiting: list[Arrival], now: float) -> list[Arrival]:

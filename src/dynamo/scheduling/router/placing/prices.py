@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 from dynamo.scheduling.router.placing.arrival import Arrival
@@ -87,26 +87,31 @@ class PredictedPrices(Prices):
         return costs
 
     def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
-        rates = self._rates
+        rates, held = self._rates, request.overlaps
         if len(rates) > TABLE_ROWS:
             order = best_rows(costs, at)
             rates = [rates[index] for index in order]
             costs = [costs[index] for index in order]
+            held = {rate[0]: held[rate[0]] for rate in rates if rate[0] in held}
         else:
             rates = rates.copy()
-        return PredictedTable(request, rates, costs, self._eviction)
+        return PredictedTable(request, held, rates, costs, self._eviction)
 
 
 class PredictedTable(Sequence[Candidate]):
     """Numbers until somebody asks: most tables are never looked at."""
 
-    __slots__ = ("_costs", "_eviction", "_made", "_overlaps", "_rates", "_size", "_tokens")
+    __slots__ = ("_costs", "_eviction", "_held", "_made", "_rates", "_size", "_tokens")
 
     def __init__(
-        self, request: Arrival, rates: Sequence[Rate], costs: Sequence[float], eviction: float
+        self,
+        request: Arrival,
+        held: Mapping[str, int],
+        rates: Sequence[Rate],
+        costs: Sequence[float],
+        eviction: float,
     ) -> None:
-        held = request.overlaps
-        self._overlaps = [held.get(rate[0], 0) for rate in rates] if held else ()
+        self._held = held
         self._tokens = request.prompt.tokens
         self._size = request.block_tokens
         self._rates = rates
@@ -127,8 +132,8 @@ class PredictedTable(Sequence[Candidate]):
         return self._made[at]
 
     def _rows(self) -> Iterator[Candidate]:
-        overlaps: Iterable[int] = self._overlaps or (0,) * len(self._rates)
-        for rate, cost, overlap in zip(self._rates, self._costs, overlaps, strict=True):
+        for rate, cost in zip(self._rates, self._costs, strict=True):
+            overlap = self._held.get(rate[0], 0)
             new = max(1, self._tokens - overlap * self._size)
             yield Candidate(rate[0], overlap, cost, terms_at(rate, new, self._eviction))
 
