@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ NAMES_SHOWN = 20
 class TextProcessor(Protocol):
     """What answers in text: `scheduling.processor`, or a fake of it."""
 
-    async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
+    def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Answer a conversation."""
 
     async def complete(

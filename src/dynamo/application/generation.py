@@ -124,7 +124,9 @@ class Generation:
                 await self.admission.enter()
             try:
                 left_s = deadline.when - self._clock.now()
-                await work(_context(exchange, left_s), reply)
+                answered = work(_context(exchange, left_s), reply)
+                del work  # a conversation need not be kept while it is answered
+                await answered
             finally:
                 self.admission.leave()
             reply.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -23,7 +23,7 @@ from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
 from dynamo.scheduling.processor.defaults import Defaults
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.prompts import Ids, Prompts
+from dynamo.scheduling.processor.prompts import Prompts
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
@@ -55,14 +55,15 @@ class Processor:
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
 
-    def chat(
-        self, request: ChatRequest, context: Context, reply: TextReply
-    ) -> Coroutine[Any, Any, None]:
-        """Continue a conversation. Returns when every choice is complete or the reader had enough.
+    def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
+        """Continue a conversation. Done when every choice is complete or the reader had enough.
 
         Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
         """
-        return self._answer(self._prompts.of_chat(request), request.options, context, reply)
+        ids = self._prompts.of_chat(request)
+        if isinstance(ids, bytes):
+            return self._answer(ids, request.options, context, reply)
+        return self._answer_later(ids, request.options, context, reply)
 
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
@@ -96,15 +97,19 @@ class Processor:
         self._check_ids(ids, "tokens")
         return self._tokenizer.decode(ids)
 
-    async def _answer(
+    async def _answer_later(
+        self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply
+    ) -> None:
+        await self._answer(await ids, options, context, reply)
+
+    def _answer(
         self,
-        ids: Ids,
+        prompt: bytes,
         options: TextOptions,
         context: Context,
         reply: TextReply,
         echo: str = "",
-    ) -> None:
-        prompt = ids if isinstance(ids, bytes) else await ids
+    ) -> Awaitable[None]:
         if options.sampling.logit_bias:
             self._check_ids(options.sampling.logit_bias, "logit_bias")
         prompt_tokens = len(prompt) // TOKEN_BYTES
@@ -115,18 +120,12 @@ class Processor:
         reply.prompt(prompt_tokens)
         if options.n == 1 and max_tokens:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
-            await self._send(request, context, choice)
-            return
+            return self._send(request, context, choice)
         choices = [
             Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
             for choice in range(options.n)
         ]
-        if max_tokens:
-            await self._fan_out(request, context, choices)
-            return
-        for choice in choices:
-            choice.begin(Started())
-            choice.finish(Finish("length"))
+        return self._fan_out(request, context, choices) if max_tokens else _nothing(choices)
 
     def _request(
         self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int
@@ -164,3 +163,10 @@ class Processor:
             await self._send(replace(request, choice=number), context, choice)
 
         await run_all(*(one(number, choice) for number, choice in enumerate(choices)))
+
+
+async def _nothing(choices: Sequence[Detokeniser]) -> None:
+    """The answer that was asked for: no token."""
+    for choice in choices:
+        choice.begin(Started())
+        choice.finish(Finish("length"))

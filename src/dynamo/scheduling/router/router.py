@@ -66,50 +66,54 @@ class Router:
         while True:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
+            rank = decision.rank
+            sent = request if rank is None else replace(request, rank=rank)
+            if context.avoid:  # has been of use, and may be long
+                context = replace(context, avoid=())
+            attempt = self._begin(decision, sent, reply)
+            error: BaseException | None = None
             try:
-                return await self._try(decision, request, context, reply)
-            except InstanceGone as error:
+                return await self._onward(decision.instance, sent, context, attempt)
+            except InstanceGone as gone:
+                error = gone
                 tried.add(decision.instance.id)
                 if len(tried) >= last:
                     raise
-                log.warning(
-                    "worker gone, choosing again",
-                    extra={"fields": {"worker": decision.instance.id, "error": error.message}},
-                )
+                fields = {"worker": decision.instance.id, "error": gone.message}
+                log.warning("worker gone, choosing again", extra={"fields": fields})
+            except BaseException as failure:
+                error = failure
+                raise
+            finally:
+                self._end(decision, sent, attempt, error)
+                del error  # it leads back to this frame
             self._retried.inc()
             context = replace(context, attempt=context.attempt + 1)
 
-    async def _try(
-        self, decision: Decision, request: GenerateRequest, context: Context, reply: Reply
-    ) -> None:
-        """Send it there; whoever wants to know hears how it goes."""
-        instance, observers, ticket = decision.instance, self._observers, decision.ticket
-        if decision.rank is not None:
-            request = replace(request, rank=decision.rank)
-        if context.avoid:  # has been of use, and may be long
-            context = replace(context, avoid=())
-        if observers:
+    def _begin(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
+        """Whoever wants to know hears how it goes."""
+        ticket = decision.ticket
+        if self._observers:
             ticket = ticket or Ticket()
-            for observer in observers:
+            for observer in self._observers:
                 observer.decided(request, decision)
-        followers = [follow(instance, request) for follow in self._follow]
-        attempt = Attempt(reply, followers, ticket, self._clock)
-        error: BaseException | None = None
-        try:
-            await self._onward(instance, request, context, attempt)
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            for tell in self._left:
-                tell(instance, error)
-            attempt.left(error)
-            if observers:
-                code = _code(error)
-                outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, code)
-                for observer in observers:
-                    observer.ended(request, decision, outcome)
-            del error  # it leads back to this frame
+        followers = [follow(decision.instance, request) for follow in self._follow]
+        return Attempt(reply, followers, ticket, self._clock)
+
+    def _end(
+        self,
+        decision: Decision,
+        request: GenerateRequest,
+        attempt: Attempt,
+        error: BaseException | None,
+    ) -> None:
+        for tell in self._left:
+            tell(decision.instance, error)
+        attempt.left(error)
+        if self._observers:
+            outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, _code(error))
+            for observer in self._observers:
+                observer.ended(request, decision, outcome)
 
 
 def _code(error: BaseException | None) -> str:
