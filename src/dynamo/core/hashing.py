@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from struct import iter_unpack
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,11 +27,8 @@ def root_hash(salt: str = "") -> int:
 def block_hashes(token_ids: bytes, block_tokens: int = BLOCK_TOKENS, parent: int = 0) -> list[int]:
     """Hashes of the full blocks of packed u32 `token_ids`, in order; a partial tail has none."""
     size = block_tokens * TOKEN_BYTES
-    hashes: list[int] = []
-    for start in range(0, len(token_ids) - size + 1, size):
-        parent = xxh3_64_intdigest(token_ids[start : start + size], parent)
-        hashes.append(parent)
-    return hashes
+    blocks = iter_unpack(f"{size}s", token_ids[: len(token_ids) // size * size])
+    return [parent := xxh3_64_intdigest(block, parent) for (block,) in blocks]
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
