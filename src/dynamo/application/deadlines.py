@@ -47,10 +47,13 @@ class Deadlines:
         self._clock = clock
         self._running: dict[int, Deadline] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, now: float) -> Deadline:
         """Watch the current task from `now` on."""
-        task = asyncio.current_task()
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # asks the kernel, every time
+        task = asyncio.current_task(self._loop)
         if task is None:
             raise RuntimeError("a deadline needs a task")
         deadline = Deadline(task, now + self.limit_s)

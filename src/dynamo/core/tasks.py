@@ -21,6 +21,7 @@ class Tasks:
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._on_failure = on_failure
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
         """Run `work` under this owner."""
@@ -32,7 +33,9 @@ class Tasks:
     def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """`start` for work that nobody need hear the end of, and that calls `over` as its last
         act: its end then costs the loop no turn. Only `drop` may cancel it."""
-        task = asyncio.get_running_loop().create_task(work)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # asks the kernel, every time
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         return task
 

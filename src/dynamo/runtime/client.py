@@ -42,6 +42,7 @@ class Client:
         self._requests = requests
         self._on_close = on_close
         self.on_work: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str, Slot] = {}
         self.instances: Mapping[str, Instance] = {}
         self.rng = rng or Random()
@@ -104,9 +105,11 @@ class Client:
         window: Window | None = None,
     ) -> None:
         """Call that instance; see `Requests.call` for what is promised and raised."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # asks the kernel, every time
         slot = self._take(instance)
         try:
-            with Interruptible(slot.calls):
+            with Interruptible(slot.calls, self._loop):
                 await self._requests.call(
                     instance.address, self.path, payload, context, sink, window=window
                 )

@@ -7,12 +7,17 @@ from types import TracebackType
 
 
 class Interruptible:
-    """`with Interruptible(calls): await ...`; while inside it is a member of `calls`."""
+    """`with Interruptible(calls): await ...`; while inside it is a member of `calls`.
 
-    __slots__ = ("_before", "_calls", "_error", "_task")
+    `loop`: the running one, where that is known."""
 
-    def __init__(self, calls: set[Interruptible]) -> None:
+    __slots__ = ("_before", "_calls", "_error", "_loop", "_task")
+
+    def __init__(
+        self, calls: set[Interruptible], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         self._calls = calls
+        self._loop = loop
         self._error: Exception | None = None
         self._task: asyncio.Task[object] | None = None
         self._before = 0
@@ -24,7 +29,7 @@ class Interruptible:
             self._task.cancel()
 
     def __enter__(self) -> None:
-        self._task = task = asyncio.current_task()
+        self._task = task = asyncio.current_task(self._loop)
         if task is not None:
             self._before = task.cancelling()
             self._calls.add(self)

@@ -31,26 +31,21 @@ ERROR_AGE_S = 30.0
 class Attended(Held, Follower):
     """One request at its worker."""
 
-    __slots__ = ("_attendance", "_worker")
-
-    def __init__(
-        self, attendance: Attendance, worker: str, bound: int, need: float, now: float
-    ) -> None:
-        super().__init__(bound, need, now)
-        self._attendance = attendance
-        self._worker = worker
+    __slots__ = ("attendance", "worker")
+    attendance: Attendance
+    worker: str
 
     def began(self, started: Started) -> None:
-        self._attendance.began(self, started)
+        self.attendance.began(self, started)
 
     def first_token(self) -> None:
-        self._attendance.first_token(self)
+        self.attendance.first_token(self)
 
     def finished(self, end: Finish) -> None:
         self.tokens = end.completion_tokens
 
     def left(self, error: BaseException | None) -> None:
-        self._attendance.left(self._worker, self, ok=not isinstance(error, DynamoError))
+        self.attendance.left(self.worker, self, ok=not isinstance(error, DynamoError))
 
 
 class Attendance:
@@ -77,7 +72,8 @@ class Attendance:
         bound = request.stops.max_tokens
         prompt = len(request.token_ids) // TOKEN_BYTES
         need = prompt + self._places.durations.answer_tokens(bound)
-        held = Attended(self, worker, bound, need, now)
+        held = Attended(bound, need, now)
+        held.attendance, held.worker = self, worker
         held.predicted_s = self.on_came(request)
         self._places.take(worker, held, now)
         book = self.fleet.get(worker) if self.keeps else None
