@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -27,10 +28,20 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if error.code in USAGE_CODES else 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output left (`dynamo ps | head`); the interpreter must not flush again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output left (`dynamo ps | head`)
+        _mute()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _mute()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _mute() -> None:
+    """Nothing can be written to standard output: the interpreter must not flush it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: Sequence[str]) -> int:

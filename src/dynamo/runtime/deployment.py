@@ -60,7 +60,8 @@ class Deployment(msgspec.Struct, frozen=True):
         return f"file:{self.folder / DISCOVERY}"
 
     def prepare(self) -> None:
-        """Make the folder. Raises `ConfigError` where it is somebody else's. Blocks."""
+        """Make the folder. Raises `ConfigError` where it cannot be made or is somebody else's.
+        Blocks."""
         _private(self.folder.parent)
         _private(self.folder)
         _private(self.folder / PROCESSES)
@@ -148,12 +149,14 @@ def _at(path: Path) -> ProcessRecord | None:
 
 def _private(folder: Path) -> None:
     """`folder` exists, is ours and nobody else can look into it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hint = "set XDG_RUNTIME_DIR to a folder of your own"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"the state folder {folder} cannot be made: {error.strerror}"
+        raise ConfigError(message, hint=hint) from None
     about = folder.stat(follow_symlinks=False)
     if about.st_uid != os.getuid():
-        raise ConfigError(
-            f"the state folder {folder} belongs to another user",
-            hint="set XDG_RUNTIME_DIR to a folder of your own",
-        )
+        raise ConfigError(f"the state folder {folder} belongs to another user", hint=hint)
     if about.st_mode & 0o077:
         folder.chmod(0o700)

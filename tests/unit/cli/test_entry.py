@@ -110,6 +110,15 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     assert ended.stderr == ""
 
 
+@pytest.mark.parametrize("words", ["--help", "ps", "config explain"])
+def test_a_full_disk_is_told_without_a_traceback(words: str) -> None:
+    command = f"{sys.executable} -m dynamo {words} > /dev/full"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 1
+    assert ended.stderr == "error: [Errno 28] No space left on device\n"
+
+
 def test_ctrl_c_amid_imports_is_no_traceback() -> None:
     program = (
         "import os, signal, sys\n"

@@ -176,3 +176,11 @@ def test_a_port_in_use_names_the_deployment(
         claim_port("127.0.0.1", held.getsockname()[1])
     assert f"deployment http-8000 (process {os.getpid()}) serves there" in caught.value.message
     assert "`dynamo stop http-8000`" in caught.value.hint
+
+
+def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    with pytest.raises(ConfigError, match="cannot be made") as caught:
+        Deployment("one", in_the_way / "dynamo" / "one").prepare()
+    assert "XDG_RUNTIME_DIR" in caught.value.hint
