@@ -31,9 +31,9 @@ class ChatTemplate:
     """A template, compiled once. Without a source: `System: …\\nUser: …\\nAssistant: `."""
 
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = _compiled(source) if source else None
-        self._globals = dict(self._template.globals) if self._template else {}
+        known = self._template.globals if self._template else {}
+        self._known = {**known, "bos_token": bos_token, "eos_token": eos_token}
 
     def render(
         self,
@@ -49,8 +49,7 @@ class ChatTemplate:
         if self._template is None:
             return _plain(messages, add_generation_prompt)
         variables = {
-            **self._globals,
-            **self._tokens,
+            **self._known,
             **args,
             "messages": messages,
             "tools": tools or None,

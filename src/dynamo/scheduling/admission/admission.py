@@ -20,12 +20,11 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, Send
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.client import Client
-from dynamo.runtime.instances import Instance
 from dynamo.scheduling.admission.attendance import Attendance
 from dynamo.scheduling.admission.places import Places
 from dynamo.scheduling.admission.promise import Promise
 from dynamo.scheduling.admission.ticket import Ticket, Turns
-from dynamo.scheduling.router.attempt import Follower
+from dynamo.scheduling.router.attempt import Follow
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.labels import barred
 from dynamo.scheduling.router.placing.fleet import Fleet
@@ -51,7 +50,7 @@ WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 class Admission(Operator):
     """Before everything that may send a request more than once: what was let in is not asked
-    again. Its `follow` is for the router."""
+    again. Its `follow` is for the router: who is with a worker is known by that."""
 
     def __init__(
         self,
@@ -70,6 +69,7 @@ class Admission(Operator):
         self._fleet = kept or Fleet()
         self._alone = kept is None
         self._attendance = Attendance(clock, self.places, self._fleet)
+        self.follow: Follow = self._attendance.follow
         self._attendance.on_left = self._release
         self._attendance.on_came = self._came
         self._queue: WaitingQueue[Ticket] = WaitingQueue(self.promise.order, self.promise.bound)
@@ -108,10 +108,6 @@ class Admission(Operator):
     def close(self) -> None:
         """Follow the workers no more. Who waits goes on."""
         self._stop_listening()
-
-    def follow(self, instance: Instance, request: GenerateRequest) -> Follower:
-        """A `Follow`: who is with a worker is known by that."""
-        return self._attendance.follow(instance, request)
 
     def reported(self, worker: str, load: Load, now: float) -> None:
         """A worker's own word about its load."""
