@@ -39,8 +39,8 @@ LOOK_AGAIN_S = 0.05
 TOGETHER = 0.25
 """Share of a worker's step that prompts may fill before those that come next are held back."""
 
-SHORT = 1 / 8
-"""Share of a worker's step up to which a prompt is short: a better choice would gain it little."""
+SHORT = 512
+"""Tokens up to which a prompt is short: a better choice would gain it little."""
 
 
 class View(Protocol):
@@ -296,12 +296,12 @@ class Placement:
 
     def _weighed(self, waiting: list[Arrival], common: Prices, now: float) -> Window:
         """Short prompts of which all workers hold the same stand in line."""
-        workers, short = len(common.books), SHORT * common.books[0].token_budget
+        workers = len(common.books)
         line: list[Arrival] = []
         others: list[Arrival] = []
         for one in waiting:
             held = None if one.barred else one.held_by_all(workers)
-            if held is not None and one.prompt.tokens - held * one.block_tokens <= short:
+            if held is not None and one.prompt.tokens - held * one.block_tokens <= SHORT:
                 line.append(one)
             else:
                 others.append(one)
@@ -323,7 +323,7 @@ class Placement:
         tokens, step = book.open_tokens, book.token_budget
         return (
             tokens <= step * TOGETHER
-            or (tokens <= step and tokens <= step * SHORT * book.open_count)
+            or tokens <= min(step, SHORT * book.open_count)
             or book.backlog_ms(now) <= self._patience.backlog_s * 1e3
         )
 
