@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -220,14 +221,12 @@ def _target(found: argparse.Namespace) -> Any:
 def _load(found: argparse.Namespace) -> Any:
     from dynamo.operations.bench.plan import Load
 
-    first, _, last = (found.rate or "0").partition("..")
-    try:
-        rate, rate_to = float(first), float(last or 0)
-    except ValueError:
-        raise ConfigError(f"--rate {found.rate}", hint="wanted 20, or 5..50") from None
+    rate, rate_to = _rates(found.rate)
     duration_s = _seconds(found.duration) if found.duration or found.requests else 10.0
     if rate_to and not duration_s:
         raise ConfigError("--rate A..B grows over a time", hint="say it with --duration")
+    if not (duration_s or found.requests or found.trace):
+        raise ConfigError("--duration 0 would never end", hint="say --requests, or a duration")
     return Load(
         concurrency=found.concurrency,
         rate=rate,
@@ -240,6 +239,20 @@ def _load(found: argparse.Namespace) -> Any:
     )
 
 
+def _rates(text: str | None) -> tuple[float, float]:
+    """The first and the last (0: there is none)."""
+    if text is None:
+        return 0.0, 0.0
+    first, dots, last = text.partition("..")
+    try:
+        rates = [float(first), *([float(last)] if dots else [])]
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < inf for rate in rates):
+        raise ConfigError(f"--rate {text}", hint="wanted 20, or 5..50: above 0")
+    return rates[0], rates[1] if dots else 0.0
+
+
 def _check_numbers(found: argparse.Namespace) -> None:
     least = {"concurrency": 1, "isl": 1, "osl": 1, "requests": 0, "warmup": 0, "block_tokens": 1}
     for name, bound in least.items():
@@ -247,7 +260,7 @@ def _check_numbers(found: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: at least {bound}")
     if not 0 <= found.prefix_share <= 1 or found.prefixes < 1:
         raise ConfigError("--prefix-share is 0 to 1, --prefixes at least 1")
-    if found.speed <= 0:
+    if not 0 < found.speed < inf:
         raise ConfigError("--speed: above 0")
 
 

@@ -51,6 +51,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--log-level", "loud"], "no log level", "debug"),
         (["chat", "--url", "http://x"], "unknown argument '--url'", "`dynamo chat URL`"),
         (["bench", "--url=http://x"], "unknown argument '--url=", "`dynamo bench URL`"),
+        (["bench", "--rate", "-1"], "--rate -1", "above 0"),
+        (["bench", "--rate=0"], "--rate 0", "above 0"),
+        (["bench", "--rate", "5..x"], "--rate 5..x", "5..50"),
+        (["bench", "--rate", "5..0", "--duration", "1s"], "--rate 5..0", "above 0"),
+        (["bench", "--rate", "nan"], "--rate nan", "above 0"),
+        (["bench", "--speed", "nan"], "--speed: above 0", ""),
+        (["bench", "--duration", "0"], "would never end", "--requests"),
         (["stop", "--timeout", "x"], "invalid float", "dynamo stop --help"),
     ],
 )
