@@ -49,7 +49,8 @@ def service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
     try:
         args = msgspec.convert(given, ServiceArgs, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{name}.{ARGS}: {error}") from None
+        wanted, _, at = str(error).partition(" - at `$")
+        raise ConfigError(f"{name}.{ARGS}{at.rstrip('`')}: {wanted}") from None
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"{name}.{ARGS}.workers = {args.workers}: at least 1")
     return args

@@ -84,6 +84,9 @@ def _imported(name: str, folder: str) -> Any:
 
 def _broken(name: str, error: Exception) -> ConfigError:
     """What is wrong inside a user's module, and where."""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+        return ConfigError(f"{name} cannot be imported: {error.msg} ({place})")
     steps = traceback.extract_tb(error.__traceback__)
     own = [step for step in steps if "importlib" not in step.filename]
     at = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -155,6 +155,11 @@ def test_wrong_configuration_is_told(section: dict[str, Any], told: str) -> None
         configuration_of(Configured, section)
 
 
+def test_the_wrong_service_arg_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"Configured\.ServiceArgs\.workers: Expected `int"):
+        service_args(Configured, {"ServiceArgs": {"workers": "many"}})
+
+
 @pytest.mark.parametrize("args", [{"workers": 0}, {"worker": 1}, {"workers": "many"}])
 def test_wrong_service_args_are_told(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Configured.ServiceArgs"):
