@@ -40,7 +40,7 @@ class Splitter:
     def pieces(self, text: str) -> list[str]:
         """The pieces of `text`, added tokens apart; their concatenation is `text`."""
         parts = self._split(text)
-        if max(map(len, parts)) <= self._cut_chars:
+        if len(text) <= self._cut_chars or max(map(len, parts)) <= self._cut_chars:
             return list(filter(None, parts))
         found: list[str] = []
         for number, part in enumerate(parts):
