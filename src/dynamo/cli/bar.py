@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from typing import Self, TextIO
@@ -25,6 +26,14 @@ def bar_line(what: str, done: int, total: int) -> str:
         return f"{what} ..."
     share = min(1.0, done / total)
     return f"{what} {drawn(share)} {share:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+
+
+def columns(out: TextIO) -> int | None:
+    """What fits on one line, so that it can be drawn over; None: nobody knows."""
+    try:
+        return max(os.get_terminal_size(out.fileno()).columns - 1, 0) or None
+    except (OSError, ValueError):
+        return None
 
 
 class Bar:
@@ -64,8 +73,8 @@ class Bar:
     def show(self, line: str) -> None:
         """This is how far it is."""
         with self._lock:
-            self._line = line if self._tty else ""
-            self._out.write(f"{CLEAR}{line}" if self._tty else f"{line}\n")
+            self._line = line[: columns(self._out)] if self._tty else ""
+            self._out.write(f"{CLEAR}{self._line}" if self._tty else f"{line}\n")
             self._out.flush()
 
     def write(self, text: str) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import termios
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,15 @@ def test_programs_read_progress_as_log_lines(caplog: pytest.LogCaptureFixture) -
     assert out.getvalue() == ""
     (record,) = caplog.records
     assert record.fields == {"step": "fetching", "done_bytes": 1, "total_bytes": 2}  # type: ignore[attr-defined]
+
+
+def test_a_bar_keeps_to_its_line_in_a_narrow_terminal() -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (4, 12))
+    with os.fdopen(theirs, "w") as out, Bar(out) as bar:
+        bar("fetching a model", 5, 10)
+        bar.write("a line\n")
+    seen = os.read(ours, 1000).decode()
+    os.close(ours)
+    fits = bar_line("fetching a model", 5, 10)[:11]
+    assert seen == f"{CLEAR}{fits}{CLEAR}a line\r\n{fits}{CLEAR}"
