@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, DynamoError
@@ -48,7 +49,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _talk(found)
     except dynamo_client.DynamoError as error:
-        raise DynamoError(error.message, hint=error.hint) from error
+        unknown = getattr(error, "status", 0) == HTTPStatus.UNAUTHORIZED
+        hint = f"--api-key KEY, or ${API_KEY}" if unknown else error.hint
+        raise DynamoError(error.message, hint=hint) from error
 
 
 def _talk(found: argparse.Namespace) -> int:

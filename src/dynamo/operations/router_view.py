@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ import msgspec
 from dynamo.core.errors import DynamoError, InvalidRequest, NotFound, NotReady, Unauthorized
 
 ANSWER_S = 10.0
+NO_KEY = "--api-key KEY, or $DYNAMO_API_KEY"
 ERRORS: dict[int, type[DynamoError]] = {
     400: InvalidRequest,
     401: Unauthorized,
@@ -80,4 +82,5 @@ def _told(status: int, body: bytes) -> DynamoError:
         spoken = msgspec.json.decode(body, type=ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         spoken = Spoken(f"the server answered {status}")
-    return ERRORS.get(status, DynamoError)(spoken.message, hint=spoken.hint or "")
+    hint = NO_KEY if status == HTTPStatus.UNAUTHORIZED else spoken.hint or ""
+    return ERRORS.get(status, DynamoError)(spoken.message, hint=hint)

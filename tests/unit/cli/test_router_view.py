@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.cli import main
 from dynamo.cli.router_view import as_text, run
 from dynamo.core.errors import ConfigError, InvalidRequest
 
@@ -18,7 +19,7 @@ class Refusing(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         error = {"message": "seconds: a number, not 'nan'", "param": "seconds", "hint": None}
         body = json.dumps({"error": error}).encode()
-        self.send_response(400)
+        self.send_response(400 if self.path.startswith("/router/report") else 401)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -40,6 +41,15 @@ def refusing() -> Iterator[str]:
 def test_what_the_server_says_is_told(refusing: str) -> None:
     with pytest.raises(InvalidRequest, match="a number, not 'nan'"):
         run(["report", "--seconds", "nan", "--url", refusing])
+
+
+def test_who_has_no_key_is_told_how_to_give_one(
+    refusing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DYNAMO_API_KEY", raising=False)
+    for command in (["explain", "--url", refusing], ["chat", refusing]):
+        assert main(command) == 1
+        assert "hint: --api-key KEY, or $DYNAMO_API_KEY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--html", "--picture"])

@@ -54,6 +54,7 @@ def test_flag_beats_environment_beats_file_beats_default() -> None:
         ("router: {mode: weighted}", "router.mode", "weighted_round_robin"),
         ("model: {names: [a, b]}", "model.names", ("a", "b")),
         ("model: {names: 'a, b'}", "model.names", ("a", "b")),
+        ('model: {names: \'["a", "b"]\'}', "model.names", ("a", "b")),
         ("sampling: {temperature: 0}", "sampling.temperature", 0.0),
         ("sampling: {temperature: null}", "sampling.temperature", None),
         ("sampling:", "sampling.temperature", None),

@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
+import msgspec
+
 from dynamo.core.settings.declare import Declared
 from dynamo.core.settings.units import parse_cores, parse_gibibytes, parse_seconds, parse_size
 
@@ -68,7 +70,7 @@ def _read(declared: Declared, kind: Any, raw: Any) -> Any:
 
 def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
     if isinstance(raw, str):
-        raw = [part.strip() for part in raw.split(",") if part.strip()]
+        raw = _parts(raw)
     if isinstance(raw, int) and not isinstance(raw, bool):
         raw = [raw]
     if not isinstance(raw, Sequence) or not all(isinstance(one, str | int | float) for one in raw):
@@ -77,6 +79,16 @@ def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
         return tuple(kind(one) for one in raw)
     except ValueError:
         raise ValueError("wanted a list of numbers") from None
+
+
+def _parts(text: str) -> list[Any]:
+    """`a, b`, or JSON."""
+    if not text.strip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return msgspec.json.decode(text, type=list[Any])
+    except msgspec.DecodeError:
+        raise ValueError('wanted a list: a,b or ["a", "b"]') from None
 
 
 def _flag(raw: Any) -> bool:
