@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from operator import sub
 
 from dynamo.application.metrics import ModelMetrics
 
@@ -42,7 +42,6 @@ class Pace:
         """Count what is not counted yet."""
         for times in self.times:
             if len(times) > 1:
-                gaps = [later - now for now, later in pairwise(times)]
-                self._metrics.inter_token.observe_each(gaps)
-                self.events += len(gaps)
+                self._metrics.inter_token.observe_each(map(sub, times[1:], times))
+                self.events += len(times) - 1
                 del times[:-1]

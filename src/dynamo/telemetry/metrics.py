@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
@@ -74,11 +74,17 @@ class Histogram:
         self.sum += value
 
     def observe_each(self, values: Iterable[float]) -> None:
-        """Count every one of `values`."""
-        bounds, counts = self.bounds, self.counts
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            self.sum += value
+        """Count every one of `values`: bound by bound, which for many values takes less than one
+        by one."""
+        ordered, counts, below = sorted(values), self.counts, 0
+        self.sum += sum(ordered)
+        for index, bound in enumerate(self.bounds):
+            upto = bisect_right(ordered, bound, below)
+            counts[index] += upto - below
+            below = upto
+            if below == len(ordered):
+                return
+        counts[-1] += len(ordered) - below
 
     def observe_many(self, value: float, times: int) -> None:
         """Count the same value `times` times (a step's tokens)."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo.telemetry import Registry, render_merged
+from dynamo.telemetry.metrics import Histogram
 from dynamo.telemetry.process import add_process_metrics
 
 
@@ -38,6 +39,16 @@ def test_a_histogram_counts_values_up_to_its_bounds() -> None:
         "dynamo_h_seconds_sum 7.699999999999999",
         "dynamo_h_seconds_count 5",
     ]
+
+
+def test_many_values_count_as_each_of_them() -> None:
+    at_once, one_by_one = Histogram([1.0, 2.0, 4.0]), Histogram([1.0, 2.0, 4.0])
+    for values in ([], [0.5], [4.0, 1.0, 2.0, 2.5], [9.0, 4.5, 1.5, 1.0, 1.0]):
+        at_once.observe_each(values)
+        for value in values:
+            one_by_one.observe(value)
+    assert at_once.counts == one_by_one.counts == [4, 2, 2, 2]
+    assert at_once.sum == one_by_one.sum
 
 
 def test_callbacks_are_asked_at_scrape() -> None:
