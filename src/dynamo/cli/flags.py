@@ -14,7 +14,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Declared, Given, Loaded, load
 from dynamo.core.settings.load import STANDS_IN, UNUSED
 from dynamo.core.settings.names import declared_settings, sections
-from dynamo.core.settings.values import type_name
+from dynamo.core.settings.values import parts_of, type_name
 
 CONFIG_PATH = "DYNAMO_CONFIG_PATH"
 SHOWN = 4
@@ -116,8 +116,18 @@ class _Give(argparse.Action):
         if self.nargs == 0:
             raw = not str(option_string).startswith("--no-")
         elif self.metavar == LIST:
-            raw = [*(before.raw if isinstance(before, Given) else ()), values]
+            raw = [
+                *(before.raw if isinstance(before, Given) else ()),
+                *_listed(values, option_string),
+            ]
         setattr(namespace, self.dest, Given(raw, f"flag {option_string}"))
+
+
+def _listed(text: Any, flag: str | None) -> Sequence[Any]:
+    try:
+        return parts_of(str(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 LIST = "NAME"

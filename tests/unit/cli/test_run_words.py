@@ -11,6 +11,7 @@ import pytest
 from dynamo.cli import run
 from dynamo.cli.bar import CLEAR, Bar, bar_line
 from dynamo.cli.flags import load_settings
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 
 
@@ -48,6 +49,14 @@ def test_every_setting_has_a_dotted_flag() -> None:
     assert settings.server.stream_backlog_bytes == 2 << 20
     assert settings.server.log_requests is False
     assert settings.runtime.drain_s == 60
+
+
+def test_a_list_is_repeated_or_has_commas_or_is_json() -> None:
+    for line in ("--model-name a --model-name b", "--model-name a,b", '--model-name ["a","b"]'):
+        assert settings_of(line).model.names == ("a", "b")
+    assert settings_of("--sampling.stop_tokens 1,2").sampling.stop_tokens == ("1", "2")
+    with pytest.raises(ConfigError, match="--model-name: wanted a list"):
+        settings_of('--model-name ["a"')
 
 
 def test_a_flag_without_value_takes_no_word() -> None:

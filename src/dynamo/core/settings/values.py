@@ -70,7 +70,7 @@ def _read(declared: Declared, kind: Any, raw: Any) -> Any:
 
 def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
     if isinstance(raw, str):
-        raw = _parts(raw)
+        raw = parts_of(raw)
     if isinstance(raw, int) and not isinstance(raw, bool):
         raw = [raw]
     if not isinstance(raw, Sequence) or not all(isinstance(one, str | int | float) for one in raw):
@@ -81,8 +81,8 @@ def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
         raise ValueError("wanted a list of numbers") from None
 
 
-def _parts(text: str) -> list[Any]:
-    """`a, b`, or JSON."""
+def parts_of(text: str) -> list[Any]:
+    """Of a list written as `a, b` or in JSON. Raises ValueError."""
     if not text.strip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
