@@ -91,13 +91,13 @@ class KvIndex:
         """`worker` holds this chain; its first block hangs under `parent` (0: the root)."""
         bit = self._sets.bit(worker)
         filled = bool(self._holes.workers) and self._holes.fill(bit, hashes)
-        above = self._run(parent)
-        if above is not None and not filled and self._extend(above, bit, parent, hashes):
-            self._step(GROWTH_BYTES + RUN_BLOCK_BYTES * len(hashes))
-            return
-        place = -1
-        if above is not None and above.hashes[-1] != parent:
-            place = above.follows(worker, parent)
+        above, place = self._run(parent), -1
+        if above is not None:
+            if above.hashes[-1] != parent:
+                place = above.follows(worker, parent)
+            elif above.workers == bit and not filled and self._extend(above, parent, hashes):
+                self._step(GROWTH_BYTES + RUN_BLOCK_BYTES * len(hashes))
+                return
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
@@ -244,16 +244,11 @@ class KvIndex:
             self._cut(run, run.deepest())
         return len(run.hashes) > 0
 
-    def _extend(self, run: Run, bit: int, parent: int, hashes: Sequence[int]) -> bool:
-        """Whether these blocks are simply more of a run that one worker holds: most events."""
+    def _extend(self, run: Run, parent: int, hashes: Sequence[int]) -> bool:
+        """Whether these blocks are simply more of a run that one worker holds and `parent` ends:
+        most events."""
         known = self._runs.children
-        if (
-            run.workers != bit
-            or run.hashes[-1] != parent
-            or parent in known
-            or not known.keys().isdisjoint(hashes)
-            or not hashes
-        ):
+        if parent in known or not hashes or not known.keys().isdisjoint(hashes):
             return False
         if self._kept is not None:
             self._keep(run)
