@@ -263,6 +263,15 @@ async def accepting(*says: bytes) -> AsyncIterator[tuple[str, asyncio.Queue[asyn
         writer.close()
 
 
+async def test_a_peer_that_never_greets_is_told_to_give_no_answer(
+    client: TcpRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greeting, "HANDSHAKE_S", 0.01)
+    async with accepting() as (address, _):
+        with pytest.raises(InstanceGone, match="cannot be reached: no answer"):
+            await client.call(address, "echo", b"", HERE, lambda _: True)
+
+
 async def test_closing_while_dialling_leaves_no_connection(client: TcpRequests) -> None:
     async with accepting() as (address, connected), Tasks() as tasks:
         call = tasks.start(client.call(address, "echo", b"", HERE, lambda _: True))

@@ -192,7 +192,9 @@ class NatsLink:
                 client = await self._connect(server)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 failures += 1
-                self._away(f"NATS at {_shown(server)}: {self._complaint or error or 'no answer'}")
+                self._away(
+                    f"NATS at {_shown(server)}: {self._complaint or str(error) or 'no answer'}"
+                )
                 await self._rest(self._pause(failures))
                 continue
             failures = 0

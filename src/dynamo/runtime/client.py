@@ -88,7 +88,7 @@ class Client:
         """The error of having nobody to call, and why. `who` is missing, of what (the endpoint)."""
         of = of or self.path
         if why := self._view.absence():
-            message = f"no {who} of {of} can be asked now: of those that are there {why}"
+            message = f"no {who} of {of} can be asked now: {why}"
             hint = "what does not answer now comes back by itself when it does"
         else:
             message = f"no {who} serves {of} now"

@@ -73,7 +73,7 @@ class EtcdServer:
         except ConfigError as error:  # files that were there at the start
             raise PlaneAway(f"etcd at {self.where}: {error.message}") from None
         except (OSError, TimeoutError) as error:
-            raise PlaneAway(f"etcd at {self.where}: {error or 'no answer'}") from None
+            raise PlaneAway(f"etcd at {self.where}: {str(error) or 'no answer'}") from None
         if self.where.tls:
             credentials = await asyncio.to_thread(_credentials, tls)
             self._channel = rpc.secure_channel(target, credentials, options=_CHANNEL)

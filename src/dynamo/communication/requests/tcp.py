@@ -174,7 +174,7 @@ class TcpRequests(Requests):
             await peer.greeting.connect(partial(self._wires.dial, address=address))
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
             self._tell_broken(address)
-            return InstanceGone(f"{address} cannot be reached: {error or 'no answer'}")
+            return InstanceGone(f"{address} cannot be reached: {str(error) or 'no answer'}")
         former = self._dialled.get(address)
         if not peer.link.lost.is_set():
             self._dialled[address] = peer
