@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""CPU of one whole routing decision (hash, match, cost, choose, explain), and of following a reply.
+"""CPU of one whole routing decision: hash, match, cost, choose, explain.
 
     benchmarks/kv_decision.py [--tokens 8192] [--workers 8 64 512] [--active 16] [--rounds 300]
 
@@ -20,12 +20,10 @@ from dynamo.core.reply import Extra, Reply
 from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.attempt import Attempt
 from dynamo.scheduling.router.placing.arrival import Arrival
 from dynamo.scheduling.router.placing.costs import PredictedCost
 from dynamo.scheduling.router.placing.fleet import Active, Fleet
 from dynamo.scheduling.router.placing.placement import Placement
-from dynamo.scheduling.router.policy import Ticket
 from dynamo.scheduling.router.prompt import Prompt, prompt_reader
 
 BLOCK = 16
@@ -106,21 +104,6 @@ def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
     return statistics.median(took), took[int(len(took) * 0.99)]
 
 
-def follow(rounds: int) -> float:
-    """Microseconds that following costs a token."""
-    clock = SystemClock()
-    plain, ids = Nowhere(), (5,)
-    tracked = Attempt(plain, (), Ticket(), clock)
-    both = []
-    for reply in (tracked, plain):
-        take = reply.tokens
-        start = time.process_time_ns()
-        for _ in range(rounds):
-            take(ids)
-        both.append((time.process_time_ns() - start) / 1e3 / rounds)
-    return both[0] - both[1]
-
-
 def main() -> None:
     """Print a line a fleet size."""
     parser = argparse.ArgumentParser(
@@ -134,7 +117,6 @@ def main() -> None:
     for workers in args.workers:
         median, high = decide(workers, args)
         print(f"{workers:4d} workers, {args.tokens} tokens: {median:6.0f} us (p99 {high:.0f})")
-    print(f"following a reply: {follow(1_000_000):.3f} us a token")
 
 
 if __name__ == "__main__":
