@@ -174,9 +174,7 @@ class Connection(asyncio.Protocol):
     def _next(self) -> None:
         item = self._queue.popleft()
         if isinstance(item, DynamoError):
-            limit = self._shared.limits.stream_backlog_bytes
-            response = Response(self, "GET", "1.1", keep_alive=False, backlog_limit=limit)
-            self._response = response
+            response = self._begin("GET", "1.1", keep_alive=False)
             status, body = self._shared.on_error(item, "")
             response.send(status, JSON, body)
             self._linger()
@@ -184,15 +182,13 @@ class Connection(asyncio.Protocol):
         self._answer(item)
 
     def _answer(self, request: Request) -> None:
-        shared = self._shared
-        response = self._response = Response(
-            self,
-            request.method,
-            request.version,
-            keep_alive=request.keep_alive,
-            backlog_limit=shared.limits.stream_backlog_bytes,
-        )
-        self._task = shared.tasks.run(self._serve(request, response))
+        response = self._begin(request.method, request.version, keep_alive=request.keep_alive)
+        self._task = self._shared.tasks.run(self._serve(request, response))
+
+    def _begin(self, method: str, version: str, *, keep_alive: bool) -> Response:
+        limit = self._shared.limits.stream_backlog_bytes
+        self._response = Response(self, method, version, keep_alive=keep_alive, backlog_limit=limit)
+        return self._response
 
     async def _serve(self, request: Request, response: Response) -> None:
         try:

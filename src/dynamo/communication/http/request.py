@@ -161,12 +161,10 @@ class RequestReader:
         if self.stage == "headers":  # later ones are trailers: counted, never believed
             self._pairs.append((name, value))
         else:
-            self.body_bytes += len(name) + len(value)
-            if self.body_bytes > self._limits.max_body_bytes:
-                self._refuse_body()
+            self._count_body(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        if self._parser.should_upgrade() and self._declines():
+        if self._declines():
             return  # they come again
         self._version = self._parser.get_http_version()
         try:
@@ -179,9 +177,7 @@ class RequestReader:
             self._on_continue()
 
     def on_body(self, part: bytes) -> None:
-        self.body_bytes += len(part)
-        if self.body_bytes > self._limits.max_body_bytes:
-            self._refuse_body()
+        self._count_body(len(part))
         self._body.append(part)
 
     def on_message_complete(self) -> None:
@@ -218,9 +214,11 @@ class RequestReader:
         check_framing(headers, self._version, self._limits.max_body_bytes)
         return headers
 
-    def _refuse_body(self) -> None:
-        self._error = _body_too_large(self._limits.max_body_bytes)
-        raise self._error
+    def _count_body(self, size: int) -> None:
+        self.body_bytes += size
+        if self.body_bytes > self._limits.max_body_bytes:
+            self._error = _body_too_large(self._limits.max_body_bytes)
+            raise self._error
 
     def _headers_too_large(self) -> DynamoError:
         limits = self._limits

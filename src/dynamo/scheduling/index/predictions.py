@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import islice
 from math import inf
 from typing import Final
 
@@ -138,21 +139,13 @@ class Predictions:
         """Forget what is not believed any more."""
         if now < self._due:
             return
-        due = inf
-        while self._closing:
-            due = self._closing[0].due
-            if due > now:
-                break
-            due = inf
+        while self._closing and self._closing[0].due <= now:
             self._take_back(self._closing.popleft())
-        while self._open:
-            routed = next(iter(self._open))
-            if routed.due > now:
-                due = min(due, routed.due)
-                break
+        while self._open and (routed := next(iter(self._open))).due <= now:
             self._pop(routed)
             self._take_back(routed)
-        self._due = due
+        oldest = *islice(self._closing, 1), *islice(self._open, 1)
+        self._due = min((one.due for one in oldest), default=inf)
 
     def _forget_oldest(self) -> None:
         if self._closing:
