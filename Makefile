@@ -1,6 +1,8 @@
-# `make run` serves a model; `make test` checks and tests everything. Needs python3.11 and make.
+# `make run` serves a model; `make test` checks and tests everything. Needs Python 3.11 or newer.
 
-PYTHON ?= python3.11
+# The first that is new enough (a name may be a shim that has nothing behind it).
+PYTHON ?= $(shell for one in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$one -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$one && break; done)
 PORT   ?= 8000
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,7 +15,9 @@ help:            ## this list
 
 # Two stamps: what serves a model, and what checks and tests need besides.
 $(VENV)/.installed: pyproject.toml src/dynamo/__init__.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || \
+		{ echo "needs Python 3.11 or newer: install one, or name it: make $(MAKECMDGOALS) PYTHON=PATH"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 

@@ -103,8 +103,8 @@ def draw(row: Floats, sampling: Sampling, chance: float) -> int:
     while True:
         ids = best_ids(row, count)
         logits = row[ids].astype(np.float64)
-        weights = np.exp((logits - float(best)) / sampling.temperature)
-        found = _inside(weights, limit, sampling, whole, chance)
+        sorted_weights = np.exp((logits - float(best)) / sampling.temperature)
+        found = _inside(sorted_weights, limit, sampling, whole, chance)
         if found is not None:
             return int(ids[found])
         count = min(limit, count * 8)
