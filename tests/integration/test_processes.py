@@ -189,12 +189,13 @@ def test_workers_status_pages(start: Callable[..., Deployment], tiny_model: Path
     import urllib.request
 
     one = start("out=mock", tiny_model, *FAST)
-    for process in one.processes():
-        if process["status_url"]:
-            for path in ("/health", "/live", "/metrics"):
-                with urllib.request.urlopen(process["status_url"] + path, timeout=5) as answer:
-                    body = answer.read().decode()
-                    assert answer.status == 200, (process["role"], path)
-                    assert body
-                    if path == "/health":
-                        json.loads(body)
+    pages = {process["role"]: process["status_url"] for process in one.processes()}
+    assert pages["worker"]
+    for role, url in pages.items():
+        for path in ("/health", "/live", "/metrics") if url else ():
+            with urllib.request.urlopen(url + path, timeout=5) as answer:
+                body = answer.read().decode()
+                assert answer.status == 200, (role, path)
+                assert body
+                if path == "/health":
+                    json.loads(body)

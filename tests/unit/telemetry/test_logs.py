@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -85,8 +86,11 @@ def test_levels_hold_by_module_and_are_replaced_as_a_whole(lines: io.StringIO) -
     ]
 
 
-def test_a_reader_that_went_away_stops_nothing(lines: io.StringIO) -> None:
-    logs.configure("info", "text", "c", lines)
+def test_a_reader_that_went_away_stops_nothing(
+    lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", lines)
+    logs.configure("info", "text", "c")
     lines.close()
 
     logging.getLogger("dynamo").error("unheard")
