@@ -121,3 +121,17 @@ def test_logprobs_come_once_with_their_text(
     assert raws == known[: len(raws)]
     if told.end and told.end.reason == "length" and told.deltas:
         assert [raw for raw in raws if raw] == [raw for raw in known if raw]
+
+
+@shared
+@given(text=odd_text, stop=st.sampled_from([(), ("zz",), ("a ", "\n")]))
+def test_offsets_say_where_in_the_text_a_token_stands(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, text: str, stop: tuple[str, ...]
+) -> None:
+    ids = unpack_ids(tokenizer.encode(text))
+    told = answer(vocabulary, [[token] for token in ids], TextOptions(stop=stop), logprobs=True)
+    whole = text.encode()
+    begun = 0
+    for one in told.logprobs:
+        assert one.offset == len(whole[:begun].decode(errors="ignore"))
+        begun += len(one.raw)

@@ -77,7 +77,7 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
     """The request for the processor. Raises `InvalidRequest`."""
     _unsupported.check(body)
     messages = normalised(body.messages, unknown_roles)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
     template_args = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:

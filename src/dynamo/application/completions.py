@@ -13,7 +13,7 @@ from dynamo.application.format import Kind
 from dynamo.application.logprobs import completion_logprobs
 from dynamo.application.options import HARMLESS, Count, GenerationBody, Unsupporteds, text_options
 from dynamo.communication.http import Request
-from dynamo.core.errors import InvalidRequest
+from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import CompletionRequest, TextOptions
 
 MAX_CHOICES = 2048
@@ -31,10 +31,13 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     suffix: Any = None
     prompt_embeds: Any = None
+    add_special_tokens: Any = None
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)
-_unsupported = Unsupporteds(HARMLESS | {"suffix": ("",), "prompt_embeds": ()})
+_unsupported = Unsupporteds(
+    HARMLESS | {"suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
+)
 
 
 def read_completion(request: Request) -> CompletionBody:
@@ -53,6 +56,12 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
             param="prompt",
         )
     echo = bool(body.echo)
+    if echo and body.logprobs is not None:
+        raise Unsupported(
+            "echo: a prompt's logprobs are not supported yet",
+            hint="leave echo or logprobs out",
+            param="echo",
+        )
     return [CompletionRequest(model, prompt, options, echo) for prompt in prompts]
 
 

@@ -20,7 +20,7 @@ class Kind(msgspec.Struct, frozen=True):
     `event`, `whole`: the `object` of an event, and of a whole answer. `before`, `after`: JSON
     around a text in an event; `opening` stands for both and the text in the event before the first
     (b"": there is none), `nothing` in the last. `said`: the field of a whole answer with the text.
-    `logprobs(tokens, offset)`: theirs, `offset` characters into the answer.
+    `logprobs(tokens)`: theirs.
     """
 
     prefix: str
@@ -31,7 +31,7 @@ class Kind(msgspec.Struct, frozen=True):
     opening: bytes
     nothing: bytes
     said: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[Sequence[TokenText], int], Any]
+    logprobs: Callable[[Sequence[TokenText]], Any]
 
 
 class Format:
@@ -65,11 +65,11 @@ class Format:
         opening = self._kind.opening
         return self._base + b'{"index":%d,%b%b' % (choice, opening, self.suffix) if opening else b""
 
-    def event(self, choice: int, text: str, logprobs: Sequence[TokenText], offset: int) -> bytes:
+    def event(self, choice: int, text: str, logprobs: Sequence[TokenText]) -> bytes:
         """One text with its tokens' logprobs."""
         kind = self._kind
         form = b'{"index":%d,%b%b%b,"logprobs":%b,"finish_reason":null}]%b'
-        told = _encode(kind.logprobs(logprobs, offset))
+        told = _encode(kind.logprobs(logprobs))
         said = _encode(text)
         return self._base + form % (choice, kind.before, said, kind.after, told, self._tail)
 
@@ -96,7 +96,7 @@ class Format:
             {
                 "index": index,
                 **kind.said(text),
-                "logprobs": None if tokens is None else kind.logprobs(tokens, 0),
+                "logprobs": None if tokens is None else kind.logprobs(tokens),
                 "finish_reason": end.reason,
                 "stop_reason": end.stop,
             }

@@ -38,9 +38,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float]]
 
 
-def chat_logprobs(tokens: Sequence[TokenText], offset: int) -> ChatLogprobs:
-    """One entry a token, the same wherever it stands."""
-    del offset
+def chat_logprobs(tokens: Sequence[TokenText]) -> ChatLogprobs:
+    """One entry a token."""
     return ChatLogprobs(
         [
             ChatToken(
@@ -54,15 +53,14 @@ def chat_logprobs(tokens: Sequence[TokenText], offset: int) -> ChatLogprobs:
     )
 
 
-def completion_logprobs(tokens: Sequence[TokenText], offset: int) -> CompletionLogprobs:
-    """`offset`: characters of the answer before the first of `tokens`."""
-    offsets = []
-    for one in tokens:
-        offsets.append(offset)
-        offset += len(one.token)
+def completion_logprobs(tokens: Sequence[TokenText]) -> CompletionLogprobs:
+    """The token itself is among its `top_logprobs`, as one more where it is none of the best."""
     return CompletionLogprobs(
-        offsets,
+        [one.offset for one in tokens],
         [one.logprob for one in tokens],
         [one.token for one in tokens],
-        [{text: logprob for text, _, logprob in one.top} for one in tokens],
+        [
+            {text: logprob for text, _, logprob in one.top} | {one.token: one.logprob}
+            for one in tokens
+        ],
     )

@@ -63,6 +63,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
     prompt_logprobs: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -80,6 +82,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),

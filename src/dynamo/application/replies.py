@@ -41,7 +41,6 @@ class StreamReply(TextReply):
         "_held",
         "_held_bytes",
         "_left",
-        "_offsets",
         "_pace",
         "_prefixes",
         "_response",
@@ -71,7 +70,6 @@ class StreamReply(TextReply):
         self._left = choices
         self._suffix = form.suffix
         self._prefixes: list[bytes | None] = [None] * choices
-        self._offsets: dict[int, int] = {}
         self._held: dict[int, Held] = {}
         self._held_bytes = 0
 
@@ -89,7 +87,7 @@ class StreamReply(TextReply):
             return self._hold(choice, delta, logprobs)
         if logprobs is None:
             return response.write(prefix + self._escapes[delta] + self._suffix)
-        return response.write(self._event(choice, delta, logprobs))
+        return response.write(self._form.event(choice, delta, logprobs))
 
     def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
         prefix = self._prefixes[choice]
@@ -131,11 +129,6 @@ class StreamReply(TextReply):
         prefix = self._prefixes[choice] = self._form.prefix(choice)
         return prefix
 
-    def _event(self, choice: int, text: str, logprobs: Logprobs) -> bytes:
-        offset = self._offsets.get(choice, 0)
-        self._offsets[choice] = offset + len(text)
-        return self._form.event(choice, text, logprobs, offset)
-
     def _hold(self, choice: int, delta: str, logprobs: Logprobs | None) -> bool:
         response = self._response
         held = self._held.get(choice)
@@ -160,7 +153,7 @@ class StreamReply(TextReply):
     def _write_held(self, choice: int, held: Held) -> None:
         text = "".join(held.texts)
         if held.logprobs:
-            self._response.write(self._event(choice, text, held.logprobs))
+            self._response.write(self._form.event(choice, text, held.logprobs))
         else:
             self._response.write(self._form.prefix(choice) + self._escapes[text] + self._suffix)
 

@@ -66,12 +66,13 @@ class CompletionRequest(msgspec.Struct, frozen=True):
 
 class TokenText(msgspec.Struct, frozen=True):
     """One token's logprob in text: the token's string, its bytes, and (string, bytes, logprob)
-    of the best others."""
+    of the best ones; `offset`: characters of the answer that were complete before it."""
 
     token: str
     raw: bytes
     logprob: float
     top: tuple[tuple[str, bytes, float], ...] = ()
+    offset: int = 0
 
 
 class TextFinish(msgspec.Struct, frozen=True):

@@ -89,11 +89,13 @@ class WordProcessor:
     ) -> None:
         options = request.options
         count = options.max_tokens or len(words)
+        said = 0
         for number in range(count):
             if self.fails == "after" and number == 2:
                 raise WorkerFailed("the worker died")
             word = words[number % len(words)]
-            logprobs = None if options.top_logprobs is None else [self._token(word, options)]
+            logprobs = None if options.top_logprobs is None else [self._token(word, options, said)]
+            said += len(word)
             for choice in range(options.n):
                 if not reply.text(choice, word, logprobs):
                     return
@@ -103,10 +105,10 @@ class WordProcessor:
             reply.finish(choice, TextFinish("length", count))
 
     @staticmethod
-    def _token(word: str, options: Any) -> TokenText:
+    def _token(word: str, options: Any, offset: int) -> TokenText:
         raw = word.encode()
         top = tuple((word + str(n), raw, -float(n)) for n in range(options.top_logprobs))
-        return TokenText(word, raw, -0.5, top)
+        return TokenText(word, raw, -0.5, top, offset)
 
 
 class Site:

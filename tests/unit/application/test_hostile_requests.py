@@ -113,6 +113,8 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(best_of=2), "best_of"),
     (CHAT, chat(use_beam_search=True), "use_beam_search"),
     (CHAT, chat(prompt_logprobs=1), "prompt_logprobs"),
+    (CHAT, chat(return_token_ids=True), "return_token_ids"),
+    (CHAT, chat(return_tokens_as_token_ids=True), "return_tokens_as_token_ids"),
     (CHAT, chat(continue_final_message=True), "continue_final_message"),
     (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
     (CHAT, chat(documents=[{"text": "x"}]), "documents"),
@@ -131,6 +133,8 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (TEXT, {"model": "words", "prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"model": "words", "prompt": "a", "best_of": 2}, "best_of"),
     (TEXT, {"model": "words", "prompt": "a", "echo": "yes"}, "echo"),
+    (TEXT, {"model": "words", "prompt": "a", "echo": True, "logprobs": 0}, "echo"),
+    (TEXT, {"model": "words", "prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
 ]
 
 
@@ -272,6 +276,9 @@ async def test_methods_paths_and_bodies_that_are_odd_but_right(site: Any, connec
         assert (await one.answer()).status == 200
         harmless = {
             "best_of": 1,
+            "logprobs": False,
+            "top_logprobs": 0,
+            "return_token_ids": False,
             "response_format": {"type": "text"},
             "modalities": ["text"],
             "tools": [],

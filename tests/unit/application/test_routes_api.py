@@ -167,7 +167,7 @@ async def test_completions_stream(site: Any, connect: Any) -> None:
             "text_offset": [0],
             "token_logprobs": [-0.5],
             "tokens": ["a "],
-            "top_logprobs": [{"a 0": 0.0}],
+            "top_logprobs": [{"a 0": 0.0, "a ": -0.5}],
         },
         "finish_reason": None,
     }

@@ -20,6 +20,7 @@ class Detokeniser(Reply):
     """
 
     __slots__ = (
+        "_chars",
         "_choice",
         "_count",
         "_decoder",
@@ -63,6 +64,7 @@ class Detokeniser(Reply):
         self._min_tokens = options.min_tokens
         self._echo = echo
         self._count = 0
+        self._chars = 0  # of tokens with logprobs
         self._lane: Lane | None = None
         self._plain = True
         self._pieces: list[tuple[str, list[TokenText] | None]] = []
@@ -116,6 +118,7 @@ class Detokeniser(Reply):
         if decoder is None:
             decoder = self._decoder = self._vocabulary.decoder(skip_special=bool(self._skipped))
         text = decoder.step(token)
+        self._chars += len(text)
         going_on = self._say(text) if text else True
         self._plain = not (self._pieces or self._rest or self._logprobs or decoder.waiting)
         if self._lane is not None:
@@ -180,6 +183,7 @@ class Detokeniser(Reply):
             raw,
             logprobs.logprob,
             tuple((_readable(other), other, logprob) for other, logprob in top),
+            self._chars,
         )
 
 
