@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from dynamo.communication.discovery.folder import remove_ended
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.pids import is_alive
 
@@ -67,23 +69,31 @@ class Deployment(msgspec.Struct, frozen=True):
         _private(self.folder / PROCESSES)
 
     def write(self, record: ProcessRecord) -> None:
-        """Write or replace a process's record, at once or not at all. Blocks."""
+        """Write or replace a process's record, at once or not at all; makes the folder where
+        `clear` took it. Blocks."""
         path = self._path(record.instance)
         fresh = path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(record))
-        fresh.replace(path)
+        with self._locked(fcntl.LOCK_SH):
+            self.prepare()
+            fresh.write_bytes(msgspec.json.encode(record))
+            fresh.replace(path)
 
     def remove(self, record: ProcessRecord) -> None:
         """Forget a process. Blocks."""
         self._path(record.instance).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the folder if nobody is left in it. Blocks."""
-        if not self.processes():  # which removes the records of the killed
+        """Remove the folder, and what the killed left in it, if nobody lives there. Blocks."""
+        with contextlib.suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if self.processes():  # which removes the records of the killed
+                return
+            remove_ended(self.folder / DISCOVERY)
+            for part in (self.folder / PROCESSES).glob("*.new"):
+                part.unlink()
             (self.folder / CONTROL).unlink(missing_ok=True)
-        for folder in (self.folder / PROCESSES, self.folder / DISCOVERY, self.folder):
-            with contextlib.suppress(OSError):  # not empty: others live there, or were killed
-                folder.rmdir()
+            for folder in (self.folder / PROCESSES, self.folder / DISCOVERY, self.folder):
+                with contextlib.suppress(OSError):  # not there, or not empty
+                    folder.rmdir()
 
     def processes(self) -> Sequence[ProcessRecord]:
         """Live processes, supervisor first, then by role and name; records of dead ones are
@@ -92,6 +102,18 @@ class Deployment(msgspec.Struct, frozen=True):
             record for path in self.folder.glob(f"{PROCESSES}/*.json") if (record := _at(path))
         ]
         return sorted(found, key=lambda one: (one.role != "supervisor", one.role, one.name))
+
+    @contextlib.contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        """Nobody clears while somebody writes: a record stands in a folder that stays."""
+        root = self.folder.parent
+        _private(root)
+        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, how)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _path(self, instance: str) -> Path:
         return self.folder / PROCESSES / f"{instance}.json"
@@ -117,13 +139,22 @@ def state_roots(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
 
 
 def live_deployments(environ: Mapping[str, str] = os.environ) -> Sequence[Deployment]:
-    """Every deployment of this user that has a live process. Blocks."""
-    return [one for one in _deployments(environ) if one.processes()]
+    """Every deployment of this user that has a live process; of others the folder is removed.
+    Blocks."""
+    return [one for one, _ in _living(environ)]
 
 
 def live_processes(environ: Mapping[str, str] = os.environ) -> Sequence[ProcessRecord]:
-    """Every live process of every deployment of this user. Blocks."""
-    return [record for one in _deployments(environ) for record in one.processes()]
+    """Every live process of every deployment of this user; as `live_deployments`. Blocks."""
+    return [record for _, records in _living(environ) for record in records]
+
+
+def _living(environ: Mapping[str, str]) -> Iterator[tuple[Deployment, Sequence[ProcessRecord]]]:
+    for one in _deployments(environ):
+        if records := one.processes():
+            yield one, records
+        else:
+            one.clear()
 
 
 def _deployments(environ: Mapping[str, str]) -> Iterator[Deployment]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from dynamo.communication.discovery.folder import Lease, file_name
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -165,6 +166,65 @@ def test_a_folder_that_nobody_uses_is_removed(deployment: Deployment) -> None:
     deployment.clear()
     assert not deployment.folder.exists()
     deployment.clear()
+
+
+def killed(deployment: Deployment) -> ProcessRecord:
+    """What a deployment leaves that was killed as a whole, in the middle of a write."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    record = record_of(deployment, pid=ended.pid)
+    deployment.write(record)
+    (deployment.folder / "processes" / "i1.new").touch()
+    with socket.socket(socket.AF_UNIX) as orders:
+        orders.bind(str(deployment.folder / "control"))
+    lease = deployment.folder / "discovery" / "0123456789abcdef"
+    lease.mkdir(parents=True)
+    (lease / "lock").touch()
+    (lease / file_name("/key")).write_bytes(b"/key\nvalue")
+    return record
+
+
+def test_what_a_killed_deployment_left_is_removed_by_whoever_looks(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    record = killed(deployment)
+    assert record not in live_processes({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert not deployment.folder.exists()
+
+
+def test_a_held_lease_keeps_what_stands_beside_it(deployment: Deployment) -> None:
+    killed(deployment)
+    lease = Lease(deployment.folder / "discovery")
+    lease.put("/alive", b"")
+    deployment.clear()
+    assert lease.holds()
+    assert (lease.folder / file_name("/alive")).exists()
+    assert not (deployment.folder / "discovery" / "0123456789abcdef").exists()
+    lease.close()
+    deployment.clear()
+    assert not deployment.folder.exists()
+
+
+def test_who_starts_while_others_clear_has_a_folder(deployment: Deployment) -> None:
+    deployment.clear()
+    assert not deployment.folder.exists()
+    record = record_of(deployment)
+    deployment.write(record)
+    assert deployment.processes() == [record]
+
+
+def test_nobody_clears_while_somebody_writes(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = Deployment.prepare
+
+    def prepared_and_looked_at(one: Deployment) -> None:
+        prepare(one)
+        one.clear()
+
+    monkeypatch.setattr(Deployment, "prepare", prepared_and_looked_at)
+    deployment.write(record_of(deployment))
+    assert len(deployment.processes()) == 1
 
 
 def test_a_port_in_use_names_the_deployment(

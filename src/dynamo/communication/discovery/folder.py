@@ -99,6 +99,13 @@ def remove_lease(folder: Path) -> None:
         folder.rmdir()
 
 
+def remove_ended(root: Path) -> None:
+    """Remove the leases whose owners are dead."""
+    reader = Reader(root)
+    reader.look()
+    reader.close()
+
+
 class _Dated:
     """A folder, and whether it changed since it was last asked. Stays open, so that asking costs
     one system call."""
