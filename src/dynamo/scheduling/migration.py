@@ -78,7 +78,6 @@ class Said(Reply):
 
     def finish_for_length(self) -> None:
         """All that was wanted is there; who would have said so is not."""
-        self.complete = True
         self._reply.finish(Finish("length", len(self.ids)))
 
 
@@ -106,7 +105,7 @@ class Failures:
             self.avoid = (*self.avoid[-2:], error.instance)
 
     def pause_s(self, rng: Random) -> float:
-        """Nothing after the first failure; then full jitter under a bound that doubles."""
+        """Nothing after a try that brought tokens, else full jitter under a bound that doubles."""
         if not self.idle_tries:
             return 0.0
         bound = FIRST_PAUSE_S * 2.0 ** min(self.idle_tries, 10)
@@ -158,7 +157,8 @@ class Migration(Operator):
         while not said.complete:
             self._note(request, said, failures, error)
             if len(said.ids) >= request.stops.max_tokens:
-                return said.finish_for_length()
+                said.finish_for_length()
+                return
             await self._clock.sleep(failures.pause_s(self._rng))
             attempt = replace(
                 context,
@@ -167,20 +167,23 @@ class Migration(Operator):
                 avoid=failures.avoid,
             )
             said.before, said.admitted = len(said.ids), False
-            try:
-                return await self._attempt(resumed(request, said.ids), attempt, said, onward)
-            except WorkerFailed as again:
-                error = again
-        return None
+            again = await self._attempt(resumed(request, said.ids), attempt, said, onward)
+            if again is None:
+                return
+            error = again
 
     async def _attempt(
         self, request: GenerateRequest, context: Context, said: Said, onward: Send
-    ) -> None:
-        """One try, which waits while no worker is there."""
+    ) -> WorkerFailed | None:
+        """One try, which waits while no worker is there: how its worker failed, if it did. Raises
+        `WorkerFailed` where no worker comes."""
         since = self._clock.now()
         while True:
             try:
-                return await onward(request, context, said)
+                await onward(request, context, said)
+                return None
+            except WorkerFailed as error:
+                return error
             except NoWorkers as error:
                 if self._clock.now() - since >= RECOVERY_S:
                     self._lost.labels("no_workers").inc()
@@ -190,7 +193,8 @@ class Migration(Operator):
             except ContextLengthExceeded:
                 if not said.ids:
                     raise
-                return said.finish_for_length()
+                said.finish_for_length()
+                return None
             if context.avoid:
                 context = replace(context, avoid=())
             else:
