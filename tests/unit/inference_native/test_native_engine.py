@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dynamo.core.context import Context
+from dynamo.core.errors import WorkerFailed
+from dynamo.core.settings.schema import Engine as EngineSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.values import Sampling, Stops
+from dynamo.inference.engine import BatchedEngine
+from dynamo.inference.native.runner import NativeRunner
+from dynamo.models.weights import SafetensorsWeights
 
 rng = np.random.default_rng(11)
 PROMPTS = [[int(one) for one in rng.integers(0, 320, size)] for size in (1, 5, 23, 40, 64, 9)]
@@ -126,4 +132,25 @@ async def test_an_abort_frees_the_area(make_engine: Any, ask: Any, heard: Any) -
     [got] = await answers(engine, [ask(PROMPTS[1], 2)], heard)
     assert len(got.ids) == 2
     assert engine.load().running == 0
+    await engine.stop()
+
+
+async def test_damaged_weights_fail_every_request_and_say_so(
+    tiny_llama: Path, ask: Any, heard: Any
+) -> None:
+    class Damaged(SafetensorsWeights):
+        def tensor(self, name: str) -> Any:
+            found = super().tensor(name)
+            if name.endswith("0.mlp.down_proj.weight"):
+                found[3, 3] = np.nan
+            return found
+
+    settings = EngineSettings(threads=2, num_blocks=64, block_size=4)
+    engine = BatchedEngine(NativeRunner(lambda: Damaged(tiny_llama), settings))
+    await engine.start()
+    for sampling in (Sampling(temperature=0), Sampling()):
+        request = ask(PROMPTS[1], 2, sampling=sampling)
+        with pytest.raises(WorkerFailed, match="not finite"):
+            await engine.generate(request, Context("r"), heard())
+    assert engine.load().running == engine.load().active_blocks == 0
     await engine.stop()

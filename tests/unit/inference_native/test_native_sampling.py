@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.values import GenerateRequest, Sampling, Stops
-from dynamo.inference.native.sampling import best_ids, change, draw, log_softmax, uniform
+from dynamo.inference.native.sampling import (
+    best_ids,
+    change,
+    draw,
+    log_softmax,
+    sample,
+    sample_row,
+    uniform,
+)
 from dynamo.inference.sequence import Sequence, TokenContent
 
 rng = np.random.default_rng(1)
@@ -121,3 +130,41 @@ def test_bias_is_added_and_unknown_ids_are_ignored() -> None:
 def test_log_softmax_survives_large_logits() -> None:
     got = log_softmax(np.array([1000.0, 999.0], np.float32))
     assert got == pytest.approx([-0.31326, -1.31326], abs=1e-4)
+
+
+EVERY_WAY = [
+    Sampling(temperature=0),
+    FREE,
+    Sampling(),
+    Sampling(temperature=1.0, top_p=0.9, top_k=0),
+    Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.1),
+    Sampling(temperature=1.0, top_p=1.0, top_k=5_000),
+]
+
+
+@pytest.mark.parametrize("sampling", EVERY_WAY, ids=str)
+@pytest.mark.parametrize("damage", [[np.nan], [np.inf], [np.nan] * 50_000, [-np.inf] * 50_000])
+def test_logits_that_are_no_numbers_are_refused(sampling: Sampling, damage: list[float]) -> None:
+    row = row_of()
+    row[-len(damage) :] = damage
+    with pytest.raises(ArithmeticError, match="not finite"):
+        sample(row[None], [sequence_of([0, 1], 1, sampling)])
+
+
+@pytest.mark.parametrize("sampling", EVERY_WAY, ids=str)
+def test_a_request_cannot_make_its_row_unusable(sampling: Sampling) -> None:
+    """Everything banned, or a penalty at the end of what a number can be."""
+    sequence = sequence_of([0, 1, 2], 1, sampling)
+    sequence.stop_ids, sequence.min_length = frozenset(range(2_000)), 9
+    assert 0 <= sample_row(row_of(1_000), sequence) < 1_000
+    for penalty in (1e-300, 1e-40, 100.0):
+        wild = msgspec.structs.replace(sampling, repetition_penalty=penalty)
+        with np.errstate(over="ignore"):
+            assert 0 <= sample_row(row_of(1_000), sequence_of([0, 1, 2], 1, wild)) < 1_000
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-46, 1e-320])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    row = row_of()
+    sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0)
+    assert sample_row(row, sequence_of([0, 1], 1, sampling)) == row.argmax()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ids = np.ndarray[Any, np.dtype[np.intp]]
 
+GREEDY_BELOW = 1e-5
+"""Temperatures at which only exact ties would be left to chance. Source: vLLM."""
+LARGEST = float(np.finfo(np.float32).max)
 MOST_TOP_LOGPROBS = 20
 FIRST_CANDIDATES = 128
 PIECE = 64
@@ -41,7 +44,8 @@ def sample(
     logits: Floats, sequences: Listed[Sequence]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """One token for each row of `logits` [sequences, vocabulary], and the logprobs of the
-    unmodified distribution where they are asked for. Rows may be changed."""
+    unmodified distribution where they are asked for. Rows may be changed. Raises `ArithmeticError`
+    where logits are not finite numbers."""
     asked = [_top_logprobs(sequence) for sequence in sequences]
     before = {row: log_softmax(logits[row]) for row, top in enumerate(asked) if top is not None}
     tokens = [sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
@@ -57,15 +61,27 @@ def sample_row(row: Floats, sequence: Sequence) -> int:
     """One token. `row` may be changed."""
     request = sequence.request
     if request is None:
-        return int(row.argmax())
+        return _best(row)
     sampling = request.sampling
     change(row, sampling, sequence)
     if banned := sequence.banned_ids:
-        row[[token for token in banned if token < len(row)]] = -np.inf
-    if sampling.temperature <= 0 or sampling.top_k == 1:
-        return int(row.argmax())
+        row[[token for token in banned if token < len(row)]] = -LARGEST
+    if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
+        return _best(row)
     chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
     return draw(row, sampling, chance)
+
+
+def _best(row: Floats) -> int:
+    found = int(row.argmax())
+    _check_finite(float(row[found]))
+    return found
+
+
+def _check_finite(best: float) -> None:
+    """`best`: the highest logit; not a number where any of them is not."""
+    if not math.isfinite(best):
+        raise ArithmeticError("the model's logits are not finite: its weights may be damaged")
 
 
 def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
@@ -76,9 +92,9 @@ def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
             row[token] += bias
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(sequence.tokens))
-        logits = row[seen]
-        penalty = np.float32(sampling.repetition_penalty)
-        row[seen] = np.where(logits > 0, logits / penalty, logits * penalty)
+        logits, penalty = row[seen].astype(np.float64), sampling.repetition_penalty
+        changed = np.where(logits > 0, logits / penalty, logits * penalty)
+        row[seen] = np.clip(changed, -LARGEST, LARGEST)
     if sampling.presence_penalty or sampling.frequency_penalty:
         resumed = sequence.request.resumed if sequence.request is not None else 0
         first = sequence.prompt_tokens - resumed
@@ -91,6 +107,7 @@ def draw(row: Floats, sampling: Sampling, chance: float) -> int:
     """The token at `chance` of the filtered distribution, most probable first (then lowest id);
     where nothing is filtered, by id."""
     best = row.max()
+    _check_finite(float(best))
     limit = sampling.top_k if 0 < sampling.top_k < len(row) else len(row)
     whole = 0.0
     if limit == len(row) and sampling.min_p <= 0.0:
