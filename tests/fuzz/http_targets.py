@@ -95,7 +95,7 @@ class Words(WordProcessor):
         self.contexts.clear()
         await super().complete(request, context, reply)
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
     async def _speak(

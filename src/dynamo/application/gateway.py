@@ -32,8 +32,11 @@ class TextProcessor(Protocol):
     ) -> list[int]:
         """Token ids of a text, or of messages as the model's template renders them."""
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token id by itself."""
 
 
 class Served(msgspec.Struct, frozen=True):

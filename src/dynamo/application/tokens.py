@@ -69,7 +69,6 @@ class Tokens:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        self._gateway.require_ready()
         body = decode_body(_tokenize, exchange.request)
         _unsupported.check(body)
         _, served = self._gateway.find(body.model)
@@ -83,14 +82,13 @@ class Tokens:
             raise InvalidRequest("prompt: required, and missing", param="prompt")
         strings = None
         if body.return_token_strs:
-            strings = [processor.detokenize([one]) for one in ids]
+            strings = await processor.texts(ids)
         answer = TokenizeAnswer(len(ids), served.context_tokens, ids, strings)
         exchange.send_json(200, msgspec.json.encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        self._gateway.require_ready()
         body = decode_body(_detokenize, exchange.request)
         _, served = self._gateway.find(body.model)
-        text = served.processor.detokenize(body.tokens)
+        text = await served.processor.detokenize(body.tokens)
         exchange.send_json(200, msgspec.json.encode({"prompt": text}))

@@ -52,7 +52,7 @@ class Tokenizer:
         ids = self._encoder.encode(text, parse_special)
         if not add_special:
             return ids
-        before, after = self._frame
+        before, after = self.frame
         return before + ids + after
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
@@ -82,7 +82,8 @@ class Tokenizer:
         return [n for n, text in enumerate(texts) if text and n not in self.special_ids]
 
     @cached_property
-    def _frame(self) -> tuple[bytes, bytes]:
+    def frame(self) -> tuple[bytes, bytes]:
+        """Packed ids that stand before and behind a bare prompt (BOS)."""
         framed, bare = self._encoder.framed("a"), self._encoder.encode("a")
         at = framed.find(bare)
         if at < 0:

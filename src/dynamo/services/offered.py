@@ -151,7 +151,12 @@ class Offered:
         del prompt, add_special
         raise self._chat_only()
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Raises `Unsupported`."""
+        del ids
+        raise self._chat_only()
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
         """Raises `Unsupported`."""
         del ids
         raise self._chat_only()

@@ -55,8 +55,11 @@ class WordProcessor:
         text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
         return [1] * add_special + [len(word) for word in text.split()]
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join("x" * one for one in ids)
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        return ["x" * one for one in ids]
 
     async def _answer(
         self,

@@ -172,12 +172,27 @@ async def test_long_prompts_leave_the_loop(
     assert clock.offloaded == []
 
 
+async def test_many_ids_leave_the_loop(
+    processor: Any, scripted: Any, told: Any, clock: Any, ids_of: Ids
+) -> None:
+    made, reader = processor(scripted([]).send, context_tokens=100_000), told()
+    ids = ids_of("word fox") * 1000
+    assert await made.detokenize(ids[:10])
+    assert not clock.offloaded
+    assert await made.detokenize(ids) == "word fox" * 1000
+    await made.complete(complete(pack_ids(ids), echo=True), CONTEXT, reader)
+    assert reader.whole() == "word fox" * 1000
+    assert clock.offloaded == ["decode", "decode"]
+    assert "".join(await made.texts(ids)) == "word fox" * 1000
+    assert len(clock.offloaded) == 3
+
+
 async def test_tokenize_and_back(processor: Any, scripted: Any, ids_of: Ids) -> None:
     made = processor(scripted([]).send)
     assert await made.tokenize("the fox 🎉") == list(ids_of("the fox 🎉"))
     assert await made.tokenize("the fox", add_special=False) == list(ids_of("the fox"))
-    assert made.detokenize(await made.tokenize([{"role": "user", "content": "fox"}])) == (
+    assert await made.detokenize(await made.tokenize([{"role": "user", "content": "fox"}])) == (
         "<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n"
     )
     with pytest.raises(InvalidRequest):
-        made.detokenize([70_000])
+        await made.detokenize([70_000])

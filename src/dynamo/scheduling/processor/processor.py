@@ -27,6 +27,9 @@ from dynamo.scheduling.processor.prompts import Prompts
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
+INLINE_IDS = 1_000
+"""So many are decoded on the loop: at most 1 ms."""
+
 
 class Processor:
     """Serves one model by `send`. Made in milliseconds (it reads the whole vocabulary): off the
@@ -46,6 +49,7 @@ class Processor:
         self._model = card.names[0]
         self._tokenizer = tokenizer
         self._send = send
+        self._clock = clock
         self._prompts = Prompts(tokenizer, template, clock)
         self._vocabulary = Vocabulary(tokenizer)
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
@@ -76,7 +80,7 @@ class Processor:
         else:
             ids = prompt
             self._check_ids(unpack_ids(ids), "prompt")
-            echo = self.detokenize(unpack_ids(ids)) if request.echo else ""
+            echo = await self._text(unpack_ids(ids)) if request.echo else ""
         await self._answer(ids, request.options, context, reply, echo)
 
     async def tokenize(
@@ -92,10 +96,19 @@ class Processor:
             ids = self._prompts.encode(prompt)
         return list(unpack_ids(ids if isinstance(ids, bytes) else await ids))
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. Raises InvalidRequest for an unknown id."""
         self._check_ids(ids, "tokens")
-        return self._tokenizer.decode(ids)
+        return await self._text(ids)
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each of `ids` by itself."""
+        decode = self._tokenizer.decode
+        return await self._clock.offload(lambda: [decode([one]) for one in ids])
+
+    async def _text(self, ids: Sequence[int]) -> str:
+        decode = self._tokenizer.decode
+        return decode(ids) if len(ids) <= INLINE_IDS else await self._clock.offload(decode, ids)
 
     async def _answer_later(
         self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply

@@ -33,8 +33,7 @@ class Prompts:
         self._cache = SegmentCache(tokenizer)
         fast = tokenizer.encoder == FastEncoder.name
         self._inline_chars = FAST_INLINE_CHARS if fast else INLINE_CHARS
-        framed = tokenizer.encode("a", add_special=True)
-        self._before, _, self._after = framed.partition(tokenizer.encode("a"))
+        self._before, self._after = tokenizer.frame
 
     def of_chat(self, request: ChatRequest) -> Ids:
         """The conversation by the model's template. Raises InvalidRequest where the template
