@@ -27,6 +27,7 @@ from dynamo.telemetry.metrics import Registry
 
 log = logging.getLogger(__name__)
 
+BAD = 400
 CLIENT_LEFT = 499
 
 
@@ -83,11 +84,15 @@ class Application:
 
     def _keyed(self, server: Server, routing: RoutingSource | None) -> dict[str, dict[str, Route]]:
         models, tokens = Models(self._gateway), Tokens(self._gateway, server.unknown_roles)
+        generating: dict[str, dict[str, Route]] = {
+            "/v1/chat/completions": {"POST": self.generation.chat},
+            "/v1/completions": {"POST": self.generation.complete},
+        }
+        self._generating = frozenset(generating)
         pages = RoutingPages(routing).table() if routing is not None else {}
         return Keys(server.api_keys).guard(
             {
-                "/v1/chat/completions": {"POST": self.generation.chat},
-                "/v1/completions": {"POST": self.generation.complete},
+                **generating,
                 "/v1/models": {"GET": models.every},
                 "/v1/models/": {"GET": models.one},
                 "/tokenize": {"POST": tokens.tokenize},
@@ -141,7 +146,7 @@ class Application:
 
     def _ended(self, exchange: Exchange, status: int, seconds: float) -> None:
         path = exchange.request.path
-        if exchange.model:
+        if exchange.model or (path in self._generating and status >= BAD):
             self.metrics.requests.labels(exchange.model, path, str(status)).inc()
         if self._log_requests:
             fields: dict[str, Any] = {

@@ -65,8 +65,8 @@ class Generation:
     def chat(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/chat/completions."""
         body = read_chat(exchange.request)
-        self._gateway.require_ready()
         model, served = self._gateway.find(body.model)
+        exchange.model = served.names[0]
         request = chat_request(body, model, self._unknown_roles)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
@@ -74,13 +74,13 @@ class Generation:
         form = Format(CHAT, exchange.id, model, int(self._clock.wall()), usage=usage)
         exchange.streams = bool(body.stream)
         work = partial(served.processor.chat, request)
-        return self._answer(exchange, served, form, work, (request.options.n, 1, usage))
+        return self._answer(exchange, form, work, (request.options.n, 1, usage))
 
     def complete(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/completions."""
         body = read_completion(exchange.request)
-        self._gateway.require_ready()
         model, served = self._gateway.find(body.model)
+        exchange.model = served.names[0]
         requests = completion_requests(body, model)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
@@ -89,19 +89,17 @@ class Generation:
         exchange.streams = bool(body.stream)
         work = partial(_complete_all, served, requests)
         shape = (requests[0].options.n, len(requests), usage)
-        return self._answer(exchange, served, form, work, shape)
+        return self._answer(exchange, form, work, shape)
 
     async def _answer(
         self,
         exchange: Exchange,
-        served: Served,
         form: Format,
         work: Work,
         shape: tuple[int, int, bool],
     ) -> None:
         """`shape`: choices a prompt, prompts, and whether the stream ends with usage."""
         per_prompt, prompts, usage = shape
-        exchange.model = served.names[0]
         headers = exchange.request.headers
         everybodys = deadlines = self.deadlines
         if TIMEOUT_HEADER in headers:

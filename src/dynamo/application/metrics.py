@@ -41,7 +41,8 @@ class FrontendMetrics:
         by_model = ("model",)
         self.requests = registry.counter(
             "dynamo_frontend_requests_total",
-            "Requests answered, by route and HTTP status (499: the client left)",
+            "Generation requests answered, by route and HTTP status (499: the client left); "
+            "without a model where none was found",
             ("model", "endpoint", "status"),
         )
         self.first_token = registry.histogram(

@@ -186,10 +186,17 @@ async def test_metrics(site: Any, connect: Any) -> None:
         await one.answer()
         one.ask("POST", CHAT, BODY | {"n": 0})
         await one.answer()
+        one.ask("POST", CHAT, BODY | {"model": "nobody"})
+        await one.answer()
+        one.ask("POST", CHAT, BODY | {"best_of": 2})
+        await one.answer()
         one.ask("GET", "/metrics")
         text = (await one.answer()).body.decode()
     for line in (
         'dynamo_frontend_requests_total{model="words",endpoint="/v1/chat/completions",status="200"} 1',
+        'dynamo_frontend_requests_total{model="words",endpoint="/v1/chat/completions",status="400"} 1',
+        'dynamo_frontend_requests_total{model="",endpoint="/v1/chat/completions",status="400"} 1',
+        'dynamo_frontend_requests_total{model="",endpoint="/v1/chat/completions",status="404"} 1',
         'dynamo_frontend_time_to_first_token_seconds_count{model="words"} 1',
         'dynamo_frontend_inter_token_latency_seconds_count{model="words"} 2',
         'dynamo_frontend_request_duration_seconds_count{model="words"} 1',
