@@ -70,8 +70,8 @@ def _prompts(prompt: str | list[Any]) -> list[str | bytes]:
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt: at least one is needed", param="prompt")
-    first = type(prompt[0])
-    if any(type(one) is not first for one in prompt):
+    first, *others = set(map(type, prompt))
+    if others:
         raise InvalidRequest(
             "prompt: expected str, a list of str, token ids, or lists of token ids", param="prompt"
         )
