@@ -27,8 +27,8 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.crew import Crew
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.native.sizes import cores
+from dynamo.models.llama_config import LlamaConfig
 from dynamo.models.resolve import find_model
-from dynamo.models.weights import LlamaConfig
 
 rng = np.random.default_rng(int(time.time()))
 

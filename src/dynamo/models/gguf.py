@@ -65,9 +65,6 @@ class GgufFile:
         """Unmap (arrays that were handed out stay valid: they are copies)."""
         self._map.close()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value (arrays as lists), or `default`."""
         read = self._values.get(key)
@@ -144,7 +141,7 @@ class GgufFile:
         count = 1
         for dim in shape:
             count *= dim
-        if count == 0 or (per_block > 1 and shape[-1] % per_block):
+        if count == 0 or (per_block > 1 and (not shape or shape[-1] % per_block)):
             raise self._broken(f"{name} has shape {shape}")
         size = count // per_block * block_bytes
         if start + size > self._end:

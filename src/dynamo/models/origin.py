@@ -33,6 +33,7 @@ def facts_of_gguf(file: GgufFile) -> ModelFacts:
     """From a GGUF file's metadata."""
     kind = file.get("general.architecture", "")
     words = file.get_list("tokenizer.ggml.tokens", str)
+    said = file.get(f"{kind}.vocab_size")
 
     def word(key: str) -> str:
         number = file.get(f"tokenizer.ggml.{key}")
@@ -41,7 +42,7 @@ def facts_of_gguf(file: GgufFile) -> ModelFacts:
     ends = (file.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
     found = {
         "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT),
-        "vocab_size": max(len(words), file.get(f"{kind}.vocab_size", 0)),
+        "vocab_size": max(len(words), said if isinstance(said, int) else 0),
         "eos_token_ids": _ids(ends),
         "bos_token": word("bos_token_id"),
         "eos_token": word("eos_token_id"),
@@ -54,7 +55,9 @@ def facts_of_folder(folder: Path) -> ModelFacts:
     """From config.json, generation_config.json, tokenizer_config.json and chat_template.jinja;
     each may be missing."""
     config = _json(folder / "config.json")
-    config |= config.get("text_config") or {}
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        config |= inner
     generation = _json(folder / "generation_config.json")
     tokens = _json(folder / "tokenizer_config.json")
     added = read_tokenizer_file(folder / "tokenizer.json")

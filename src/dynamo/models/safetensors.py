@@ -65,10 +65,6 @@ class SafetensorsFolder:
         """All tensors."""
         return frozenset(self._tensors)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape. Raises ModelUnavailable when absent."""
-        return self._find(name).entry.shape
-
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
         """A tensor as float32, in its own memory. Raises ModelUnavailable when absent."""
         import numpy as np

@@ -14,7 +14,7 @@ from dynamo.inference.native.crew import Crew
 from dynamo.inference.native.ragged import Run, Span, Work, lay_out
 from dynamo.inference.native.sizes import available_bytes, cores, plan_sizes
 from dynamo.inference.native.slots import KvShape, Slots
-from dynamo.models.weights import LlamaConfig
+from dynamo.models.llama_config import LlamaConfig
 
 SHAPE = KvShape(2, 3, 8)
 

@@ -19,7 +19,6 @@ def test_values_and_tensors_are_read(write_gguf, tmp_path):
     with GgufFile(path) as file:
         assert {key: file.get(key) for key in extra} == extra
         assert file.get("missing", 5) == 5
-        assert "a.flag" in file
         assert np.array_equal(file.tensor("t"), array)
         assert file.tensor("h").dtype == np.float32
         assert file.tensor("h").tolist() == [1.5, -2.0]
@@ -72,6 +71,11 @@ def test_other_files_are_named(tmp_path, raw, why):
     path.write_bytes(raw)
     with pytest.raises(ModelUnavailable, match=why):
         GgufFile(path)
+
+
+def test_a_tensor_without_dimensions_has_no_blocks(write_gguf):
+    with pytest.raises(ModelUnavailable, match="t has shape"):
+        GgufFile(write_gguf({}, {"t": (3, (), b"\0" * 20)}))
 
 
 def test_an_unsupported_type_is_named_when_opened(write_gguf):

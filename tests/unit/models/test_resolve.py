@@ -49,6 +49,11 @@ async def test_a_gguf_file(write_gguf):
         assert weights.config.vocab_size == card.vocab_size
 
 
+def test_a_gguf_file_that_says_nonsense_of_its_vocabulary(write_gguf):
+    card = find_model(str(write_gguf({"llama.vocab_size": "many"})), proven=False).card()
+    assert card.vocab_size > 256
+
+
 async def test_a_folder_with_weights(model_folder, write_safetensors, arrays):
     write_safetensors(model_folder / SINGLE, arrays)
     found = await resolve_model(str(model_folder), proven=False)
@@ -78,6 +83,7 @@ def test_named_templates(model_folder):
     [
         ("config.json", "{", "cannot be read"),
         ("config.json", '{"eos_token_id": "two", "max_position_embeddings": -1}', ""),
+        ("config.json", '{"text_config": 7, "max_position_embeddings": 0}', ""),
         ("generation_config.json", '{"temperature": "hot"}', "usable model"),
         ("tokenizer.json", "{}", "not a tokenizer"),
     ],

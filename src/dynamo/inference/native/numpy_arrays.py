@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dynamo.inference.native.crew import Crew
     from dynamo.inference.native.ragged import Ragged
     from dynamo.inference.native.slots import Slots
-    from dynamo.models.weights import LlamaConfig
+    from dynamo.models.llama_config import LlamaConfig
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

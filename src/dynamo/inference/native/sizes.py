@@ -11,7 +11,7 @@ from dynamo.core.values import EngineInfo
 
 if TYPE_CHECKING:
     from dynamo.inference.native.slots import KvShape
-    from dynamo.models.weights import LlamaConfig
+    from dynamo.models.llama_config import LlamaConfig
 
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 512
