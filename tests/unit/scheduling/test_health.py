@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Set as AbstractSet
 from functools import partial
@@ -13,8 +14,16 @@ from tests.unit.processes import Processes, play_virtually
 
 from dynamo.communication.requests import Outgoing
 from dynamo.core.context import Context
-from dynamo.core.errors import DynamoError, InvalidRequest, NoWorkers, WorkerFailed, WorkerLeaving
+from dynamo.core.errors import (
+    DynamoError,
+    InvalidRequest,
+    NoWorkers,
+    ProtocolError,
+    WorkerFailed,
+    WorkerLeaving,
+)
 from dynamo.core.reply import Reply
+from dynamo.core.tasks import Tasks
 from dynamo.core.values import Beat, GenerateRequest, Sampling, Stops
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.runtime import Client
@@ -44,7 +53,8 @@ class Only(Policy):
 
 
 class Ward:
-    """Workers whose answer to a probe is `beats[name]()`, and a client under `health`."""
+    """Workers that answer a probe with `answers` (their beat, while there are none), never a call
+    with a payload; and a client under `health`."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
@@ -54,6 +64,8 @@ class Ward:
         self.steps = 0
         self.requests = 0
         self.probes = 0
+        self.answers: list[list[bytes]] = []
+        self.calls = Tasks(on_failure=lambda _: None)
 
     async def start(self, workers: int) -> tuple[Client, Health]:
         for _ in range(workers):
@@ -61,6 +73,7 @@ class Ward:
         runtime = await self.processes.open()
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
+        self.metrics = runtime.metrics
         self.health = Health(client, self.clock, Random(1), runtime.metrics)
         self.health.start()
         return client, self.health
@@ -72,7 +85,11 @@ class Ward:
             self.probes += 1
             if runtime.instance_id in self.ill:
                 raise self.error
-            out.send(msgspec.msgpack.encode(Beat(self.steps, self.requests)))
+            if payload:
+                await asyncio.Event().wait()
+            beat = [msgspec.msgpack.encode(Beat(self.steps, self.requests))]
+            for item in self.answers.pop(0) if self.answers else beat:
+                out.send(item)
 
         await runtime.endpoint(ENDPOINT).serve(handle)
 
@@ -90,6 +107,7 @@ class Ward:
                 await router.send(REQUEST, CONTEXT, CollectedReply())
 
     async def close(self) -> None:
+        await self.calls.close()
         await self.health.close()
         await self.processes.close()
 
@@ -208,6 +226,87 @@ def test_a_busy_one_that_gets_on_is_fit_however_slow() -> None:
             ward.steps += 1
             await ward.clock.sleep(30.0)
             assert len(client.instances) == 2
+
+    scene(play)
+
+
+def test_what_a_stuck_engine_has_goes_elsewhere_and_what_others_have_does_not() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        ward.requests, ward.steps = 1, 7
+        calls = [
+            ward.calls.start(client.call(one, b"x", CONTEXT, lambda _: True))
+            for one in client.instances.values()
+        ]
+        await ward.clock.sleep(STUCK_S - 10.0)
+        assert not any(call.done() for call in calls)
+        await ward.clock.sleep(45.0)
+        for call in calls:
+            with pytest.raises(WorkerFailed, match="is stuck"):
+                await call
+
+    scene(play)
+
+
+def test_who_had_nothing_to_do_for_long_is_not_stuck_when_work_comes() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        await ward.clock.sleep(10 * STUCK_S)
+        ward.requests = 1
+        await ward.clock.sleep(STUCK_S - 15.0)
+        assert len(client.instances) == 2
+
+    scene(play)
+
+
+@pytest.mark.parametrize("answer", [[], [b"no beat"]], ids=["nothing", "unreadable"])
+def test_no_beat_is_no_answer_and_a_beat_between_forgives(answer: list[bytes]) -> None:
+    async def play(ward: Ward) -> None:
+        await ward.start(2)
+        beat = [msgspec.msgpack.encode(Beat())]
+        ward.answers = ([answer] * 4 + [beat] * 2) * 3
+        await ward.clock.sleep(100.0)
+        assert ward.answers == []
+        assert "dynamo_workers_ejected_total{" not in ward.metrics.render()
+        ward.answers = [answer] * 6
+        await ward.clock.sleep(100.0)
+        assert 'dynamo_workers_ejected_total{reason="probe"} 1\n' in ward.metrics.render()
+
+    scene(play)
+
+
+def test_an_older_worker_that_knows_no_probes_is_fit() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(2)
+        ward.ill.add(next(iter(client.instances)))
+        ward.error = ProtocolError("no request")
+        await ward.clock.sleep(200.0)
+        assert len(client.instances) == 2
+
+    scene(play)
+
+
+def test_who_may_not_be_left_out_is_not_told_as_ejected() -> None:
+    async def play(ward: Ward) -> None:
+        client, _ = await ward.start(1)
+        (only,) = client.instances.values()
+        ward.ill.add(only.id)
+        await ward.ask(only, 8)
+        assert "dynamo_workers_ejected_total{" not in ward.metrics.render()
+
+    scene(play)
+
+
+def test_a_closed_one_asks_nobody() -> None:
+    async def play(ward: Ward) -> None:
+        client, health = await ward.start(2)
+        await ward.clock.sleep(25.0)
+        await health.close()
+        probes = ward.probes
+        assert probes
+        await ward.clock.sleep(100.0)
+        assert ward.probes == probes
+        ward.health = Health(client, ward.clock, Random(1))
 
     scene(play)
 
