@@ -33,16 +33,38 @@ def test_constant_and_file(tmp_path):
     assert read_timing(str(file)).step_ms(plan, 100) == 205
 
 
-@pytest.mark.parametrize("text", ["constant:1", "constant:a,b", "constant:-1,2", "/no/such/file"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "constant:1",
+        "constant:a,b",
+        "constant:-1,2",
+        "constant:nan,5",
+        "constant:1,inf",
+        "/no/such/file",
+        "/tmp",
+    ],
+)
 def test_wrong_timings_are_refused(text):
     with pytest.raises(ConfigError):
         read_timing(text)
 
 
-def test_a_wrong_file_says_what_is_wrong(tmp_path):
-    file = tmp_path / "timing.json"
-    file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c4": 2}))
-    with pytest.raises(ConfigError, match="c4"):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"type": "linear", "c0": 1, "c1": 0.1, "c4": 2}', "c4"),
+        ('{"type": "linear", "c0": -1, "c1": 0.1}', "c0"),
+        ('{"type": "polynomials", "prefill": [1], "decode": [1], "floor_ms": -2}', "floor_ms"),
+        ('{"c0": 1, "c1": 0.1}', "type"),
+        ("", "truncated"),
+        ("\xff", "file.json"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(tmp_path, text, why):
+    file = tmp_path / "file.json"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=why):
         read_timing(str(file))
 
 

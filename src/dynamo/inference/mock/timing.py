@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +13,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.inference.runner import StepPlan
 
 QUADRATIC = 3
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
@@ -19,7 +22,7 @@ class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
-    floor_ms: float = 1.0
+    floor_ms: _NotNegative = 1.0
 
     def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
         """The time of one step."""
@@ -48,10 +51,10 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linea
     """c0 + c1 x new prompt tokens + c2 x sequences in the step + c3 x context of those that
     decode."""
 
-    c0: float
-    c1: float
-    c2: float = 0.0
-    c3: float = 0.0
+    c0: _NotNegative
+    c1: _NotNegative
+    c2: _NotNegative = 0.0
+    c3: _NotNegative = 0.0
 
     def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
         """The time of one step."""
@@ -110,6 +113,6 @@ def read_constant(text: str) -> Linear:
             f"timing 'constant:{text}': two numbers are wanted",
             hint="e.g. constant:0.02,5 for 0.02 ms a prompt token and 5 ms a step",
         ) from None
-    if per_token < 0 or per_step < 0:
-        raise ConfigError(f"timing 'constant:{text}': times are not negative")
+    if not (0 <= per_token < math.inf and 0 <= per_step < math.inf):
+        raise ConfigError(f"timing 'constant:{text}': times are finite and not negative")
     return Linear(c0=per_step, c1=per_token)
