@@ -55,12 +55,20 @@ def chat_logprobs(tokens: Sequence[TokenText]) -> ChatLogprobs:
 
 def completion_logprobs(tokens: Sequence[TokenText]) -> CompletionLogprobs:
     """The token itself is among its `top_logprobs`, as one more where it is none of the best."""
+    names = [_named(one.token, one.raw) for one in tokens]
     return CompletionLogprobs(
         [one.offset for one in tokens],
         [one.logprob for one in tokens],
-        [one.token for one in tokens],
+        names,
         [
-            {text: logprob for text, _, logprob in one.top} | {one.token: one.logprob}
-            for one in tokens
+            {_named(text, raw): logprob for text, raw, logprob in one.top} | {name: one.logprob}
+            for name, one in zip(names, tokens, strict=True)
         ],
     )
+
+
+def _named(text: str, raw: bytes) -> str:
+    """As OpenAI has it: `bytes:\\xf0\\x9f` where bytes alone are no text."""
+    if "\ufffd" not in text or text.encode() == raw:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import dynamo
+from dynamo.application.logprobs import completion_logprobs
+from dynamo.core.text import TokenText
 
 
 async def get(connect: Any, site: Any, path: str, method: str = "GET", body: Any = None) -> Any:
@@ -174,3 +176,14 @@ async def test_completions_stream(site: Any, connect: Any) -> None:
     assert events[1]["choices"][0]["logprobs"]["text_offset"] == [2]
     assert events[2]["choices"][0]["finish_reason"] == "length"
     assert events[3] == "[DONE]"
+
+
+def test_completions_name_tokens_that_are_no_text_by_their_bytes() -> None:
+    whole = "\ufffd".encode()
+    top = (("\ufffd", b"\xf0\x9f", -0.5), ("\ufffd", b"\xe6", -1.0), ("\ufffd", whole, -2.0))
+    told = completion_logprobs([TokenText("\ufffd", b"\x98", -3.0, top, 4)])
+    assert told.tokens == ["bytes:\\x98"]
+    assert told.text_offset == [4]
+    assert told.top_logprobs == [
+        {"bytes:\\xf0\\x9f": -0.5, "bytes:\\xe6": -1.0, "\ufffd": -2.0, "bytes:\\x98": -3.0}
+    ]

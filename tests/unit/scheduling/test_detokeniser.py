@@ -178,6 +178,26 @@ def test_an_echo_stands_in_front(vocabulary: Vocabulary, told: Any, ids_of: Ids)
     assert reader.calls == [("begin", 0), ("text", 0, "said: "), ("text", 0, "a")]
 
 
+def test_bytes_of_a_sentencepiece_token(tmp_path: Any) -> None:
+    words = ["<unk>", "▁", "▁a", "▁hello", "hello", "é", "\ufffd", "<0x0A>", "<0xF0>"]
+    numbered = {word: number for number, word in enumerate(words)}
+    library = Library(models.BPE(numbered, [], unk_token="<unk>", byte_fallback=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Vocabulary(read_tokenizer(tmp_path / "tokenizer.json"))
+    raws = [vocabulary.raw(number) for number in range(1, len(words) + 1)]
+    said = [" ", " a", " hello", "hello", "é", "\ufffd", "\n"]
+    assert raws == [*(one.encode() for one in said), b"\xf0", b""]
+
+
 def test_a_tokenizer_without_exact_bytes(tmp_path: Any, told: Any) -> None:
     words = {"<unk>": 0, "▁hello": 1, "▁world": 2, "s": 3}
     library = Library(models.WordLevel(words, unk_token="<unk>"))

@@ -3,13 +3,17 @@ is not."""
 
 from __future__ import annotations
 
+import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Protocol
 
+from dynamo.core.codec import unpack_ids
 from dynamo.models.tokenizer import Tokenizer
 
 Utf8 = getincrementaldecoder("utf-8")
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""How vocabularies name a token that is one byte."""
 
 
 class TextDecoder(Protocol):
@@ -37,6 +41,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._raw: Sequence[bytes | None] = tokenizer.token_bytes
         self._exact = any(raw is not None for raw in self._raw)
+        self._found: dict[int, bytes] = {}
         self.special_ids = tokenizer.special_ids
         self.shown = [text or None for text in tokenizer.whole_text]
         self.texts = [
@@ -54,10 +59,19 @@ class Vocabulary:
         """One token's bytes, as well as they are known."""
         if token_id >= len(self._raw):
             return b""
-        found = self._raw[token_id]
-        if found is None and not self._exact:
-            return self._tokenizer.decode([token_id]).encode()
-        return found or b""
+        if self._exact:
+            return self._raw[token_id] or b""
+        found = self._found.get(token_id)
+        if found is None:
+            found = self._found[token_id] = self._inside(token_id)
+        return found
+
+    def _inside(self, token_id: int) -> bytes:
+        """As it is behind another token: of the first one decoders drop the space in front."""
+        decode, before = self._tokenizer.decode, unpack_ids(self._tokenizer.encode("a"))
+        text = decode([*before, token_id])[len(decode(before)) :]
+        byte = BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        return bytes.fromhex(byte[1]) if byte and "\ufffd" in text else text.encode()
 
 
 class TableDecoder:
