@@ -57,6 +57,8 @@ def _flattened(message: dict[str, Any], content: Any, index: int) -> dict[str, A
     calls = message.get("tool_calls")
     if calls:
         message = message | {"tool_calls": _calls(calls, f"messages[{index}].tool_calls")}
+    elif "tool_calls" in message:  # null or none at all: templates ask whether it is there
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
     if isinstance(content, str):
         return message
     if content is None:

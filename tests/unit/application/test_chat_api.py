@@ -186,6 +186,13 @@ async def test_messages_are_flattened(site: Any, connect: Any) -> None:
     assert messages[4]["name"] == "bob"
 
 
+async def test_no_tool_calls_are_none(site: Any, connect: Any) -> None:
+    said = {"role": "assistant", "content": "hm", "refusal": None}
+    messages = [said | {"tool_calls": None}, said | {"tool_calls": []}, *HI]
+    assert (await ask(connect, site, messages=messages)).status == 200
+    assert site.processor.requests[-1].messages == (said, said, *HI)
+
+
 async def test_tools_are_shown_where_none_may_be_called(site: Any, connect: Any) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert (await ask(connect, site, tools=[tool], tool_choice="none")).status == 200
