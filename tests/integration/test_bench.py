@@ -135,6 +135,16 @@ async def test_as_a_library(mock_deployment: Deployment, monkeypatch: pytest.Mon
         await run_bench(bench)
 
 
+def test_what_is_beyond_the_context_is_refused_before_prompts_are_made(
+    mock_deployment: Deployment,
+) -> None:
+    command = [sys.executable, "-m", "dynamo", "bench", mock_deployment.url, "--isl", "99999999"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+
+    assert ended.returncode == 2
+    assert "99999999 tokens in and 64 out are more than the context of" in ended.stderr
+
+
 def test_a_server_that_is_not_there(mock_deployment: Deployment) -> None:
     command = [sys.executable, "-m", "dynamo", "bench", "http://127.0.0.1:9"]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -31,7 +31,9 @@ def parser() -> Parser:
         EXAMPLES,
         usage="explain [FILE] [--json] [--changed] [FLAGS of dynamo run] | schema",
     )
-    made.add_argument("what", choices=("explain", "schema"), help="what to print")
+    made.add_argument(
+        "what", choices=("explain", "schema"), metavar="explain|schema", help="what to print"
+    )
     made.add_argument("file", nargs="?", metavar="FILE", help="configuration file")
     made.add_argument("--json", action="store_true", help="one JSON object, all settings")
     made.add_argument(

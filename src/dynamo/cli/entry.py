@@ -31,11 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output left (`dynamo ps | head`)
         _mute()
         return 0
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _mute()
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:  # what the machine does not let us: a full disk, a closed folder
+        if error.errno == errno.ENOSPC:
+            _mute()
+        print(f"error: {explained(error)}", file=sys.stderr)
         return 1
 
 
@@ -47,6 +46,8 @@ def _mute() -> None:
 def _dispatch(arguments: Sequence[str]) -> int:
     first = arguments[0] if arguments else "--help"
     if first in {"-h", "--help", "help"}:
+        if arguments[1:]:  # dynamo help run
+            return _dispatch([arguments[1], "--help"])
         print(overview())
         return 0
     if first in {"-V", "--version", "version"}:
@@ -57,6 +58,12 @@ def _dispatch(arguments: Sequence[str]) -> int:
         hint = f"did you mean `dynamo {near[0]}`?" if near else f"commands: {', '.join(_shown())}"
         raise ConfigError(f"unknown command {first!r}", hint=hint)
     return command_run(first)(arguments[1:])
+
+
+def explained(error: OSError) -> str:
+    """What the system said, and of which file."""
+    said = error.strerror or str(error)
+    return f"{error.filename}: {said}" if error.filename else said
 
 
 def overview() -> str:

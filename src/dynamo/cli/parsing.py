@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
 from dynamo.core.errors import ConfigError
+
+WIDTH = 100
+"""Of a description; the flags below it keep to the terminal's."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,7 +21,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             usage=f"{prog} {usage}" if usage else None,
-            description=description,
+            description="\n".join(map(_wrapped, description.splitlines())),
             epilog=f"examples:\n{examples}" if examples else None,
             formatter_class=_Format,
             allow_abbrev=False,
@@ -41,6 +45,10 @@ class Parser(argparse.ArgumentParser):
         flags = [one for action in self._actions for one in action.option_strings]
         near = difflib.get_close_matches(flag, flags, n=1)
         return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, WIDTH, break_on_hyphens=False)
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):

@@ -55,7 +55,7 @@ def parser() -> Parser:
         "dynamo replay",
         "What a trace would do on a cluster: router, caches and schedulers as they are, simulated "
         "engines, virtual time.\nA trace is in Mooncake's form: a line {timestamp (ms), "
-        "input_length, output_length, hash_ids} a request;\nlines of one session_id run one after "
+        "input_length, output_length, hash_ids} a request; lines of one session_id run one after "
         "the other, each `delay` ms after the one before ended.\nThe default here is 8 workers "
         "and blocks of 64 tokens.",
         EXAMPLES,

@@ -32,7 +32,9 @@ def parser() -> Parser:
         EXAMPLES,
         usage="{view,report} [FLAGS]",
     )
-    made.add_argument("what", choices=("view", "report"), help="what to show")
+    made.add_argument(
+        "what", choices=("view", "report"), metavar="view|report", help="what to show"
+    )
     made.add_argument("--html", metavar="FILE", help=f"view: the page (default: {HTML})")
     made.add_argument("--picture", metavar="FILE.png", help="view: a PNG file")
     made.add_argument("--seconds", type=float, metavar="N", help="only the last N")

@@ -80,6 +80,8 @@ def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
             source = _input(value)
         elif equals and name == "out":
             extra["engine.kind"] = Given(value, word)
+        elif not word:  # "$MODEL", which is not set
+            raise ConfigError("the model is named by an empty word", hint="is a variable not set?")
         elif "model.path" in extra:
             first = extra["model.path"].raw
             raise ConfigError(

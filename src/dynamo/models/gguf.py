@@ -218,4 +218,5 @@ def _map(path: Path) -> mmap.mmap:
         with path.open("rb") as source:
             return mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelUnavailable(f"{path} cannot be read: {why}") from error

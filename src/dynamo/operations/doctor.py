@@ -47,8 +47,12 @@ def examine(settings: Settings) -> Iterator[Finding]:
     for check in CHECKS:
         try:
             yield check(settings)
-        except (OSError, DynamoError) as error:
-            yield Finding(check.__name__, "fail", str(error), getattr(error, "hint", ""))
+        except DynamoError as error:
+            yield Finding(_name(check), "fail", error.message, error.hint or "")
+        except OSError as error:
+            said = error.strerror or str(error)
+            found = f"{error.filename}: {said}" if error.filename else said
+            yield Finding(_name(check), "fail", found)
 
 
 def python(settings: Settings) -> Finding:
@@ -122,7 +126,7 @@ def cache_folder(settings: Settings) -> Finding:
     return Finding("cache folder", "ok", f"{folder}, {free / 1e9:.0f} GB free")
 
 
-def default_model(settings: Settings) -> Finding:
+def model(settings: Settings) -> Finding:
     """Whether the default model is here already."""
     from dynamo.models.download import DEFAULT_MODEL, cached
 
@@ -196,7 +200,7 @@ CHECKS: Sequence[Check] = (
     loopback,
     state_folder,
     cache_folder,
-    default_model,
+    model,
     port,
     routing,
 )
@@ -230,7 +234,11 @@ def _available_bytes() -> int:
     return 0
 
 
+def _name(check: Check) -> str:
+    return check.__name__.replace("_", " ")
+
+
 def _existing(folder: Path) -> Path:
-    while not folder.exists():
+    while not os.path.exists(folder):  # noqa: PTH110 - False also where we may not look
         folder = folder.parent
     return folder

@@ -15,6 +15,8 @@ from dynamo.runtime.child import Child, ProcessSpec
 
 log = logging.getLogger(__name__)
 
+MAX_REPLICAS = 1024
+"""More of a kind on one host are a slip of the finger."""
 KILL_AFTER_S = 5.0
 """A child that has not gone so long after its drain time is killed."""
 
@@ -26,6 +28,12 @@ def kind_of(name: str) -> str:
     """What replicas have in common: `worker` of `worker-2`."""
     head, _, tail = name.rpartition("-")
     return head if head and tail.isdecimal() else name
+
+
+def check_replicas(kind: str, count: int) -> None:
+    """Raises `ConfigError` for a number that no host runs."""
+    if not 0 <= count <= MAX_REPLICAS:
+        raise ConfigError(f"{count} processes {kind}: 0 to {MAX_REPLICAS} are possible on a host")
 
 
 class Crew:
@@ -83,8 +91,7 @@ class Crew:
         a new one cannot start."""
         async with self._one_at_a_time:
             there = self._of(kind)
-            if count < 0:
-                raise ConfigError(f"{count} replicas of {kind}: at least 0 are wanted")
+            check_replicas(kind, count)
             if len(there) < count:
                 await self._grow(kind, count - len(there), tell)
             elif len(there) > count:

@@ -27,6 +27,7 @@ PROCESSES = "processes"
 DISCOVERY = "discovery"
 CONTROL = "control"
 """The socket that takes orders (`runtime.control`)."""
+OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own, with room"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
@@ -70,13 +71,17 @@ class Deployment(msgspec.Struct, frozen=True):
 
     def write(self, record: ProcessRecord) -> None:
         """Write or replace a process's record, at once or not at all; makes the folder where
-        `clear` took it. Blocks."""
+        `clear` took it. Raises `ConfigError` where that cannot be. Blocks."""
         path = self._path(record.instance)
         fresh = path.with_suffix(".new")
         with self._locked(fcntl.LOCK_SH):
             self.prepare()
-            fresh.write_bytes(msgspec.json.encode(record))
-            fresh.replace(path)
+            try:
+                fresh.write_bytes(msgspec.json.encode(record))
+                fresh.replace(path)
+            except OSError as error:
+                message = f"the state folder {self.folder} cannot be written: {error.strerror}"
+                raise ConfigError(message, hint=OWN_FOLDER) from None
 
     def remove(self, record: ProcessRecord) -> None:
         """Forget a process. Blocks."""
@@ -180,14 +185,13 @@ def _at(path: Path) -> ProcessRecord | None:
 
 def _private(folder: Path) -> None:
     """`folder` exists, is ours and nobody else can look into it."""
-    hint = "set XDG_RUNTIME_DIR to a folder of your own"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         message = f"the state folder {folder} cannot be made: {error.strerror}"
-        raise ConfigError(message, hint=hint) from None
+        raise ConfigError(message, hint=OWN_FOLDER) from None
     about = folder.stat(follow_symlinks=False)
     if about.st_uid != os.getuid():
-        raise ConfigError(f"the state folder {folder} belongs to another user", hint=hint)
+        raise ConfigError(f"the state folder {folder} belongs to another user", hint=OWN_FOLDER)
     if about.st_mode & 0o077:
         folder.chmod(0o700)

@@ -155,7 +155,7 @@ class Process:
             await first_of(self._ready(), stopped())
             pauses.start()
             await stopped()
-            await self._tell("draining")
+            await self._say_draining()
             await runtime.shutdown()
             if runtime.failure is not None:
                 raise runtime.failure
@@ -188,6 +188,12 @@ class Process:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         await self._tell("ready")
+
+    async def _say_draining(self) -> None:
+        try:
+            await self._tell("draining")
+        except (ConfigError, OSError) as error:  # a full disk keeps nobody from draining
+            log.warning("draining untold", extra={"fields": {"error": str(error)}})
 
     async def _tell(self, state: ProcessState) -> None:
         """The same to the state folder, to discovery and to the supervisor."""

@@ -15,6 +15,7 @@ from itertools import groupby
 import msgspec
 
 from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import Tasks, first_of
 from dynamo.runtime.burials import Burials
@@ -115,8 +116,8 @@ class Supervisor:
         self._line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
         self._tasks = Tasks()
         self._burials = Burials(settings)
-        drain_s = settings.runtime.drain_s
-        self._crew = Crew(specs, self._child, self._start, drain_s, self._look)
+        self._drain_s = settings.runtime.drain_s
+        self._crew = Crew(specs, self._child, self._start, self._drain_s, self._look)
         self._control = Control(self._crew, deployment.folder)
         self.children = self._crew.children
 
@@ -137,7 +138,7 @@ class Supervisor:
                 preparation.cancel()
                 reloading.cancel()
                 await self._control.stop()
-                await self._tell("draining")
+                await self._say_stopping()
                 for child in self.children:
                     child.hold()
                 await first_of(self._stop_all(), self._at_once.wait())
@@ -214,6 +215,17 @@ class Supervisor:
         if not self._stop.is_set():
             await self._tell("ready")
             await self._stop.wait()
+
+    async def _say_stopping(self) -> None:
+        if self.failure is None and self._unprepared is None:
+            fields = {"drain_s": self._drain_s}
+            log.info(
+                "stopping; a second Ctrl-C or signal ends it at once", extra={"fields": fields}
+            )
+        try:
+            await self._tell("draining")
+        except ConfigError as error:  # a full disk keeps nobody from draining
+            log.warning("draining untold", extra={"fields": {"error": error.message}})
 
     async def _stop_all(self) -> None:
         order = sorted(self.children, key=lambda child: child.spec.stop_order)

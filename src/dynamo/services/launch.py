@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.crew import check_replicas
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.link import ParentLink
@@ -179,5 +180,6 @@ def reload_of(source: Source, port: int, deployment: str) -> Reload:
 
 
 def replica_names(role: str, count: int) -> list[str]:
-    """What the processes of one role are called."""
+    """What the processes of one role are called. Raises `ConfigError` for more than a host runs."""
+    check_replicas(role, count)
     return [role] if count == 1 else [f"{role}-{at + 1}" for at in range(count)]

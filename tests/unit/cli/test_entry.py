@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -47,6 +48,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "in=batch:x.jsonl"], "cannot read x.jsonl", ""),
         (["run", "in=htp"], "unknown input", "in=http"),
         (["run", "a", "b"], "two models: 'a' and 'b'", "one model"),
+        (["run", ""], "an empty word", "variable"),
+        (["config"], "required: explain|schema", "dynamo config --help"),
         (["run", "--config", "/nowhere.yaml"], "/nowhere.yaml: No such file", "--config"),
         (["run", "--log-level", "loud"], "no log level", "debug"),
         (["chat", "--url", "http://x"], "unknown argument '--url'", "`dynamo chat URL`"),
@@ -90,6 +93,30 @@ def test_a_failure_ends_with_1_and_an_interrupt_with_130(
     assert main(["run"]) == 130
 
 
+def test_what_the_machine_forbids_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "/model")
+
+    monkeypatch.setattr("dynamo.cli.entry.command_run", lambda name: forbidden)
+    assert main(["run"]) == 1
+    assert capsys.readouterr().err == "error: /model: Permission denied\n"
+
+
+def test_help_of_a_command_in_either_order(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["help", "ps"])
+    assert capsys.readouterr().out.startswith("usage: dynamo ps")
+
+
+def test_descriptions_fit_a_line() -> None:
+    lines = [
+        line for name in COMMANDS for line in str(command_parser(name).description).splitlines()
+    ]
+    assert max(map(len, lines)) <= 100
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_a_function(name: str) -> None:
     assert command_parser(name).format_help().startswith(f"usage: dynamo {name}")
@@ -123,7 +150,7 @@ def test_a_full_disk_is_told_without_a_traceback(words: str) -> None:
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 1
-    assert ended.stderr == "error: [Errno 28] No space left on device\n"
+    assert ended.stderr == "error: No space left on device\n"
 
 
 def test_ctrl_c_amid_imports_is_no_traceback() -> None:

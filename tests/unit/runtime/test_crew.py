@@ -171,6 +171,7 @@ async def test_a_replacement_that_cannot_start_leaves_the_old_one(
         (("drain", "nobody"), NotFound),
         (("scale", "nobody", 1), NotFound),
         (("scale", "worker", -1), ConfigError),
+        (("scale", "worker", 1_000_000), ConfigError),
     ],
 )
 async def test_what_cannot_be_done_is_said(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -236,6 +237,17 @@ def test_a_port_in_use_names_the_deployment(
         claim_port("127.0.0.1", held.getsockname()[1])
     assert f"deployment http-8000 (process {os.getpid()}) serves there" in caught.value.message
     assert "`dynamo stop http-8000`" in caught.value.hint
+
+
+def test_a_full_disk_names_the_state_folder(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=f"{deployment.folder} cannot be written: No space"):
+        deployment.write(record_of(deployment))
 
 
 def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

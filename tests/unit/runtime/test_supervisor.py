@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import Tasks
 from dynamo.runtime.child import ProcessSpec
-from dynamo.runtime.deployment import Deployment
+from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.exits import describe_exit
 from dynamo.runtime.supervisor import LogLines, Supervisor
 
@@ -140,6 +141,38 @@ async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
         supervisor.stop()
         assert await running == 0
     assert not alive(pid)
+
+
+async def test_a_full_disk_keeps_nobody_from_draining(
+    spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Deployment.write
+
+    def full(deployment: Deployment, record: ProcessRecord) -> None:
+        if record.state == "draining":
+            raise ConfigError("no room")
+        write(deployment, record)
+
+    monkeypatch.setattr(Deployment, "write", full)
+    out = io.StringIO()
+    supervisor = supervise(spec(LEAVE + SERVE, "worker"), out=out)
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        assert await finish(supervisor, running) == 0
+    assert out.getvalue() == "worker | leaving worker\n"
+
+
+async def test_who_stops_is_told_how_to_end_at_once(
+    spec: Spec, supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    supervisor = supervise(spec(SERVE))
+    async with Tasks() as tasks:
+        running = tasks.start(supervisor.run())
+        await supervisor.ready.wait()
+        await finish(supervisor, running)
+    assert "a second Ctrl-C" in caplog.text
 
 
 async def test_who_does_not_leave_is_killed(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import Tasks
 from dynamo.operations.bench.arrivals import made_up
 from dynamo.operations.bench.figures import Result, figures
@@ -61,7 +63,7 @@ async def run_bench(
     bench = replace(bench, load=replace(bench.load, seed=bench.load.seed or fresh_seed()))
     server = Server(bench.target)
     try:
-        await check(server)
+        check_fits(bench, await models_of(server))
         words = await _words(bench, server, clock)
         prompts = Prompts(words, bench.shape, bench.load.seed, bench.block_tokens)
         sessions = await clock.offload(_sessions, bench)
@@ -93,8 +95,8 @@ def fresh_seed() -> int:
     return secrets.randbelow(1 << 31) + 1
 
 
-async def check(server: Server) -> None:
-    """Raises `Unreachable` unless the server tells its models."""
+async def models_of(server: Server) -> Sequence[Mapping[str, Any]]:
+    """What the server tells of its models. Raises `Unreachable`."""
     status, answer = await server.call("/v1/models", method="GET")
     if status != 200:
         error = answer.get("error") if isinstance(answer, dict) else None
@@ -103,6 +105,24 @@ async def check(server: Server) -> None:
             f"/v1/models answers {status} {told}".strip(),
             hint="wanted an OpenAI-compatible server; a key goes into --api-key",
         )
+    models = answer.get("data") if isinstance(answer, dict) else None
+    return [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+
+
+def check_fits(bench: Bench, models: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ConfigError` where made-up requests go beyond the context that the server tells."""
+    named = [one for one in models if one.get("id") == bench.target.model] or models
+    context = named[0].get("max_model_len") if named else None
+    shape = bench.shape
+    wanted = shape.turns * (shape.input_tokens + shape.output_tokens)
+    if bench.trace or bench.sharegpt or not isinstance(context, int) or wanted <= context:
+        return
+    turns = f", {shape.turns} turns" if shape.turns > 1 else ""
+    raise ConfigError(
+        f"{shape.input_tokens} tokens in and {shape.output_tokens} out{turns} are more than the "
+        f"context of {named[0].get('id')}: {context} tokens",
+        hint="less by --isl, --osl or --turns",
+    )
 
 
 async def _words(bench: Bench, server: Server, clock: Clock) -> Sequence[str]:
