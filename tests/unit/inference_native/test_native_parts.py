@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings.schema import Engine as EngineSettings
 from dynamo.inference.native.blas import set_threads
 from dynamo.inference.native.crew import Crew
 from dynamo.inference.native.ragged import Run, Span, Work, lay_out
+from dynamo.inference.native.runner import NativeRunner
 from dynamo.inference.native.sizes import available_bytes, cores, plan_sizes
 from dynamo.inference.native.slots import KvShape, Slots
 from dynamo.models.llama_config import LlamaConfig
+from dynamo.models.weights import SafetensorsWeights
 
 SHAPE = KvShape(2, 3, 8)
 
@@ -55,9 +59,18 @@ def test_idle_areas_give_their_memory_back() -> None:
     assert slots.areas[taken[2]].all()
 
 
-def test_too_much_address_space_is_refused_with_a_hint() -> None:
-    with pytest.raises(ConfigError, match="address space"):
-        Slots(SHAPE, max_num_seqs=1 << 20, context_tokens=1 << 24, num_blocks=1, block_tokens=4)
+@pytest.mark.parametrize("seqs", [1 << 20, 1 << 60])
+def test_too_much_address_space_is_refused_with_a_hint(seqs: int) -> None:
+    with pytest.raises(ConfigError, match="address space") as caught:
+        Slots(SHAPE, max_num_seqs=seqs, context_tokens=1 << 24, num_blocks=1, block_tokens=4)
+    assert "--max-num-seqs" in caught.value.hint
+
+
+@pytest.mark.parametrize("blocks", [1 << 40, 1 << 62])
+def test_too_many_blocks_are_refused_with_a_hint(blocks: int) -> None:
+    with pytest.raises(ConfigError, match="KV blocks are refused") as caught:
+        slots_of(num_blocks=blocks)
+    assert "--num-blocks" in caught.value.hint
 
 
 def test_rows_are_decoding_sequences_by_slot_then_prompts() -> None:
@@ -134,6 +147,29 @@ def test_sizes_follow_settings_and_memory() -> None:
     assert free.context_tokens == 1024
     assert 1 <= free.num_blocks <= 64 * 64
     assert free.num_blocks * 16 * SHAPE.token_bytes <= available_bytes()
+
+
+def test_memory_is_what_a_container_leaves(tmp_path: Path) -> None:
+    (tmp_path / "memory.current").write_text("900000000\n")
+    (tmp_path / "memory.stat").write_text("anon 100000000\ninactive_file 700000000\nfile 9\n")
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    assert available_bytes(tmp_path) == 800_000_000
+    (tmp_path / "memory.max").write_text("100\n")
+    assert available_bytes(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) > 0
+    assert available_bytes(tmp_path / "none") > 0
+
+
+async def test_weights_that_do_not_fit_say_so(tiny_llama: Path) -> None:
+    class Large(SafetensorsWeights):
+        def tensor(self, name: str) -> Any:
+            raise MemoryError("Unable to allocate 3 TiB")
+
+    runner = NativeRunner(lambda: Large(tiny_llama), EngineSettings(num_blocks=4))
+    with pytest.raises(ModelUnavailable, match="3 TiB"):
+        await runner.start()
+    await runner.stop()
 
 
 def test_threads_of_the_matrix_products_can_be_set() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Listed
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema_engine import Engine as EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.native.ragged import Work, lay_out
@@ -72,7 +73,10 @@ class NativeRunner(Runner):
             self._arrays = NumpyArrays(
                 config, weights.rope_divisors(), self._slots, Crew(self._threads)
             )
-            self._model = Llama(weights, self._arrays)
+            try:
+                self._model = Llama(weights, self._arrays)
+            except MemoryError as error:
+                raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
         log.info("weights opened", extra={"fields": {"cpu_s": round(time.process_time(), 2)}})
         return info
 

@@ -20,6 +20,9 @@ the sequences beside it."""
 MEMORY_SHARE = 0.2
 """Of what is available, for blocks; running sequences' areas take at most as much again."""
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Where a container finds its own limits."""
+
 
 def cores() -> int:
     """Cores this process may use."""
@@ -50,17 +53,19 @@ def plan_sizes(
     )
 
 
-def available_bytes() -> int:
+def available_bytes(group: Path = CONTROL_GROUP) -> int:
     """Memory that may be taken without swapping: the machine's, within the control group's."""
-    found = [_machine_bytes()]
-    group = Path("/sys/fs/cgroup")
+    machine = _machine_bytes()
     try:
         limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            found.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return max(0, min(found))
+        if limit == "max":
+            return machine
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(stat["inactive_file"])  # of files once read: the kernel drops it
+    except (OSError, ValueError, KeyError):
+        return machine
+    return max(0, min(machine, int(limit) - used + cache))
 
 
 def _machine_bytes() -> int:

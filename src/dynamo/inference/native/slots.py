@@ -62,9 +62,13 @@ class Slots:
         floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
         floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
         self.areas: Floats = floats.reshape(max_num_seqs, layers, 2, heads, context_tokens, dim)
-        self.blocks: Floats = np.empty(
-            (num_blocks, layers, 2, heads, block_tokens, dim), np.float32
-        )
+        try:
+            self.blocks: Floats = np.empty(
+                (num_blocks, layers, 2, heads, block_tokens, dim), np.float32
+            )
+        except (MemoryError, ValueError) as error:  # ValueError: beyond what can be addressed
+            size = shape.token_bytes * block_tokens * num_blocks
+            raise _refused("memory for KV blocks", size, "num-blocks") from error
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._used = [0] * max_num_seqs
         self._idle_tokens = 0
@@ -113,6 +117,10 @@ class Slots:
         self._idle_tokens = 0
 
 
+def _refused(what: str, size: int, flags: str) -> ConfigError:
+    return ConfigError(f"{size >> 20} MiB of {what} are refused", hint=f"lower --{flags}")
+
+
 def _whole_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -124,11 +132,9 @@ def _reserve(size: int) -> mmap.mmap:
         flags |= MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, size, flags=flags)
-    except OSError as error:
-        raise ConfigError(
-            f"{size >> 20} MiB of address space for running sequences are refused",
-            hint="lower --max-num-seqs or --max-model-len",
-        ) from error
+    except (OSError, OverflowError) as error:
+        what = "address space for running sequences"
+        raise _refused(what, size, "max-num-seqs or --max-model-len") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
