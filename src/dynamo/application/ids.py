@@ -23,7 +23,7 @@ class RequestIds:
 
     def unique(self, given: str) -> str:
         """An id that begins with a client's own, which need not be unique."""
-        return f"{given}-{next(self._count):x}"
+        return f"{given}-{self._start[:8]}{next(self._count):x}"
 
 
 def sanitised(given: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.application.admission import Admission
-from dynamo.application.ids import sanitised
+from dynamo.application.ids import RequestIds, sanitised
 from dynamo.core.errors import Overloaded
 from dynamo.core.settings.schema import Server
 
@@ -176,6 +176,7 @@ async def test_request_ids(site: Any, connect: Any) -> None:
         assert (await one.answer()).error["request_id"] == "bad"
         one.ask("GET", "/live")
         assert len((await one.answer()).headers["x-request-id"]) == 24
+    assert RequestIds().unique("a") != RequestIds().unique("a")
     assert sanitised("a b<script>\x00é" + "x" * 200) == ("abscript" + "x" * 200)[:128]
     assert sanitised(None) == ""
 
