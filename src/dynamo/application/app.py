@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from dynamo.application.status import Status
 from dynamo.application.tokens import Tokens
 from dynamo.communication.http import Request, Response
 from dynamo.core.clock import Clock
-from dynamo.core.errors import DynamoError, InternalError
+from dynamo.core.errors import DynamoError, InternalError, ServerStopped
 from dynamo.core.settings.schema import Server
 from dynamo.telemetry.logs import request_id
 from dynamo.telemetry.metrics import Registry
@@ -132,6 +133,11 @@ class Application:
             await route(exchange)
         except DynamoError as error:
             exchange.fail(error)
+        except asyncio.CancelledError:
+            if response.open:  # the client has not left: this server does
+                hint = "send it again; --drain gives requests in flight more time"
+                exchange.fail(ServerStopped("the server stopped amid the answer", hint=hint))
+            raise
         except Exception:
             log.exception("request failed")
             exchange.fail(InternalError("internal error", hint="the server's log says more"))

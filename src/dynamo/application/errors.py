@@ -33,6 +33,7 @@ STATUS = {
     "worker_failed": 503,
     "instance_gone": 503,
     "worker_leaving": 503,
+    "server_stopped": 503,
     "deadline_exceeded": 504,
 }
 TYPES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import io
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ USAGE_CODES = (ConfigError.code, "unsupported")
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command line. Returns the exit code: 0, 1 failure, 2 usage, 130 interrupted."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has not every character
     try:
         return _dispatch(arguments)
     except DynamoError as error:

@@ -138,6 +138,13 @@ class WorkerLeaving(WorkerFailed):
     code = "worker_leaving"
 
 
+class ServerStopped(DynamoError):
+    """The server's drain time ended before the answer was whole."""
+
+    code = "server_stopped"
+    retryable = True
+
+
 class PlaneAway(DynamoError):
     """A server that a plane needs (etcd, NATS) cannot be reached now."""
 

@@ -117,8 +117,11 @@ class WordProcessor:
 class Site:
     """A running server and its parts."""
 
-    def __init__(self, application: Application, gateway: Gateway, port: int) -> None:
+    def __init__(
+        self, application: Application, gateway: Gateway, port: int, http: HttpServer
+    ) -> None:
         self.application = application
+        self.http = http
         self.gateway = gateway
         self.port = port
         self.processor = WordProcessor()
@@ -143,7 +146,7 @@ async def open_site() -> AsyncIterator[Open]:
         http = HttpServer(
             application.handle, HttpLimits.of(server), clock, on_error=application.on_error
         )
-        site = Site(application, gateway, await http.start("127.0.0.1", 0))
+        site = Site(application, gateway, await http.start("127.0.0.1", 0), http)
         running.append((http, application))
         if not empty:
             site.add("words", "spoken")

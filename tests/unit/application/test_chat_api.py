@@ -277,6 +277,28 @@ async def test_leaving_cancels_a_stream(site: Any, connect: Any) -> None:
         await asyncio.sleep(0.01)
 
 
+async def test_a_server_that_stops_amid_a_stream_says_so(site: Any, connect: Any) -> None:
+    async with connect(site.port) as one:
+        body = {"model": "words", "messages": HI, "stream": True, "max_tokens": 10_000_000}
+        one.ask("POST", CHAT, body)
+        await one.head()
+        await one.reader.read(10)
+        await site.http.stop(0)
+        end = (await one.reader.read())[-600:]
+    assert b'"code":"server_stopped"' in end
+    assert b"data: [DONE]" in end.partition(b"server_stopped")[2]
+
+
+async def test_a_server_that_stops_before_an_answer_says_so(site: Any, connect: Any) -> None:
+    site.processor.gate.clear()
+    async with connect(site.port) as one:
+        one.ask("POST", CHAT, {"model": "words", "messages": HI})
+        await site.processor.entered.wait()
+        await site.http.stop(0)
+        answer = await one.answer()
+    assert (answer.status, answer.error["code"]) == (503, "server_stopped")
+
+
 async def test_pipelined_answers_keep_their_order(site: Any, connect: Any) -> None:
     async with connect(site.port) as one:
         for number in range(1, 21):

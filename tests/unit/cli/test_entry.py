@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import signal
 import subprocess
 import sys
@@ -151,6 +152,15 @@ def test_a_full_disk_is_told_without_a_traceback(words: str) -> None:
 
     assert ended.returncode == 1
     assert ended.stderr == "error: No space left on device\n"
+
+
+def test_a_terminal_without_a_character_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr("dynamo.cli.entry.command_run", lambda name: lambda words: print("é") or 0)
+    assert main(["run"]) == 0
+    sys.stdout.flush()
+    assert raw.getvalue() == b"?\n"
 
 
 def test_ctrl_c_amid_imports_is_no_traceback() -> None:

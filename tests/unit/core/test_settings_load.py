@@ -91,6 +91,7 @@ def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
         ("server: 3", "must be a mapping", "key: value"),
         ("- a", "this must be a mapping", ""),
         ("a: [", "not valid YAML", ""),
+        ("\x00", "not valid YAML", ""),
         ("version: 2", "at most 1", ""),
     ],
 )

@@ -32,17 +32,15 @@ def read_document(text: str, name: str) -> Document:
     """
     import yaml
 
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         root, line = _held(loader)
         return _Reader(loader, name, line).document(root)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise ConfigError(f"{name}{at}: not valid YAML: {problem}") from None
-    finally:
-        loader.dispose()
 
 
 def _held(loader: Any) -> tuple[Any, int]:
