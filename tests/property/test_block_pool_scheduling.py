@@ -1,4 +1,5 @@
-"""The step scheduler and the block pool under random arrivals, cancellations and clearing.
+"""The step scheduler and the block pool under random arrivals, cancellations, failing steps and
+clearing.
 
 A runner that really stores blocks (as token ids) proves that what a plan tells to load is there.
 """
@@ -6,6 +7,8 @@ A runner that really stores blocks (as token ids) proves that what a plan tells 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent
 from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
 from dynamo.inference.blocks import BlockPool
+from dynamo.inference.eviction import make_eviction
 from dynamo.inference.runner import StepPlan
 from dynamo.inference.sequence import Sequence, TokenContent
 
@@ -92,8 +96,12 @@ class View:
 
 
 class World:
-    def __init__(self, blocks: int, budget: int, seqs: int, hits_from: HitsFrom) -> None:
-        self.pool = BlockPool(blocks, BLOCK_TOKENS)
+    def __init__(
+        self, blocks: int, budget: int, seqs: int, hits_from: HitsFrom, eviction: str, caching: bool
+    ) -> None:
+        self.pool = BlockPool(
+            blocks, BLOCK_TOKENS, eviction=make_eviction(eviction), prefix_caching=caching
+        )
         self.limits = BatchLimits(seqs, budget, 40)
         self.scheduler = StepScheduler(self.pool, self.limits, hits_from=hits_from)
         self.runner = StoringRunner(stores=hits_from == "computed")
@@ -111,7 +119,20 @@ class World:
         if self.live:
             self.scheduler.remove(self.live.pop(which % len(self.live)))
 
-    def step(self, cancel_within: int | None = None) -> bool:
+    def clear(self) -> None:
+        self.pool.clear()
+
+    def fail(self) -> None:
+        """A step that raises when its runner has done all: none of it counts."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return
+        self.runner.step(plan)
+        for chunk in plan.chunks:
+            self.scheduler.remove(chunk.sequence)
+            self.live.remove(chunk.sequence)
+
+    def step(self, within: Callable[[], None] = lambda: None) -> bool:
         plan = self.scheduler.schedule()
         if plan is None:
             assert not self.live, "requests wait and nothing is done"
@@ -120,8 +141,7 @@ class World:
         assert plan.new_tokens + plan.decode_seqs == sum(chunk.count for chunk in plan.chunks)
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
         tokens = self.runner.step(plan)
-        if cancel_within is not None:
-            self.cancel(cancel_within)
+        within()
         self.scheduler.complete(plan, tokens)
         for sequence in [one for one in self.live if one.length >= one.max_length]:
             self.scheduler.remove(sequence)
@@ -157,7 +177,8 @@ prompts = st.builds(
 events = st.one_of(
     st.just(("step", 0)),
     st.just(("step", 0)),
-    st.tuples(st.sampled_from(["step_cancelling", "cancel", "clear"]), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["step_cancelling", "cancel"]), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["step_clearing", "clear", "fail"]), st.just(0)),
 )
 bursts = st.lists(
     st.tuples(
@@ -176,21 +197,36 @@ bursts = st.lists(
     st.one_of(st.integers(1, 6), st.integers(7, 40)),
     st.integers(1, 5),
     st.sampled_from(["computed", "scheduled"]),
+    st.sampled_from(["lru", "reuse"]),
+    st.sampled_from([True, True, True, False]),
 )
 def test_nothing_is_lost_and_all_complete(
-    todo: list[tuple], blocks: int, budget: int, seqs: int, hits_from: HitsFrom
+    todo: list[tuple],
+    blocks: int,
+    budget: int,
+    seqs: int,
+    hits_from: HitsFrom,
+    eviction: str,
+    caching: bool,
 ) -> None:
-    world = World(blocks, budget, seqs, hits_from)
+    world = World(blocks, budget, seqs, hits_from, eviction, caching)
     for arrivals, then in todo:
         for arrival in arrivals:
             world.add(*arrival)
         for kind, which in then:
-            if kind == "cancel":
-                world.cancel(which)
-            elif kind == "clear":
-                world.pool.clear()
-            else:
-                world.step(which if kind == "step_cancelling" else None)
+            match kind:
+                case "cancel":
+                    world.cancel(which)
+                case "clear":
+                    world.clear()
+                case "fail":
+                    world.fail()
+                case "step_clearing":
+                    world.step(world.clear)
+                case "step_cancelling":
+                    world.step(partial(world.cancel, which))
+                case _:
+                    world.step()
             world.check()
     steps = 0
     while world.step():
