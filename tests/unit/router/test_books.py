@@ -179,3 +179,56 @@ def test_a_worker_that_tells_nothing_of_itself_is_reckoned_with() -> None:
     book.first_token(active, stage.now + 1)
     book.end(active, stage.now + 2)
     assert still_open(book) == (0, 0, 0)
+
+
+def answered(
+    stage: Stage, book: Book, tokens: int, step_s: float, pause_s: float = 0.0, name: str = "one"
+) -> None:
+    """A short prompt, then `tokens` at one each `step_s`, with a pause between."""
+    active = placed(stage, book, 16, name)
+    stage.now += 0.02
+    book.first_token(active, stage.now)
+    if pause_s:
+        other = placed(stage, book, 4_000, "between")
+        before = book.prefill_ms
+        stage.now += pause_s
+        book.first_token(other, stage.now)
+        book.end(other, stage.now)
+        pause_s = (book.prefill_ms - before) / 1e3
+    stage.now = (active.first_s or 0.0) + pause_s + (tokens - 1) * step_s
+    active.emitted = tokens
+    book.end(active, stage.now)
+
+
+def test_a_step_of_decoding_is_learnt_from_whole_answers(stage: Stage, book: Book) -> None:
+    for number in range(40):
+        answered(stage, book, 101, 0.03, name=f"r{number}")
+    assert book.timing.decode.at(1.0, 117) == pytest.approx(30.0, rel=0.02)
+
+
+def test_what_prefills_took_meanwhile_is_not_its_own(stage: Stage, book: Book) -> None:
+    for number in range(10):
+        answered(stage, book, 101, 0.03, pause_s=0.5, name=f"r{number}")
+    found = book.timing.decode.at(1.0, 117) * book.pace.factor
+    assert found == pytest.approx(30.0, rel=0.05)
+
+
+def test_a_few_tokens_teach_nothing(stage: Stage, book: Book) -> None:
+    answered(stage, book, 7, 3.0)
+    assert book.timing.decode.seen == 0
+    answered(stage, book, 8, 3.0)
+    assert book.timing.decode.seen == 1
+
+
+def test_first_tokens_that_come_together_are_one_observation(stage: Stage, book: Book) -> None:
+    pair = [placed(stage, book, 1_000, name) for name in ("one", "two")]
+    stage.now += 0.5
+    for active in pair:
+        book.first_token(active, stage.now)
+        stage.now += 0.0005
+    assert book.timing.prefill.seen == 1
+    assert book.timing.prefill.at(1.0, 2_000) == pytest.approx(500.0, rel=0.02)
+    alone = placed(stage, book, 2_000, "three")
+    stage.now += 0.5
+    book.first_token(alone, stage.now)
+    assert book.timing.prefill.seen == 2
