@@ -1,0 +1,97 @@
+"""How a choice ends, whatever way its tokens took: once, with what was held back, rightly counted."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from dynamo.core.text import Lane, TextFinish, TextOptions, Words
+from dynamo.core.values import Finish
+from dynamo.scheduling.processor.detokeniser import Detokeniser
+from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+Ids = Callable[[str], tuple[int, ...]]
+
+
+class Taking(Lane):
+    """Takes every token."""
+
+    def token(self, token: int) -> bool | None:
+        self.count += 1
+        return True
+
+
+def make(vocabulary: Vocabulary, told: Any, **options: Any) -> Detokeniser:
+    about = TextOptions(**options)
+    stops = StopStrings(about.stop, include=about.include_stop) if about.stop else None
+    return Detokeniser(0, vocabulary, about, stops, told)
+
+
+def finishes(reader: Any) -> list[TextFinish]:
+    return [call[2] for call in reader.calls if call[0] == "finish"]
+
+
+def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
+    """A request that goes on at another worker gets a lane anew."""
+    lanes: list[Taking] = []
+
+    class Reader(told):  # type: ignore[misc]
+        def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane:
+            lanes.append(Taking())
+            return lanes[-1]
+
+    reader, (a,), (word,) = Reader(), ids_of("a"), ids_of("the")
+    sink = make(vocabulary, reader, stop=("the",), min_tokens=7)
+    for _ in range(2):
+        assert sink.tokens((a,))
+        token = sink.shortcut()
+        assert token is not None
+        assert token(a)
+        assert token(a)
+    assert sink.tokens((word,))
+    assert not sink.tokens((word,))
+    assert finishes(reader) == [TextFinish("stop", 8, "the")]
+    assert len(lanes) == 2
+
+
+def feed(sink: Detokeniser, ids: tuple[int, ...]) -> bool:
+    return all(sink.tokens((token,)) for token in ids)
+
+
+def test_a_shown_stop_token_may_complete_a_stop_string(
+    vocabulary: Vocabulary, told: Any, ids_of: Ids
+) -> None:
+    reader, (a, e) = told(), (ids_of("a")[0], ids_of("e")[0])
+    sink = make(vocabulary, reader, stop=("ae",), include_stop=True, stop_token_ids=(e,))
+    assert sink.tokens((a,))
+    sink.finish(Finish("stop", stop_token=e))
+    assert reader.whole() == "ae"
+    assert [end.stop for end in finishes(reader)] == ["ae"]
+
+
+def test_where_stops_are_shown_an_answer_may_end_without_one(
+    vocabulary: Vocabulary, told: Any, ids_of: Ids
+) -> None:
+    reader, (a,) = told(), ids_of("a")
+    sink = make(vocabulary, reader, stop=("ae",), include_stop=True)
+    assert sink.tokens((a,))
+    sink.finish(Finish("length"))
+    assert reader.whole() == "a"
+    assert finishes(reader) == [TextFinish("length", 1)]
+
+
+def test_nothing_is_said_after_a_reader_had_enough(
+    vocabulary: Vocabulary, told: Any, ids_of: Ids
+) -> None:
+    for stop in ((), ("abx", "z")):
+        reader = told(limit=1)
+        sink = make(vocabulary, reader, stop=stop)
+        assert not feed(sink, ids_of("c") + ids_of("a"))
+        assert reader.deltas() == ["c"]
+    reader = told(limit=1)
+    sink = make(vocabulary, reader, stop=("abx",))
+    assert feed(sink, ids_of("a") + ids_of("b"))
+    sink.finish(Finish("length"))
+    assert (reader.deltas(), finishes(reader)) == (["a"], [])
