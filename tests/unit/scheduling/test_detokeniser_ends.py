@@ -42,8 +42,8 @@ def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids
             lanes.append(Taking())
             return lanes[-1]
 
-    reader, (a,), (word,) = Reader(), ids_of("a"), ids_of("the")
-    sink = make(vocabulary, reader, stop=("the",), min_tokens=7)
+    reader, (a,), (word,) = Reader(), ids_of("a"), ids_of("ab")
+    sink = make(vocabulary, reader, stop=("ab",), min_tokens=7)
     for _ in range(2):
         assert sink.tokens((a,))
         token = sink.shortcut()
@@ -52,7 +52,7 @@ def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids
         assert token(a)
     assert sink.tokens((word,))
     assert not sink.tokens((word,))
-    assert finishes(reader) == [TextFinish("stop", 8, "the")]
+    assert finishes(reader) == [TextFinish("stop", 8, "ab")]
     assert len(lanes) == 2
 
 
