@@ -14,7 +14,7 @@ engine: {{kind: mock, speedup_ratio: 0.01, workers: {workers}}}
 logging: {{level: {level}, format: json}}
 router: {{mode: kv, policy: composite, routing_strategy: {{load_weight: {weight}}}}}
 """
-ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
 def write(file: Path, **values: Any) -> None:
