@@ -31,7 +31,6 @@ def metrics() -> Iterator[str]:
             yield line.split("`")[1]
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's help differs by version")
 def test_the_reference_is_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "reference.py"), "--check"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

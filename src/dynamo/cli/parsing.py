@@ -56,3 +56,10 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """`-f, --config FILE`, as Python writes it from 3.13 on."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
