@@ -1,0 +1,60 @@
+"""Tokenizers whose decoder looks at a token's neighbours: what is told token by token is the text
+of the whole."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Library
+
+from dynamo.models.tokenizer import Tokenizer, read_tokenizer
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+WORDS = ["▁", "▁▁", "▁a", "▁the", "a", "the", "é", "日", "▁日", "\n", ".", "'", "\u0301"]
+BYTES = [f"<0x{byte:02X}>" for byte in "日🎉\na".encode()]
+NAMES = [*SPECIAL, *WORDS, *dict.fromkeys(BYTES)]
+any_ids = st.lists(
+    st.one_of(
+        st.integers(0, len(NAMES) - 1).map(lambda one: [one]),
+        st.sampled_from(["日", "🎉"]).map(
+            lambda char: [NAMES.index(f"<0x{byte:02X}>") for byte in char.encode()]
+        ),
+    ),
+    max_size=12,
+).map(lambda parts: [token for part in parts for token in part])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    numbered = {name: number for number, name in enumerate(NAMES)}
+    library = Library(models.BPE(numbered, [], unk_token="<unk>", byte_fallback=True))
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    library.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    path: Path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.json"
+    library.save(str(path))
+    return read_tokenizer(path)
+
+
+@settings(deadline=None)
+@given(ids=any_ids, skip=st.booleans())
+def test_text_and_bytes_are_those_of_the_whole(
+    tokenizer: Tokenizer, ids: list[int], skip: bool
+) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    fed = [one for one in ids if not (skip and one in vocabulary.special_ids)]
+    whole = tokenizer.decode(fed)
+    assume("\ufffd" not in whole)  # what is no UTF-8 makes bytes before it wrong, too
+    decoder = vocabulary.decoder(skip_special=skip)
+    assert "".join(decoder.step(one) for one in fed) + decoder.flush() == whole
+    raw = b"".join(map(vocabulary.raw, fed)).decode()
+    assert raw in (whole, f" {whole}")
