@@ -1,6 +1,7 @@
 """Tokenizers whose decoder looks at a token's neighbours: what is told token by token is the text
 of the whole."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,21 @@ def test_text_and_bytes_are_those_of_the_whole(
     assert "".join(decoder.step(one) for one in fed) + decoder.flush() == whole
     raw = b"".join(map(vocabulary.raw, fed)).decode()
     assert raw in (whole, f" {whole}")
+
+
+@pytest.mark.parametrize(("token", "text"), [("<0xE6>", "\ufffd"), ("<s>", "")])
+def test_what_never_becomes_text_is_not_read_again_and_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, token: str, text: str
+) -> None:
+    decode, read = tokenizer.decode, []
+
+    def counted(ids: Sequence[int], *, skip_special: bool = False) -> str:
+        read.append(len(ids))
+        return decode(ids, skip_special=skip_special)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    stream = tokenizer.stream()
+    told = "".join(stream.step(NAMES.index(token)) for _ in range(100))
+    told += stream.step(NAMES.index("the")) + stream.flush()
+    assert told == text * 100 + "the"
+    assert max(read) < 50

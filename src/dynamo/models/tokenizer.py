@@ -21,6 +21,8 @@ from dynamo.models.tokenizer_file import (
 )
 
 _REPLACEMENT = "\ufffd"
+HELD_TOKENS = 16
+"""So many that are no text yet never become any: a character has four bytes."""
 
 
 class Tokenizer:
@@ -109,7 +111,12 @@ class StreamDecoder:
         self._ids.append(token_id)
         before = self._text(self._ids[: self._told])
         now = self._text(self._ids)
-        if len(now) <= len(before) or now.endswith(_REPLACEMENT):
+        endless = len(self._ids) - self._told >= HELD_TOKENS
+        if len(now) <= len(before):
+            if endless:
+                del self._ids[self._told :]
+            return ""
+        if now.endswith(_REPLACEMENT) and not endless:
             return ""
         self._ids = self._ids[self._told :]  # what was told last stays: decoding looks back on it
         self._told = len(self._ids)
