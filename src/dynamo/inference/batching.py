@@ -290,11 +290,8 @@ class StepScheduler:
         content, blocks, pool = sequence.content, sequence.blocks, self.pool
         content.extend(full)
         hashes = content.hashes
-        prompt_blocks = sequence.prompt_tokens // self._block_tokens
         for index in range(sequence.registered, full):
             above = blocks[index - 1] if index else None
             parent = hashes[index - 1] if index else content.root
-            blocks[index] = pool.register(
-                blocks[index], above, parent, hashes[index], index >= prompt_blocks
-            )
+            blocks[index] = pool.register(blocks[index], above, parent, hashes[index])
         sequence.registered = full

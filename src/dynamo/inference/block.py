@@ -5,9 +5,9 @@ from __future__ import annotations
 
 class Block:
     """One block. `hash` and `parent` mean something only while `held`; `hits` counts the sequences
-    that found it; `generated` tells output from prompt; `used` is the eviction policy's own."""
+    that found it; `used` is the eviction policy's own."""
 
-    __slots__ = ("generated", "hash", "held", "hits", "id", "parent", "refs", "used")
+    __slots__ = ("hash", "held", "hits", "id", "parent", "refs", "used")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
@@ -16,5 +16,4 @@ class Block:
         self.hash = 0
         self.parent = 0
         self.hits = 0
-        self.generated = False
         self.used = 0

@@ -95,9 +95,7 @@ class BlockPool:
             block.refs = 1
         return taken
 
-    def register(
-        self, block: Block, above: Block | None, parent: int, block_hash: int, generated: bool
-    ) -> Block:
+    def register(self, block: Block, above: Block | None, parent: int, block_hash: int) -> Block:
         """`block` is full and hangs under `parent`, the hash of `above` (None: the chain's root).
 
         Returns the block to use from now on: another one where the same content is held already
@@ -112,7 +110,7 @@ class BlockPool:
                 self.release((block,))
             return held
         block.hash, block.parent = block_hash, parent
-        block.held, block.generated, block.hits = True, generated, 0
+        block.held, block.hits = True, 0
         self._held[block_hash] = block
         self._log.stored(parent, block_hash)
         return block

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
-from typing import Literal
 
 import msgspec
 
@@ -21,27 +20,18 @@ from dynamo.models.gguf import GgufFile
 from dynamo.models.gguf_tokenizer import tokenizer_json
 from dynamo.models.location import check_folder, locate
 from dynamo.models.origin import ModelFacts, facts_of_folder, facts_of_gguf
-from dynamo.models.safetensors import weight_files
 from dynamo.models.weights import Weights, open_weights
-
-Kind = Literal["gguf", "folder"]
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
     """One model on this host. `path`: the GGUF file or the folder; `tokenizer`: a tokenizer.json
     (for GGUF a converted one, in the user's cache)."""
 
-    kind: Kind
     path: Path
     name: str
     tokenizer: FileRef
     facts: ModelFacts
     source: str = ""
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the native engine can run it; mock and echo need no weights."""
-        return self.kind == "gguf" or bool(weight_files(self.path))
 
     def open_weights(self) -> Weights:
         """The weights, mapped and read when asked for. Raises ModelUnavailable."""
@@ -128,10 +118,10 @@ def _find(spec: str, progress: Progress, with_weights: bool, stopped: Event | No
 def _gguf(path: Path, name: str, source: str) -> ModelFiles:
     with GgufFile(path) as file:
         tokenizer = file_ref(tokenizer_json(file))
-        return ModelFiles("gguf", path.resolve(), name, tokenizer, facts_of_gguf(file), source)
+        return ModelFiles(path.resolve(), name, tokenizer, facts_of_gguf(file), source)
 
 
 def _folder(path: Path, name: str, source: str) -> ModelFiles:
     check_folder(path)
     tokenizer = file_ref(path / "tokenizer.json")
-    return ModelFiles("folder", path.resolve(), name, tokenizer, facts_of_folder(path), source)
+    return ModelFiles(path.resolve(), name, tokenizer, facts_of_folder(path), source)

@@ -141,7 +141,7 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 
 def gguf_name(name: str) -> str:
@@ -151,7 +151,7 @@ def gguf_name(name: str) -> str:
     found = _LAYER.fullmatch(name)
     if found is None or found[2] not in _GGUF_LAYER:
         return name
-    return f"blk.{found[1]}.{_GGUF_LAYER[found[2]]}.{found[3]}"
+    return f"blk.{found[1]}.{_GGUF_LAYER[found[2]]}.weight"
 
 
 def _unpermuted(stored: Floats, heads: int) -> Floats:

@@ -165,7 +165,7 @@ def test_the_pool_evicts_the_oldest_chain_from_its_tail():
     for name, root in (("old", 100), ("new", 200)):
         blocks, parent, above = pool.allocate(2), 0, None
         for at, block in enumerate(blocks):
-            assert pool.register(block, above, parent, root + at, False) is block
+            assert pool.register(block, above, parent, root + at) is block
             parent, above = root + at, block
         chains[name] = blocks
     pool.release(chains["old"])

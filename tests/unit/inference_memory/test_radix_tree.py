@@ -95,7 +95,7 @@ async def test_a_pool_says_what_is_cached() -> None:
     await tree.register_block(KVBlock(1, tokens))
     assert not (await tree.find_matching_blocks(f"{held:016x}")).cached_blocks
     (block,) = pool.allocate(1)
-    pool.register(block, None, 0, held, generated=False)
+    pool.register(block, None, 0, held)
     assert (await tree.find_matching_blocks(f"{held:016x}")).cached_blocks
 
 
