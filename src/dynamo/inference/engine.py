@@ -252,7 +252,10 @@ class BatchedEngine(Engine):
         step is computed: should that be the last of this worker, it is known who was in it."""
         admitted = self._suspects.intersection(chunk.sequence for chunk in plan.chunks)
         for sequence in admitted:
-            self._begin(sequence)
+            try:
+                self._begin(sequence)
+            except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
+                self._end(sequence, error)
         self._suspects -= admitted
         await asyncio.sleep(0)
 

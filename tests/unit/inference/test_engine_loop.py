@@ -276,6 +276,27 @@ async def test_a_failing_reply_fails_only_itself(make_engine, make_request, hear
     await engine.stop()
 
 
+async def test_a_reply_that_fails_to_begin_fails_only_itself(make_engine, make_request, heard):
+    """Also of a request that failed elsewhere, which is told before the step."""
+    engine = make_engine()
+    await engine.start()
+
+    class Bad(heard):
+        def begin(self, started):
+            raise ZeroDivisionError
+
+    request = make_request(range(9), max_tokens=5)
+    async with Tasks() as tasks:
+        good = tasks.start(ask(engine, request, heard()))
+        for attempt in (0, 1):
+            with pytest.raises(ZeroDivisionError):
+                await engine.generate(request, Context("r", attempt=attempt), Bad())
+        assert len((await good).ids) == 5
+    assert engine.failure is None
+    assert engine.load().active_blocks == 0
+    await engine.stop()
+
+
 async def test_stopping_fails_what_is_in_flight(make_engine, make_request, heard):
     engine = make_engine()
     with pytest.raises(WorkerFailed):
