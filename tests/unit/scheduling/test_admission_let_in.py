@@ -1,0 +1,298 @@
+"""Who is let in to which worker, and that every place comes back, whatever becomes of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo.core.context import Context
+from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded
+from dynamo.core.reply import Reply
+from dynamo.core.tasks import Tasks
+from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Load, Sampling, Started, Stops
+from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.runtime.instances import Instance
+from dynamo.scheduling.admission import Admission, Promise
+from dynamo.scheduling.router.labels import LABELS
+from dynamo.telemetry import Registry
+from dynamo.testing.replies import CollectedReply
+
+
+def worker(name: str, seqs: int, **labels: str) -> Instance:
+    info = msgspec.to_builtins(EngineInfo("mock", 16, 4096, 65_536, seqs, 8192))
+    return Instance(name, f"memory:{name}", "n", "c", "e", {"engine": info, LABELS: labels})
+
+
+class House:
+    """Workers "a", "b", ... with so many places each, and what stands below admission: it takes the
+    first worker that is not to be avoided, for `took_s`. `hold`: it chooses nobody before that is
+    set; `fails`: it fails before it chooses. `begun`: who is at which worker, in order."""
+
+    def __init__(
+        self, clock: VirtualClock, tasks: Tasks, promise: Promise, seqs: list[int]
+    ) -> None:
+        self.clock, self.tasks = clock, tasks
+        self.instances = {
+            name: worker(name, places, zone=name)
+            for name, places in zip("abcd", seqs, strict=False)
+        }
+        self.listeners: list[Callable[[], None]] = []
+        self.took_s = 1.0
+        self.hold: asyncio.Event | None = None
+        self.fails: Exception | None = None
+        self.absent: set[str] = set()
+        self.begun: list[tuple[str, str]] = []
+        self.contexts: list[Context] = []
+        self.metrics = Registry()
+        client: Any = self
+        self.admission = Admission(client, None, clock, promise, self.metrics)
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self.listeners.append(callback)
+        return lambda: self.listeners.remove(callback)
+
+    async def below(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        self.contexts.append(context)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.fails is not None:
+            raise self.fails
+        names = [one for one in self.instances if one not in {*context.avoid, *self.absent}]
+        if not names:
+            raise NoWorkers("nobody")
+        follower = self.admission.follow(self.instances[names[0]], request)
+        error: BaseException | None = None
+        try:
+            self.begun.append((request.request_id, names[0]))
+            follower.began(Started(names[0], prompt_tokens=4))
+            follower.first_token()
+            await self.clock.sleep(self.took_s)
+            follower.finished(Finish("stop", 10))
+        except BaseException as left:
+            error = left
+            raise
+        finally:
+            follower.left(error)
+
+    def ask(self, name: str, **metadata: str) -> asyncio.Task[None]:
+        request = GenerateRequest(name, "m", bytes(16), Sampling(), Stops(10))
+        context = Context(name, metadata=metadata)
+        below = self.admission.send(request, context, CollectedReply(), self.below)
+        return self.tasks.start(below, name)
+
+    @property
+    def taken(self) -> list[str]:
+        return [name for name, _ in self.begun]
+
+
+def play(
+    what: Callable[[House], Awaitable[None]], *seqs: int, promise: Promise | None = None
+) -> None:
+    async def main(clock: VirtualClock) -> None:
+        async with Tasks(on_failure=lambda _: None) as tasks:
+            await what(House(clock, tasks, promise or Promise(), [*seqs]))
+
+    run_virtually(main)
+
+
+def test_as_many_as_there_are_places_and_the_next_when_one_leaves() -> None:
+    async def what(house: House) -> None:
+        for name in "uvwxy":
+            house.ask(name)
+        await house.clock.sleep(0.5)
+        assert house.taken == ["u", "v"]
+        await house.clock.sleep(1.0)
+        assert house.taken == ["u", "v", "w", "x"]
+        await house.clock.sleep(1.0)
+        assert house.taken == ["u", "v", "w", "x", "y"]
+
+    play(what, 2)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no"), NoWorkers("none"), RuntimeError("bug")])
+def test_who_fails_before_it_has_a_worker_gives_its_place_back(error: Exception) -> None:
+    async def what(house: House) -> None:
+        house.fails = error
+        for number in range(10):
+            call = house.ask(f"bad{number}")
+            with pytest.raises(type(error)):
+                await call
+        house.fails = None
+        for name in "uvw":
+            house.ask(name)
+        await house.clock.settled()
+        assert house.taken == ["u", "v"]
+
+    play(what, 2)
+
+
+def test_who_is_on_its_way_to_a_worker_has_a_place_already() -> None:
+    async def what(house: House) -> None:
+        house.hold = asyncio.Event()
+        calls = [house.ask(name) for name in "uvwx"]
+        await house.clock.sleep(5.0)
+        assert len(house.contexts) == 2
+        calls[0].cancel()
+        await house.clock.settled()
+        assert len(house.contexts) == 3
+        house.hold.set()
+        await house.clock.sleep(0.5)
+        assert house.taken == ["v", "w"]
+        await house.clock.sleep(1.0)
+        assert house.taken == ["v", "w", "x"]
+
+    play(what, 2)
+
+
+def test_who_leaves_the_queue_holds_up_nobody() -> None:
+    async def what(house: House) -> None:
+        house.ask("u")
+        await house.clock.sleep(0.1)
+        waiting = [house.ask(name) for name in "vwx"]
+        await house.clock.sleep(0.1)
+        waiting[0].cancel()
+        waiting[2].cancel()
+        await house.clock.sleep(1.0)
+        assert house.taken == ["u", "w"]
+        house.ask("y")
+        await house.clock.sleep(1.0)
+        assert house.taken == ["u", "w", "y"]
+        assert "dynamo_admission_waiting_requests 0\n" in house.metrics.render()
+
+    play(what, 1)
+
+
+def test_who_leaves_in_the_moment_of_its_turn_passes_it_on() -> None:
+    async def what(house: House) -> None:
+        house.ask("u")
+        await house.clock.sleep(0.1)
+        waiting = [house.ask(name) for name in "vw"]
+        await house.clock.settled()
+        release = house.admission._attendance.on_left
+
+        def and_leave() -> None:
+            release()
+            waiting[0].cancel()
+            house.admission._attendance.on_left = release
+
+        house.admission._attendance.on_left = and_leave
+        await house.clock.sleep(1.5)
+        assert house.taken == ["u", "w"]
+        house.ask("x")
+        await house.clock.sleep(1.0)
+        assert house.taken == ["u", "w", "x"]
+
+    play(what, 1)
+
+
+def test_workers_without_a_place_are_left_out_while_others_have_one() -> None:
+    async def what(house: House) -> None:
+        for name in "uvw":
+            house.ask(name)
+            await house.clock.settled()
+        assert house.begun == [("u", "a"), ("v", "b"), ("w", "b")]
+
+    play(what, 1, 2)
+
+
+def test_where_those_with_a_place_are_gone_any_will_do() -> None:
+    async def what(house: House) -> None:
+        house.absent.add("b")
+        house.ask("u")
+        await house.clock.settled()
+        house.ask("v")
+        await house.clock.settled()
+        assert house.begun == [("u", "a"), ("v", "a")]
+        assert [one.avoid for one in house.contexts] == [(), ("a",), ()]
+
+    play(what, 1, 1)
+
+
+def test_what_a_client_avoids_stays_avoided() -> None:
+    async def what(house: House) -> None:
+        house.ask("u")
+        await house.clock.settled()
+        request = GenerateRequest("v", "m", bytes(16), Sampling(), Stops(10))
+        context = Context("v", avoid=("b",))
+        await house.admission.send(request, context, CollectedReply(), house.below)
+        assert house.begun[1] == ("v", "c")
+
+    play(what, 1, 1, 1)
+
+
+def test_who_may_only_go_to_one_worker_waits_for_that_one_and_alone() -> None:
+    async def what(house: House) -> None:
+        house.ask("u")
+        await house.clock.settled()
+        house.ask("v", **{LABELS: "zone=a"})
+        house.ask("w")
+        await house.clock.sleep(0.5)
+        assert house.begun == [("u", "a"), ("w", "b")]
+        await house.clock.sleep(0.8)
+        assert "v" in house.taken
+
+    play(what, 1, 1)
+
+
+def test_what_workers_report_takes_places_and_gives_them_back() -> None:
+    async def what(house: House) -> None:
+        now = house.clock.now
+        for _ in range(3):
+            house.admission.reported("a", Load(running=2), now())
+        house.ask("u")
+        await house.clock.sleep(0.3)
+        assert house.taken == []
+        for _ in range(3):
+            house.admission.reported("a", Load(), now())
+        await house.clock.settled()
+        assert house.taken == ["u"]
+
+    play(what, 2)
+
+
+def test_a_worker_that_comes_lets_in_who_waits_and_a_closed_one_follows_nobody() -> None:
+    async def what(house: House) -> None:
+        house.ask("u")
+        house.ask("v")
+        await house.clock.sleep(0.1)
+        house.instances["b"] = worker("b", 1)
+        for listener in house.listeners:
+            listener()
+        await house.clock.settled()
+        assert house.begun == [("u", "a"), ("v", "b")]
+        house.admission.close()
+        assert house.listeners == []
+
+    play(what, 1)
+
+
+def test_a_cap_that_changes_holds_at_once() -> None:
+    async def what(house: House) -> None:
+        for name in "uvw":
+            house.ask(name)
+        await house.clock.settled()
+        assert house.taken == ["u"]
+        house.admission.keep_to(Promise(worker_cap=3))
+        await house.clock.settled()
+        assert house.taken == ["u", "v", "w"]
+
+    play(what, 4, promise=Promise(worker_cap=1))
+
+
+def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
+    async def what(house: House) -> None:
+        for name in "uvw":
+            house.ask(name)
+        await house.clock.sleep(0.1)
+        with pytest.raises(Overloaded) as caught:
+            await house.ask("x")
+        assert (caught.value.retry_after_s or 0) > 0
+        assert 'dynamo_admission_rejected_total{reason="queue_full"} 1' in house.metrics.render()
+        await house.clock.sleep(3.0)
+        assert house.taken == ["u", "v", "w"]
+
+    play(what, 1, promise=Promise(bound=2))
