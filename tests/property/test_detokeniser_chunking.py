@@ -4,6 +4,7 @@ split."""
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -135,3 +136,12 @@ def test_offsets_say_where_in_the_text_a_token_stands(
     for one in told.logprobs:
         assert one.offset == len(whole[:begun].decode(errors="ignore"))
         begun += len(one.raw)
+
+
+@shared
+@given(text=odd_text)
+def test_no_text_is_longer_than_its_tokens_can_be(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "may_cut", True)
+    assert len(text) <= tokenizer.chars_of(len(unpack_ids(tokenizer.encode(text))))

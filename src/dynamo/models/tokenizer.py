@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
+from math import inf
 from pathlib import Path
 
 from dynamo.core.clock import Clock, SystemClock
@@ -21,6 +22,8 @@ from dynamo.models.tokenizer_file import (
 )
 
 _REPLACEMENT = "\ufffd"
+COMPOSED_CHARS = 4
+"""Of Unicode's composition (NFC): so many become one at most."""
 HELD_TOKENS = 16
 """So many that are no text yet never become any: a character has four bytes."""
 
@@ -37,6 +40,7 @@ class Tokenizer:
         self.special_ids = special_ids(file)
         self.token_bytes: list[bytes | None] = byte_table(file)
         self.may_cut = cuts_proven and can_be_cut(file)
+        self._composed = COMPOSED_CHARS if file.normalizer else 1
 
     @property
     def encoder(self) -> str:
@@ -47,6 +51,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the highest id."""
         return len(self.token_bytes)
+
+    def chars_of(self, tokens: int) -> float:
+        """More characters than so many make more than `tokens` tokens, in each text that this
+        tokenizer can say at all; infinity where that is not known."""
+        if not self.may_cut:
+            return inf
+        return tokens * self._composed * max(len(raw) for raw in self.token_bytes if raw)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> bytes:
         """Packed u32 ids. `add_special`: with the tokenizer's own frame (BOS). `parse_special`:

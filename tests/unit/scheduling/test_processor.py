@@ -21,6 +21,7 @@ from dynamo.core.text import (
     TextOptions,
 )
 from dynamo.core.values import Finish, Stops
+from dynamo.models.tokenizer import Tokenizer
 
 Ids = Callable[[str], tuple[int, ...]]
 CONTEXT = Context(request_id="r1")
@@ -170,6 +171,27 @@ async def test_long_prompts_leave_the_loop(
     clock.offloaded.clear()
     await made.complete(complete(" ".join([*words, "more"])), CONTEXT, told())
     assert clock.offloaded == []
+
+
+async def test_what_cannot_fit_is_not_even_encoded(
+    processor: Any,
+    tokenizer: Tokenizer,
+    scripted: Any,
+    told: Any,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "may_cut", True)
+    text = "a" * 1_000_000
+    assert len(text) > tokenizer.chars_of(1000)
+    made = processor(scripted([]).send, context_tokens=1000)
+    long = chat(({"role": "user", "content": text},))
+    for call in (made.complete(complete(text), CONTEXT, told()), made.chat(long, CONTEXT, told())):
+        with pytest.raises(ContextLengthExceeded, match="characters"):
+            await call
+    assert "encode" not in clock.offloaded
+    assert len(await made.tokenize(text)) == len(tokenizer.encode(text)) // 4
+    assert clock.offloaded[-1] == "encode"
 
 
 async def test_many_ids_leave_the_loop(

@@ -51,6 +51,7 @@ class Processor:
         self._send = send
         self._clock = clock
         self._prompts = Prompts(tokenizer, template, clock)
+        self._most_chars = tokenizer.chars_of(card.context_tokens)
         self._vocabulary = Vocabulary(tokenizer)
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
         self._always_stop = tuple(filter(None, sampling.stop_tokens))
@@ -64,7 +65,7 @@ class Processor:
 
         Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
         """
-        ids = self._prompts.of_chat(request)
+        ids = self._prompts.of_chat(request, self._most_chars)
         if isinstance(ids, bytes):
             return self._answer(ids, request.options, context, reply)
         return self._answer_later(ids, request.options, context, reply)
@@ -75,7 +76,7 @@ class Processor:
         """Continue a text or token ids; `echo` repeats it in front. As `chat` otherwise."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            ids = await self._prompts.of_text(prompt)
+            ids = await self._prompts.of_text(prompt, self._most_chars)
             echo = prompt if request.echo else ""
         else:
             ids = prompt

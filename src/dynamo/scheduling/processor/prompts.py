@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from math import inf
 
 from dynamo.core.clock import Clock
-from dynamo.core.errors import InvalidRequest
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.text import ChatRequest
 from dynamo.models.encoders import FastEncoder
 from dynamo.models.segments import SegmentCache
@@ -35,29 +36,37 @@ class Prompts:
         self._inline_chars = FAST_INLINE_CHARS if fast else INLINE_CHARS
         self._before, self._after = tokenizer.frame
 
-    def of_chat(self, request: ChatRequest) -> Ids:
+    def of_chat(self, request: ChatRequest, most_chars: float = inf) -> Ids:
         """The conversation by the model's template. Raises InvalidRequest where the template
-        refuses it."""
+        refuses it, and as `encode`."""
         messages = request.messages
         chars = sum([len(message.get("content") or "") for message in messages])
         if chars > RENDER_CHARS or len(messages) > RENDER_MESSAGES:
-            return self._of_long_chat(request)
-        return self.encode(self._render(request))
+            return self._of_long_chat(request, most_chars)
+        return self.encode(self._render(request), most_chars)
 
-    async def of_text(self, text: str) -> bytes:
+    async def of_text(self, text: str, most_chars: float = inf) -> bytes:
         """A bare prompt, in the tokenizer's own frame (BOS)."""
-        ids = self.encode(text)
+        ids = self.encode(text, most_chars)
         return self._before + (ids if isinstance(ids, bytes) else await ids) + self._after
 
-    def encode(self, text: str) -> Ids:
-        """The text alone; special tokens written in it count as such."""
+    def encode(self, text: str, most_chars: float = inf) -> Ids:
+        """The text alone; special tokens written in it count as such. Raises ContextLengthExceeded
+        beyond `most_chars`, before that costs a thread seconds."""
+        if len(text) > most_chars:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(text)} characters, which do not fit this model's context, "
+                "however they are cut into tokens",
+                hint="shorten the prompt, leaving room for the answer",
+                param="prompt",
+            )
         encode, inline = self._cache.encode, self._inline_chars
         if len(text) <= inline or self._cache.missing_chars(text) <= inline:
             return encode(text)
         return self._clock.offload(encode, text)
 
-    async def _of_long_chat(self, request: ChatRequest) -> bytes:
-        ids = self.encode(await self._clock.offload(self._render, request))
+    async def _of_long_chat(self, request: ChatRequest, most_chars: float) -> bytes:
+        ids = self.encode(await self._clock.offload(self._render, request), most_chars)
         return ids if isinstance(ids, bytes) else await ids
 
     def _render(self, request: ChatRequest) -> str:
