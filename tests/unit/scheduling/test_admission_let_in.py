@@ -78,11 +78,18 @@ class House:
         finally:
             follower.left(error)
 
-    def ask(self, name: str, **metadata: str) -> asyncio.Task[None]:
+    def ask(self, name: str, timeout_s: float | None = None, **metadata: str) -> asyncio.Task[None]:
         request = GenerateRequest(name, "m", bytes(16), Sampling(), Stops(10))
-        context = Context(name, metadata=metadata)
+        context = Context(name, timeout_s=timeout_s, metadata=metadata)
         below = self.admission.send(request, context, CollectedReply(), self.below)
         return self.tasks.start(below, name)
+
+    async def learn(self, took_s: float) -> None:
+        """Answers take so long."""
+        self.took_s = took_s
+        for number in range(8):
+            await self.ask(f"before{number}")
+        self.begun.clear()
 
     @property
     def taken(self) -> list[str]:
@@ -296,3 +303,80 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
         assert house.taken == ["u", "v", "w"]
 
     play(what, 1, promise=Promise(bound=2))
+
+
+def rejected(house: House) -> list[str]:
+    lines = house.metrics.render().splitlines()
+    return [line for line in lines if line.startswith("dynamo_admission_rejected_total{")]
+
+
+def test_a_wait_that_would_be_too_long_is_refused_at_once_each_later_than_the_one_before() -> None:
+    async def what(house: House) -> None:
+        await house.learn(4.0)
+        calls = [house.ask(name) for name in "uvwxyz"]
+        await house.clock.sleep(0.1)
+        assert [call.done() for call in calls] == [False] * 3 + [True] * 3
+        retries = []
+        for call in calls[3:]:
+            with pytest.raises(Overloaded) as caught:
+                await call
+            retries.append(caught.value.retry_after_s or 0)
+        assert 0 < retries[0] < retries[1] < retries[2] <= 60
+        assert rejected(house) == ['dynamo_admission_rejected_total{reason="queue_wait"} 3']
+        await house.clock.sleep(10.0)
+        assert house.taken == ["u", "v", "w"]
+
+    play(what, 1, promise=Promise(queue_wait_s=9.0))
+
+
+def test_a_deadline_that_cannot_be_kept_is_told_at_once() -> None:
+    async def what(house: House) -> None:
+        await house.learn(4.0)
+        house.ask("u", 5.0)
+        await house.clock.sleep(0.1)
+        with pytest.raises(Overloaded, match="beyond 3 s"):
+            await house.ask("v", 3.0)
+        house.ask("w", 5.0)
+        await house.clock.sleep(4.5)
+        assert house.taken == ["u", "w"]
+        assert rejected(house) == ['dynamo_admission_rejected_total{reason="deadline"} 1']
+
+    play(what, 1)
+
+
+def test_whose_turn_does_not_come_in_the_promised_time_is_told_then() -> None:
+    async def what(house: House) -> None:
+        await house.learn(1.0)
+        house.took_s = 50.0
+        house.ask("u")
+        await house.clock.sleep(0.1)
+        began, call = house.clock.now(), house.ask("v")
+        with pytest.raises(Overloaded, match="no worker became free"):
+            await call
+        assert 1.5 < house.clock.now() - began <= 2.0
+        assert rejected(house) == ['dynamo_admission_rejected_total{reason="late"} 1']
+        await house.clock.sleep(50.0)
+        house.ask("w")
+        await house.clock.settled()
+        assert house.taken == ["u", "w"]
+
+    play(what, 1, promise=Promise(ttft_s=2.0))
+
+
+def test_how_long_one_waited_is_counted_and_its_time_is_over_with_its_turn() -> None:
+    async def what(house: House) -> None:
+        await house.learn(1.0)
+        house.ask("u")
+        await house.clock.sleep(0.0)
+        house.ask("v")
+        await house.clock.sleep(0.5)
+        house.took_s = 5.0
+        await house.clock.sleep(5.6)
+        assert house.taken == ["u", "v"]
+        told = house.metrics.render()
+        assert "dynamo_admission_wait_seconds_count 1\n" in told
+        assert 'dynamo_admission_wait_seconds_bucket{le="0.3"} 0\n' in told
+        assert 'dynamo_admission_wait_seconds_bucket{le="1"} 1\n' in told
+        assert rejected(house) == []
+
+    play(what, 1, promise=Promise(ttft_s=2.0))
