@@ -12,9 +12,18 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.gguf import GgufFile
 from dynamo.models.tokenizer_file import read_tokenizer_file
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _DEFAULT_CONTEXT = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a model's makers would have its tokens sampled; None: not said."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -26,7 +35,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
-    generation: dict[str, float] = {}
+    generation: GenerationDefaults = GenerationDefaults()
 
 
 def facts_of_gguf(file: GgufFile) -> ModelFacts:
@@ -75,14 +84,14 @@ def facts_of_folder(folder: Path) -> ModelFacts:
         "bos_token": _content(tokens.get("bos_token")),
         "eos_token": eos,
         "chat_template": _template(folder, tokens),
-        "generation": {k: generation[k] for k in _SAMPLING if generation.get(k) is not None},
+        "generation": generation,
     }
     return _checked(found, folder)
 
 
 def _checked(found: dict[str, Any], path: Path) -> ModelFacts:
     try:
-        return msgspec.convert(found, ModelFacts)
+        return msgspec.convert(found, ModelFacts, strict=False)  # 20.0 is a whole number, too
     except msgspec.ValidationError as error:
         raise ModelUnavailable(f"{path} does not describe a usable model: {error}") from error
 

@@ -1,11 +1,14 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ModelUnavailable
+from dynamo.core.values import Sampling
 from dynamo.models import hub, resolve
+from dynamo.models.card import ModelCard
 from dynamo.models.files import find
 from dynamo.models.resolve import find_model, resolve_model
 from dynamo.models.safetensors import SINGLE
@@ -45,6 +48,18 @@ async def test_a_gguf_file(write_gguf):
     assert card.tokenizer.name == "tokenizer.json"
     with found.open_weights() as weights:
         assert weights.config.vocab_size == card.vocab_size
+
+
+@pytest.mark.parametrize("top_k", [20, 20.0])
+def test_a_model_s_sampling_keeps_its_kinds_on_every_wire(model_folder, top_k):
+    said = {"temperature": 1, "top_p": 0.8, "top_k": top_k, "min_p": None, "do_sample": True}
+    (model_folder / "generation_config.json").write_text(json.dumps(said))
+    card = find_model(str(model_folder), proven=False).card()
+    for _ in range(2):
+        assert card.generation == {"temperature": 1.0, "top_p": 0.8, "top_k": 20}
+        sampling = Sampling(**card.generation)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+        card = msgspec.json.decode(msgspec.json.encode(card), type=ModelCard)
 
 
 def test_a_gguf_file_that_says_nonsense_of_its_vocabulary(write_gguf):
