@@ -55,6 +55,12 @@ class House:
         self.listeners.append(callback)
         return lambda: self.listeners.remove(callback)
 
+    def change(self, **instances: Instance) -> None:
+        """These are the workers now."""
+        self.instances = instances
+        for listener in self.listeners:
+            listener()
+
     async def below(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         self.contexts.append(context)
         if self.hold is not None:
@@ -266,9 +272,7 @@ def test_a_worker_that_comes_lets_in_who_waits_and_a_closed_one_follows_nobody()
         house.ask("u")
         house.ask("v")
         await house.clock.sleep(0.1)
-        house.instances["b"] = worker("b", 1)
-        for listener in house.listeners:
-            listener()
+        house.change(**house.instances, b=worker("b", 1))
         await house.clock.settled()
         assert house.begun == [("u", "a"), ("v", "b")]
         house.admission.close()
@@ -380,3 +384,36 @@ def test_how_long_one_waited_is_counted_and_its_time_is_over_with_its_turn() -> 
         assert rejected(house) == []
 
     play(what, 1, promise=Promise(ttft_s=2.0))
+
+
+def test_a_worker_that_came_late_has_its_places_and_no_more() -> None:
+    async def what(house: House) -> None:
+        await house.clock.sleep(100.0)
+        house.change(a=worker("a", 1))
+        house.took_s = 100.0
+        for name in "uvw":
+            house.ask(name)
+        await house.clock.sleep(45.0)
+        assert house.taken == ["u"]
+
+    play(what)
+
+
+def test_who_waits_for_workers_that_are_gone_is_told_after_a_while_if_none_comes() -> None:
+    async def what(house: House) -> None:
+        house.took_s = 1000.0
+        await house.clock.sleep(100.0)
+        house.ask("u")
+        await house.clock.sleep(1.0)
+        calls = [house.ask(name) for name in "vw"]
+        await house.clock.sleep(1.0)
+        house.change()
+        gone_s = house.clock.now()
+        await house.clock.sleep(29.0)
+        assert not any(call.done() for call in calls)
+        for call in calls:
+            with pytest.raises(NoWorkers):
+                await call
+        assert 30.0 <= house.clock.now() - gone_s < 32.0
+
+    play(what, 1)
