@@ -255,3 +255,28 @@ def test_what_is_known_at_the_close_stays() -> None:
         assert (world.live, world.broken, world.asked) == ({"a", "b"}, [], [])
 
     play(what, "a", "b")
+
+
+def test_an_answer_brings_back_only_who_gave_it() -> None:
+    async def what(world: World) -> None:
+        world.dead.update(("memory:a", "memory:b"))
+        world.view.withhold("memory:a")
+        world.view.withhold("memory:b")
+        world.dead.discard("memory:a")
+        await world.clock.sleep(1.0)
+        assert world.live == {"a", "c"}
+        assert world.view.absence() == "1 not answering, 2 not wanted for this call"
+
+    play(what, "a", "b", "c")
+
+
+def test_a_new_watch_that_tells_another_address_heals() -> None:
+    async def what(world: World) -> None:
+        world.dead.add("memory:a")
+        world.view.withhold("memory:a")
+        world.said.put_nowait(RuntimeError("cut off"))
+        await world.clock.sleep(REWATCH_S)
+        await world.tell(put(instance("a", "memory:successor")), put(instance("b")))
+        assert world.live == {"a", "b"}
+
+    play(what, "a", "b")
