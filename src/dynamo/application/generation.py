@@ -135,7 +135,7 @@ class Generation:
             deadlines.stop(deadline)
             if deadlines is not everybodys:
                 deadlines.close()
-            _count(metrics, tally, pace, self._clock.now() - started)
+            _count(metrics, tally, pace, reply.left, self._clock.now() - started)
 
     def _own_deadlines(self, asked: bytes) -> Deadlines | None:
         """Where the client wants less than everybody's. Raises `InvalidRequest`."""
@@ -151,7 +151,8 @@ def _context(exchange: Exchange, timeout_s: float) -> Context:
     return Context(exchange.id, timeout_s=timeout_s, trace=trace, metadata=about)
 
 
-def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> None:
+def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, left: int, seconds: float) -> None:
+    """`left`: choices that have not ended; of their tokens only the texts are known."""
     metrics.duration.observe(seconds)
     pace.count()
     if not tally.prompt_tokens:
@@ -159,7 +160,8 @@ def _count(metrics: ModelMetrics, tally: Tally, pace: Pace, seconds: float) -> N
     if tally.cached_tokens:
         metrics.cached_tokens.inc(tally.cached_tokens)
     metrics.input_length.observe(tally.prompt_tokens)
-    metrics.output_length.observe(tally.completion_tokens or pace.events)
+    ended = tally.completion_tokens
+    metrics.output_length.observe(max(ended, pace.events) if left else ended)
 
 
 async def _complete_all(

@@ -32,6 +32,7 @@ class StreamReply(TextReply):
     """Every text is an event of its own; only while the client does not read, texts are merged.
 
     The head leaves with the first text, so that whatever fails before has its own status.
+    `left`: choices that have not ended.
     """
 
     __slots__ = (
@@ -40,13 +41,13 @@ class StreamReply(TextReply):
         "_form",
         "_held",
         "_held_bytes",
-        "_left",
         "_pace",
         "_prefixes",
         "_response",
         "_suffix",
         "_tally",
         "_usage",
+        "left",
     )
 
     def __init__(
@@ -67,7 +68,7 @@ class StreamReply(TextReply):
         self._pace = pace
         self._escapes = escapes
         self._usage = usage
-        self._left = choices
+        self.left = choices
         self._suffix = form.suffix
         self._prefixes: list[bytes | None] = [None] * choices
         self._held: dict[int, Held] = {}
@@ -105,8 +106,8 @@ class StreamReply(TextReply):
             self._write_held(choice, held)
         self._tally.completion_tokens += end.completion_tokens
         self._response.write(self._form.finish(choice, end))
-        self._left -= 1
-        if self._left == 0 and not self._response.overrun:
+        self.left -= 1
+        if self.left == 0 and not self._response.overrun:
             usage = self._form.usage(self._tally) if self._usage else b""
             self._response.end(usage + DONE)
 
@@ -117,7 +118,7 @@ class StreamReply(TextReply):
                 "the stream's backlog ran over: the client reads too slowly",
                 hint="server.stream_backlog_bytes and server.stall_s are the limits",
             )
-        if self._left and self._response.open:
+        if self.left and self._response.open:
             raise InternalError("the answer ended early")
 
     def _open(self, choice: int) -> bytes:
@@ -159,18 +160,19 @@ class StreamReply(TextReply):
 
 
 class AnswerReply(TextReply):
-    """Gathers everything; the answer leaves with the last choice's end."""
+    """Gathers everything; the answer leaves with the last choice's end. `left`: choices that have
+    not ended."""
 
     __slots__ = (
         "_ends",
         "_exchange",
         "_form",
-        "_left",
         "_logprobs",
         "_pace",
         "_response",
         "_tally",
         "_texts",
+        "left",
     )
 
     def __init__(
@@ -184,7 +186,7 @@ class AnswerReply(TextReply):
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[TokenText] | None] = [None] * choices
         self._ends: list[TextFinish | None] = [None] * choices
-        self._left = choices
+        self.left = choices
 
     def prompt(self, prompt_tokens: int) -> None:
         self._tally.prompt_tokens += prompt_tokens
@@ -205,8 +207,8 @@ class AnswerReply(TextReply):
     def finish(self, choice: int, end: TextFinish) -> None:
         self._tally.completion_tokens += end.completion_tokens
         self._ends[choice] = end
-        self._left -= 1
-        if self._left:
+        self.left -= 1
+        if self.left:
             return
         texts = ["".join(parts) for parts in self._texts]
         ends = [one for one in self._ends if one is not None]
@@ -219,7 +221,7 @@ class AnswerReply(TextReply):
 
     def close(self) -> None:
         """The processor returned. Raises if the answer is not complete."""
-        if self._left and self._response.open:
+        if self.left and self._response.open:
             raise InternalError("the answer ended early")
 
 

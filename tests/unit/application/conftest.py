@@ -91,6 +91,11 @@ class WordProcessor:
         self, request: ChatRequest | CompletionRequest, words: list[str], reply: TextReply
     ) -> None:
         options = request.options
+        if options.max_tokens == 0:  # only an echo can be meant
+            for choice in range(options.n):
+                reply.text(choice, "".join(words))
+                reply.finish(choice, TextFinish("length", 0))
+            return
         count = options.max_tokens or len(words)
         said = 0
         for number in range(count):

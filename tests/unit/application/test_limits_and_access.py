@@ -210,6 +210,16 @@ async def test_metrics(site: Any, connect: Any) -> None:
         assert line in text.splitlines(), line
 
 
+async def test_an_echo_is_no_generated_token(site: Any, connect: Any) -> None:
+    async with connect(site.port) as one:
+        body = {"model": "words", "prompt": "a b", "echo": True, "max_tokens": 0}
+        one.ask("POST", "/v1/completions", body)
+        assert (await one.answer()).json["choices"][0]["text"] == "a b "
+        one.ask("GET", "/metrics")
+        text = (await one.answer()).body.decode()
+    assert 'dynamo_frontend_output_tokens_total{model="words"} 0' in text.splitlines()
+
+
 async def test_clients_that_left_are_counted(site: Any, connect: Any) -> None:
     site.processor.gate.clear()
     async with connect(site.port) as one:
