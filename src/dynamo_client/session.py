@@ -82,7 +82,7 @@ class Session:
         if head.status != 200:
             raise self._api_error(head, body)
         try:
-            return msgspec.json.decode(body)
+            return msgspec.json.decode(body, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._api_error(head, body) from error
 

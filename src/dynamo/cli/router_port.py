@@ -32,10 +32,13 @@ def port_of(found: argparse.Namespace) -> RouterPort:
 
 def _with_scheme(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"--url: {text!r} is no URL", hint="such as http://127.0.0.1:8000")
-    return url
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
+            return url
+    except ValueError:  # a port out of range, half an IPv6 address
+        pass
+    raise ConfigError(f"--url: {text!r} is no URL", hint="such as http://127.0.0.1:8000")
 
 
 def _running(which: str | None) -> str:

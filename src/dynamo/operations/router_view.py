@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
@@ -44,37 +45,40 @@ class RouterPort:
     def explain(self, request_id: str = "") -> list[dict[str, Any]]:
         """The decisions for a request, or the last ones. Raises `NotFound`. Blocks."""
         path = f"/router/explain/{quote(request_id)}" if request_id else "/router/explain"
-        decisions: list[dict[str, Any]] = self._get(path)["decisions"]
+        decisions: list[dict[str, Any]] = self._get(path, "decisions")["decisions"]
         return decisions
 
     def report(self, seconds: float | None = None) -> dict[str, Any]:
         """A `PerformanceReport`. Blocks."""
         query = "" if seconds is None else f"?seconds={seconds:g}"
-        report: dict[str, Any] = self._get(f"/router/report{query}")
-        return report
+        return self._get(f"/router/report{query}", "aggregated_metrics")
 
     def samples(self) -> list[dict[str, Any]]:
         """Every worker over time. Blocks."""
-        samples: list[dict[str, Any]] = self._get("/router/timeline")["samples"]
+        samples: list[dict[str, Any]] = self._get("/router/timeline", "samples")["samples"]
         return samples
 
-    def _get(self, path: str) -> Any:
+    def _get(self, path: str, part: str) -> dict[str, Any]:
+        """What `path` answers, which has a `part`."""
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         ask = urllib.request.Request(self._url + path, headers=headers)  # noqa: S310 - the user's
         try:
             with urllib.request.urlopen(ask, timeout=ANSWER_S) as answer:  # noqa: S310
-                return msgspec.json.decode(answer.read())
+                found = msgspec.json.decode(answer.read(), type=dict[str, Any])
         except urllib.error.HTTPError as error:
             with error:
                 raise _told(error.code, error.read()) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, HTTPException) as error:
+            raise DynamoError(f"{self._url}{path} is no answer of ours: {error}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise NotReady(
-                f"nobody answers at {self._url}: {reason}",
+                f"nobody answers at {self._url}: {getattr(reason, 'strerror', None) or reason}",
                 hint="`dynamo ps` lists what runs; --url says where",
             ) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DynamoError(f"{self._url}{path} is no answer of ours: {error}") from None
+        if part not in found:
+            raise DynamoError(f"{self._url}{path} is no answer of ours: it has no {part}")
+        return found
 
 
 def _told(status: int, body: bytes) -> DynamoError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -28,14 +29,28 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
+Serving = Callable[[type[BaseHTTPRequestHandler]], str]
+
+
 @pytest.fixture
-def refusing() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
-        serving.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        serving.join()
+def serving() -> Iterator[Serving]:
+    """`url = serving(Handler)`."""
+    with ExitStack() as opened:
+
+        def serve(handler: type[BaseHTTPRequestHandler]) -> str:
+            server = opened.enter_context(HTTPServer(("127.0.0.1", 0), handler))
+            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+            thread.start()
+            opened.callback(thread.join)
+            opened.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield serve
+
+
+@pytest.fixture
+def refusing(serving: Serving) -> str:
+    return serving(Refusing)
 
 
 def test_what_the_server_says_is_told(refusing: str) -> None:
@@ -50,6 +65,22 @@ def test_who_has_no_key_is_told_how_to_give_one(
     for command in (["explain", "--url", refusing], ["chat", refusing]):
         assert main(command) == 1
         assert "hint: --api-key KEY, or $DYNAMO_API_KEY" in capsys.readouterr().err
+
+
+class Strange(BaseHTTPRequestHandler):
+    """Something else that speaks JSON."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
+
+
+def test_an_answer_of_somebody_else_is_told_without_a_traceback(
+    serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = serving(Strange)
+    for command in (["explain"], ["router", "report"], ["router", "view"]):
+        assert main([*command, "--url", strange]) == 1
+        assert "is no answer of ours" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--html", "--picture"])

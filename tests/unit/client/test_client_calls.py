@@ -44,6 +44,12 @@ async def test_the_request_is_openais_and_the_connection_is_used_again(
     assert server.connections == 1
 
 
+async def test_json_that_is_no_object_is_an_error(make: Any, server: Any, words: Any) -> None:
+    server.will(words.reply(200, []))
+    with pytest.raises(DynamoAPIError):
+        await make(max_retries=0).call("list_models")
+
+
 async def test_an_error_tells_all_that_the_server_said(make: Any, server: Any, words: Any) -> None:
     body = {"error": {"message": "no such model", "code": "model_not_found", "hint": "try tiny"}}
     server.will(words.reply(404, body), words.reply(401, b"<html>"))

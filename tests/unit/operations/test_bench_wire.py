@@ -117,6 +117,11 @@ async def test_a_lost_connection_and_a_body_until_the_end(feed: Feed) -> None:
     check(feed(head, body, lost=True))
 
 
+async def test_what_speaks_no_http(feed: Feed) -> None:
+    assert feed(b"SSH-2.0-OpenSSH_9\r\n", lost=True).error == "connection lost"
+    assert feed(b"* OK IMAP4 ready\r\n\r\n", lost=True).error == "connection lost"
+
+
 def test_chunks_are_taken_apart() -> None:
     assert unchunked(b"3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
 

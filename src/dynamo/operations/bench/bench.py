@@ -106,7 +106,9 @@ async def models_of(server: Server) -> Sequence[Mapping[str, Any]]:
             hint="wanted an OpenAI-compatible server; a key goes into --api-key",
         )
     models = answer.get("data") if isinstance(answer, dict) else None
-    return [one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+    if not isinstance(models, list):
+        raise Unreachable("/v1/models lists no models", hint="wanted an OpenAI-compatible server")
+    return [one for one in models if isinstance(one, dict)]
 
 
 def check_fits(bench: Bench, models: Sequence[Mapping[str, Any]]) -> None:

@@ -127,7 +127,9 @@ class Sample:
     def finish(self, now: float, body: bytes = b"") -> None:
         """The answer is complete; `body`: of one that is no event stream."""
         self.ended = now
-        if self.status != 200:
+        if not self.status:
+            self.error = self.error or "no HTTP answer"
+        elif self.status != 200:
             code = code_of(body)
             self.error = f"http {self.status}" + (f" {code}" if code else "")
 

@@ -8,7 +8,7 @@ import asyncio
 import re
 from time import monotonic as now
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -80,6 +80,9 @@ class Connection(asyncio.Protocol):
         head, end, rest = self._head.partition(HEAD_END)
         if not end:
             return
+        if not (head.startswith(b"HTTP/1.") and head[9:12].isdigit()):
+            self.abort()
+            return
         self._sample.status = int(head[9:12])
         self._close = _CLOSE.search(head) is not None or head.startswith(b"HTTP/1.0")
         chunked = _CHUNKED.search(head) is not None
@@ -125,15 +128,24 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
 
+def _parts(url: str) -> SplitResult:
+    """Raises `ConfigError` for what is no URL of a server."""
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
+            return parts
+    except ValueError:  # a port out of range, half an IPv6 address
+        pass
+    raise ConfigError(f"not a URL: {url!r}", hint="such as http://127.0.0.1:8000")
+
+
 class Server:
     """The target's connections, reused."""
 
     def __init__(self, target: Target) -> None:
-        parts = urlsplit(target.url if "//" in target.url else f"http://{target.url}")
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"not a URL: {target.url!r}", hint="such as http://127.0.0.1:8000")
+        parts = _parts(target.url)
         self._target = target
-        self._host = parts.hostname
+        self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = parts.scheme == "https"
         self._base = parts.path.rstrip("/").removesuffix("/v1")
