@@ -88,6 +88,52 @@ def test_shares_are_as_the_distribution_says() -> None:
     assert np.bincount(drawn, minlength=3) / 4_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
 
 
+def penalised(row: Any, sampling: Sampling, prompt: list[int], output: list[int]) -> Any:
+    """OpenAI's presence and frequency penalties and the repetition penalty of CTRL's paper, one
+    token at a time."""
+    logits = [float(one) + sampling.logit_bias.get(token, 0) for token, one in enumerate(row)]
+    for token in {*prompt, *output}:
+        scale = sampling.repetition_penalty
+        logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
+    for token in output:
+        logits[token] -= sampling.frequency_penalty
+    for token in {*output}:
+        logits[token] -= sampling.presence_penalty
+    return np.array(logits)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7, top_p=0.8, top_k=12, seed=3),
+        Sampling(temperature=1.3, top_p=1.0, top_k=0, min_p=0.1, seed=-4),
+        Sampling(
+            temperature=1.0,
+            top_p=0.95,
+            top_k=0,
+            seed=5,
+            presence_penalty=0.7,
+            frequency_penalty=0.4,
+            repetition_penalty=1.3,
+            logit_bias={2: 1.5, 30: -3.0},
+        ),
+    ],
+    ids=str,
+)
+def test_many_draws_have_the_reference_s_shares(sampling: Sampling) -> None:
+    row = np.random.default_rng(9).normal(0, 1, 40).astype(np.float32)
+    prompt, output, draws = [1, 2, 3], [2, 2, 7], 4_000
+    ids, weights = exact(penalised(row, sampling, prompt, output), sampling)
+    sequence = sequence_of(prompt + output, len(prompt), sampling)
+    counts = np.zeros(len(row))
+    for position in range(draws):
+        sequence.length = len(prompt) + position
+        counts[sample_row(row.copy(), sequence)] += 1
+    shares = counts / draws
+    assert counts[ids].sum() == draws, "a token that the filters leave out was drawn"
+    assert (np.abs(shares[ids] - weights) < 4 * np.sqrt(weights / draws) + 1e-3).all()
+
+
 def test_chance_hangs_on_seed_choice_and_position_alone() -> None:
     keys = [(s, c, p) for s in (0, -1, 1 << 63, 1 << 64) for c in (0, 1) for p in (0, 1)]
     found = [uniform(*key) for key in keys]
