@@ -125,7 +125,6 @@ class Watch:
             due = clock.now() + TICK_S
             await clock.sleep_until(due)
             if not self._look(clock.now(), late=clock.now() - due > LATE_S):
-                self._pulses.clear()
                 await self._work.wait()
 
     def _look(self, now: float, *, late: bool) -> bool:

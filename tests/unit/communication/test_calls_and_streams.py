@@ -53,6 +53,8 @@ class Side:
 
         def sink(payload: bytes) -> bool:
             heard.append(payload)
+            if payload == b"bug":
+                raise ZeroDivisionError
             return payload != b"enough"
 
         call = self.tasks.start(self.calls.call("e", b"", HERE, sink, window))
@@ -129,6 +131,15 @@ async def test_what_was_taken_is_told_in_steps_until_the_end(side: Side) -> None
     await call
     window.release(90)
     assert side.told.credits == [(1, 30), (1, 30)]
+
+
+async def test_a_bug_of_a_sink_ends_its_own_call_alone(side: Side) -> None:
+    call, _ = await side.call(), await side.call()
+    side.calls.deliver([(1, 0, b"bug"), (1, 0, b"late"), (2, 0, b"x")])
+    with pytest.raises(ZeroDivisionError):
+        await call
+    assert side.heard == {1: [b"bug"], 2: [b"x"]}
+    assert (side.told.cancelled, len(side.calls), side.calls.frames) == ([1], 1, 1)
 
 
 async def test_a_caller_that_leaves_is_told_once(side: Side) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from dynamo.core.errors import DynamoError, InstanceGone
 from dynamo.core.tasks import Tasks
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
 from dynamo.runtime.instances import Instance
-from dynamo.runtime.watch import PATIENCE_S, SLOWEST, SUSPECT_S, TICK_S, Watch
+from dynamo.runtime.watch import LAST_WORDS_S, PATIENCE_S, SLOWEST, SUSPECT_S, TICK_S, Watch
 from dynamo.telemetry import Registry
 
 SOON_S = SUSPECT_S + PATIENCE_S + 4 * TICK_S
@@ -30,6 +31,7 @@ class Workers:
         self.frames = {"a": 0, "b": 0}
         self.answer_s: float | None = None
         self.asked: list[float] = []
+        self.questions = 0
         self.given_up: list[tuple[str, str]] = []
         self.broken_off: list[str] = []
         self.on_work: Callable[[], None] | None = None
@@ -54,14 +56,25 @@ class Workers:
 
     async def call(self, address: str, *_: Any) -> None:
         self.asked.append(self.clock.now())
-        if self.answer_s is None:
-            await asyncio.Event().wait()
-        else:
-            await self.clock.sleep(self.answer_s)
-            raise InstanceGone("an error is an answer, too")
+        with self._open_question():
+            if self.answer_s is None:
+                await asyncio.Event().wait()
+            else:
+                await self.clock.sleep(self.answer_s)
+                raise InstanceGone("an error is an answer, too")
 
     async def answers_beside(self, address: str, endpoint: str) -> bool:
+        with self._open_question():
+            await asyncio.Event().wait()
         return False
+
+    @contextmanager
+    def _open_question(self) -> Iterator[None]:
+        self.questions += 1
+        try:
+            yield
+        finally:
+            self.questions -= 1
 
     def break_off(self, address: str) -> None:
         self.broken_off.append(address)
@@ -104,6 +117,7 @@ def test_who_is_silent_is_asked_and_then_given_up_by_all() -> None:
         assert SUSPECT_S <= workers.asked[0] <= SUSPECT_S + 3 * TICK_S
         assert workers.given_up == [("a", "WorkerFailed")]
         assert workers.broken_off == ["a"]
+        assert workers.questions == 0
         assert workers.instances.keys() == {"b"}
         assert "dynamo_workers_frozen_total 1" in scene.metrics.render()
 
@@ -115,6 +129,7 @@ def test_who_answers_is_asked_again_and_never_given_up() -> None:
         scene.workers.answer_s = 0.5
         await scene.clock.sleep(60.0)
         assert len(scene.workers.asked) > 20
+        assert scene.workers.questions <= 2
         assert scene.workers.given_up == []
 
     play(what)
@@ -184,7 +199,9 @@ def test_what_a_leaver_had_moves_where_there_is_another() -> None:
         (mourn,) = workers.mourners
         gone = workers.instances.pop("a")
         mourn(gone)
-        await scene.clock.sleep(1.0)
+        await scene.clock.sleep(LAST_WORDS_S / 2)
+        assert workers.given_up == []
+        await scene.clock.sleep(LAST_WORDS_S)
         assert workers.given_up == [("a", "WorkerLeaving")]
         assert "dynamo_requests_moved_total 3" in scene.metrics.render()
         mourn(workers.instances.pop("b"))
