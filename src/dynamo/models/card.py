@@ -13,8 +13,8 @@ from dynamo.models.files import FileRef
 
 class ModelCard(msgspec.Struct, frozen=True):
     """One model. `names[0]` is its id, the rest are aliases; `created` is Unix time;
-    `generation`: the model's own sampling defaults (temperature, top_p, top_k, ...); `hashing`:
-    how its KV blocks are named."""
+    `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...);
+    `hashing`: how its KV blocks are named."""
 
     names: tuple[str, ...]
     context_tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,13 +17,14 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a model's makers would have its tokens sampled; None: not said."""
+    """How a model's makers would have it answer; None: not said."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

@@ -50,6 +50,15 @@ async def test_a_gguf_file(write_gguf):
         assert weights.config.vocab_size == card.vocab_size
 
 
+def test_a_model_says_how_long_its_answers_become(model_folder):
+    path = model_folder / "generation_config.json"
+    path.write_text('{"max_new_tokens": 99}')
+    assert find_model(str(model_folder), proven=False).card().generation == {"max_new_tokens": 99}
+    path.write_text('{"max_new_tokens": -1}')
+    with pytest.raises(ModelUnavailable, match="max_new_tokens"):
+        find_model(str(model_folder), proven=False)
+
+
 @pytest.mark.parametrize("top_k", [20, 20.0])
 def test_a_model_s_sampling_keeps_its_kinds_on_every_wire(model_folder, top_k):
     said = {"temperature": 1, "top_p": 0.8, "top_k": top_k, "min_p": None, "do_sample": True}
