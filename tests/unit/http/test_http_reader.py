@@ -7,6 +7,7 @@ import pytest
 from dynamo.communication.http.errors import HeadersTooLarge
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.request import Request, RequestReader, split_target
+from dynamo.core.errors import InvalidRequest, TooLarge
 
 
 @pytest.mark.parametrize(
@@ -79,3 +80,58 @@ def test_an_upgrade_is_declined_and_its_body_read() -> None:
     assert [(one.path, one.body, one.keep_alive) for one in found] == [("/a", b"abc", True)] * 2
     assert not {b"upgrade"} & found[0].headers.keys()
     assert found[0].header(b"connection") == "keep-alive"
+
+
+def get(*headers: bytes, method: bytes = b"POST", body: bytes = b"") -> bytes:
+    lines = [method + b" / HTTP/1.1", b"host: h", *headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+def test_headers_of_one_name_are_joined() -> None:
+    reader, found = reader_of()
+    reader.feed(get(b"x-a: 1", b"X-A: 2", b"x-b: 3", method=b"GET"))
+    assert (found[0].header(b"x-a"), found[0].header(b"x-b")) == ("1, 2", "3")
+    assert found[0].header(b"x-c") is None
+
+
+@pytest.mark.parametrize(
+    "header", [b"host: h", b"content-length: 0", b"authorization: Bearer a", b"Host: other"]
+)
+def test_but_not_those_that_two_readers_might_take_differently(header: bytes) -> None:
+    reader, found = reader_of()
+    with pytest.raises(InvalidRequest):
+        reader.feed(get(header, header, method=b"GET"))
+    assert found == []
+
+
+def test_as_many_headers_as_the_limit_and_no_more() -> None:
+    reader, found = reader_of()
+    lines = [b"x%d: 1" % number for number in range(5)]
+    reader.feed(get(*lines[:4], method=b"GET"))
+    assert len(found) == 1
+    with pytest.raises(HeadersTooLarge):
+        reader.feed(get(*lines, method=b"GET"))
+
+
+@pytest.mark.parametrize("size", [1_000, 1_001])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_as_long_a_body_as_the_limit_and_no_longer(size: int, chunked: bool) -> None:
+    reader, found = reader_of()
+    if chunked:
+        body = b"%x\r\n" % size + b"b" * size + b"\r\n0\r\n\r\n"
+        sent = get(b"transfer-encoding: chunked", body=body)
+    else:
+        sent = get(b"content-length: %d" % size, body=b"b" * size)
+    if size > LIMITS.max_body_bytes:
+        with pytest.raises(TooLarge):
+            reader.feed(sent)
+    else:
+        reader.feed(sent)
+    assert [len(one.body) for one in found] == [1_000] * (size == 1_000)
+
+
+def test_a_length_and_chunks_together_are_refused() -> None:
+    reader, found = reader_of()
+    with pytest.raises(InvalidRequest):
+        reader.feed(get(b"content-length: 3", b"transfer-encoding: chunked", body=b"0\r\n\r\n"))
+    assert found == []
