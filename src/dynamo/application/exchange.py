@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dynamo.application.errors import error_body, error_headers, status_of
+from dynamo.application.errors import Headers, error_body, error_headers, status_of
 from dynamo.application.sse import HEADERS as STREAM_HEADERS
 from dynamo.application.sse import error_event
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
 
 JSON = ("content-type", "application/json")
-TEXT = ("content-type", "text/plain; charset=utf-8")
-Headers = tuple[tuple[str, str], ...]
 
 
 class Exchange:
@@ -45,10 +43,6 @@ class Exchange:
     def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
         """The whole answer."""
         self.response.send(status, (JSON, *self.headers, *extra), body)
-
-    def send_text(self, status: int, text: str) -> None:
-        """The whole answer, as plain text."""
-        self.response.send(status, (TEXT, *self.headers), text.encode())
 
     def start_stream(self, worker: str) -> None:
         """The head of a stream of events."""
