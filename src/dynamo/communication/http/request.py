@@ -18,7 +18,7 @@ Stage = Literal["idle", "headers", "body"]
 class Request:
     """One request, complete. Header names are lower-case bytes; `path` is percent-decoded."""
 
-    __slots__ = ("body", "headers", "keep_alive", "method", "path", "peer", "query", "version")
+    __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "version")
 
     def __init__(
         self,
@@ -29,7 +29,6 @@ class Request:
         *,
         version: str,
         keep_alive: bool,
-        peer: str = "",
     ) -> None:
         self.method = method
         self.path, self.query = split_target(target)
@@ -37,7 +36,6 @@ class Request:
         self.body = body
         self.version = version
         self.keep_alive = keep_alive
-        self.peer = peer
 
     def header(self, name: bytes) -> str | None:
         """The header's value, by its name in lower case; several of one name are joined by
