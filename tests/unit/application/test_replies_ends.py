@@ -1,0 +1,180 @@
+"""How streams and whole answers end: without text, early, congested, with several choices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from dynamo.application.completions import COMPLETION
+from dynamo.application.exchange import Exchange
+from dynamo.application.format import Format
+from dynamo.application.metrics import FrontendMetrics
+from dynamo.application.pace import Pace
+from dynamo.application.replies import AnswerReply, StreamReply
+from dynamo.application.sse import Escapes
+from dynamo.application.usage import Tally
+from dynamo.communication.http.response import Response
+from dynamo.core.errors import InternalError, SlowReader
+from dynamo.core.text import TextFinish
+from dynamo.core.values import Started
+from dynamo.telemetry.metrics import Registry
+
+END = TextFinish("stop", 3)
+
+
+class Wire:
+    """A connection that keeps what it is to send, event by event."""
+
+    def __init__(self) -> None:
+        self.out: list[bytes] = []
+        self.events: list[bytes] = []
+        self.framed = False
+
+    def arm(self) -> None:
+        pass
+
+    def join(self) -> None:
+        self.out += self.events
+        self.events.clear()
+
+    def backlog(self) -> int:
+        return sum(map(len, self.events))
+
+
+class Answer:
+    """A reply of so many choices, and what went out."""
+
+    def __init__(self, choices: int = 1, *, stream: bool = True, limit: int = 1 << 20) -> None:
+        self.wire = Wire()
+        self.response = Response(self.wire, "POST", "1.1", keep_alive=True, backlog_limit=limit)
+        ticks = itertools.count(1)
+        metrics = FrontendMetrics(Registry()).model("m")
+        pace = Pace(metrics, lambda: float(next(ticks)), 0.0, choices)
+        request: Any = None
+        exchange = Exchange(request, self.response, "1", "1", ())
+        form = Format(COMPLETION, "1", "m", 0, usage=stream)
+        tally = Tally(choices)
+        self.reply: StreamReply | AnswerReply
+        if stream:
+            self.reply = StreamReply(
+                exchange, form, tally, pace, Escapes(), choices=choices, usage=True
+            )
+        else:
+            self.reply = AnswerReply(exchange, form, tally, pace, choices=choices)
+        self.reply.prompt(5)
+        for choice in range(choices):
+            self.reply.begin(choice, Started("w"))
+
+    @property
+    def told(self) -> list[Any]:
+        """What a client reads: (choice, text, reason) of every event, `usage`, "[DONE]"."""
+        self.wire.join()
+        whole = b"".join(one for one in self.wire.out if not one.startswith(b"HTTP/"))
+        events = whole.decode().removesuffix("0\r\n\r\n").split("\n\n")[:-1]
+        found: list[Any] = []
+        for event in (one.removeprefix("data: ") for one in events):
+            if event == "[DONE]":
+                found.append(event)
+                continue
+            read = json.loads(event)
+            found += [(c["index"], c["text"], c["finish_reason"]) for c in read["choices"]]
+            found += [read["usage"]["completion_tokens"]] if read.get("usage") else []
+        return found
+
+
+def test_a_stream_without_text_has_a_head_and_an_end() -> None:
+    one = Answer()
+    one.reply.finish(0, END)
+    one.reply.close()
+    assert one.response.status == 200
+    assert one.told == [(0, "", "stop"), 3, "[DONE]"]
+
+
+def test_a_stream_is_done_when_its_last_choice_is() -> None:
+    one = Answer(2)
+    assert one.reply.text(1, "b")
+    one.reply.finish(1, END)
+    assert not one.response.ended
+    assert one.reply.text(0, "a")
+    one.reply.finish(0, END)
+    assert one.told == [
+        (1, "b", None),
+        (1, "", "stop"),
+        (0, "a", None),
+        (0, "", "stop"),
+        6,
+        "[DONE]",
+    ]
+    one.reply.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_ended_early_is_an_error_unless_its_reader_left(stream: bool) -> None:
+    one = Answer(2, stream=stream)
+    one.reply.text(0, "a")
+    one.reply.finish(0, END)
+    with pytest.raises(InternalError, match="ended early"):
+        one.reply.close()
+    one.response.open = False
+    one.reply.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_left_is_told_upward(stream: bool) -> None:
+    one = Answer(stream=stream)
+    assert one.reply.text(0, "a")
+    one.response.open = False
+    assert not one.reply.text(0, "b")
+
+
+def test_what_a_congested_client_has_not_read_comes_before_the_end() -> None:
+    one = Answer(2)
+    one.reply.text(0, "a")
+    one.response.congested = True
+    for delta in ("b", "c"):
+        assert one.reply.text(0, delta)
+        assert one.reply.text(1, delta.upper())
+    one.reply.finish(0, END)
+    assert one.told == [(0, "a", None), (0, "bc", None), (0, "", "stop")]
+    one.response.congested = False
+    assert one.response.on_relief is not None
+    one.response.on_relief()
+    assert one.reply.text(1, "D")
+    one.reply.finish(1, END)
+    assert one.told[3:] == [(1, "BC", None), (1, "D", None), (1, "", "stop"), 6, "[DONE]"]
+
+
+def test_past_its_backlog_a_stream_is_given_up_and_says_so() -> None:
+    one = Answer(limit=1_000)
+    one.reply.text(0, "a")
+    one.response.congested = True
+    said = 0
+    while one.reply.text(0, "x" * 100):
+        said += 100
+        assert said < 1_000
+    assert said > 500
+    one.reply.finish(0, END)
+    assert not one.response.ended
+    with pytest.raises(SlowReader):
+        one.reply.close()
+
+
+def test_a_whole_answer_has_every_choice() -> None:
+    one = Answer(2, stream=False)
+    for choice, delta in ((1, "b"), (0, "a"), (1, "B")):
+        assert one.reply.text(choice, delta)
+    one.reply.finish(0, END)
+    assert not one.wire.out
+    one.reply.finish(1, TextFinish("length", 4))
+    one.reply.close()
+    head, body = one.wire.out
+    assert b"x-dynamo-worker: w" in head
+    read = json.loads(body)
+    assert [(c["text"], c["finish_reason"]) for c in read["choices"]] == [
+        ("a", "stop"),
+        ("bB", "length"),
+    ]
+    assert (read["usage"]["prompt_tokens"], read["usage"]["completion_tokens"]) == (5, 7)
