@@ -21,9 +21,10 @@ Logprobs = Sequence[TokenText]
 class Held:
     """Text of one choice that a congested connection could not take."""
 
-    __slots__ = ("logprobs", "texts")
+    __slots__ = ("logprobs", "size", "texts")
 
     def __init__(self) -> None:
+        self.size = 0
         self.texts: list[str] = []
         self.logprobs: list[TokenText] = []
 
@@ -103,6 +104,7 @@ class StreamReply(TextReply):
             self._open(choice)
         held = self._held.pop(choice, None)
         if held is not None:
+            self._held_bytes -= held.size
             self._write_held(choice, held)
         self._tally.completion_tokens += end.completion_tokens
         self._response.write(self._form.finish(choice, end))
@@ -136,10 +138,12 @@ class StreamReply(TextReply):
         if held is None:
             held = self._held[choice] = Held()
         held.texts.append(delta)
-        self._held_bytes += len(delta)
+        size = len(delta)
         if logprobs is not None:
             held.logprobs += logprobs
-            self._held_bytes += 64 * len(logprobs)
+            size += 64 * len(logprobs)
+        held.size += size
+        self._held_bytes += size
         response.on_relief = self._release
         if self._held_bytes + response.backlog_bytes > response.backlog_limit:
             response.overrun, response.open = True, False

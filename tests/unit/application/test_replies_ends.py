@@ -178,3 +178,17 @@ def test_a_whole_answer_has_every_choice() -> None:
         ("bB", "length"),
     ]
     assert (read["usage"]["prompt_tokens"], read["usage"]["completion_tokens"]) == (5, 7)
+
+
+def test_what_an_ended_choice_had_held_is_counted_once() -> None:
+    one = Answer(2, limit=2_000)
+    one.reply.text(0, "a")
+    one.reply.text(1, "b")
+    one.wire.join()
+    one.response.congested = True
+    assert one.reply.text(0, "x" * 800)
+    one.reply.finish(0, END)
+    waits = one.response.backlog_bytes
+    assert 800 < waits < 1_300
+    assert one.reply.text(1, "y" * 500)
+    assert not one.reply.text(1, "y" * 1_000)
