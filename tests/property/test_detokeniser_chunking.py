@@ -81,6 +81,14 @@ def test_any_ids_decode_as_the_whole(
 
 
 @shared
+@given(ids=any_ids)
+def test_the_table_reads_whole_ids_as_the_library_does(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int]
+) -> None:
+    assert vocabulary.text(ids) == tokenizer.decode(ids)
+
+
+@shared
 @given(text=odd_text)
 def test_whole_text_never_shows_a_broken_character(
     tokenizer: Tokenizer, vocabulary: Vocabulary, text: str

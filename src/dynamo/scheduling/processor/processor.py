@@ -108,8 +108,8 @@ class Processor:
         return await self._clock.offload(lambda: [decode([one]) for one in ids])
 
     async def _text(self, ids: Sequence[int]) -> str:
-        decode = self._tokenizer.decode
-        return decode(ids) if len(ids) <= INLINE_IDS else await self._clock.offload(decode, ids)
+        text = self._vocabulary.text
+        return text(ids) if len(ids) <= INLINE_IDS else await self._clock.offload(text, ids)
 
     async def _answer_later(
         self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply

@@ -55,6 +55,16 @@ class Vocabulary:
             return TableDecoder(self._raw)
         return LibraryDecoder(self._tokenizer, skip_special=skip_special)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Of whole `ids`, special tokens included. On a thread the table lets others run meanwhile;
+        a library that decodes does not."""
+        raw = self._raw
+        if not self._exact:
+            return self._tokenizer.decode(ids)
+        known = len(raw)
+        parts = [raw[token_id] or b"" for token_id in ids if token_id < known]
+        return b"".join(parts).decode(errors="replace")
+
     def raw(self, token_id: int) -> bytes:
         """One token's bytes, as well as they are known."""
         if token_id >= len(self._raw):
