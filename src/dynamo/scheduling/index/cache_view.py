@@ -106,6 +106,7 @@ class CacheView:
             return
         answer = await self._ask(hashes)
         self._answers[hashes[-1]] = answer
+        self._answers.move_to_end(hashes[-1])
         if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
