@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.format import Format
 from dynamo.application.metrics import FrontendMetrics
 from dynamo.application.pace import Pace
-from dynamo.application.replies import AnswerReply, StreamReply
+from dynamo.application.replies import AnswerReply, OffsetReply, StreamReply
 from dynamo.application.sse import Escapes
 from dynamo.application.usage import Tally
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.text import TextFinish
+from dynamo.core.text import TextFinish, Words
 from dynamo.core.values import Started
 from dynamo.telemetry.metrics import Registry
 
@@ -56,7 +57,7 @@ class Answer:
         request: Any = None
         exchange = Exchange(request, self.response, "1", "1", ())
         form = Format(COMPLETION, "1", "m", 0, usage=stream)
-        tally = Tally(choices)
+        tally = self.tally = Tally(choices)
         self.reply: StreamReply | AnswerReply
         if stream:
             self.reply = StreamReply(
@@ -192,3 +193,41 @@ def test_what_an_ended_choice_had_held_is_counted_once() -> None:
     assert 800 < waits < 1_300
     assert one.reply.text(1, "y" * 500)
     assert not one.reply.text(1, "y" * 1_000)
+
+
+def test_choices_of_a_later_prompt_are_counted_on() -> None:
+    one = Answer(4, stream=False)
+    second = OffsetReply(one.reply, 2)
+    for reply, name in ((one.reply, "a"), (second, "b")):
+        for choice in (0, 1):
+            reply.begin(choice, Started("w"))
+            assert reply.text(choice, f"{name}{choice}")
+            reply.finish(choice, TextFinish("length" if choice else "stop", 1))
+    read = json.loads(one.wire.out[1])
+    assert [(c["text"], c["finish_reason"]) for c in read["choices"]] == [
+        ("a0", "stop"),
+        ("a1", "length"),
+        ("b0", "stop"),
+        ("b1", "length"),
+    ]
+    second.prompt(7)
+    assert one.tally.prompt_tokens == 12
+
+
+def test_the_short_way_of_a_later_prompt_is_its_own() -> None:
+    one = Answer(2)
+    second = OffsetReply(one.reply, 1)
+    words = Words(["x"])
+    assert second.lane(0, words, None) is None
+    one.reply.text(0, "a")
+    second.text(0, "b")
+    one.wire.join()
+    kept = array("I")
+    lane = second.lane(0, words, kept)
+    assert lane is not None
+    assert lane.token(0)
+    assert (one.told[-1], kept.tolist()) == ((1, "x", None), [0])
+    other = second.lane(0, words, None)
+    assert other is not None
+    assert other.token(0)
+    assert kept.tolist() == [0]
