@@ -107,10 +107,14 @@ def _context(config: dict[str, Any], tokens: dict[str, Any]) -> int:
 def _template(folder: Path, tokens: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelUnavailable(f"{path} cannot be read: {error}") from error
     found = tokens.get("chat_template")
     if isinstance(found, list):  # several by name
-        named = {one.get("name"): one.get("template") for one in found}
+        entries = (one for one in found if isinstance(one, dict))
+        named = {str(one.get("name")): one.get("template") for one in entries}
         found = named.get("default") or next(iter(named.values()), None)
     return found if isinstance(found, str) else None
 
