@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from dynamo.communication.discovery.folder import remove_ended
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.pids import is_alive
 
@@ -92,6 +91,8 @@ class Deployment(msgspec.Struct, frozen=True):
         with contextlib.suppress(OSError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
             if self.processes():  # which removes the records of the killed
                 return
+            from dynamo.communication.discovery.folder import remove_ended
+
             remove_ended(self.folder / DISCOVERY)
             for part in (self.folder / PROCESSES).glob("*.new"):
                 part.unlink()
