@@ -49,8 +49,9 @@ def _mute() -> None:
 def _dispatch(arguments: Sequence[str]) -> int:
     first = arguments[0] if arguments else "--help"
     if first in {"-h", "--help", "help"}:
-        if arguments[1:]:  # dynamo help run
-            return _dispatch([arguments[1], "--help"])
+        of = arguments[1] if first == "help" and arguments[1:] else "--help"
+        if not of.startswith("-"):  # dynamo help run
+            return _dispatch([of, "--help"])
         print(overview())
         return 0
     if first in {"-V", "--version", "version"}:

@@ -112,6 +112,9 @@ def test_help_of_a_command_in_either_order(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["help", "ps"])
     assert capsys.readouterr().out.startswith("usage: dynamo ps")
+    for words in (["help", "--help"], ["help", "help"], ["--help", "ps"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith("usage: dynamo COMMAND")
 
 
 def test_descriptions_fit_a_line() -> None:
