@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dynamo.communication.http.errors import PortInUse
 from dynamo.core.errors import ConfigError
-from dynamo.runtime.deployment import live_processes
+from dynamo.runtime.deployment import ProcessRecord, live_processes
 from dynamo.runtime.pids import command
 
 LISTEN = "0A"
@@ -39,18 +39,27 @@ def port_owner(port: int) -> Owner | None:
 
 
 def name_owner(error: PortInUse) -> PortInUse:
-    """The same error, which says who listens there, where that can be seen."""
+    """The same error, which says who has the port, where that can be seen."""
     owner = port_owner(error.port)
-    if owner is None:
-        return error
-    ours = next((one.deployment for one in live_processes() if one.pid == owner.pid), "")
-    if ours:
-        error.message += f": deployment {ours} (process {owner.pid}) serves there"
-        error.hint = f"choose another with --http-port, or end that one: `dynamo stop {ours}`"
-    else:
+    ours = _deployment_at(error.port, owner)
+    if ours is not None:
+        error.message += f": deployment {ours.deployment} (process {ours.pid}) serves there"
+        hint = f"choose another with --http-port, or end that one: `dynamo stop {ours.deployment}`"
+        error.hint = hint
+    elif owner is not None:
         error.message += f": process {owner.pid} ({owner.command}) listens there"
     error.args = (error.message,)
     return error
+
+
+def _deployment_at(port: int, owner: Owner | None) -> ProcessRecord | None:
+    """The process of a deployment that is `owner`; the supervisor that holds the port where nobody
+    listens yet."""
+    for one in live_processes():
+        holds = owner is None and one.address.endswith(f":{port}")
+        if holds or (owner is not None and one.pid == owner.pid):
+            return one
+    return None
 
 
 def claim_port(host: str, port: int) -> int:

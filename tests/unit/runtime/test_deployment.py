@@ -239,6 +239,17 @@ def test_a_port_in_use_names_the_deployment(
     assert "`dynamo stop http-8000`" in caught.value.hint
 
 
+def test_a_port_that_is_held_before_anybody_listens_names_the_deployment(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deployment.folder.parents[1]))
+    with reserve_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        deployment.write(record_of(deployment, address=f"http://127.0.0.1:{port}"))
+        with pytest.raises(PortInUse, match=r"deployment http-8000 \(process"):
+            claim_port("127.0.0.1", port)
+
+
 def test_a_full_disk_names_the_state_folder(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
