@@ -66,6 +66,17 @@ class Control:
             self._serve, sock=_listening(self._folder), limit=LINE_BYTES
         )
 
+    async def keep(self) -> None:
+        """Listen again where somebody took the socket away, and keep it young."""
+        if self._server is None:
+            return
+        try:
+            os.utime(self._folder / CONTROL)
+        except FileNotFoundError:
+            self._server.close()
+            self._server = None
+            await self.start()
+
     async def stop(self) -> None:
         """Take no more."""
         if self._server is not None:

@@ -27,6 +27,9 @@ DISCOVERY = "discovery"
 CONTROL = "control"
 """The socket that takes orders (`runtime.control`)."""
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own, with room"
+KEEP_S = 15.0
+"""So often a living process looks whether it still stands in its folder."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
@@ -81,6 +84,14 @@ class Deployment(msgspec.Struct, frozen=True):
             except OSError as error:
                 message = f"the state folder {self.folder} cannot be written: {error.strerror}"
                 raise ConfigError(message, hint=OWN_FOLDER) from None
+
+    def keep(self, record: ProcessRecord) -> None:
+        """Write a living process's record again where somebody took it away (/run/user goes with
+        its user's last session), and keep it young for who clears /tmp by age. Blocks."""
+        try:
+            os.utime(self._path(record.instance))
+        except FileNotFoundError:
+            self.write(record)
 
     def remove(self, record: ProcessRecord) -> None:
         """Forget a process. Blocks."""

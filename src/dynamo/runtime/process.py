@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.tasks import first_of
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.deployment import (
+    KEEP_S,
     Deployment,
     ProcessRecord,
     ProcessState,
@@ -147,6 +149,7 @@ class Process:
             self._parent.on_notice(self._noticed)
         await self._status.start()
         pauses = LoopPauses(runtime.metrics)
+        keeping = runtime.tasks.start(self._keep_told(), "process record")
         try:
             await runtime.clock.offload(self._deployment.prepare)
             await self._tell("starting")
@@ -161,6 +164,7 @@ class Process:
                 raise runtime.failure
         finally:
             pauses.stop()
+            keeping.cancel()
             await self._status.stop()
             await runtime.clock.offload(self._deployment.remove, self._record)
 
@@ -194,6 +198,13 @@ class Process:
             await self._tell("draining")
         except (ConfigError, OSError) as error:  # a full disk keeps nobody from draining
             log.warning("draining untold", extra={"fields": {"error": str(error)}})
+
+    async def _keep_told(self) -> None:
+        clock = self._runtime.clock
+        while True:
+            await clock.sleep(KEEP_S)
+            with suppress(ConfigError, OSError):  # serving does not need it
+                await clock.offload(self._deployment.keep, self._record)
 
     async def _tell(self, state: ProcessState) -> None:
         """The same to the state folder, to discovery and to the supervisor."""

@@ -22,7 +22,7 @@ from dynamo.runtime.burials import Burials
 from dynamo.runtime.child import Child, ProcessSpec
 from dynamo.runtime.control import Control
 from dynamo.runtime.crew import Crew
-from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
+from dynamo.runtime.deployment import KEEP_S, Deployment, ProcessRecord, ProcessState
 from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.link import Report
 from dynamo.runtime.pids import own_start_ticks
@@ -133,10 +133,14 @@ class Supervisor:
                 preparation = tasks.start(self._do_prepare(), PREPARATION)
                 await self._tell("starting")
                 await self._control.start()
-                reloading = tasks.start(self._follow(), "reload")
+                beside = [
+                    preparation,
+                    tasks.start(self._follow(), "reload"),
+                    tasks.start(self._keep_told(), "process record"),
+                ]
                 await self._serve()
-                preparation.cancel()
-                reloading.cancel()
+                for task in beside:
+                    task.cancel()
                 await self._control.stop()
                 await self._say_stopping()
                 for child in self.children:
@@ -284,6 +288,13 @@ class Supervisor:
             )
         self._record = msgspec.structs.replace(self._record, state=state)
         await self._clock.offload(self._deployment.write, self._record)
+
+    async def _keep_told(self) -> None:
+        while self._record is not None:
+            await self._clock.sleep(KEEP_S)
+            with contextlib.suppress(ConfigError, OSError):  # serving does not need it
+                await self._clock.offload(self._deployment.keep, self._record)
+                await self._control.keep()
 
 
 def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:

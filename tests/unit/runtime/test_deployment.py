@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -267,3 +268,17 @@ def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be made") as caught:
         Deployment("one", in_the_way / "dynamo" / "one").prepare()
     assert "XDG_RUNTIME_DIR" in caught.value.hint
+
+
+def test_a_record_that_somebody_took_away_is_written_again(deployment: Deployment) -> None:
+    record = record_of(deployment)
+    deployment.write(record)
+    old = deployment.folder / "processes" / "i1.json"
+    os.utime(old, (1, 1))
+
+    deployment.keep(record)
+    assert old.stat().st_mtime > 1
+
+    shutil.rmtree(deployment.folder.parent)
+    deployment.keep(record)
+    assert deployment.processes() == [record]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from dynamo.runtime.control import Control
+from dynamo.runtime.control import Control, Order, give
+from dynamo.runtime.crew import Crew
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
 
 ANY = cast("Any", None)
+
+
+class Hearing:
+    """A crew that only listens."""
+
+    async def drain(self, name: str, tell: Callable[[str], None]) -> None:
+        tell(f"heard of {name}")
 
 
 async def test_the_second_says_what_it_joins(
@@ -44,3 +54,17 @@ async def test_the_second_says_what_it_joins(
     await other.wait()
     await second.stop()
     await first.stop()
+
+
+async def test_orders_are_taken_again_where_somebody_took_the_socket_away(tmp_path: Path) -> None:
+    deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
+    deployment.prepare()
+    control = Control(cast("Crew", Hearing()), deployment.folder)
+    await control.start()
+    shutil.rmtree(deployment.folder.parent)
+    deployment.prepare()
+
+    await control.keep()
+    said = give(Order("drain", "worker-1"), deployment.folder, 5)
+    assert await asyncio.to_thread(list, said) == ["heard of worker-1"]
+    await control.stop()
