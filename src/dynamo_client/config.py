@@ -44,7 +44,7 @@ def locate(base_url: str) -> tuple[Origin, str]:
     """Where to connect, and the prefix of every path. Raises `ValueError`."""
     text = base_url if "://" in base_url else f"http://{base_url}"
     parts = urlsplit(text)
-    if parts.scheme not in PORTS or not parts.hostname:
+    if parts.scheme not in PORTS or not parts.hostname or parts.port == 0:
         raise ValueError(f"base_url {base_url!r} is not like http://localhost:8000")
     port = parts.port or PORTS[parts.scheme]
     prefix = parts.path.rstrip("/").removesuffix("/v1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from dynamo.core.errors import ConfigError, NotFound
 
@@ -31,14 +30,14 @@ def port_of(found: argparse.Namespace) -> RouterPort:
 
 
 def _with_scheme(text: str) -> str:
-    url = text if "://" in text else f"http://{text}"
+    from dynamo_client.config import locate
+
     try:
-        parts = urlsplit(url)
-        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
-            return url
-    except ValueError:  # a port out of range, half an IPv6 address
-        pass
-    raise ConfigError(f"--url: {text!r} is no URL", hint="such as http://127.0.0.1:8000")
+        locate(text)
+    except ValueError:
+        hint = "such as http://127.0.0.1:8000"
+        raise ConfigError(f"--url: {text!r} is no URL", hint=hint) from None
+    return text if "://" in text else f"http://{text}"
 
 
 def _running(which: str | None) -> str:

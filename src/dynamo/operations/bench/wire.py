@@ -8,13 +8,13 @@ import asyncio
 import re
 from time import monotonic as now
 from typing import Any, cast
-from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.operations.bench.plan import Target
 from dynamo.operations.bench.sample import Sample
+from dynamo_client.config import locate
 
 HEAD_END = b"\r\n\r\n"
 LAST_CHUNK = b"\r\n0\r\n\r\n"
@@ -128,29 +128,18 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-def _parts(url: str) -> SplitResult:
-    """Raises `ConfigError` for what is no URL of a server."""
-    try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0:
-            return parts
-    except ValueError:  # a port out of range, half an IPv6 address
-        pass
-    raise ConfigError(f"not a URL: {url!r}", hint="such as http://127.0.0.1:8000")
-
-
 class Server:
     """The target's connections, reused."""
 
     def __init__(self, target: Target) -> None:
-        parts = _parts(target.url)
+        try:
+            self._origin, self._base = locate(target.url)
+        except ValueError:
+            hint = "such as http://127.0.0.1:8000"
+            raise ConfigError(f"not a URL: {target.url!r}", hint=hint) from None
         self._target = target
-        self._host = parts.hostname or ""
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = parts.scheme == "https"
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._free: list[Connection] = []
-        self._headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
+        self._headers = f"Host: {self._origin.authority}\r\nContent-Type: application/json\r\n"
         if target.api_key:
             self._headers += f"Authorization: Bearer {target.api_key}\r\n"
 
@@ -211,8 +200,8 @@ class Server:
             if not connection.closed:
                 return connection
         loop = asyncio.get_running_loop()
-        tls = True if self._tls else None
-        _, made = await loop.create_connection(Connection, self._host, self._port, ssl=tls)
+        secure, host, port = self._origin
+        _, made = await loop.create_connection(Connection, host, port, ssl=secure or None)
         return made
 
 
