@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -129,6 +130,7 @@ class Process:
         self._parent = parent
         self._status = status_of(runtime)
         self._deployment: Deployment = deployment_of(runtime.settings)
+        self._writing = threading.Lock()
         self._record = ProcessRecord(
             deployment=self._deployment.id,
             role=runtime.role,
@@ -206,6 +208,11 @@ class Process:
             with suppress(ConfigError, OSError):  # serving does not need it
                 await clock.offload(self._deployment.keep, self._record)
 
+    def _write(self) -> None:
+        """What is so now: a write that was cancelled may come after the next."""
+        with self._writing:
+            self._deployment.write(self._record)
+
     async def _tell(self, state: ProcessState) -> None:
         """The same to the state folder, to discovery and to the supervisor."""
         runtime = self._runtime
@@ -213,7 +220,7 @@ class Process:
         self._record = msgspec.structs.replace(
             self._record, state=state, status_url=self._status.url, address=address
         )
-        await runtime.clock.offload(self._deployment.write, self._record)
+        await runtime.clock.offload(self._write)
         key = process_key(self._record)
         await runtime.discovery.put(key, msgspec.json.encode(self._record))
         if self._parent is not None:
