@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from dynamo import __version__
 from dynamo.cli.commands import COMMANDS, command_run
-from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.core.errors import ConfigError, DynamoError, explained
 
 INTERRUPTED = 128 + signal.SIGINT
 USAGE_CODES = (ConfigError.code, "unsupported")
@@ -62,12 +62,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
         hint = f"did you mean `dynamo {near[0]}`?" if near else f"commands: {', '.join(_shown())}"
         raise ConfigError(f"unknown command {first!r}", hint=hint)
     return command_run(first)(arguments[1:])
-
-
-def explained(error: OSError) -> str:
-    """What the system said, and of which file."""
-    said = error.strerror or str(error)
-    return f"{error.filename}: {said}" if error.filename else said
 
 
 def overview() -> str:

@@ -211,6 +211,12 @@ def _codes(base: type[DynamoError]) -> dict[str, type[DynamoError]]:
     return found
 
 
+def explained(error: OSError) -> str:
+    """What the system said, and of which file."""
+    said = error.strerror or str(error)
+    return f"{error.filename}: {said}" if error.filename else said
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ErrorRecord)
 

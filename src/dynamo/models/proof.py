@@ -7,9 +7,7 @@ Both libraries are loaded here and nowhere else; the process ends and takes thei
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.core.errors import DynamoError
+from dynamo.core.parent import die_with_parent
 from dynamo.models.corpus import proof_texts
 from dynamo.models.encoders import Encoder, FastEncoder, ReferenceEncoder, Verdict
 from dynamo.models.files import write_atomically
@@ -28,7 +27,6 @@ from dynamo.models.tokenizer_file import (
     read_tokenizer_file,
 )
 
-PR_SET_PDEATHSIG = 1
 _CUTS_CHARS = (48, 400)
 
 
@@ -90,11 +88,6 @@ def main(tokenizer: str, target: str) -> int:
     return 0
 
 
-def die_with_parent() -> None:
-    """Whoever wanted to know is gone: nobody waits for the verdict."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent()  # nobody waits for the verdict then
     sys.exit(main(*sys.argv[1:]))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dynamo.core.errors import DynamoError
+from dynamo.core.errors import DynamoError, explained
 from dynamo.core.settings import Settings
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -50,9 +50,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         except DynamoError as error:
             yield Finding(_name(check), "fail", error.message, error.hint or "")
         except OSError as error:
-            said = error.strerror or str(error)
-            found = f"{error.filename}: {said}" if error.filename else said
-            yield Finding(_name(check), "fail", found)
+            yield Finding(_name(check), "fail", explained(error))
 
 
 def python(settings: Settings) -> Finding:

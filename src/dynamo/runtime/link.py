@@ -6,23 +6,20 @@ that the other side is dead, however it died.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
+from dynamo.core.parent import die_with_parent
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessState
 
 if TYPE_CHECKING:
     import asyncio
 
-PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
 USAGE = 2
 """Exit code of a command that was given something impossible."""
 FOR_SUPERVISOR = "this command is for the supervisor; use `dynamo run`"
@@ -101,7 +98,7 @@ class ParentLink:
 
     def die_with_parent(self) -> None:
         """Be killed when the supervisor dies; exits at once if that has happened already."""
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != self.start.supervisor:
             os._exit(1)
 

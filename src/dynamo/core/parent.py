@@ -1,0 +1,14 @@
+"""A child that must not outlive the process that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
+
+
+def die_with_parent() -> None:
+    """Be killed from now on when the thread ends that started this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
