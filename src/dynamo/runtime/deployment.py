@@ -27,8 +27,6 @@ DISCOVERY = "discovery"
 CONTROL = "control"
 """The socket that takes orders (`runtime.control`)."""
 OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own, with room"
-KEEP_S = 15.0
-"""So often a living process looks whether it still stands in its folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 

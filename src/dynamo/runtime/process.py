@@ -8,9 +8,7 @@ import itertools
 import logging
 import os
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +19,6 @@ from dynamo.core.settings import Settings
 from dynamo.core.tasks import first_of
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.deployment import (
-    KEEP_S,
     Deployment,
     ProcessRecord,
     ProcessState,
@@ -34,6 +31,7 @@ from dynamo.runtime.link import Notice, ParentLink, Report
 from dynamo.runtime.pauses import LoopPauses
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.sockets import name_owner
+from dynamo.runtime.standing import Standing
 from dynamo.runtime.status import status_of
 from dynamo.telemetry.logs import configure, set_levels
 
@@ -130,8 +128,7 @@ class Process:
         self._parent = parent
         self._status = status_of(runtime)
         self._deployment: Deployment = deployment_of(runtime.settings)
-        self._writing = threading.Lock()
-        self._record = ProcessRecord(
+        record = ProcessRecord(
             deployment=self._deployment.id,
             role=runtime.role,
             name=runtime.name,
@@ -140,6 +137,7 @@ class Process:
             instance=runtime.instance_id,
             start_ticks=own_start_ticks(),
         )
+        self._standing = Standing(self._deployment, record, runtime.clock)
 
     async def live(self, main: Main) -> None:
         """From status port to drained. Raises what `main` raises, and the runtime's failure."""
@@ -151,7 +149,7 @@ class Process:
             self._parent.on_notice(self._noticed)
         await self._status.start()
         pauses = LoopPauses(runtime.metrics)
-        keeping = runtime.tasks.start(self._keep_told(), "process record")
+        keeping = runtime.tasks.start(self._standing.keep(), "process record")
         try:
             await runtime.clock.offload(self._deployment.prepare)
             await self._tell("starting")
@@ -168,7 +166,7 @@ class Process:
             pauses.stop()
             keeping.cancel()
             await self._status.stop()
-            await runtime.clock.offload(self._deployment.remove, self._record)
+            await self._standing.end()
 
     def _noticed(self, notice: Notice) -> None:
         if notice.settings is not None:
@@ -201,28 +199,14 @@ class Process:
         except (ConfigError, OSError) as error:  # a full disk keeps nobody from draining
             log.warning("draining untold", extra={"fields": {"error": str(error)}})
 
-    async def _keep_told(self) -> None:
-        clock = self._runtime.clock
-        while True:
-            await clock.sleep(KEEP_S)
-            with suppress(ConfigError, OSError):  # serving does not need it
-                await clock.offload(self._deployment.keep, self._record)
-
-    def _write(self) -> None:
-        """What is so now: a write that was cancelled may come after the next."""
-        with self._writing:
-            self._deployment.write(self._record)
-
     async def _tell(self, state: ProcessState) -> None:
         """The same to the state folder, to discovery and to the supervisor."""
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
-        self._record = msgspec.structs.replace(
-            self._record, state=state, status_url=self._status.url, address=address
-        )
-        await runtime.clock.offload(self._write)
-        key = process_key(self._record)
-        await runtime.discovery.put(key, msgspec.json.encode(self._record))
+        await self._standing.tell(state=state, status_url=self._status.url, address=address)
+        record = self._standing.record
+        key = process_key(record)
+        await runtime.discovery.put(key, msgspec.json.encode(record))
         if self._parent is not None:
             url = self._status.url
             self._parent.tell(Report(state=state, address=address, status_url=url, key=key))

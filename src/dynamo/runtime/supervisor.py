@@ -12,8 +12,6 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import groupby
 
-import msgspec
-
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -22,11 +20,12 @@ from dynamo.runtime.burials import Burials
 from dynamo.runtime.child import Child, ProcessSpec
 from dynamo.runtime.control import Control
 from dynamo.runtime.crew import Crew
-from dynamo.runtime.deployment import KEEP_S, Deployment, ProcessRecord, ProcessState
+from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
 from dynamo.runtime.health import PREPARATION
 from dynamo.runtime.link import Report
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.reload import Reload, has_terminal
+from dynamo.runtime.standing import Standing
 from dynamo.runtime.status import StatusServer
 from dynamo.telemetry import Registry
 from dynamo.telemetry.logs import Terminal
@@ -105,7 +104,7 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
-        self._record: ProcessRecord | None = None
+        self._standing: Standing | None = None
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
         )
@@ -131,12 +130,12 @@ class Supervisor:
             async with self._tasks as tasks:
                 self._crew.start()
                 preparation = tasks.start(self._do_prepare(), PREPARATION)
-                await self._tell("starting")
+                standing = await self._tell("starting")
                 await self._control.start()
                 beside = [
                     preparation,
                     tasks.start(self._follow(), "reload"),
-                    tasks.start(self._keep_told(), "process record"),
+                    tasks.start(standing.keep(self._control.keep), "process record"),
                 ]
                 await self._serve()
                 for task in beside:
@@ -152,8 +151,8 @@ class Supervisor:
         finally:
             await self._status.stop()
             await self._burials.close()
-            if self._record is not None:
-                await self._clock.offload(self._deployment.remove, self._record)
+            if self._standing is not None:
+                await self._standing.end()
                 await self._clock.offload(self._deployment.clear)
         if self._unprepared is not None:
             raise self._unprepared
@@ -274,9 +273,9 @@ class Supervisor:
         if all(one.ready for one in self.children):
             self.ready.set()
 
-    async def _tell(self, state: ProcessState) -> None:
-        if self._record is None:
-            self._record = ProcessRecord(
+    async def _tell(self, state: ProcessState) -> Standing:
+        if self._standing is None:
+            record = ProcessRecord(
                 deployment=self._deployment.id,
                 role=SUPERVISOR,
                 name=SUPERVISOR,
@@ -286,15 +285,9 @@ class Supervisor:
                 instance=secrets.token_hex(8),
                 start_ticks=own_start_ticks(),
             )
-        self._record = msgspec.structs.replace(self._record, state=state)
-        await self._clock.offload(self._deployment.write, self._record)
-
-    async def _keep_told(self) -> None:
-        while self._record is not None:
-            await self._clock.sleep(KEEP_S)
-            with contextlib.suppress(ConfigError, OSError):  # serving does not need it
-                await self._clock.offload(self._deployment.keep, self._record)
-                await self._control.keep()
+            self._standing = Standing(self._deployment, record, self._clock)
+        await self._standing.tell(state=state)
+        return self._standing
 
 
 def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
