@@ -21,17 +21,24 @@ import msgspec
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
-from dynamo.core.reply import Extra, Reply, Send
-from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
+from dynamo.core.values import (
+    EngineInfo,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    StopConditions,
+)
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.admission import Admission, Promise
+from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.assembly import assemble
-from dynamo.scheduling.router import Decision, Policy, Router
+from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 
 REQUESTS, RUNS = 2_000, 15
 INFO = EngineInfo("mock", 16, 16_384, 32_768, 256, 8_192)
 STARTED, FINISHED = Started("w", 0, 256), Finish("length", 60)
-REQUEST = GenerateRequest("1", "m", bytes(1_024), Sampling(), Stops(max_tokens=60))
+REQUEST = GenerateRequest("1", "m", bytes(1_024), SamplingParams(), StopConditions(max_tokens=60))
 CONTEXT = Context("1", timeout_s=300.0)
 
 
@@ -43,7 +50,7 @@ class Nobody(Reply):
     def begin(self, started: Started) -> None:
         del started
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         del ids, extra
         return True
 
@@ -97,7 +104,7 @@ async def answer(
     reply.finish(FINISHED)
 
 
-async def us_a_request(send: Send) -> float:
+async def us_a_request(send: SendRequest) -> float:
     """Of that way."""
     reply = Nobody()
     took = []
@@ -112,9 +119,11 @@ async def us_a_request(send: Send) -> float:
 async def added_us(number: int, ttft_s: float) -> float:
     """What admission adds with so many workers."""
     workers = Workers(number)
-    admission = Admission(cast("Any", workers), None, SystemClock(), Promise(ttft_s=ttft_s))
-    plain = Router(Turns(workers.instances.values()), answer)
-    followed = Router(Turns(workers.instances.values()), answer, follow=[admission.follow])
+    admission = Admission(cast("Any", workers), None, SystemClock(), SloLimits(ttft_s=ttft_s))
+    plain = WorkerRouter(Turns(workers.instances.values()), answer)
+    followed = WorkerRouter(
+        Turns(workers.instances.values()), answer, listener_factories=[admission.track_attempt]
+    )
     without = await us_a_request(plain.send)
     return await us_a_request(assemble([admission], followed.send)) - without
 

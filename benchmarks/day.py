@@ -24,14 +24,14 @@ from math import inf
 
 import msgspec
 
-from dynamo.testing.day import Day, live_through
-from dynamo.testing.day.faults import Faults, Fleet
-from dynamo.testing.day.requests import Tally
+from dynamo.testing.day import ChaosScenario, run_chaos
+from dynamo.testing.day.faults import FaultSchedule, SimulatedWorkers
+from dynamo.testing.day.requests import SimulatedOutcome
 
 BAR = 0.999
 
 
-def tell(hours: float, tally: Tally, fleet: Fleet, until: float) -> bool:
+def tell(hours: float, tally: SimulatedOutcome, fleet: SimulatedWorkers, until: float) -> bool:
     """One line. False: no time is left. Workers that died are objects in circles, too old by then
     for any collection but a full one, which the thresholds put off for good: it is made here."""
     gc.collect()
@@ -48,7 +48,7 @@ def tell(hours: float, tally: Tally, fleet: Fleet, until: float) -> bool:
 def main() -> int:
     """Run, and tell."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    plain = Day()
+    plain = ChaosScenario()
     parser.add_argument("--hours", type=float, default=plain.hours)
     parser.add_argument("--workers", type=int, default=plain.workers)
     parser.add_argument("--rate", type=float, default=plain.rate, help="requests a second")
@@ -64,8 +64,8 @@ def main() -> int:
     logging.disable(logging.WARNING)
     gc.set_threshold(100_000, 20, 50)
     until = time.monotonic() + asked.minutes * 60
-    result = live_through(
-        Day(
+    result = run_chaos(
+        ChaosScenario(
             hours=asked.hours,
             workers=asked.workers,
             rate=asked.rate,
@@ -73,13 +73,13 @@ def main() -> int:
             answer_tokens=asked.answer,
             deadline_s=asked.deadline,
             mode=asked.mode,
-            faults=Faults(asked.crash_every * 3600, asked.partition_every * 3600),
+            faults=FaultSchedule(asked.crash_every * 3600, asked.partition_every * 3600),
             seed=asked.seed,
         ),
         lambda hours, tally, fleet: tell(hours, tally, fleet, until),
     )
     print(json.dumps(msgspec.to_builtins(result)))
-    return 0 if result.right_share >= BAR and not result.leaks else 1
+    return 0 if result.correct_share >= BAR and not result.leaks else 1
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ async def export(out: Path, model: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: weights.tensor(name) for name in hf_names(config.num_layers)}
     write_safetensors(out / "model.safetensors", tensors)
-    shutil.copy(files.card().tokenizer.path, out / "tokenizer.json")
+    shutil.copy(files.build_card().tokenizer.path, out / "tokenizer.json")
     print(
         f"{len(tensors)} tensors in {out}; add config.json and tokenizer_config.json of the model"
     )

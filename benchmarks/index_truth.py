@@ -27,15 +27,15 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from dynamo.core.codec import ReplyReader, encode_request, pack_ids
+from dynamo.core.codec import ReplyDecoder, encode_request, pack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
-from dynamo.core.kv_events import decode_changes
+from dynamo.core.kv_events import decode_kv_events
 from dynamo.core.reply import Reply
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Engine as EngineSettings
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import BlocksStored, GenerateRequest, Sampling, Stops
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import BlocksStored, GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.index import CacheView
 
@@ -50,17 +50,17 @@ def settings_here() -> Settings:
 
 def worker() -> int:
     """A worker's process."""
-    from dynamo.inference.mock.engine import make_mock
-    from dynamo.inference.worker import Worker
+    from dynamo.inference.mock.engine import make_mock_engine
+    from dynamo.inference.worker import EngineWorker
     from dynamo.models.card import ModelCard
     from dynamo.models.files import FileRef
     from dynamo.runtime.process import run_process
 
     async def main(runtime: DistributedRuntime) -> None:
         about = EngineSettings(num_blocks=BLOCKS, speedup_ratio=10.0, timing="constant:0.01,2")
-        engine = make_mock(about, range(50, 90), runtime.clock, context_tokens=1024)
+        engine = make_mock_engine(about, range(50, 90), runtime.clock, context_tokens=1024)
         card = ModelCard(("m",), 1024, 100, FileRef("tokenizer.json", "0" * 64, 2, os.devnull))
-        await Worker(engine, card).attach(runtime)
+        await EngineWorker(engine, card).attach(runtime)
 
     return run_process(main, settings_here(), "worker")
 
@@ -104,7 +104,7 @@ class Truth:
         """A router that has just been started knows nothing."""
         self.view.close()
         self.view = CacheView(self.runtime.clock)
-        await self.view.follow(self.runtime.events, "dynamo.worker.kv_events")
+        await self.view.subscribe(self.runtime.events, "dynamo.worker.kv_events")
 
     async def load(self, until: asyncio.Event) -> None:
         """One client: prompts with shared beginnings, one after the other."""
@@ -113,7 +113,11 @@ class Truth:
             tail = [self.rng.randrange(50, 90) for _ in range(self.rng.randrange(120))]
             ids = [stem] * self.rng.randrange(16, 260) + tail
             request = GenerateRequest(
-                f"r{self.requests}", "m", pack_ids(ids), Sampling(), Stops(max_tokens=40)
+                f"r{self.requests}",
+                "m",
+                pack_ids(ids),
+                SamplingParams(),
+                StopConditions(max_tokens=40),
             )
             self.requests += 1
             try:
@@ -122,7 +126,7 @@ class Truth:
                         self.client.pick("random"),
                         encode_request(request),
                         Context(request.request_id),
-                        ReplyReader(Ignore()).item,
+                        ReplyDecoder(Ignore()).feed,
                     )
             except (DynamoError, TimeoutError):
                 await asyncio.sleep(0.02)
@@ -132,26 +136,26 @@ class Truth:
         found: set[int] = set()
 
         def take(payload: bytes) -> bool:
-            for change in decode_changes(payload):
+            for change in decode_kv_events(payload):
                 assert isinstance(change, BlocksStored)
                 found.update(change.hashes)
             return True
 
         endpoint = self.runtime.endpoint("dynamo.worker.kv_blocks")
-        instances = await self.runtime.registry.instances("dynamo", "worker", "kv_blocks")
+        instances = await self.runtime.component_registry.instances("dynamo", "worker", "kv_blocks")
         address = next(one.address for one in instances if one.id == name)
         await self.runtime.requests.call(address, endpoint.path, b"", Context("dump"), take)
         return found
 
     async def equal(self) -> bool:
         names = set(self.client.instances)
-        if len(names) != len(self.processes) or set(self.view.index.workers) - names:
+        if len(names) != len(self.processes) or set(self.view.device_index.workers) - names:
             return False
         for name in names:
             try:
-                if self.view.mode(name) != "exact":
+                if self.view.get_mode(name) != "exact":
                     return False
-                if self.view.index.held(name) != await self.held(name):
+                if self.view.device_index.get_blocks(name) != await self.held(name):
                     return False
             except (DynamoError, StopIteration):
                 return False
@@ -167,7 +171,7 @@ class Truth:
 
     async def under_load(self, fault: Callable[[], Awaitable[None]], load_s: float) -> float:
         ending = asyncio.Event()
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             for _ in range(8):
                 tasks.start(self.load(ending))
             await asyncio.sleep(load_s)
@@ -229,8 +233,8 @@ async def storm(workers: int, rounds: int, load_s: float, seed: int) -> dict[str
             "equal_after_s": found,
             "requests": truth.requests,
             "batches_dropped": truth.dropped,
-            "events_lost": runtime.events.lost(),
-            "heard": dict(truth.view.heard),
+            "events_lost": runtime.events.count_lost_events(),
+            "heard": dict(truth.view.event_counts),
         }
 
 

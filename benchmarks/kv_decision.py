@@ -16,15 +16,22 @@ from array import array
 from collections.abc import Sequence
 
 from dynamo.core.clock import SystemClock
-from dynamo.core.reply import Extra, Reply
-from dynamo.core.values import BlocksStored, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.values import (
+    BlocksStored,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    StopConditions,
+)
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import Active, Fleet
-from dynamo.scheduling.router.placing.placement import Placement
-from dynamo.scheduling.router.prompt import Prompt, prompt_reader
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerStates
+from dynamo.scheduling.router.placing.placement import PlacementSolver
+from dynamo.scheduling.router.prompt import Prompt, make_prompt_reader
 
 BLOCK = 16
 ENGINE = {
@@ -43,7 +50,7 @@ class Nowhere(Reply):
     def begin(self, started: Started) -> None:
         pass
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         del ids, extra
         return True
 
@@ -58,20 +65,20 @@ def prompts(count: int, tokens: int, rng: random.Random) -> list[GenerateRequest
     for number in range(count):
         own = array("I", (rng.randrange(49_000) for _ in range(tokens - len(shared))))
         ids = (shared + own).tobytes()
-        made.append(GenerateRequest(f"r{number}", "m", ids, Sampling(), Stops()))
+        made.append(GenerateRequest(f"r{number}", "m", ids, SamplingParams(), StopConditions()))
     return made
 
 
-def fleet_of(workers: int, active: int, rng: random.Random, now: float) -> Fleet:
+def fleet_of(workers: int, active: int, rng: random.Random, now: float) -> WorkerStates:
     """Workers in the midst of answering."""
-    fleet = Fleet()
+    fleet = WorkerStates()
     names = [f"w{number}" for number in range(workers)]
-    fleet.replace({n: Instance(n, n, "n", "c", "e", {"engine": ENGINE}) for n in names})
-    for book in fleet.books:
+    fleet.update_instances({n: Instance(n, n, "n", "c", "e", {"engine": ENGINE}) for n in names})
+    for book in fleet.workers:
         for number in range(active):
-            one = Active(f"{book.name}/{number}", book, Prompt(2_000, ()), 500, now)
+            one = PlacedRequest(f"{book.name}/{number}", book, Prompt(2_000, ()), 500, now)
             book.place(one, now)
-            book.first_token(one, now + 0.01)
+            book.on_first_token(one, now + 0.01)
             one.emitted = rng.randrange(1, 400)
     return fleet
 
@@ -81,25 +88,25 @@ def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
     rng, clock = random.Random(7), SystemClock()
     fleet = fleet_of(workers, args.active, rng, clock.now())
     view = CacheView(clock, block_tokens=BLOCK)
-    read = prompt_reader(BLOCK)
+    read = make_prompt_reader(BLOCK)
     requests = prompts(args.rounds, args.tokens, rng)
     for request in requests:
         hashes = read(request).hashes
-        for book in rng.sample(fleet.books, min(4, workers)):
+        for book in rng.sample(fleet.workers, min(4, workers)):
             held = hashes[: rng.randrange(len(hashes) // 4, len(hashes))]
             view.apply(book.name, [BlocksStored(0, tuple(held))])
-    placement = Placement(fleet, view, PredictedCost(), rng)
+    placement = PlacementSolver(fleet, view, PredictedCost(), rng)
     took = []
     now = clock.now()
     for request in requests:
         now += 0.2
         start = time.process_time_ns()
-        arrival = Arrival(request.request_id, read(request), BLOCK, now)
+        arrival = PendingRequest(request.request_id, read(request), BLOCK, now)
         placement.submit(arrival)
         (placed,) = placement.place(now)
         took.append((time.process_time_ns() - start) / 1e3)
-        placement.first_token(placed.active, now + 0.1)
-        placement.ended(placed.active, now + 0.1)
+        placement.on_first_token(placed.placed, now + 0.1)
+        placement.on_ended(placed.placed, now + 0.1)
     took.sort()
     return statistics.median(took), took[int(len(took) * 0.99)]
 

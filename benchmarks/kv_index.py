@@ -59,14 +59,14 @@ class Subject(ABC):
 class Ours(Subject):
     def __init__(self) -> None:
         from dynamo.core.clock import SystemClock
-        from dynamo.core.kv_events import decode_changes, encode_changes
+        from dynamo.core.kv_events import decode_kv_events, encode_kv_events
         from dynamo.core.values import BlocksRemoved, BlocksStored
         from dynamo.scheduling.index import CacheView
 
         self._stored, self._removed = BlocksStored, BlocksRemoved
-        self._encode, self._decode = encode_changes, decode_changes
+        self._encode, self._decode = encode_kv_events, decode_kv_events
         self._view = CacheView(SystemClock(), budget_bytes=1 << 32)
-        self.index = self._view.index
+        self.index = self._view.device_index
 
     def stored(self, parent: int, hashes: Sequence[int]) -> bytes:
         return self._encode([self._stored(parent, tuple(hashes))])
@@ -207,11 +207,11 @@ def looking(fleet: int) -> float:
     prompts = [stem + chain(rng)[32:] for _ in range(fleet * 5)]
     for number, prompt in enumerate(prompts):
         view.apply(f"w{number % fleet}", [BlocksStored(0, tuple(prompt[:300]))])
-        view.routed(f"w{(number + 1) % fleet}", prompt)
+        view.on_request_routed(f"w{(number + 1) % fleet}", prompt)
     times = []
     for prompt in prompts[:100] * 5:
         start = time.perf_counter()
-        view.overlaps(prompt)
+        view.find_overlaps(prompt)
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
@@ -219,11 +219,11 @@ def looking(fleet: int) -> float:
 def turns(index: object, block_tokens: int = 16) -> dict[str, float]:
     """Longest turns of CPU while the index is copied and read again, ms."""
     from dynamo.scheduling.index import KvIndex
-    from dynamo.scheduling.index.snapshot import restore, snapshot
+    from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
 
     frames: list[bytes] = []
-    copying = longest(snapshot(index, block_tokens), frames.append)
-    reading = longest(restore(KvIndex(1 << 32), b"".join(frames), block_tokens), id)
+    copying = longest(encode_snapshot(index, block_tokens), frames.append)
+    reading = longest(restore_snapshot(KvIndex(1 << 32), b"".join(frames), block_tokens), id)
     return {"copy": copying, "read": reading}
 
 

@@ -29,26 +29,26 @@ from kv_decision import BLOCK, ENGINE, Nowhere
 from dynamo.communication.events import Event
 from dynamo.core.context import Context
 from dynamo.core.hashing import block_hashes
-from dynamo.core.kv_events import encode_changes
+from dynamo.core.kv_events import encode_kv_events
 from dynamo.core.reply import Reply
 from dynamo.core.tasks import run_all
-from dynamo.core.values import BlocksStored, GenerateRequest, Load, Sampling, Stops
-from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.core.values import BlocksStored, GenerateRequest, Load, SamplingParams, StopConditions
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.runtime.process import GC_THRESHOLDS
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.explain.watch import RoutingWatch
+from dynamo.scheduling.router.explain.watch import RoutingRecorder
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import Fleet
-from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.placing.fleet import WorkerStates
+from dynamo.scheduling.router.placing.placement import PlacementSolver
 from dynamo.scheduling.router.policy import Decision, Policy
-from dynamo.scheduling.router.prompt import prompt_reader
-from dynamo.scheduling.router.replicas.follower import BookFollower
-from dynamo.scheduling.router.replicas.replicas import Replicas
-from dynamo.scheduling.router.router import Router
+from dynamo.scheduling.router.prompt import make_prompt_reader
+from dynamo.scheduling.router.replicas.follower import PeerRequests
+from dynamo.scheduling.router.replicas.replicas import ReplicaSync
+from dynamo.scheduling.router.router import WorkerRouter
 from dynamo.telemetry import Registry
 
 IN_FLIGHT = 256
@@ -112,20 +112,20 @@ class Scene:
         self.epochs = dict.fromkeys(self.workers.instances, 0)
         self.told = 0.0
 
-    def plain(self, clock: VirtualClock) -> Router:
+    def plain(self, clock: VirtualClock) -> WorkerRouter:
         """Picks without a look."""
-        return Router(Plain(self.workers), self.onward, clock=clock)
+        return WorkerRouter(Plain(self.workers), self.onward, clock=clock)
 
-    def kv(self, clock: VirtualClock) -> Router:
+    def kv(self, clock: VirtualClock) -> WorkerRouter:
         """As a frontend in mode kv."""
-        placement = Placement(Fleet(), self.view, PredictedCost(), random.Random(3))
+        placement = PlacementSolver(WorkerStates(), self.view, PredictedCost(), random.Random(3))
         client = cast("Client", self.workers)
-        policy = KvPolicy(client, placement, prompt_reader(BLOCK), clock, block_tokens=BLOCK)
-        follower = BookFollower(placement, clock, policy.look_again)
-        policy.replicas = Replicas(clock, "me", follower)
-        self.loads.on_report(placement.fleet.reported)
-        watch = RoutingWatch(clock, Registry(), waiting=lambda: len(placement))
-        return Router(policy, self.onward, clock=clock, observers=(watch,))
+        policy = KvPolicy(client, placement, make_prompt_reader(BLOCK), clock, block_tokens=BLOCK)
+        follower = PeerRequests(placement, clock, policy.on_worker_freed)
+        policy.replica_sync = ReplicaSync(clock, "me", follower)
+        self.loads.add_listener(placement.worker_states.on_load_report)
+        watch = RoutingRecorder(clock, Registry(), waiting=lambda: len(placement))
+        return WorkerRouter(policy, self.onward, clock=clock, observers=(watch,))
 
     async def onward(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
@@ -136,13 +136,13 @@ class Scene:
         self.waiting.append((instance, request, reply, done))
         await done
 
-    async def client(self, router: Router) -> None:
+    async def client(self, router: WorkerRouter) -> None:
         """Asks, one after the other."""
         while self.left:
             self.left -= 1
             name = f"{self.left:032x}"
             ids = self.prompts[self.left]
-            request = GenerateRequest(name, "m", ids, Sampling(), Stops(1))
+            request = GenerateRequest(name, "m", ids, SamplingParams(), StopConditions(1))
             await router.send(request, Context(name), Nowhere())
 
     async def serve(self, clock: VirtualClock, kv: bool) -> None:
@@ -160,8 +160,10 @@ class Scene:
                 done.set_result(None)
             for name, changes in stored.items():
                 self.epochs[name] += 1
-                payload = encode_changes(changes)
-                self.view.hear(Event(f"{SUBJECT}.kv_events", name, 1, self.epochs[name], payload))
+                payload = encode_kv_events(changes)
+                self.view.on_event(
+                    Event(f"{SUBJECT}.kv_events", name, 1, self.epochs[name], payload)
+                )
             if kv and clock.now() - self.told >= 0.1:
                 self.told = clock.now()
                 report = msgspec.msgpack.encode(Load(running=3, total_blocks=65_536))
@@ -194,7 +196,7 @@ def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, fl
         gc.unfreeze()
         return took
 
-    return run_virtually(main) / args.requests * 1e6, calls / args.requests
+    return run_in_virtual_time(main) / args.requests * 1e6, calls / args.requests
 
 
 def main() -> None:

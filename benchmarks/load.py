@@ -57,9 +57,9 @@ def vocabulary(folder: str) -> list[str]:
 
 def default_tokenizer() -> Path:
     """The default model's, fetched if need be."""
-    from dynamo.models.resolve import find_model
+    from dynamo.models.resolve import resolve_model_blocking
 
-    return Path(find_model("").card().tokenizer.path)
+    return Path(resolve_model_blocking("").build_card().tokenizer.path)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

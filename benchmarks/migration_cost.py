@@ -12,9 +12,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from dynamo.core.reply import Extra, Reply
+from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import Finish, Started
-from dynamo.scheduling.migration import Said
+from dynamo.scheduling.migration import ResumableReply
 
 TOKENS = 200_000
 RUNS = 25
@@ -28,7 +28,7 @@ class Nobody(Reply):
     def begin(self, started: Started) -> None:
         del started
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         del ids, extra
         return True
 
@@ -51,7 +51,7 @@ def us_a_token(make: Callable[[], Reply]) -> float:
 
 def main() -> None:
     """Print the difference."""
-    plain, remembered = us_a_token(Nobody), us_a_token(lambda: Said(Nobody()))
+    plain, remembered = us_a_token(Nobody), us_a_token(lambda: ResumableReply(Nobody()))
     print(f"{remembered - plain:.3f} us a token ({plain:.3f} without, {remembered:.3f} with)")
 
 

@@ -29,8 +29,8 @@ from typing import Any
 from native_engine import read_bandwidth, weight_bytes
 from servers import Server, answers, free_port, start_ours
 
-from dynamo.inference.native.sizes import cores
-from dynamo.models.resolve import find_model
+from dynamo.inference.native.sizes import usable_cores
+from dynamo.models.resolve import resolve_model_blocking
 
 HERE = Path(__file__).parent
 SIZES = (1, 8, 32)
@@ -86,8 +86,8 @@ def load(server: Server, folder: str, *flags: str) -> dict[str, Any]:
 
 def ceiling(folder: str) -> float:
     """Tokens a second of one stream that the memory's read bandwidth allows now."""
-    with find_model(folder, proven=False).open_weights() as weights:
-        return round(read_bandwidth(cores()) / weight_bytes(weights.config), 1)
+    with resolve_model_blocking(folder, ensure_verified=False).open_weights() as weights:
+        return round(read_bandwidth(usable_cores()) / weight_bytes(weights.config), 1)
 
 
 def measure(server: Server, folder: str, seed: int) -> dict[str, float]:

@@ -20,15 +20,15 @@ import numpy as np
 
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.tasks import run_all
-from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.native.crew import Crew
+from dynamo.inference.native.crew import ThreadPool
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.inference.native.sizes import cores
+from dynamo.inference.native.sizes import usable_cores
 from dynamo.models.llama_config import LlamaConfig
-from dynamo.models.resolve import find_model
+from dynamo.models.resolve import resolve_model_blocking
 
 rng = np.random.default_rng(int(time.time()))
 
@@ -52,8 +52,8 @@ class Stamps(Reply):
 
 async def answer(engine: BatchedEngine, size: int, max_tokens: int) -> Stamps:
     ids = array("I", rng.integers(100, 40_000, size).tolist()).tobytes()
-    stops = Stops(max_tokens=max_tokens, ignore_eos=True)
-    request = GenerateRequest("bench", "model", ids, Sampling(temperature=0), stops)
+    stops = StopConditions(max_tokens=max_tokens, ignore_eos=True)
+    request = GenerateRequest("bench", "model", ids, SamplingParams(temperature=0), stops)
     stamps = Stamps()
     await engine.generate(request, Context("bench"), stamps)
     return stamps
@@ -75,13 +75,13 @@ async def decode(engine: BatchedEngine, batch: int, size: int, max_tokens: int) 
 def read_bandwidth(threads: int) -> float:
     """Bytes a second, read only: the better of sums on every thread and a matrix-vector product."""
     data = np.ones(1 << 26, np.float32)
-    crew = Crew(threads)
+    crew = ThreadPool(threads)
     matrix, vector = data.reshape(-1, 1024), np.ones(1024, np.float32)
     product = np.empty(len(matrix), np.float32)
     best = 0.0
     for _ in range(6):
         for work in (
-            lambda: crew.rows(len(data), 1, lambda low, high: data[low:high].sum()),
+            lambda: crew.split_rows(len(data), 1, lambda low, high: data[low:high].sum()),
             lambda: np.dot(matrix, vector, out=product),
         ):
             begin = time.perf_counter()
@@ -100,7 +100,7 @@ def weight_bytes(config: LlamaConfig) -> int:
 
 
 async def measure(options: argparse.Namespace) -> None:
-    files = find_model(options.model, proven=False)
+    files = resolve_model_blocking(options.model, ensure_verified=False)
     with files.open_weights() as weights:
         size = weight_bytes(weights.config)
     cpu = time.process_time()
@@ -111,7 +111,7 @@ async def measure(options: argparse.Namespace) -> None:
     await decode(engine, 2, 64, 8)
     found: dict[str, list[float]] = {}
     for _ in range(options.rounds):
-        gb = read_bandwidth(options.threads or cores())
+        gb = read_bandwidth(options.threads or usable_cores())
         found.setdefault("read bandwidth, GB/s", []).append(gb / 1e9)
         for tokens in (256, 1024):
             rate = await prefill(engine, tokens)

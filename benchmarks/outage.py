@@ -108,7 +108,7 @@ async def outages(
         await asyncio.sleep(AROUND_S)
         await asyncio.to_thread(etcd.kill)
         await asyncio.sleep(args.etcd_away)
-        await asyncio.to_thread(etcd.forget)
+        await asyncio.to_thread(etcd.delete_data)
         await asyncio.to_thread(etcd.start)
         registered_s = await until(lambda: listed(etcd) == WORKERS)
         await asyncio.sleep(AROUND_S)

@@ -24,8 +24,8 @@ import uvloop
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events import open_events
-from dynamo.communication.options import DEFAULT, PlaneOptions, Tls
-from dynamo.communication.requests import Outgoing, open_requests
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions, TlsFiles
+from dynamo.communication.requests import ResponseWriter, open_requests
 from dynamo.core.context import Context
 from dynamo.core.tasks import run_all
 from dynamo.testing.certificates import make_authority, make_certificate
@@ -54,24 +54,24 @@ async def serve(url: str, directory: str, options: PlaneOptions) -> None:
     place = await open_discovery(directory)
     requests = await open_requests(url, options)
     events = await open_events(url, place, options)
-    source = await events.source("bench/worker/kv", "w")
+    source = await events.open_source("bench/worker/kv", "w")
 
-    async def echo(payload: bytes, out: Outgoing) -> None:
+    async def echo(payload: bytes, out: ResponseWriter) -> None:
         out.send(payload)
 
-    async def publish(payload: bytes, out: Outgoing) -> None:
+    async def publish(payload: bytes, out: ResponseWriter) -> None:
         for _ in range(int(payload) // STEP):
             for _ in range(STEP):
                 source.publish(PAYLOAD)
             await asyncio.sleep(0)
         out.send(b"done")
 
-    async def used(_: bytes, out: Outgoing) -> None:
+    async def used(_: bytes, out: ResponseWriter) -> None:
         out.send(str(cpu_s()).encode())
 
     for name, handler in (("echo", echo), ("publish", publish), ("cpu", used)):
         await requests.serve(name, handler)
-    while requests.trouble or events.trouble:
+    while requests.connection_error or events.connection_error:
         await asyncio.sleep(0.01)
     print(requests.address, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -105,7 +105,7 @@ class Bench:
         await plane.subscribe("bench", self._listen)
         await self._several(200)
         found = await self._calls(requests) | await self._events(events)
-        found["lost"] = float(plane.lost())
+        found["lost"] = float(plane.count_lost_events())
         child.stdin.close()
         await asyncio.to_thread(child.wait)
         for one in (plane, self._requests, place):
@@ -179,7 +179,7 @@ def main() -> None:
     if about.serve:
         url, directory, text = about.serve
         told = json.loads(text)
-        options = PlaneOptions(secret=told["secret"], tls=Tls(*told["tls"]))
+        options = PlaneOptions(secret=told["secret"], tls=TlsFiles(*told["tls"]))
         uvloop.run(serve(url, directory, options))
         return
     folder = Path(tempfile.mkdtemp())
@@ -188,10 +188,10 @@ def main() -> None:
     with EtcdProcess() as etcd, NatsProcess() as nats:
         pid = nats.pid
         planes = {
-            "tcp": ("tcp:", DEFAULT, 0),
+            "tcp": ("tcp:", DEFAULT_OPTIONS, 0),
             "tcp, secret": ("tcp:", PlaneOptions(secret="0123456789abcdef"), 0),
             "tcp, TLS": ("tcp:", tls, 0),
-            "nats": (nats.url, DEFAULT, pid),
+            "nats": (nats.url, DEFAULT_OPTIONS, pid),
         }
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in planes}
         for _ in range(about.rounds):

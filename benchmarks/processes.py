@@ -65,7 +65,7 @@ def deployment_of(server: Server) -> Deployment:
 
 def ready(deployment: Deployment, role: str) -> list[ProcessRecord]:
     """Its processes of that role that serve."""
-    return [one for one in deployment.processes() if one.role == role and one.state == "ready"]
+    return [one for one in deployment.live_processes() if one.role == role and one.state == "ready"]
 
 
 def wait_ready(deployment: Deployment, role: str, count: int) -> None:

@@ -15,13 +15,13 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
 from dynamo.core.values import EngineInfo
-from dynamo.inference.mock.timing import DYNAMO
-from dynamo.operations.replay.cluster import Workers
-from dynamo.operations.replay.flight import FlightLog
-from dynamo.operations.replay.replay import Plan, Replay
-from dynamo.operations.replay.trace import Conversation, Turn
+from dynamo.inference.mock.timing import DYNAMO_TIMING
+from dynamo.operations.replay.cluster import ReplayWorkers
+from dynamo.operations.replay.flight import ReplayLog
+from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 4_000
@@ -29,10 +29,10 @@ ANSWER_TOKENS = 50
 PARTS = 12
 
 
-def flood(minutes: float, rate: float) -> Iterator[Conversation]:
+def flood(minutes: float, rate: float) -> Iterator[TraceConversation]:
     """One prompt after the other."""
     for row in range(round(minutes * 60 * rate)):
-        yield Conversation(row / rate, (Turn(row, PROMPT_TOKENS, ANSWER_TOKENS),))
+        yield TraceConversation(row / rate, (TraceRequest(row, PROMPT_TOKENS, ANSWER_TOKENS),))
 
 
 def resident_mb() -> float:
@@ -57,12 +57,12 @@ def main() -> None:
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
     )
-    workers = Workers(found.workers, info, DYNAMO, "reuse")
-    plan = Plan("flood", workers, RouterSettings(mode=found.mode), BLOCK_TOKENS)
+    workers = ReplayWorkers(found.workers, info, DYNAMO_TIMING, "reuse")
+    plan = ReplayPlan("flood", workers, RouterSettings(mode=found.mode), BLOCK_TOKENS)
     every_s = found.minutes * 60 / PARTS
     told = [0]
 
-    def tell(log: FlightLog) -> None:
+    def tell(log: ReplayLog) -> None:
         if log.clock.now() >= told[0] * every_s:
             told[0] += 1
             gc.collect()

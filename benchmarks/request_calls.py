@@ -28,20 +28,20 @@ import msgspec
 import uvloop
 
 from dynamo.application import Application, Gateway
-from dynamo.communication.frames import MAX_FRAME_BYTES, Splitter, pack_items
+from dynamo.communication.frames import MAX_FRAME_BYTES, FrameSplitter, pack_items
 from dynamo.communication.http import HttpLimits
-from dynamo.communication.http.connection import Connection, Shared
-from dynamo.communication.requests.dialled import Dialled
+from dynamo.communication.http.connection import HttpConnection, HttpServerState
+from dynamo.communication.requests.dialled import ClientConnection
 from dynamo.communication.requests.messages import DATA, OPEN, unpack_open
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Model, Runtime
-from dynamo.core.settings.schema_engine import Engine
-from dynamo.core.settings.schema_router import Router
-from dynamo.core.values import Beat, Finish, Started
+from dynamo.core.settings.schema import ModelSettings, RuntimeSettings
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.values import Finish, ProbeResult, Started
 from dynamo.runtime import DistributedRuntime
-from dynamo.services.models import Models
-from dynamo.services.routing import Routing
-from dynamo.services.worker import Worker
+from dynamo.services.models import ModelWatcher
+from dynamo.services.routing import ProcessRouting
+from dynamo.services.worker import WorkerService
 
 END = b"0\r\n\r\n"
 AT_ONCE = 64
@@ -70,11 +70,11 @@ class Near(asyncio.Transport):
 class Far(Near):
     """A worker's end of one connection: answers what was asked when it is told to."""
 
-    def __init__(self, peer: Dialled) -> None:
+    def __init__(self, peer: ClientConnection) -> None:
         super().__init__()
         self._link = peer.link
         self._real = peer.link.transport
-        self._split = Splitter(MAX_FRAME_BYTES)
+        self._split = FrameSplitter(MAX_FRAME_BYTES)
         self.asked: list[int] = []
         self._link.transport = self
 
@@ -86,7 +86,7 @@ class Far(Near):
             if payload:
                 self.asked.append(stream)
             else:  # a probe
-                self._say([stream, stream], [encode(Beat()), b""], [1])
+                self._say([stream, stream], [encode(ProbeResult()), b""], [1])
 
     def answer(self) -> None:
         """One frame: to each the beginning, one token and the end."""
@@ -119,9 +119,9 @@ class Far(Near):
 class Client:
     """One connection to the frontend."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: HttpServerState) -> None:
         self.near = Near()
-        self._connection = Connection(shared)
+        self._connection = HttpConnection(shared)
         self._connection.connection_made(self.near)
 
     def ask(self, request: bytes) -> None:
@@ -138,7 +138,7 @@ class Client:
 class Frontend:
     """The frontend, its clients and what stands for its workers."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: HttpServerState) -> None:
         self._shared = shared
         self.rng = random.Random(7)
         self._workers: list[Far] = []
@@ -150,8 +150,8 @@ class Frontend:
             client.ask(self.request())
         while not all(client.answered for client in self.clients[:8]):
             await clock.sleep(0.01)
-        peers = [one for one in gc.get_objects() if isinstance(one, Dialled)]
-        self._workers = [Far(one) for one in peers if one.calls.frames]
+        peers = [one for one in gc.get_objects() if isinstance(one, ClientConnection)]
+        self._workers = [Far(one) for one in peers if one.streams.frames_received]
 
     def request(self) -> bytes:
         """A chat of about 150 tokens, never the same."""
@@ -184,10 +184,10 @@ class Frontend:
 def settings_of(arguments: argparse.Namespace, state: str) -> Settings:
     """A worker's, and the frontend's."""
     return Settings(
-        model=Model(path=str(arguments.model), names=("bench",)),
-        engine=Engine(kind="mock", speedup_ratio=1e6),
-        router=Router(mode=arguments.mode),
-        runtime=Runtime(discovery=f"file:{state}"),
+        model=ModelSettings(path=str(arguments.model), names=("bench",)),
+        engine=EngineSettings(kind="mock", speedup_ratio=1e6),
+        router=RouterSettings(mode=arguments.mode),
+        runtime=RuntimeSettings(discovery=f"file:{state}"),
     )
 
 
@@ -232,17 +232,19 @@ async def main(arguments: argparse.Namespace) -> None:
         settings = settings_of(arguments, state)
         for _ in range(2):
             worker = await DistributedRuntime.create(settings, role="worker")
-            await Worker().attach(await stack.enter_async_context(worker))
+            await WorkerService().attach(await stack.enter_async_context(worker))
         runtime = await stack.enter_async_context(
             await DistributedRuntime.create(settings, role="frontend")
         )
         gateway = Gateway()
         application = Application(settings.server, gateway, runtime.clock, runtime.metrics)
-        Models(runtime, gateway, Routing(runtime)).follow()
-        while not runtime.health.well:
+        ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
+        while not runtime.health.healthy:
             await runtime.clock.sleep(0.05)
-        limits = HttpLimits.of(settings.server)
-        frontend = Frontend(Shared(application.handle, limits, runtime.clock, application.on_error))
+        limits = HttpLimits.from_settings(settings.server)
+        frontend = Frontend(
+            HttpServerState(application.handle, limits, runtime.clock, application.on_error)
+        )
         await frontend.meet(runtime.clock)
         await measure(frontend)
         calls = await count(frontend, arguments.requests)

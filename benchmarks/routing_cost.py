@@ -16,39 +16,39 @@ from collections.abc import Callable
 from statistics import median
 
 from dynamo.core.clock import SystemClock
-from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.explain.watch import RoutingWatch
+from dynamo.scheduling.router.explain.watch import RoutingRecorder
 from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import Active, Fleet
-from dynamo.scheduling.router.placing.placement import Placement
-from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
-from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Ticket
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerStates
+from dynamo.scheduling.router.placing.placement import PlacementSolver
+from dynamo.scheduling.router.placing.waiting import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Placement
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.remote.messages import (
-    decode_answer,
-    decode_ask,
-    encode_answer,
-    encode_ask,
-    read_asked,
-    request_of,
+    decode_query,
+    decode_reply,
+    encode_query,
+    encode_reply,
+    read_query_prompt,
+    request_from_query,
 )
-from dynamo.scheduling.router.replicas.follower import BookFollower
+from dynamo.scheduling.router.replicas.follower import PeerRequests
 from dynamo.scheduling.router.replicas.moves import (
-    Ended,
-    FirstToken,
-    Routed,
-    decode_moves,
-    encode_moves,
+    FirstTokenEmitted,
+    RequestEnded,
+    RequestRouted,
+    decode_routing_events,
+    encode_routing_events,
 )
-from dynamo.scheduling.router.replicas.replicas import move_of
+from dynamo.scheduling.router.replicas.replicas import routed_event
 from dynamo.telemetry import Registry
 
 WORKERS = {
     f"w{n}": Instance(f"w{n}", "tcp://h:1", "dynamo", "worker", "generate") for n in range(8)
 }
-REQUEST = GenerateRequest("0123456789abcdef00000001", "m", b"", Sampling(), Stops())
+REQUEST = GenerateRequest("0123456789abcdef00000001", "m", b"", SamplingParams(), StopConditions())
 OUTCOME = Outcome(0.05, 0.5, 64, 128, 64)
 TABLE = tuple(
     Candidate(name, 3, 12.5, {"queue": 1.0, "prefill": 2.0, "harm": 3.0, "eviction": 4.0})
@@ -56,7 +56,7 @@ TABLE = tuple(
 )
 
 
-class Place(Ticket):
+class Place(Placement):
     """As the router's own: it holds the prompt's blocks."""
 
     def __init__(self, hashes: list[int]) -> None:
@@ -85,52 +85,56 @@ def main() -> None:
 
 def watched(prompts: list[list[int]]) -> None:
     """`RoutingWatch`, decision and outcome."""
-    watch = RoutingWatch(SystemClock(), Registry())
+    watch = RoutingRecorder(SystemClock(), Registry())
     worker = WORKERS["w1"]
     for number, hashes in enumerate(prompts):
-        request = GenerateRequest(str(number), "m", b"", Sampling(), Stops())
+        request = GenerateRequest(str(number), "m", b"", SamplingParams(), StopConditions())
         made = Decision(
             worker, "predicted", 8, TABLE, 2, len(hashes), 3, 0.1, 0.0, "exact", Place(hashes)
         )
-        watch.decided(request, made)
-        watch.ended(request, made, OUTCOME)
+        watch.on_decision(request, made)
+        watch.on_outcome(request, made, OUTCOME)
 
 
 def told(prompts: list[list[int]]) -> None:
     """Moves encoded here, decoded and booked there."""
     clock = SystemClock()
-    fleet = Fleet()
-    fleet.replace(WORKERS)
-    placement = Placement(fleet, CacheView(clock), PredictedCost(), random.Random(1))
-    follower = BookFollower(placement, clock, lambda: None)
+    fleet = WorkerStates()
+    fleet.update_instances(WORKERS)
+    placement = PlacementSolver(fleet, CacheView(clock), PredictedCost(), random.Random(1))
+    follower = PeerRequests(placement, clock, lambda: None)
     for number, hashes in enumerate(prompts):
-        own = Active(str(number), fleet["w1"], Prompt(16 * len(hashes), hashes), 1, 0.0)
-        for moves in ([move_of("w1", own)], [FirstToken(own.id)], [Ended(own.id, 64)]):
-            for move in decode_moves(encode_moves(moves)):
-                if isinstance(move, Routed):
-                    follower.routed("peer", move)
-                elif isinstance(move, FirstToken):
-                    follower.first_token("peer", move.name)
-                elif isinstance(move, Ended):
-                    follower.ended("peer", move.name, move.emitted)
+        own = PlacedRequest(str(number), fleet["w1"], Prompt(16 * len(hashes), hashes), 1, 0.0)
+        for moves in (
+            [routed_event("w1", own)],
+            [FirstTokenEmitted(own.id)],
+            [RequestEnded(own.id, 64)],
+        ):
+            for move in decode_routing_events(encode_routing_events(moves)):
+                if isinstance(move, RequestRouted):
+                    follower.on_routed("peer", move)
+                elif isinstance(move, FirstTokenEmitted):
+                    follower.on_first_token("peer", move.request_key)
+                elif isinstance(move, RequestEnded):
+                    follower.on_ended("peer", move.request_key, move.emitted)
 
 
 def asked(prompts: list[list[int]]) -> None:
     """Question and answer, encoded and decoded."""
     made = Decision(WORKERS["w1"], "predicted", 8, TABLE, 2, 4, 3, 0.1, 0.0, "exact")
     for hashes in prompts:
-        ask = decode_ask(encode_ask(REQUEST, Prompt(len(hashes) * 16, hashes), ()))
-        read_asked(request_of(ask, "r"))
-        decode_answer(encode_answer(made))
+        ask = decode_query(encode_query(REQUEST, Prompt(len(hashes) * 16, hashes), ()))
+        read_query_prompt(request_from_query(ask, "r"))
+        decode_reply(encode_reply(made))
 
 
 def queued(prompts: list[list[int]]) -> None:
     """In and out."""
     queue: WaitingQueue[int] = WaitingQueue("shortest", bound=2000)
     for number in range(1000):
-        queue.push(f"there {number}", number, Rank(0.0, random.randrange(8000)))
+        queue.push(f"there {number}", number, QueueOrderKey(0.0, random.randrange(8000)))
     for number in range(len(prompts)):
-        queue.push(str(number), number, Rank(1.0, random.randrange(8000)))
+        queue.push(str(number), number, QueueOrderKey(1.0, random.randrange(8000)))
         queue.pop(str(number), 1.0)
 
 

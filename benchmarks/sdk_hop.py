@@ -26,11 +26,11 @@ from typing import Any
 import uvloop
 
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
 from dynamo.sdk import dynamo_endpoint, service
-from dynamo.sdk.handle import connect
-from dynamo.sdk.serving import attach
+from dynamo.sdk.handle import connect_service
+from dynamo.sdk.serving import start_service
 
 BODY = {
     "id": "req-0123456789abcdef",
@@ -66,12 +66,12 @@ class Hop:
 
 
 def settings_at(place: str) -> Settings:
-    return Settings(runtime=Runtime(discovery=f"file:{place}"))
+    return Settings(runtime=RuntimeSettings(discovery=f"file:{place}"))
 
 
 async def serve(place: str) -> None:
     async with await DistributedRuntime.create(settings_at(place), role="hop") as runtime:
-        await attach(Hop, runtime)
+        await start_service(Hop, runtime)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
@@ -93,7 +93,7 @@ async def streamed(cpu: Once, stream: Stream, items: int) -> float:
 
 async def measure(place: str, asked: argparse.Namespace) -> tuple[float, float]:
     async with await DistributedRuntime.create(settings_at(place), role="caller") as runtime:
-        hop: Any = await connect(Hop, runtime)
+        hop: Any = await connect_service(Hop, runtime)
         return await rounds(
             hop.cpu, lambda: hop.echo(BODY), lambda n: hop.items({"count": n}), asked
         )

@@ -40,9 +40,9 @@ def main() -> None:
 
 def default_model() -> Path:
     """The default model's GGUF in the user's cache, fetched if need be."""
-    from dynamo.models.resolve import find_model
+    from dynamo.models.resolve import resolve_model_blocking
 
-    return find_model("").path
+    return resolve_model_blocking("").path
 
 
 def made_by() -> str:

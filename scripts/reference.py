@@ -23,13 +23,13 @@ import dynamo
 from dynamo.application import errors as http_errors
 from dynamo.application.chat import ChatBody
 from dynamo.application.completions import CompletionBody
-from dynamo.application.options import HARMLESS
+from dynamo.application.options import NEUTRAL_VALUES
 from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
 from dynamo.core.errors import DynamoError
-from dynamo.core.settings import Declared, settings_of
-from dynamo.core.settings.load import SHORT_NAMES
-from dynamo.core.settings.names import environment_name, sections
+from dynamo.core.settings import SettingSpec, iter_setting_specs
+from dynamo.core.settings.load import ENVIRONMENT_ALIASES
+from dynamo.core.settings.names import environment_name, section_descriptions
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.values import type_name
 
@@ -82,17 +82,17 @@ def settings_page() -> str:
         "at a start; those **changed while serving** also when the file is written, or the "
         "supervisor gets SIGHUP.\n"
     )
-    short = ", ".join(f"`{name}` (`{key}`)" for name, key in SHORT_NAMES.items())
+    short = ", ".join(f"`{name}` (`{key}`)" for name, key in ENVIRONMENT_ALIASES.items())
     parts.append(f"Short names in the environment: {short}, `DYNAMO_CONFIG_PATH` (the file).\n")
-    declared = list(settings_of(Settings))
-    for section, about in sections().items():
+    declared = list(iter_setting_specs(Settings))
+    for section, about in section_descriptions().items():
         parts.append(f"## {section}\n\n{about}\n")
         rows = [_setting_row(one) for one in declared if one.key.partition(".")[0] == section]
         parts.append(_table(SETTING_COLUMNS, rows))
     for one in declared:
-        if one.entries is not None:
-            parts.append(f"## {one.key}[]\n\nA list; {one.about.help}. Each entry:\n")
-            rows = [_setting_row(inner, one.key) for inner in settings_of(one.entries)]
+        if one.entry_schema is not None:
+            parts.append(f"## {one.key}[]\n\nA list; {one.meta.help}. Each entry:\n")
+            rows = [_setting_row(inner, one.key) for inner in iter_setting_specs(one.entry_schema)]
             parts.append(_table(SETTING_COLUMNS, rows))
     return "\n".join(parts)
 
@@ -100,8 +100,8 @@ def settings_page() -> str:
 SETTING_COLUMNS = ("setting", "type", "default", "flag", "what it does")
 
 
-def _setting_row(one: Declared, entry_of: str = "") -> Sequence[str]:
-    about = one.about
+def _setting_row(one: SettingSpec, entry_of: str = "") -> Sequence[str]:
+    about = one.meta
     kind = type_name(one) + (f", {about.unit}" if about.unit else "")
     notes = [about.help]
     if about.choices:
@@ -177,7 +177,7 @@ def errors_page() -> str:
 
 def _status(kind: type[DynamoError]) -> str:
     for base in kind.__mro__:
-        status = http_errors.STATUS.get(getattr(base, "code", ""))
+        status = http_errors.STATUS_BY_CODE.get(getattr(base, "code", ""))
         if status is not None and base is not DynamoError:
             return str(status)
     return "500" if kind.code == "internal_error" else ""
@@ -251,7 +251,7 @@ def _metric(node: ast.AST, names: Mapping[str, ast.expr]) -> Metric | None:
 def http_page() -> str:
     """Routes, and the fields of the two bodies."""
     parts = [_title("HTTP")]
-    refused: set[str] = set(HARMLESS)
+    refused: set[str] = set(NEUTRAL_VALUES)
     rows = [(f"`{method}`", f"`{path}`", text) for path, method, text in declared_routes()]
     parts.append(_table(("method", "path", "what it answers"), rows))
     parts.append(
@@ -308,7 +308,7 @@ def _fields(body: type[msgspec.Struct]) -> Iterator[Sequence[str]]:
     schema = msgspec.json.schema(body)
     about = schema["$defs"][body.__name__]
     for name, field in about["properties"].items():
-        if name in HARMLESS:
+        if name in NEUTRAL_VALUES:
             continue
         arms = [arm for arm in field.get("anyOf", [field]) if arm.get("type") != "null"]
         required = " (required)" if name in about.get("required", ()) else ""

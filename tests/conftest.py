@@ -73,9 +73,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
     """That model's, its fast encoder proven: every byte a token."""
-    from dynamo.models.tokenizer import read_tokenizer
+    from dynamo.models.tokenizer import load_tokenizer_blocking
 
-    return read_tokenizer(tiny_model / "tokenizer.json", proven=True)
+    return load_tokenizer_blocking(tiny_model / "tokenizer.json", ensure_verified=True)
 
 
 @pytest.fixture(scope="session")

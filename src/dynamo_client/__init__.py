@@ -9,10 +9,11 @@ from dynamo_client.errors import (
     DynamoError,
     DynamoTimeoutError,
 )
-from dynamo_client.streams import Stream, SyncStream
+from dynamo_client.streams import ChunkStream, SyncChunkStream
 from dynamo_client.sync import SyncDynamoClient
 
 __all__ = [
+    "ChunkStream",
     "DynamoAPIError",
     "DynamoCertificateError",
     "DynamoClient",
@@ -20,7 +21,6 @@ __all__ = [
     "DynamoConnectionError",
     "DynamoError",
     "DynamoTimeoutError",
-    "Stream",
+    "SyncChunkStream",
     "SyncDynamoClient",
-    "SyncStream",
 ]

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import cast
 
 from dynamo_client.config import Origin
-from dynamo_client.network import Channel, Network
+from dynamo_client.network import Channel, NetworkBackend
 
-BUFFERED_BYTES = 256 << 10
+MAX_BUFFERED_BYTES = 256 << 10
 """Beyond this the peer has to wait."""
 
 
-class AsyncNetwork(Network):
+class AsyncNetworkBackend(NetworkBackend):
     """Connections of the running loop."""
 
     async def connect(self, origin: Origin, timeout_s: float) -> Channel:
@@ -27,7 +27,7 @@ class AsyncNetwork(Network):
             )
         return channel
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         """Sleep."""
         await asyncio.sleep(seconds)
 
@@ -38,8 +38,8 @@ class AsyncChannel(asyncio.Protocol, Channel):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: asyncio.Transport | None = None
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._buffered: list[bytes] = []
+        self._buffered_bytes = 0
         self._ended = False
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -55,22 +55,22 @@ class AsyncChannel(asyncio.Protocol, Channel):
 
     async def receive(self, timeout_s: float) -> bytes:
         """What has come."""
-        if not self._parts and not self._ended:
+        if not self._buffered and not self._ended:
             self._waiter = self._loop.create_future()
-            self._arm(timeout_s)
+            self._set_deadline(timeout_s)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._parts:
-            return self._take()
+        if self._buffered:
+            return self._drain_buffer()
         if self._failure is not None:
             raise self._failure
         return b""
 
-    def usable(self) -> bool:
+    def is_reusable(self) -> bool:
         """Open, silent, and of the running loop."""
-        return self._loop is asyncio.get_running_loop() and not self._ended and not self._parts
+        return self._loop is asyncio.get_running_loop() and not self._ended and not self._buffered
 
     def close(self) -> None:
         """Abort."""
@@ -88,49 +88,49 @@ class AsyncChannel(asyncio.Protocol, Channel):
 
     def data_received(self, data: bytes) -> None:
         """From asyncio."""
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > BUFFERED_BYTES and self._transport is not None:
+        self._buffered.append(data)
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes > MAX_BUFFERED_BYTES and self._transport is not None:
             with suppress(RuntimeError):  # it is paused already
                 self._transport.pause_reading()
-        self._wake()
+        self._wake_reader()
 
     def eof_received(self) -> None:
         """From asyncio."""
         self._ended = True
-        self._wake()
+        self._wake_reader()
 
     def connection_lost(self, failure: Exception | None) -> None:
         """From asyncio."""
         self._ended = True
         self._failure = failure
-        self._wake()
+        self._wake_reader()
 
-    def _take(self) -> bytes:
-        parts, self._parts = self._parts, []
-        if self._size > BUFFERED_BYTES and self._transport is not None:
+    def _drain_buffer(self) -> bytes:
+        parts, self._buffered = self._buffered, []
+        if self._buffered_bytes > MAX_BUFFERED_BYTES and self._transport is not None:
             self._transport.resume_reading()
-        self._size = 0
+        self._buffered_bytes = 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _arm(self, timeout_s: float) -> None:
+    def _set_deadline(self, timeout_s: float) -> None:
         """One timer outlives many reads: it looks at the deadline when it fires."""
         self._deadline = self._loop.time() + timeout_s
         if self._timer is not None:
             if self._timer.when() <= self._deadline:
                 return
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._deadline, self._expire)
+        self._timer = self._loop.call_at(self._deadline, self._on_deadline)
 
-    def _expire(self) -> None:
+    def _on_deadline(self) -> None:
         self._timer = None
         if self._waiter is None or self._waiter.done():
             return
         if self._loop.time() < self._deadline:
-            self._timer = self._loop.call_at(self._deadline, self._expire)
+            self._timer = self._loop.call_at(self._deadline, self._on_deadline)
         else:
             self._waiter.set_exception(TimeoutError("nothing came"))

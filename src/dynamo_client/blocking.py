@@ -7,12 +7,12 @@ import socket
 import time
 
 from dynamo_client.config import Origin
-from dynamo_client.network import Channel, Network
+from dynamo_client.network import Channel, NetworkBackend
 
 READ_BYTES = 64 << 10
 
 
-class BlockingNetwork(Network):
+class BlockingNetworkBackend(NetworkBackend):
     """Connections of the calling thread."""
 
     async def connect(self, origin: Origin, timeout_s: float) -> Channel:
@@ -30,7 +30,7 @@ class BlockingNetwork(Network):
             raise
         return BlockingChannel(sock)
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         """Sleep."""
         time.sleep(seconds)  # noqa: ASYNC251 - blocking is what this network does
 
@@ -51,7 +51,7 @@ class BlockingChannel(Channel):
         self._sock.settimeout(timeout_s)
         return self._sock.recv(READ_BYTES)
 
-    def usable(self) -> bool:
+    def is_reusable(self) -> bool:
         """Open and silent: an end would be readable."""
         if self._sock.fileno() < 0:
             return False

@@ -5,38 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo_client.session import Ask
+from dynamo_client.session import RequestSpec
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[str] | Sequence[int]
 
-MODELS = Ask("/v1/models")
-HEALTH = Ask("/health")
+LIST_MODELS = RequestSpec("/v1/models")
+HEALTH_CHECK = RequestSpec("/health")
 
 
-def chat(messages: Sequence[Message], model: str, stream: bool, options: dict[str, Any]) -> Ask:
+def chat(
+    messages: Sequence[Message], model: str, stream: bool, options: dict[str, Any]
+) -> RequestSpec:
     """/v1/chat/completions."""
     body = {"model": model, "messages": messages, "stream": stream}
-    return _ask("/v1/chat/completions", body, options)
+    return _request_spec("/v1/chat/completions", body, options)
 
 
-def completion(prompt: Prompt, model: str, stream: bool, options: dict[str, Any]) -> Ask:
+def completion(prompt: Prompt, model: str, stream: bool, options: dict[str, Any]) -> RequestSpec:
     """/v1/completions."""
-    return _ask("/v1/completions", {"model": model, "prompt": prompt, "stream": stream}, options)
+    return _request_spec(
+        "/v1/completions", {"model": model, "prompt": prompt, "stream": stream}, options
+    )
 
 
-def tokenize(text: str | Sequence[Message], model: str) -> Ask:
+def tokenize(text: str | Sequence[Message], model: str) -> RequestSpec:
     """/tokenize, of a text or of messages."""
     key = "prompt" if isinstance(text, str) else "messages"
-    return _ask("/tokenize", {"model": model, key: text}, {})
+    return _request_spec("/tokenize", {"model": model, key: text}, {})
 
 
-def detokenize(tokens: Sequence[int], model: str) -> Ask:
+def detokenize(tokens: Sequence[int], model: str) -> RequestSpec:
     """/detokenize."""
-    return _ask("/detokenize", {"model": model, "tokens": tokens}, {})
+    return _request_spec("/detokenize", {"model": model, "tokens": tokens}, {})
 
 
-def _ask(path: str, body: dict[str, Any], options: dict[str, Any]) -> Ask:
+def _request_spec(path: str, body: dict[str, Any], options: dict[str, Any]) -> RequestSpec:
     request_id = options.pop("request_id", None) or ""
     given = {name: value for name, value in options.items() if value is not None}
-    return Ask(path, body | given, request_id)
+    return RequestSpec(path, body | given, request_id)

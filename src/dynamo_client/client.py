@@ -8,20 +8,20 @@ from typing import Any, Literal, Self, overload
 from dynamo_client import calls
 from dynamo_client.calls import Message, Prompt
 from dynamo_client.config import DynamoConfig
-from dynamo_client.session import Ask, Session
-from dynamo_client.streams import Stream
+from dynamo_client.session import ClientSession, RequestSpec
+from dynamo_client.streams import ChunkStream
 
-Answer = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class DynamoClient:
     """`async with DynamoClient(config) as client`. Made without I/O; serves many tasks at once."""
 
     def __init__(self, config: DynamoConfig | None = None) -> None:
-        from dynamo_client.aio import AsyncNetwork  # asyncio takes long to import
+        from dynamo_client.aio import AsyncNetworkBackend  # asyncio takes long to import
 
         self.config = config or DynamoConfig()
-        self._session = Session(self.config, AsyncNetwork())
+        self._session = ClientSession(self.config, AsyncNetworkBackend())
 
     @overload
     async def chat_completion(
@@ -32,7 +32,7 @@ class DynamoClient:
         temperature: float | None = ...,
         stream: Literal[False] = ...,
         **options: Any,
-    ) -> Answer: ...
+    ) -> JsonObject: ...
     @overload
     async def chat_completion(
         self,
@@ -43,7 +43,7 @@ class DynamoClient:
         *,
         stream: Literal[True],
         **options: Any,
-    ) -> Stream: ...
+    ) -> ChunkStream: ...
     @overload
     async def chat_completion(
         self,
@@ -53,7 +53,7 @@ class DynamoClient:
         temperature: float | None,
         stream: Literal[True],
         **options: Any,
-    ) -> Stream: ...
+    ) -> ChunkStream: ...
     async def chat_completion(
         self,
         messages: Sequence[Message],
@@ -62,12 +62,12 @@ class DynamoClient:
         temperature: float | None = None,
         stream: bool = False,
         **options: Any,
-    ) -> Answer | Stream:
+    ) -> JsonObject | ChunkStream:
         """The answer, or with `stream` its chunks. `options`: any other field of the request;
         `request_id` becomes a header. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         ask = calls.chat(messages, model, stream, options)
-        return await (self._stream(ask) if stream else self._answer(ask))
+        return await (self._open_stream(ask) if stream else self._request(ask))
 
     async def completion(
         self,
@@ -76,10 +76,10 @@ class DynamoClient:
         max_tokens: int | None = None,
         temperature: float | None = None,
         **options: Any,
-    ) -> Answer:
+    ) -> JsonObject:
         """What follows a text, several texts, or token ids. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return await self._answer(calls.completion(prompt, model, False, options))
+        return await self._request(calls.completion(prompt, model, False, options))
 
     async def completion_stream(
         self,
@@ -88,33 +88,33 @@ class DynamoClient:
         max_tokens: int | None = None,
         temperature: float | None = None,
         **options: Any,
-    ) -> Stream:
+    ) -> ChunkStream:
         """The same, chunk by chunk. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return await self._stream(calls.completion(prompt, model, True, options))
+        return await self._open_stream(calls.completion(prompt, model, True, options))
 
     async def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
         """Token ids of a text or of a conversation. Raises `DynamoError`."""
-        found = await self._answer(calls.tokenize(text, model))
+        found = await self._request(calls.tokenize(text, model))
         return list(found["tokens"])
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """Their text. Raises `DynamoError`."""
-        found = await self._answer(calls.detokenize(tokens, model))
+        found = await self._request(calls.detokenize(tokens, model))
         return str(found["prompt"])
 
-    async def post(self, path: str, body: Any) -> Answer:
+    async def post(self, path: str, body: Any) -> JsonObject:
         """The JSON that any other route answers. Raises `DynamoError`."""
-        return await self._answer(Ask(path, body))
+        return await self._request(RequestSpec(path, body))
 
-    async def list_models(self) -> list[Answer]:
+    async def list_models(self) -> list[JsonObject]:
         """What is served. Raises `DynamoError`."""
-        found = await self._answer(calls.MODELS)
+        found = await self._request(calls.LIST_MODELS)
         return list(found.get("data", ()))
 
-    async def health_check(self) -> Answer:
+    async def health_check(self) -> JsonObject:
         """How the server is now; asked once. Raises `DynamoAPIError` when it is not well."""
-        found: Answer = await self._session.ask(calls.HEALTH, again=False)
+        found: JsonObject = await self._session.request(calls.HEALTH_CHECK, retry=False)
         return found
 
     async def close(self) -> None:
@@ -127,9 +127,9 @@ class DynamoClient:
     async def __aexit__(self, *_: object) -> None:
         self._session.close()
 
-    async def _answer(self, ask: Ask) -> Answer:
-        found: Answer = await self._session.ask(ask)
+    async def _request(self, ask: RequestSpec) -> JsonObject:
+        found: JsonObject = await self._session.request(ask)
         return found
 
-    async def _stream(self, ask: Ask) -> Stream:
-        return Stream(await self._session.open(ask))
+    async def _open_stream(self, ask: RequestSpec) -> ChunkStream:
+        return ChunkStream(await self._session.open_stream(ask))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-PORTS = {"http": 80, "https": 443}
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Origin(NamedTuple):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (
             host
-            if self.port == PORTS["https" if self.secure else "http"]
+            if self.port == DEFAULT_PORTS["https" if self.secure else "http"]
             else f"{host}:{self.port}"
         )
 
 
-def locate(base_url: str) -> tuple[Origin, str]:
+def parse_base_url(base_url: str) -> tuple[Origin, str]:
     """Where to connect, and the prefix of every path. Raises `ValueError`."""
     text = base_url if "://" in base_url else f"http://{base_url}"
     parts = urlsplit(text)
-    if parts.scheme not in PORTS or not parts.hostname or parts.port == 0:
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname or parts.port == 0:
         raise ValueError(f"base_url {base_url!r} is not like http://localhost:8000")
-    port = parts.port or PORTS[parts.scheme]
+    port = parts.port or DEFAULT_PORTS[parts.scheme]
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     return Origin(parts.scheme == "https", parts.hostname, port), prefix

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-SHOWN_CHARACTERS = 300
-HINTS = {
+MAX_MESSAGE_CHARACTERS = 300
+STATUS_HINTS = {
     401: "pass the server's key: DynamoConfig(api_key=...)",
     403: "this key may not do that",
     404: "is base_url the root of a server that speaks OpenAI's API?",
@@ -63,8 +63,8 @@ def api_error(
 ) -> DynamoAPIError:
     """The error that a body tells, in OpenAI's shape or any other."""
     text = body.decode(errors="replace")
-    told = _told(body)
-    message = str(told.get("message") or text[:SHOWN_CHARACTERS] or "no reason given")
+    told = _parse_error_body(body)
+    message = str(told.get("message") or text[:MAX_MESSAGE_CHARACTERS] or "no reason given")
     code = told.get("code")
     if isinstance(code, int) and status < 400:
         status = code
@@ -74,12 +74,12 @@ def api_error(
         body=text,
         code=str(code or told.get("type") or ""),
         request_id=str(told.get("request_id") or request_id),
-        hint=str(told.get("hint") or ("" if told else HINTS.get(status, ""))),
+        hint=str(told.get("hint") or ("" if told else STATUS_HINTS.get(status, ""))),
         retry_after_s=retry_after_s,
     )
 
 
-def _told(body: bytes) -> dict[str, Any]:
+def _parse_error_body(body: bytes) -> dict[str, Any]:
     try:
         whole = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -28,7 +28,7 @@ class Channel(ABC):
         `TimeoutError` is one."""
 
     @abstractmethod
-    def usable(self) -> bool:
+    def is_reusable(self) -> bool:
         """Still open, nothing unasked has come, and it may be used from here."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Channel(ABC):
         """At once; what is in flight is lost. Safe to repeat."""
 
 
-class Network(ABC):
+class NetworkBackend(ABC):
     """Opens channels, and waits."""
 
     @abstractmethod
@@ -44,11 +44,11 @@ class Network(ABC):
         """Raises `OSError`."""
 
     @abstractmethod
-    async def pause(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         """Wait."""
 
 
-def finish(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine over a network that blocks."""
     try:
         work.send(None)

@@ -9,22 +9,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from dynamo_client.config import DynamoConfig, locate
+from dynamo_client.config import DynamoConfig, parse_base_url
 from dynamo_client.errors import DynamoConnectionError, DynamoError, DynamoTimeoutError, api_error
-from dynamo_client.exchange import Exchange, Patience, gap, whole
-from dynamo_client.network import Channel, Network
-from dynamo_client.retry import Retry, retry_after_s
-from dynamo_client.streams import EVENT_STREAM, Events
-from dynamo_client.unreachable import unreachable
-from dynamo_client.wire import BrokenReplyError, Head, request_bytes
+from dynamo_client.exchange import HttpCall, RemainingTime, idle_timeout, total_timeout
+from dynamo_client.network import Channel, NetworkBackend
+from dynamo_client.retry import ClientRetryPolicy, parse_retry_after
+from dynamo_client.streams import EVENT_STREAM_TYPE, EventStreamReader
+from dynamo_client.unreachable import unreachable_error
+from dynamo_client.wire import MalformedResponseError, ResponseHead, request_bytes
 
 T = TypeVar("T")
-CONNECT_S = 5.0
-IDLE_CHANNELS = 128
-SLOW = "give it more time: DynamoConfig(timeout=...), or read the answer as a stream"
+CONNECT_TIMEOUT_S = 5.0
+MAX_IDLE_CHANNELS = 128
+TIMEOUT_HINT = "give it more time: DynamoConfig(timeout=...), or read the answer as a stream"
 
 
-class Ask(NamedTuple):
+class RequestSpec(NamedTuple):
     """One call. `body`: what becomes JSON; None: a GET."""
 
     path: str
@@ -32,26 +32,28 @@ class Ask(NamedTuple):
     request_id: str = ""
 
 
-class Session:
+class ClientSession:
     """All connections of one client. Made without I/O."""
 
     def __init__(
-        self, config: DynamoConfig, network: Network, chance: random.Random | None = None
+        self, config: DynamoConfig, network: NetworkBackend, chance: random.Random | None = None
     ) -> None:
         self._config = config
         self._network = network
-        self._origin, self._prefix = locate(config.base_url)
-        self._retry = Retry(config, chance or random.Random())
+        self._origin, self._prefix = parse_base_url(config.base_url)
+        self._retry_policy = ClientRetryPolicy(config, chance or random.Random())
         self._idle: list[Channel] = []
 
-    async def ask(self, ask: Ask, *, again: bool = True) -> Any:
+    async def request(self, ask: RequestSpec, *, retry: bool = True) -> Any:
         """The JSON of the reply. `again`: try as often as the configuration says. Raises
         `DynamoError`."""
-        return await (self._tried(self._answer, ask) if again else self._answer(ask))
+        return await (
+            self._with_retries(self._request_once, ask) if retry else self._request_once(ask)
+        )
 
-    async def open(self, ask: Ask) -> Events:
+    async def open_stream(self, ask: RequestSpec) -> EventStreamReader:
         """A stream whose first event is here. Raises `DynamoError`."""
-        return await self._tried(self._open, ask)
+        return await self._with_retries(self._open_stream_once, ask)
 
     def close(self) -> None:
         """Close idle connections. Those of open streams close with them."""
@@ -62,23 +64,25 @@ class Session:
         if hasattr(self, "_idle"):
             self.close()
 
-    async def _tried(self, once: Callable[[Ask], Awaitable[T]], ask: Ask) -> T:
+    async def _with_retries(
+        self, once: Callable[[RequestSpec], Awaitable[T]], ask: RequestSpec
+    ) -> T:
         attempt = 0
         while True:
             try:
                 return await once(ask)
             except DynamoError as error:
-                wait_s = self._retry.wait_s(error, attempt)
+                wait_s = self._retry_policy.next_delay_s(error, attempt)
                 if wait_s is None:
                     raise
-            await self._network.pause(wait_s)
+            await self._network.sleep(wait_s)
             attempt += 1
 
-    async def _answer(self, ask: Ask) -> Any:
-        exchange, head = await self._begin(ask, whole(self._config.timeout))
-        with self._owning(exchange):
-            body = await exchange.body()
-        self._release(exchange)
+    async def _request_once(self, ask: RequestSpec) -> Any:
+        exchange, head = await self._send_request(ask, total_timeout(self._config.timeout))
+        with self._close_on_error(exchange):
+            body = await exchange.read_body()
+        self._release_channel(exchange)
         if head.status != 200:
             raise self._api_error(head, body)
         try:
@@ -86,69 +90,73 @@ class Session:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._api_error(head, body) from error
 
-    async def _open(self, ask: Ask) -> Events:
-        exchange, head = await self._begin(ask, gap(self._config.timeout))
-        if head.status != 200 or EVENT_STREAM not in head.headers.get("content-type", ""):
-            with self._owning(exchange):
-                body = await exchange.body()
-            self._release(exchange)
+    async def _open_stream_once(self, ask: RequestSpec) -> EventStreamReader:
+        exchange, head = await self._send_request(ask, idle_timeout(self._config.timeout))
+        if head.status != 200 or EVENT_STREAM_TYPE not in head.headers.get("content-type", ""):
+            with self._close_on_error(exchange):
+                body = await exchange.read_body()
+            self._release_channel(exchange)
             raise self._api_error(head, body)
         request_id = head.headers.get("x-request-id", "")
-        events = Events(exchange, self._release, self._owning, request_id)
+        events = EventStreamReader(
+            exchange, self._release_channel, self._close_on_error, request_id
+        )
         await events.fill()
         return events
 
     @contextmanager
-    def _owning(self, exchange: Exchange) -> Iterator[None]:
+    def _close_on_error(self, exchange: HttpCall) -> Iterator[None]:
         """What fails or is cancelled inside closes the connection."""
         try:
             yield
-        except (OSError, BrokenReplyError) as error:
+        except (OSError, MalformedResponseError) as error:
             exchange.close()
             raise self._connection_error(error) from error
         except BaseException:
             exchange.close()
             raise
 
-    async def _begin(self, ask: Ask, patience: Patience) -> tuple[Exchange, Head]:
-        request = self._request(ask)
+    async def _send_request(
+        self, ask: RequestSpec, patience: RemainingTime
+    ) -> tuple[HttpCall, ResponseHead]:
+        request = self._encode_request(ask)
         while True:
-            channel, used = await self._channel(patience)
-            exchange = Exchange(channel, patience)
+            channel, used = await self._acquire_channel(patience)
+            exchange = HttpCall(channel, patience)
             try:
                 return exchange, await exchange.start(request)
-            except (OSError, BrokenReplyError) as error:
+            except (OSError, MalformedResponseError) as error:
                 exchange.close()
                 # An idle connection may close just when it is used; the server saw nothing of it.
-                if used and not exchange.touched and not isinstance(error, TimeoutError):
+                if used and not exchange.response_started and not isinstance(error, TimeoutError):
                     continue
                 raise self._connection_error(error) from error
             except BaseException:
                 exchange.close()
                 raise
 
-    async def _channel(self, patience: Patience) -> tuple[Channel, bool]:
+    async def _acquire_channel(self, patience: RemainingTime) -> tuple[Channel, bool]:
         while self._idle:
             channel = self._idle.pop()
-            if channel.usable():
+            if channel.is_reusable():
                 return channel, True
             channel.close()
         try:
-            limit_s = min(CONNECT_S, max(0.001, patience()))
+            limit_s = min(CONNECT_TIMEOUT_S, max(0.001, patience()))
             return await self._network.connect(self._origin, limit_s), False
         except OSError as error:
-            raise unreachable(self._config.base_url, self._origin, error) from error
+            raise unreachable_error(self._config.base_url, self._origin, error) from error
 
-    def _release(self, exchange: Exchange) -> None:
-        channel = exchange.done()
+    def _release_channel(self, exchange: HttpCall) -> None:
+        channel = exchange.release_channel()
         if channel is None:
             return
-        if len(self._idle) < IDLE_CHANNELS:
+        if len(self._idle) < MAX_IDLE_CHANNELS:
             self._idle.append(channel)
         else:
             channel.close()
 
-    def _request(self, ask: Ask) -> bytes:
+    def _encode_request(self, ask: RequestSpec) -> bytes:
         headers = {
             "host": self._origin.authority,
             "accept-encoding": "identity",
@@ -168,14 +176,14 @@ class Session:
         url = self._config.base_url
         if isinstance(error, TimeoutError):
             return DynamoTimeoutError(
-                f"{url} did not answer within {self._config.timeout:g} s", hint=SLOW
+                f"{url} did not answer within {self._config.timeout:g} s", hint=TIMEOUT_HINT
             )
         return DynamoConnectionError(f"the connection to {url} broke: {error}")
 
-    def _api_error(self, head: Head, body: bytes) -> DynamoError:
+    def _api_error(self, head: ResponseHead, body: bytes) -> DynamoError:
         return api_error(
             head.status,
             body,
             request_id=head.headers.get("x-request-id", ""),
-            retry_after_s=retry_after_s(head.headers.get("retry-after", "")),
+            retry_after_s=parse_retry_after(head.headers.get("retry-after", "")),
         )

@@ -10,73 +10,73 @@ from typing import Any, Self
 import msgspec
 
 from dynamo_client.errors import DynamoError, api_error
-from dynamo_client.exchange import Exchange
-from dynamo_client.network import finish
-from dynamo_client.sse import EventReader
+from dynamo_client.exchange import HttpCall
+from dynamo_client.network import run_blocking
+from dynamo_client.sse import SseParser
 
-EVENT_STREAM = "text/event-stream"
-DONE = b"[DONE]"
-SETTLE_S = 0.1
+EVENT_STREAM_TYPE = "text/event-stream"
+DONE_PAYLOAD = b"[DONE]"
+DRAIN_TIMEOUT_S = 0.1
 
 Chunk = dict[str, Any]
 
 
-class Events:
+class EventStreamReader:
     """The events of one reply: `ready` holds those that came, `fill` brings more."""
 
     def __init__(
         self,
-        exchange: Exchange,
-        release: Callable[[Exchange], None],
-        owning: Callable[[Exchange], AbstractContextManager[None]],
+        exchange: HttpCall,
+        release: Callable[[HttpCall], None],
+        owning: Callable[[HttpCall], AbstractContextManager[None]],
         request_id: str,
     ) -> None:
-        self.ready: deque[Chunk] = deque()
+        self.ready_chunks: deque[Chunk] = deque()
         self.request_id = request_id
-        self._exchange: Exchange | None = exchange
-        self._release = release
-        self._owning = owning
-        self._reader = EventReader()
+        self._call: HttpCall | None = exchange
+        self._release_call = release
+        self._close_on_error = owning
+        self._parser = SseParser()
         self._failure: DynamoError | None = None
 
     async def fill(self) -> bool:
         """Wait until an event is ready; False: there are no more. Raises `DynamoError`. A stream
         that fails, or whose reading is cancelled, closes its connection."""
-        while not self.ready:
+        while not self.ready_chunks:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
-            if self._exchange is None:
+            if self._call is None:
                 return False
-            with self._owning(self._exchange):
-                await self._read(self._exchange)
+            with self._close_on_error(self._call):
+                await self._read(self._call)
         return True
 
     def close(self) -> None:
         """Leave; the server stops its work. Safe to repeat."""
-        exchange, self._exchange = self._exchange, None
+        exchange, self._call = self._call, None
         if exchange is not None:
             exchange.close()
 
-    async def _read(self, exchange: Exchange) -> None:
-        data = await exchange.more()
+    async def _read(self, exchange: HttpCall) -> None:
+        data = await exchange.read()
         if not data:
-            self._take(self._reader.end())
-            return self._end(exchange)
-        for payload in self._reader.feed(data):
-            if payload == DONE:
-                await exchange.settle(SETTLE_S)
-                return self._end(exchange)
-            self._take(payload)
+            self._on_event_data(self._parser.feed_eof())
+            return self._finish(exchange)
+        for payload in self._parser.feed(data):
+            if payload == DONE_PAYLOAD:
+                await exchange.drain(DRAIN_TIMEOUT_S)
+                return self._finish(exchange)
+            self._on_event_data(payload)
             if self._failure is not None:
                 return self.close()
         return None
 
-    def _end(self, exchange: Exchange) -> None:
-        self._exchange = None
-        self._release(exchange)
+    def _finish(self, exchange: HttpCall) -> None:
+        self._call = None
+        self._release_call(exchange)
 
-    def _take(self, payload: bytes) -> None:
+    def _on_event_data(self, payload: bytes) -> None:
         try:
             event = msgspec.json.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,16 +86,16 @@ class Events:
         if event.get("error"):
             self._failure = api_error(200, payload, request_id=self.request_id)
         else:
-            self.ready.append(event)
+            self.ready_chunks.append(event)
 
 
-class Stream:
+class ChunkStream:
     """`async for chunk in stream`. Leaving the loop ends it, unless you keep it: then `async with`
     or `aclose`."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: EventStreamReader) -> None:
         self._events = events
-        self._ready = events.ready
+        self._ready_chunks = events.ready_chunks
 
     @property
     def request_id(self) -> str:
@@ -106,8 +106,8 @@ class Stream:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self._ready or await self._events.fill():
-            return self._ready.popleft()
+        if self._ready_chunks or await self._events.fill():
+            return self._ready_chunks.popleft()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -124,13 +124,13 @@ class Stream:
         self._events.close()
 
 
-class SyncStream:
+class SyncChunkStream:
     """`for chunk in stream`. Leaving the loop ends it, unless you keep it: then `with` or
     `close`."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: EventStreamReader) -> None:
         self._events = events
-        self._ready = events.ready
+        self._ready_chunks = events.ready_chunks
 
     @property
     def request_id(self) -> str:
@@ -141,8 +141,8 @@ class SyncStream:
         return self
 
     def __next__(self) -> Chunk:
-        if self._ready or _filled(self._events):
-            return self._ready.popleft()
+        if self._ready_chunks or _fill_blocking(self._events):
+            return self._ready_chunks.popleft()
         raise StopIteration
 
     def close(self) -> None:
@@ -159,5 +159,5 @@ class SyncStream:
         self._events.close()
 
 
-def _filled(events: Events) -> bool:
-    return finish(events.fill())
+def _fill_blocking(events: EventStreamReader) -> bool:
+    return run_blocking(events.fill())

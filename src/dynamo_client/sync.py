@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self, overload
 
 from dynamo_client import calls
-from dynamo_client.blocking import BlockingNetwork
+from dynamo_client.blocking import BlockingNetworkBackend
 from dynamo_client.calls import Message, Prompt
 from dynamo_client.config import DynamoConfig
-from dynamo_client.network import finish
-from dynamo_client.session import Ask, Session
-from dynamo_client.streams import SyncStream
+from dynamo_client.network import run_blocking
+from dynamo_client.session import ClientSession, RequestSpec
+from dynamo_client.streams import SyncChunkStream
 
-Answer = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class SyncDynamoClient:
@@ -21,7 +21,7 @@ class SyncDynamoClient:
 
     def __init__(self, config: DynamoConfig | None = None) -> None:
         self.config = config or DynamoConfig()
-        self._session = Session(self.config, BlockingNetwork())
+        self._session = ClientSession(self.config, BlockingNetworkBackend())
 
     @overload
     def chat_completion(
@@ -32,7 +32,7 @@ class SyncDynamoClient:
         temperature: float | None = ...,
         stream: Literal[False] = ...,
         **options: Any,
-    ) -> Answer: ...
+    ) -> JsonObject: ...
     @overload
     def chat_completion(
         self,
@@ -43,7 +43,7 @@ class SyncDynamoClient:
         *,
         stream: Literal[True],
         **options: Any,
-    ) -> SyncStream: ...
+    ) -> SyncChunkStream: ...
     @overload
     def chat_completion(
         self,
@@ -53,7 +53,7 @@ class SyncDynamoClient:
         temperature: float | None,
         stream: Literal[True],
         **options: Any,
-    ) -> SyncStream: ...
+    ) -> SyncChunkStream: ...
     def chat_completion(
         self,
         messages: Sequence[Message],
@@ -62,12 +62,12 @@ class SyncDynamoClient:
         temperature: float | None = None,
         stream: bool = False,
         **options: Any,
-    ) -> Answer | SyncStream:
+    ) -> JsonObject | SyncChunkStream:
         """The answer, or with `stream` its chunks. `options`: any other field of the request;
         `request_id` becomes a header. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
         ask = calls.chat(messages, model, stream, options)
-        return self._stream(ask) if stream else self._answer(ask)
+        return self._open_stream(ask) if stream else self._request(ask)
 
     def completion(
         self,
@@ -76,10 +76,10 @@ class SyncDynamoClient:
         max_tokens: int | None = None,
         temperature: float | None = None,
         **options: Any,
-    ) -> Answer:
+    ) -> JsonObject:
         """What follows a text, several texts, or token ids. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return self._answer(calls.completion(prompt, model, False, options))
+        return self._request(calls.completion(prompt, model, False, options))
 
     def completion_stream(
         self,
@@ -88,33 +88,33 @@ class SyncDynamoClient:
         max_tokens: int | None = None,
         temperature: float | None = None,
         **options: Any,
-    ) -> SyncStream:
+    ) -> SyncChunkStream:
         """The same, chunk by chunk. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return self._stream(calls.completion(prompt, model, True, options))
+        return self._open_stream(calls.completion(prompt, model, True, options))
 
     def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
         """Token ids of a text or of a conversation. Raises `DynamoError`."""
-        found = self._answer(calls.tokenize(text, model))
+        found = self._request(calls.tokenize(text, model))
         return list(found["tokens"])
 
     def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """Their text. Raises `DynamoError`."""
-        found = self._answer(calls.detokenize(tokens, model))
+        found = self._request(calls.detokenize(tokens, model))
         return str(found["prompt"])
 
-    def post(self, path: str, body: Any) -> Answer:
+    def post(self, path: str, body: Any) -> JsonObject:
         """The JSON that any other route answers. Raises `DynamoError`."""
-        return self._answer(Ask(path, body))
+        return self._request(RequestSpec(path, body))
 
-    def list_models(self) -> list[Answer]:
+    def list_models(self) -> list[JsonObject]:
         """What is served. Raises `DynamoError`."""
-        found = self._answer(calls.MODELS)
+        found = self._request(calls.LIST_MODELS)
         return list(found.get("data", ()))
 
-    def health_check(self) -> Answer:
+    def health_check(self) -> JsonObject:
         """How the server is now; asked once. Raises `DynamoAPIError` when it is not well."""
-        found: Answer = finish(self._session.ask(calls.HEALTH, again=False))
+        found: JsonObject = run_blocking(self._session.request(calls.HEALTH_CHECK, retry=False))
         return found
 
     def close(self) -> None:
@@ -127,9 +127,9 @@ class SyncDynamoClient:
     def __exit__(self, *_: object) -> None:
         self._session.close()
 
-    def _answer(self, ask: Ask) -> Answer:
-        found: Answer = finish(self._session.ask(ask))
+    def _request(self, ask: RequestSpec) -> JsonObject:
+        found: JsonObject = run_blocking(self._session.request(ask))
         return found
 
-    def _stream(self, ask: Ask) -> SyncStream:
-        return SyncStream(finish(self._session.open(ask)))
+    def _open_stream(self, ask: RequestSpec) -> SyncChunkStream:
+        return SyncChunkStream(run_blocking(self._session.open_stream(ask)))

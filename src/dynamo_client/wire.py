@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-HEAD_BYTES = 64 << 10
-LINE_BYTES = 4096
-BODILESS = (204, 304)
-UNTIL_CLOSED = -1
+MAX_HEAD_BYTES = 64 << 10
+MAX_LINE_BYTES = 4096
+BODILESS_STATUSES = (204, 304)
+READ_UNTIL_CLOSE = -1
 
 
-class BrokenReplyError(Exception):
+class MalformedResponseError(Exception):
     """What came is not HTTP, or ended too early."""
 
 
-class Head(NamedTuple):
+class ResponseHead(NamedTuple):
     """Status and headers (names in lower case)."""
 
     status: int
@@ -33,93 +33,93 @@ def request_bytes(method: str, path: str, headers: Mapping[str, str], body: byte
     return "\r\n".join((*lines, "", "")).encode("latin-1") + body
 
 
-class ReplyReader:
+class ResponseParser:
     """Takes bytes as they come, split anywhere. `head` is None until it is whole; `complete` when
     the body has ended."""
 
     def __init__(self) -> None:
-        self.head: Head | None = None
+        self.head: ResponseHead | None = None
         self.complete = False
-        self._rest = b""
+        self._buffer = b""
         self._chunked = False
-        self._trailing = False
-        self._left = 0
+        self._in_trailers = False
+        self._remaining_bytes = 0
 
     @property
     def reusable(self) -> bool:
         """May the connection carry another request?"""
-        if self.head is None or not self.complete or self._left == UNTIL_CLOSED:
+        if self.head is None or not self.complete or self._remaining_bytes == READ_UNTIL_CLOSE:
             return False
-        return self.head.headers.get("connection", "").lower() != "close" and not self._rest
+        return self.head.headers.get("connection", "").lower() != "close" and not self._buffer
 
     def feed(self, data: bytes) -> bytes:
         """The bytes of the body that `data` holds. Raises `BrokenReplyError`."""
         while self.head is None:
-            self._rest += data
+            self._buffer += data
             data = b""
-            head, found, after = self._rest.partition(b"\r\n\r\n")
+            head, found, after = self._buffer.partition(b"\r\n\r\n")
             if not found:
-                if len(self._rest) > HEAD_BYTES:
-                    raise BrokenReplyError("no end of the headers")
+                if len(self._buffer) > MAX_HEAD_BYTES:
+                    raise MalformedResponseError("no end of the headers")
                 return b""
-            self._rest = b""
+            self._buffer = b""
             data = after
-            self._begin(parse_head(head))
+            self._on_head(parse_head(head))
         if self._chunked:
-            return self._dechunk(data)
-        return self._plain(data)
+            return self._decode_chunks(data)
+        return self._read_plain(data)
 
-    def end(self) -> None:
+    def feed_eof(self) -> None:
         """Nothing more comes. Raises `BrokenReplyError` if the reply is not whole."""
-        if self.head is not None and self._left == UNTIL_CLOSED:
+        if self.head is not None and self._remaining_bytes == READ_UNTIL_CLOSE:
             self.complete = True
         if not self.complete:
-            raise BrokenReplyError("the connection ended before the reply did")
+            raise MalformedResponseError("the connection ended before the reply did")
 
-    def _begin(self, head: Head) -> None:
+    def _on_head(self, head: ResponseHead) -> None:
         if 100 <= head.status < 200:
             return
         self.head = head
         self._chunked = head.headers.get("transfer-encoding", "").lower().endswith("chunked")
         length = head.headers.get("content-length", "")
-        if head.status in BODILESS:
+        if head.status in BODILESS_STATUSES:
             self._chunked, self.complete = False, True
         elif not self._chunked:
-            self._left = int(length) if length.isdecimal() else UNTIL_CLOSED
-            self.complete = self._left == 0
+            self._remaining_bytes = int(length) if length.isdecimal() else READ_UNTIL_CLOSE
+            self.complete = self._remaining_bytes == 0
 
-    def _plain(self, data: bytes) -> bytes:
-        if self._left == UNTIL_CLOSED:
+    def _read_plain(self, data: bytes) -> bytes:
+        if self._remaining_bytes == READ_UNTIL_CLOSE:
             return data
-        body, self._rest = data[: self._left], data[self._left :]
-        self._left -= len(body)
-        self.complete = self._left == 0
+        body, self._buffer = data[: self._remaining_bytes], data[self._remaining_bytes :]
+        self._remaining_bytes -= len(body)
+        self.complete = self._remaining_bytes == 0
         return body
 
-    def _dechunk(self, data: bytes) -> bytes:
-        data, self._rest = self._rest + data, b""
+    def _decode_chunks(self, data: bytes) -> bytes:
+        data, self._buffer = self._buffer + data, b""
         parts = []
         at = 0
         while at < len(data) and not self.complete:
-            if self._left == 0:
+            if self._remaining_bytes == 0:
                 line_end = data.find(b"\r\n", at)
                 if line_end < 0:
                     break
-                self._line(data[at:line_end])
+                self._parse_chunk_line(data[at:line_end])
                 at = line_end + 2
                 continue
             # A chunk and the line break that ends it.
-            part = data[at : at + self._left]
-            parts.append(part[: max(0, self._left - 2)])
-            self._left -= len(part)
+            part = data[at : at + self._remaining_bytes]
+            parts.append(part[: max(0, self._remaining_bytes - 2)])
+            self._remaining_bytes -= len(part)
             at += len(part)
-        self._rest = data[at:]
-        if self._left == 0 and len(self._rest) > LINE_BYTES:
-            raise BrokenReplyError("no end of a chunk's size")
+        self._buffer = data[at:]
+        if self._remaining_bytes == 0 and len(self._buffer) > MAX_LINE_BYTES:
+            raise MalformedResponseError("no end of a chunk's size")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _line(self, line: bytes) -> None:
-        if self._trailing:
+    def _parse_chunk_line(self, line: bytes) -> None:
+        if self._in_trailers:
             self.complete = not line
             return
         try:
@@ -127,22 +127,22 @@ class ReplyReader:
         except ValueError:
             size = -1
         if size < 0:
-            raise BrokenReplyError(f"{line[:20]!r} is not a chunk's size")
+            raise MalformedResponseError(f"{line[:20]!r} is not a chunk's size")
         if size:
-            self._left = size + 2
+            self._remaining_bytes = size + 2
         else:
-            self._trailing = True
+            self._in_trailers = True
 
 
-def parse_head(head: bytes) -> Head:
+def parse_head(head: bytes) -> ResponseHead:
     """Raises `BrokenReplyError`."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]
     if not version.startswith("HTTP/1.") or not status.isdecimal():
-        raise BrokenReplyError(f"{first[:40]!r} is not HTTP")
+        raise MalformedResponseError(f"{first[:40]!r} is not HTTP")
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-    return Head(int(status), headers)
+    return ResponseHead(int(status), headers)

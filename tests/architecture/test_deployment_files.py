@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo.core.settings.names import declared_settings, environment_name
+from dynamo.core.settings.names import environment_name, setting_specs_by_key
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -69,7 +69,7 @@ def test_the_parts_and_their_profiles(compose: dict[str, Any]) -> None:
 
 def test_every_part_of_ours_is_ours(compose: dict[str, Any]) -> None:
     """Settings, graphs and files that containers name are there."""
-    names = {environment_name(key) for key in declared_settings()}
+    names = {environment_name(key) for key in setting_specs_by_key()}
     names |= {"DYNAMO_ETCD_ENDPOINTS", "DYNAMO_NATS_URL", "DYNAMO_LOG", "HF_TOKEN"}
     parts = {n: one for n, one in compose["services"].items() if n.startswith("dynamo-")}
     assert len(parts) == 4

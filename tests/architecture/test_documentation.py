@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.cli.commands import COMMANDS
 from dynamo.core.errors import error_types
-from dynamo.core.settings.names import declared_settings, environment_name
+from dynamo.core.settings.names import environment_name, setting_specs_by_key
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -41,14 +41,14 @@ def test_the_reference_is_up_to_date() -> None:
 def test_every_setting_is_in_the_reference_and_says_what_it_does() -> None:
     text = (REFERENCE / "settings.md").read_text()
 
-    for key, declared in declared_settings().items():
-        assert declared.about.help
+    for key, declared in setting_specs_by_key().items():
+        assert declared.meta.help
         if "." in key:
             assert f"`{key}`<br>`{environment_name(key)}`" in text
 
 
 def test_no_flag_or_alias_is_declared_twice() -> None:
-    flags = [one.about.flag for one in declared_settings().values() if one.about.flag]
+    flags = [one.meta.flag for one in setting_specs_by_key().values() if one.meta.flag]
 
     assert len(flags) == len(set(flags))
 

@@ -13,10 +13,15 @@ import msgspec
 
 import dynamo
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Engine, Model, Runtime, Server
+from dynamo.core.settings.schema import (
+    EngineSettings,
+    ModelSettings,
+    RuntimeSettings,
+    ServerSettings,
+)
 from dynamo.runtime import DistributedRuntime
-from dynamo.services.frontend import Frontend
-from dynamo.services.worker import Worker
+from dynamo.services.frontend import FrontendService
+from dynamo.services.worker import WorkerService
 
 WALK = [
     "application/chat.py",
@@ -50,10 +55,10 @@ def traced(stations: list[str]) -> Iterator[None]:
 
 def settings_of(model: Path, state: Path) -> Settings:
     return Settings(
-        server=Server(http_port=0),
-        model=Model(path=str(model), names=("tiny",)),
-        engine=Engine(kind="mock", speedup_ratio=1000),
-        runtime=Runtime(discovery=f"file:{state}"),
+        server=ServerSettings(http_port=0),
+        model=ModelSettings(path=str(model), names=("tiny",)),
+        engine=EngineSettings(kind="mock", speedup_ratio=1000),
+        runtime=RuntimeSettings(discovery=f"file:{state}"),
     )
 
 
@@ -78,9 +83,9 @@ async def test_a_request_walks_the_eight_files_in_order(tiny_model: Path, tmp_pa
         await DistributedRuntime.create(settings, role="worker") as there,
         await DistributedRuntime.create(settings, role="frontend") as here,
     ):
-        await Worker().attach(there)
-        await Frontend().attach(here)
-        while not here.health.well:
+        await WorkerService().attach(there)
+        await FrontendService().attach(here)
+        while not here.health.healthy:
             await here.clock.sleep(0.02)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         with traced(stations):

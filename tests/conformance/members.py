@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import Events, open_events
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
-from dynamo.testing.conformance.discovery import Join as JoinDiscovery
-from dynamo.testing.conformance.events import Join as JoinEvents
-from dynamo.testing.conformance.requests import Join as JoinRequests
+from dynamo.testing.conformance.discovery import JoinDiscovery as JoinDiscovery
+from dynamo.testing.conformance.events import JoinEvents as JoinEvents
+from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
 
 
 async def discoveries(url: str) -> AsyncIterator[JoinDiscovery]:
@@ -25,7 +25,9 @@ async def discoveries(url: str) -> AsyncIterator[JoinDiscovery]:
         yield join
 
 
-async def requests(url: str, options: PlaneOptions = DEFAULT) -> AsyncIterator[JoinRequests]:
+async def requests(
+    url: str, options: PlaneOptions = DEFAULT_OPTIONS
+) -> AsyncIterator[JoinRequests]:
     async with AsyncExitStack() as held:
 
         async def join() -> Requests:
@@ -37,7 +39,7 @@ async def requests(url: str, options: PlaneOptions = DEFAULT) -> AsyncIterator[J
 
 
 async def events(
-    url: str, place: str, options: PlaneOptions = DEFAULT
+    url: str, place: str, options: PlaneOptions = DEFAULT_OPTIONS
 ) -> AsyncIterator[JoinEvents]:
     """`place`: the memory discovery that they share."""
     async with AsyncExitStack() as held:

@@ -13,19 +13,19 @@ import pytest
 from tests.conformance.members import discoveries
 
 from dynamo.communication.discovery import open_discovery
-from dynamo.testing.conformance.discovery import DiscoveryConformance, Join, until
+from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery, read_until
 
 
 class TestMemory(DiscoveryConformance):
     @pytest.fixture
-    async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[Join]:
+    async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[JoinDiscovery]:
         async for join in discoveries(f"memory:{request.node.name}"):
             yield join
 
 
 class TestFile(DiscoveryConformance):
     @pytest.fixture
-    async def join(self, tmp_path: Path) -> AsyncIterator[Join]:
+    async def join(self, tmp_path: Path) -> AsyncIterator[JoinDiscovery]:
         async for join in discoveries(f"file:{tmp_path / 'place'}"):
             yield join
 
@@ -48,9 +48,9 @@ async def test_records_of_a_killed_process_disappear(tmp_path: Path) -> None:
     plane = await open_discovery(url)
     async with plane.watch("/w/") as changes:
         child = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, url)
-        await until(changes, "/w/child", b"here")
+        await read_until(changes, "/w/child", b"here")
         os.kill(child.pid, signal.SIGKILL)
-        await until(changes, "/w/child", None)
+        await read_until(changes, "/w/child", None)
         await child.wait()
     assert [path.name for path in (tmp_path / "place").iterdir()] == []
     await plane.close()

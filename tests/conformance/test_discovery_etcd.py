@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from tests.conformance.members import discoveries
 
-from dynamo.testing.conformance.discovery import DiscoveryConformance, Join
+from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery
 from dynamo.testing.servers import EtcdProcess
 
 _roots = itertools.count()
@@ -22,6 +22,6 @@ def etcd() -> Iterator[EtcdProcess]:
 
 class TestEtcd(DiscoveryConformance):
     @pytest.fixture
-    async def join(self, etcd: EtcdProcess) -> AsyncIterator[Join]:
+    async def join(self, etcd: EtcdProcess) -> AsyncIterator[JoinDiscovery]:
         async for join in discoveries(f"{etcd.url}/test-{next(_roots)}"):
             yield join

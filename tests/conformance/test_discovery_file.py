@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dynamo.communication.discovery.file import FileDiscovery
-from dynamo.communication.discovery.folder import Lease, Reader, file_name
+from dynamo.communication.discovery.folder import FolderLease, FolderReader, record_file_name
 from dynamo.core.errors import ConfigError
-from dynamo.testing.conformance.discovery import until
+from dynamo.testing.conformance.discovery import read_until
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ async def test_bad_entries_are_skipped_with_one_warning(
     (lease / ("3" * 32)).symlink_to("/etc/passwd")
     (lease / ("4" * 32)).write_bytes(b"\xff\xfe\n")
     (lease / "notes.txt").write_bytes(b"not ours")
-    reader = Reader(tmp_path / "place")
-    assert await asyncio.to_thread(reader.look) == {"/good": b"1"}
-    (lease / file_name("/new")).write_bytes(b"/new\n2")
-    assert await asyncio.to_thread(reader.look) == {"/good": b"1", "/new": b"2"}
+    reader = FolderReader(tmp_path / "place")
+    assert await asyncio.to_thread(reader.poll) == {"/good": b"1"}
+    (lease / record_file_name("/new")).write_bytes(b"/new\n2")
+    assert await asyncio.to_thread(reader.poll) == {"/good": b"1", "/new": b"2"}
     reader.close()
     assert caplog.text.count("bad discovery entry skipped") == 5
     for name in "012345":
@@ -70,34 +70,34 @@ async def test_a_lost_lease_is_told_and_a_new_one_taken(
     plane.on_lease_lost(lost.set)
     await plane.put("/k", b"1")
     async with plane.watch("/") as changes:
-        await until(changes, "/k", b"1")
+        await read_until(changes, "/k", b"1")
         (lease,) = (tmp_path / "place").iterdir()
         for path in lease.iterdir():
             path.unlink()
         lease.rmdir()
-        await until(changes, "/k", None)
+        await read_until(changes, "/k", None)
         await lost.wait()
         await plane.put("/k", b"2")
-        await until(changes, "/k", b"2")
+        await read_until(changes, "/k", b"2")
 
 
 async def test_the_same_value_again_is_no_change(plane: FileDiscovery) -> None:
     async with plane.watch("/") as changes:
         await anext(changes)
         await plane.put("/k", b"1")
-        seen = await until(changes, "/k", b"1")
+        seen = await read_until(changes, "/k", b"1")
         await plane.put("/k", b"1")
         await plane.put("/end", b"")
-        seen += await until(changes, "/end", b"")
+        seen += await read_until(changes, "/end", b"")
     assert seen == [("/k", b"1"), ("/end", b"")]
 
 
 def test_changes_within_one_tick_of_the_clock_are_seen(tmp_path: Path) -> None:
-    lease, reader = Lease(tmp_path), Reader(tmp_path)
+    lease, reader = FolderLease(tmp_path), FolderReader(tmp_path)
     for number in range(300):
         lease.put("/k", b"%03d" % number)
-        assert reader.look() == {"/k": b"%03d" % number}
-    assert reader.look() is None
+        assert reader.poll() == {"/k": b"%03d" % number}
+    assert reader.poll() is None
     reader.close()
     lease.close()
     assert list(tmp_path.iterdir()) == []

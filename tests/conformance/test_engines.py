@@ -10,12 +10,12 @@ from tests.unit.inference_native.conftest import write_tiny_llama
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.reply import Engine
-from dynamo.core.settings.schema_engine import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import EngineSettings as EngineSettings
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.mock.engine import make_mock
+from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.inference.ranked import RankedEngine
+from dynamo.inference.ranked import DataParallelEngine
 from dynamo.models.weights import open_weights
 from dynamo.testing.conformance.engines import EngineConformance
 
@@ -37,7 +37,9 @@ def mock() -> BatchedEngine:
     settings = EngineSettings(
         kind="mock", num_blocks=FEW_BLOCKS, block_size=4, speedup_ratio=1e6, max_num_seqs=4
     )
-    return make_mock(settings, range(3, 90), SystemClock(), context_tokens=90, vocab_size=100)
+    return make_mock_engine(
+        settings, range(3, 90), SystemClock(), context_tokens=90, vocab_size=100
+    )
 
 
 class TestEcho(EngineConformance):
@@ -57,7 +59,7 @@ class TestMock(EngineConformance):
 class TestRanks(EngineConformance):
     @pytest.fixture
     async def engine(self) -> AsyncIterator[Engine]:
-        async for engine in started(RankedEngine([mock(), mock()])):
+        async for engine in started(DataParallelEngine([mock(), mock()])):
             yield engine
 
 

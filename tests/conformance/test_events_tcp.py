@@ -10,12 +10,12 @@ import pytest
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import messages
-from dynamo.communication.events.publisher import MAX_WAITING_BYTES
-from dynamo.communication.events.records import ROOT, parse_record
+from dynamo.communication.events.publisher import MAX_PENDING_BYTES
+from dynamo.communication.events.records import KEY_ROOT, parse_record
 from dynamo.communication.events.tcp import TcpEvents
-from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, Splitter, pack_frame
+from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, FrameSplitter, pack_frame
 from dynamo.communication.handshake import pack_hello
-from dynamo.testing.conformance.events import Heard
+from dynamo.testing.conformance.events import RecordingListener
 
 
 @pytest.fixture
@@ -35,25 +35,25 @@ async def plane(directory: MemoryDiscovery) -> AsyncIterator[TcpEvents]:
 async def test_a_slow_subscriber_is_dropped_to_a_gap(
     plane: TcpEvents, directory: MemoryDiscovery
 ) -> None:
-    source = await plane.source("kv", "w")
-    ((_, value),) = (await directory.get(ROOT)).items()
+    source = await plane.open_source("kv", "w")
+    ((_, value),) = (await directory.get(KEY_ROOT)).items()
     record = parse_record(value)
     there = parse_address(record.address)
     reader, writer = await asyncio.open_connection(there.host, there.port, limit=1 << 16)
-    writer.write(pack_hello("events") + messages.pack_place(messages.FOLLOW, record.number, -1))
-    splitter = Splitter(MAX_FRAME_BYTES)
+    writer.write(pack_hello("events") + messages.pack_position(messages.FOLLOW, record.number, -1))
+    splitter = FrameSplitter(MAX_FRAME_BYTES)
     frames: list[tuple[int, int, bytes]] = []
-    while not frames or frames[-1][0] != messages.AT:
+    while not frames or frames[-1][0] != messages.CAUGHT_UP:
         frames += splitter.feed(await reader.read(65536))
-    (follower,) = plane._followers
+    (follower,) = plane._subscribers
     for _ in range(400):
         source.publish(bytes(100_000))
         await asyncio.sleep(0)
     assert follower.link.transport is not None
-    assert follower.link.transport.get_write_buffer_size() <= MAX_WAITING_BYTES + 200_000
+    assert follower.link.transport.get_write_buffer_size() <= MAX_PENDING_BYTES + 200_000
     while frames[-1][0] != messages.SKIPPED:
         frames += splitter.feed(await reader.read(1 << 20))
-    assert messages.unpack_place(frames[-1][2]) == (record.number, 400)
+    assert messages.unpack_position(frames[-1][2]) == (record.number, 400)
     assert sum(frame[0] == messages.EVENTS for frame in frames) < 400
     writer.close()
 
@@ -61,18 +61,18 @@ async def test_a_slow_subscriber_is_dropped_to_a_gap(
 async def test_a_broken_connection_is_made_again_and_nothing_is_missed(
     plane: TcpEvents, directory: MemoryDiscovery
 ) -> None:
-    other, heard = await TcpEvents.open("tcp:", directory), Heard()
-    source = await plane.source("kv", "w", lambda: [b"state"])
+    other, heard = await TcpEvents.open("tcp:", directory), RecordingListener()
+    source = await plane.open_source("kv", "w", lambda: [b"state"])
     await other.subscribe("kv", heard)
-    await heard.until_kind("dump")
+    await heard.wait_for_kind("dump")
     source.publish(b"1")
-    await heard.until_payload(b"1")
-    for follower in plane._followers:
+    await heard.wait_for_payload(b"1")
+    for follower in plane._subscribers:
         follower.link.abort()
     source.publish(b"2")
     source.publish(b"3")
-    await heard.until_payload(b"3")
-    assert heard.payloads() == [b"1", b"2", b"3"]
+    await heard.wait_for_payload(b"3")
+    assert heard.payloads_of_kind() == [b"1", b"2", b"3"]
     assert [event.kind for event in heard.events] == ["dump", "event", "stale", "event", "event"]
     await other.close()
 
@@ -80,13 +80,13 @@ async def test_a_broken_connection_is_made_again_and_nothing_is_missed(
 async def test_a_connection_that_missed_nothing_is_known_to_be_whole_again(
     plane: TcpEvents, directory: MemoryDiscovery
 ) -> None:
-    other, heard = await TcpEvents.open("tcp:", directory), Heard()
-    await plane.source("kv", "w", lambda: [b"state"])
+    other, heard = await TcpEvents.open("tcp:", directory), RecordingListener()
+    await plane.open_source("kv", "w", lambda: [b"state"])
     await other.subscribe("kv", heard)
-    await heard.until_kind("dump")
-    for follower in plane._followers:
+    await heard.wait_for_kind("dump")
+    for follower in plane._subscribers:
         follower.link.abort()
-    await heard.until_kind("repaired")
+    await heard.wait_for_kind("repaired")
     assert [event.kind for event in heard.events] == ["dump", "stale", "repaired"]
     await other.close()
 
@@ -95,14 +95,14 @@ async def test_a_crashed_publisher_is_gone_when_its_lease_is(
     plane: TcpEvents, directory: MemoryDiscovery, request: pytest.FixtureRequest
 ) -> None:
     there = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    crashing, heard = await TcpEvents.open("tcp:", there), Heard()
-    await crashing.source("kv", "w", lambda: [b"state"])
+    crashing, heard = await TcpEvents.open("tcp:", there), RecordingListener()
+    await crashing.open_source("kv", "w", lambda: [b"state"])
     await plane.subscribe("kv", heard)
-    await heard.until_kind("dump")
+    await heard.wait_for_kind("dump")
     crashing.abort()
-    await heard.until_kind("stale")
+    await heard.wait_for_kind("stale")
     there.lose_lease()
-    await heard.until_kind("gone")
+    await heard.wait_for_kind("gone")
     await crashing.close()
     await there.close()
 
@@ -110,15 +110,17 @@ async def test_a_crashed_publisher_is_gone_when_its_lease_is(
 async def test_bad_records_are_skipped_with_a_warning(
     plane: TcpEvents, directory: MemoryDiscovery, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await directory.put(f"{ROOT}kv/nonsense", b"{}")
-    await directory.put(f"{ROOT}kv/w/12", b"not json")
-    await directory.put(f"{ROOT}kv/w/13", b'{"address":"tcp://127.0.0.1:1/x","number":1,"new":2}')
-    await directory.put(f"{ROOT}kv/x/13", b'{"address":"elsewhere","number":1}')
-    heard = Heard()
+    await directory.put(f"{KEY_ROOT}kv/nonsense", b"{}")
+    await directory.put(f"{KEY_ROOT}kv/w/12", b"not json")
+    await directory.put(
+        f"{KEY_ROOT}kv/w/13", b'{"address":"tcp://127.0.0.1:1/x","number":1,"new":2}'
+    )
+    await directory.put(f"{KEY_ROOT}kv/x/13", b'{"address":"elsewhere","number":1}')
+    heard = RecordingListener()
     await plane.subscribe("kv", heard)
-    source = await plane.source("kv", "good")
+    source = await plane.open_source("kv", "good")
     source.publish(b"1")
-    await heard.until_payload(b"1")
+    await heard.wait_for_payload(b"1")
     assert caplog.text.count("bad event source skipped") == 2
 
 
@@ -133,11 +135,11 @@ async def test_bad_records_are_skipped_with_a_warning(
     ],
 )
 async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbage: bytes) -> None:
-    heard = Heard()
+    heard = RecordingListener()
     await plane.subscribe("kv", heard)
-    source = await plane.source("kv", "w")
+    source = await plane.open_source("kv", "w")
     reader, writer = await asyncio.open_connection(
-        "127.0.0.1", parse_address(plane._wires.address).port
+        "127.0.0.1", parse_address(plane._transport.address).port
     )
     writer.write(garbage)
     try:
@@ -147,4 +149,4 @@ async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbag
         pass
     writer.close()
     source.publish(b"1")
-    await heard.until_payload(b"1")
+    await heard.wait_for_payload(b"1")

@@ -8,8 +8,8 @@ import pytest
 from tests.conformance.members import events, requests
 
 from dynamo.testing.conformance.events import EventsConformance
-from dynamo.testing.conformance.events import Join as JoinEvents
-from dynamo.testing.conformance.requests import Join as JoinRequests
+from dynamo.testing.conformance.events import JoinEvents as JoinEvents
+from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
 from dynamo.testing.conformance.requests import RequestsConformance
 from dynamo.testing.servers import NatsProcess
 

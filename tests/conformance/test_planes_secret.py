@@ -14,18 +14,18 @@ from tests.conformance.members import events, requests
 
 from dynamo.communication import greeting
 from dynamo.communication.addresses import parse_address
-from dynamo.communication.frames import HELLO, Splitter, pack_frame
+from dynamo.communication.frames import HELLO, FrameSplitter, pack_frame
 from dynamo.communication.handshake import Hello, pack_hello
-from dynamo.communication.options import PlaneOptions, Tls
+from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.communication.requests import Requests, messages, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, ProtocolError
-from dynamo.testing.certificates import make_authority, make_certificate, openssl_is_there
+from dynamo.testing.certificates import has_openssl, make_authority, make_certificate
 from dynamo.testing.conformance.events import EventsConformance
-from dynamo.testing.conformance.events import Join as JoinEvents
-from dynamo.testing.conformance.requests import CallsConformance, echo
-from dynamo.testing.conformance.requests import Join as JoinRequests
+from dynamo.testing.conformance.events import JoinEvents as JoinEvents
+from dynamo.testing.conformance.requests import CallsConformance, echo_handler
+from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
 
 SECRET = PlaneOptions(secret="0123456789abcdef-secret")
 HERE = Context("request-1")
@@ -34,7 +34,7 @@ _places = itertools.count()
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not openssl_is_there():
+    if not has_openssl():
         pytest.skip("openssl makes the certificates")
     folder = tmp_path_factory.mktemp("certificates")
     make_authority(folder)
@@ -44,7 +44,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tls_of(folder: Path, name: str = "node", authority: str = "ca") -> PlaneOptions:
     files = (f"{authority}.pem", f"{name}.pem", f"{name}.key")
-    return PlaneOptions(tls=Tls(*(str(folder / one) for one in files)))
+    return PlaneOptions(tls=TlsFiles(*(str(folder / one) for one in files)))
 
 
 class TestRequestsSecret(CallsConformance):
@@ -85,7 +85,7 @@ class TestEventsTls(EventsConformance):
 @pytest.fixture
 async def guarded() -> AsyncIterator[TcpRequests]:
     plane = await TcpRequests.open("tcp:", SECRET)
-    await plane.serve("e", echo)
+    await plane.serve("e", echo_handler)
     yield plane
     await plane.close()
 
@@ -109,7 +109,7 @@ async def test_without_the_secret_nobody_is_answered(guarded: TcpRequests, secre
 
 async def test_who_has_a_secret_does_not_speak_to_one_without() -> None:
     plane = await TcpRequests.open("tcp:")
-    await plane.serve("e", echo)
+    await plane.serve("e", echo_handler)
     with pytest.raises(InstanceGone, match="does not know this deployment's secret"):
         await works(plane)
     await plane.close()
@@ -143,7 +143,7 @@ async def test_a_hello_without_proof_gets_a_hello_and_the_end(
     there = parse_address(guarded.address)
     reader, writer = await asyncio.open_connection(there.host, there.port)
     writer.write(pack_hello("requests", nonce=b"n" * 16) + next_frame)
-    frames = Splitter().feed(await heard(reader))
+    frames = FrameSplitter().feed(await heard(reader))
     assert [kind for kind, _, _ in frames] in ([HELLO], [])
     writer.close()
     assert await works(guarded)
@@ -177,15 +177,15 @@ async def test_a_proof_is_good_for_one_connection_only(guarded: TcpRequests) -> 
     server.close()
     reader, writer = await asyncio.open_connection(there.host, there.port)
     writer.write(b"".join(relayed))
-    kinds = [kind for kind, _, _ in Splitter().feed(await heard(reader))]
+    kinds = [kind for kind, _, _ in FrameSplitter().feed(await heard(reader))]
     assert kinds in ([HELLO], [])
     writer.close()
 
 
 async def test_who_stays_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(greeting, "HANDSHAKE_TIMEOUT_S", 0.05)
     plane = await TcpRequests.open("tcp:", SECRET)
-    await plane.serve("e", echo)
+    await plane.serve("e", echo_handler)
     there = parse_address(plane.address)
     reader, writer = await asyncio.open_connection(there.host, there.port)
     writer.write(pack_hello("requests", nonce=b"n" * 16))
@@ -198,8 +198,8 @@ async def test_a_strangers_certificate_is_not_enough(certificates: Path) -> None
     make_authority(certificates, "other")
     make_certificate(certificates, "stranger", "other")
     plane = await TcpRequests.open("tcp:", tls_of(certificates))
-    await plane.serve("e", echo)
-    false = Tls(
+    await plane.serve("e", echo_handler)
+    false = TlsFiles(
         str(certificates / "ca.pem"),
         str(certificates / "stranger.pem"),
         str(certificates / "stranger.key"),
@@ -221,7 +221,7 @@ async def test_with_a_secret_or_certificates_a_plane_listens_wider(
 ) -> None:
     for one in options:
         plane = await TcpRequests.open("tcp://0.0.0.0:0", one)
-        await plane.serve("e", echo)
+        await plane.serve("e", echo_handler)
         assert parse_address(plane.address).host != "0.0.0.0"
         assert await works(plane, one)
         await plane.close()
@@ -236,8 +236,8 @@ async def test_a_public_host_is_what_others_are_told() -> None:
 async def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     for options, wanted in (
         (PlaneOptions(secret="short"), "shorter than"),
-        (PlaneOptions(tls=Tls(ca="ca.pem")), "mutual"),
-        (PlaneOptions(tls=Tls(*(str(tmp_path / one) for one in "abc"))), "certificate files"),
+        (PlaneOptions(tls=TlsFiles(ca="ca.pem")), "mutual"),
+        (PlaneOptions(tls=TlsFiles(*(str(tmp_path / one) for one in "abc"))), "certificate files"),
         (PlaneOptions(), "needs a secret"),
     ):
         with pytest.raises(ConfigError, match=wanted):
@@ -262,10 +262,10 @@ async def test_fuzzed_connections_break_nothing(guarded: TcpRequests) -> None:
         writer.write(bytes(data[: rng.randint(1, len(data))]))
         writer.write_eof()
         answer = await heard(reader)
-        kinds = [kind for kind, _, _ in Splitter().feed(answer)]
+        kinds = [kind for kind, _, _ in FrameSplitter().feed(answer)]
         assert kinds in ([], [HELLO])
         writer.close()
-    assert not guarded._accepted
+    assert not guarded._server_connections
     assert await works(guarded)
 
 
@@ -281,14 +281,14 @@ async def heard(reader: asyncio.StreamReader) -> bytes:
 
 
 def test_a_proof_is_of_one_end_and_plane() -> None:
-    from dynamo.communication.handshake import check_proof, prove
+    from dynamo.communication.handshake import check_proof, compute_proof
 
-    one = prove("s", "dialler", "requests", b"a", b"b")
+    one = compute_proof("s", "dialler", "requests", b"a", b"b")
     for other in (
-        prove("s", "listener", "requests", b"a", b"b"),
-        prove("s", "dialler", "events", b"a", b"b"),
-        prove("t", "dialler", "requests", b"a", b"b"),
-        prove("s", "dialler", "requests", b"b", b"a"),
+        compute_proof("s", "listener", "requests", b"a", b"b"),
+        compute_proof("s", "dialler", "events", b"a", b"b"),
+        compute_proof("t", "dialler", "requests", b"a", b"b"),
+        compute_proof("s", "dialler", "requests", b"b", b"a"),
         b"",
     ):
         with pytest.raises(ProtocolError):

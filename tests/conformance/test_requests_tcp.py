@@ -12,25 +12,25 @@ import pytest
 from dynamo.communication import greeting, link
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.frames import (
-    END,
+    END_STREAM,
     HELLO,
     MAX_FRAME_BYTES,
     Frame,
-    Splitter,
+    FrameSplitter,
     pack_frame,
     unpack_items,
 )
 from dynamo.communication.handshake import MAGIC, VERSION, pack_hello
-from dynamo.communication.requests import Outgoing, messages, open_requests
+from dynamo.communication.requests import ResponseWriter, messages, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 
 HERE = Context("r")
 
 
-async def echo(payload: bytes, out: Outgoing) -> None:
+async def echo(payload: bytes, out: ResponseWriter) -> None:
     out.send(payload)
 
 
@@ -55,7 +55,7 @@ class Raw:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-        self._splitter = Splitter(MAX_FRAME_BYTES)
+        self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._frames: list[Frame] = []
 
     async def frame(self) -> Frame:
@@ -121,10 +121,10 @@ async def test_who_breaks_the_protocol_is_cut_off_alone(
 
 
 async def test_all_streams_of_a_turn_share_a_frame(server: TcpRequests) -> None:
-    begun: list[Outgoing] = []
+    begun: list[ResponseWriter] = []
     ready, over = asyncio.Event(), asyncio.Event()
 
-    async def hold(payload: bytes, out: Outgoing) -> None:
+    async def hold(payload: bytes, out: ResponseWriter) -> None:
         begun.append(out)
         if len(begun) == 20:
             ready.set()
@@ -142,7 +142,9 @@ async def test_all_streams_of_a_turn_share_a_frame(server: TcpRequests) -> None:
         assert list(unpack_items(body, count)) == [(n, 0, b"token") for n in range(1, 21)]
         over.set()
         kind, count, body = await peer.frame()
-        assert {(flags, payload) for _, flags, payload in unpack_items(body, count)} == {(END, b"")}
+        assert {(flags, payload) for _, flags, payload in unpack_items(body, count)} == {
+            (END_STREAM, b"")
+        }
 
 
 async def test_a_hello_of_the_next_version_is_understood(server: TcpRequests) -> None:
@@ -164,7 +166,7 @@ async def test_callers_at_the_same_time_share_one_connection(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     assert await run_all(*(works(client, server) for _ in range(50))) == [True] * 50
-    assert len(server._accepted) == 1
+    assert len(server._server_connections) == 1
 
 
 async def test_a_cancelled_opener_leaves_the_dial_to_the_others(
@@ -187,7 +189,7 @@ async def test_another_incarnation_is_gone(server: TcpRequests, client: TcpReque
 async def test_one_that_accepts_and_is_silent_is_gone(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(greeting, "HANDSHAKE_TIMEOUT_S", 0.05)
     silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
     held: list[asyncio.StreamWriter] = []
     port = silent.sockets[0].getsockname()[1]
@@ -202,12 +204,12 @@ async def test_a_connection_without_stream_ids_left_is_replaced(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     assert await works(client, server)
-    (peer,) = client._dialled.values()
-    peer.calls._last = messages.MAX_STREAM - 1
+    (peer,) = client._client_connections.values()
+    peer.streams._last_stream_id = messages.MAX_STREAM_ID - 1
     assert await works(client, server)
     assert await works(client, server)
-    assert peer not in client._dialled.values()
-    await peer.link.lost.wait()
+    assert peer not in client._client_connections.values()
+    await peer.link.closed.wait()
 
 
 @pytest.mark.parametrize(
@@ -227,11 +229,11 @@ async def test_an_unknown_scheme_names_the_known() -> None:
 async def test_a_peer_that_reads_nothing_does_not_hold_up_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "FAREWELL_S", 0.05)
+    monkeypatch.setattr(link, "CLOSE_TIMEOUT_S", 0.05)
     server = await TcpRequests.open("tcp:")
     sent = asyncio.Event()
 
-    async def pour(payload: bytes, out: Outgoing) -> None:
+    async def pour(payload: bytes, out: ResponseWriter) -> None:
         out.send(bytes(32 << 20))
         sent.set()
         await asyncio.Event().wait()
@@ -266,14 +268,14 @@ async def accepting(*says: bytes) -> AsyncIterator[tuple[str, asyncio.Queue[asyn
 async def test_a_peer_that_never_greets_is_told_to_give_no_answer(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "HANDSHAKE_S", 0.01)
+    monkeypatch.setattr(greeting, "HANDSHAKE_TIMEOUT_S", 0.01)
     async with accepting() as (address, _):
         with pytest.raises(InstanceGone, match="cannot be reached: no answer"):
             await client.call(address, "echo", b"", HERE, lambda _: True)
 
 
 async def test_closing_while_dialling_leaves_no_connection(client: TcpRequests) -> None:
-    async with accepting() as (address, connected), Tasks() as tasks:
+    async with accepting() as (address, connected), BackgroundTasks() as tasks:
         call = tasks.start(client.call(address, "echo", b"", HERE, lambda _: True))
         reader = await connected.get()
         await client.close()
@@ -287,13 +289,13 @@ async def test_a_retired_connection_closes_with_its_last_call_however_that_ends(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     async with hanging(server, client) as call:
-        (peer,) = client._dialled.values()
+        (peer,) = client._client_connections.values()
         await server.withdraw("echo")
         withdrawn = server._tasks.start(server.withdraw("hang", None))
-        while client._dialled:
+        while client._client_connections:
             await asyncio.sleep(0)
         call.cancel()
-        await peer.link.lost.wait()
+        await peer.link.closed.wait()
         await withdrawn
 
 
@@ -303,7 +305,7 @@ async def test_closing_fails_the_calls_of_a_retired_connection(
     async with hanging(server, client) as call:
         await server.withdraw("echo")
         server._tasks.start(server.withdraw("hang", None))
-        while client._dialled:
+        while client._client_connections:
             await asyncio.sleep(0)
         await client.close()
         with pytest.raises(WorkerFailed):
@@ -314,15 +316,15 @@ async def test_a_call_on_a_connection_that_is_being_closed_did_nothing(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     assert await works(client, server)
-    (peer,) = client._dialled.values()
+    (peer,) = client._client_connections.values()
     peer.retire()
     with pytest.raises(InstanceGone):
-        await peer.calls.call("echo", b"", HERE, lambda _: True, None)
+        await peer.streams.call("echo", b"", HERE, lambda _: True, None)
 
 
 async def test_who_has_not_said_hello_is_not_told_to_go(server: TcpRequests) -> None:
     async with raw(server) as peer:
-        while not server._accepted:
+        while not server._server_connections:
             await asyncio.sleep(0)
         await server.withdraw("echo")
         peer.writer.write(pack_hello("requests"))
@@ -334,7 +336,7 @@ async def hanging(server: TcpRequests, client: TcpRequests) -> AsyncIterator[asy
     """A call from `client` that `server` answers with one item and no end."""
     begun = asyncio.Event()
 
-    async def hang(payload: bytes, out: Outgoing) -> None:
+    async def hang(payload: bytes, out: ResponseWriter) -> None:
         out.send(payload)
         await asyncio.Event().wait()
 
@@ -343,7 +345,7 @@ async def hanging(server: TcpRequests, client: TcpRequests) -> AsyncIterator[asy
         return True
 
     await server.serve("hang", hang)
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         call = tasks.start(client.call(server.address, "hang", b"", HERE, sink))
         await begun.wait()
         yield call

@@ -7,9 +7,9 @@ from itertools import starmap
 from typing import Any
 
 from dynamo.communication.frames import (
-    END,
+    END_STREAM,
     MAX_FRAME_BYTES,
-    Splitter,
+    FrameSplitter,
     pack_frame,
     pack_items,
     unpack_items,
@@ -27,7 +27,7 @@ class Loss:
         self.on = False
         self.lost = 0
         self._stream = 0
-        self._splitter = Splitter(MAX_FRAME_BYTES)
+        self._splitter = FrameSplitter(MAX_FRAME_BYTES)
 
     def __call__(self, data: bytes) -> bytes:
         return b"".join(starmap(self._frame, self._splitter.feed(data)))
@@ -40,7 +40,7 @@ class Loss:
             self._stream = self._stream or stream
             if stream == self._stream:
                 self.lost += 1
-                self.on = self.on and not flags & END
+                self.on = self.on and not flags & END_STREAM
                 continue
             if flags:
                 ends.append(len(streams))
@@ -56,7 +56,7 @@ class LossyRelay(Relay):
         super().__init__()
         self.losses: list[Loss] = []
 
-    def back(self) -> Callable[[bytes], bytes]:
+    def make_reply_filter(self) -> Callable[[bytes], bytes]:
         self.losses.append(Loss())
         return self.losses[-1]
 
@@ -71,7 +71,7 @@ class Relayed:
     @property
     def address(self) -> str:
         host_port, _, incarnation = self._plane.address.removeprefix("tcp://").partition("/")
-        self._relay.to = int(host_port.rpartition(":")[2])
+        self._relay.target_port = int(host_port.rpartition(":")[2])
         return f"tcp://127.0.0.1:{self._relay.port}/{incarnation}"
 
     def __getattr__(self, name: str) -> Any:

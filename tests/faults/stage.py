@@ -86,7 +86,7 @@ class Stage:
     def processes(self, role: str) -> list[ProcessRecord]:
         """Live ones."""
         name = f"http-{self.port}"
-        records = Deployment(name, self.folder / "dynamo" / name).processes()
+        records = Deployment(name, self.folder / "dynamo" / name).live_processes()
         return [one for one in records if one.role == role]
 
     def ready(self, role: str) -> list[ProcessRecord]:

@@ -18,7 +18,7 @@ from tests.faults.stage import PLANES, Stage
 from tests.faults.streams import Answer, ask, body_of, read
 
 from dynamo.communication.discovery import open_discovery
-from dynamo.core.errors import PlaneAway
+from dynamo.core.errors import PlaneUnavailable
 
 Play = Callable[[Stage], Awaitable[str]]
 
@@ -260,7 +260,7 @@ async def listed_workers(url: str) -> list[int]:
     plane = await open_discovery(url)
     try:
         records = await plane.get("/_processes/worker/")
-    except PlaneAway:
+    except PlaneUnavailable:
         return []
     finally:
         await plane.close()

@@ -15,21 +15,21 @@ import pytest
 from msgspec.structs import replace
 from tests.faults.relay import LossyRelay, Relayed
 
-from dynamo.communication.requests import Outgoing, dialled
+from dynamo.communication.requests import ResponseWriter, dialled
 from dynamo.core.clock import SystemClock
-from dynamo.core.codec import ReplyWriter, decode_request, pack_ids
+from dynamo.core.codec import ReplyEncoder, decode_request, pack_ids
 from dynamo.core.context import Context
 from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Engine as EngineSettings
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import GenerateRequest, Sampling, Stops
-from dynamo.inference.beat import beat, encode_beat
-from dynamo.inference.mock.engine import make_mock
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.inference.beat import answer_probe, encode_probe_result
+from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.watch import Watch
+from dynamo.runtime.watch import FailureDetector
 from dynamo.scheduling.assembly import standard_pipeline
-from dynamo.scheduling.health import Health
+from dynamo.scheduling.health import WorkerHealth
 from dynamo.testing.replies import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
@@ -69,16 +69,16 @@ class Wires:
         runtime = await self.runtime()
         runtime.requests = Relayed(runtime.requests, relay)  # type: ignore[assignment]
         timing = EngineSettings(kind="mock", timing="constant:0.01,10")
-        engine: Engine = make_mock(timing, WORDS, self.clock, context_tokens=4096)
+        engine: Engine = make_mock_engine(timing, WORDS, self.clock, context_tokens=4096)
         await engine.start()
         self.held.push_async_callback(engine.stop)
 
-        async def generate(payload: bytes, out: Outgoing) -> None:
+        async def generate(payload: bytes, out: ResponseWriter) -> None:
             if not payload:
-                out.send(encode_beat(await beat(engine)))
+                out.send(encode_probe_result(await answer_probe(engine)))
                 return
-            reply = ReplyWriter(out.send, runtime.instance_id)
-            out.alive = partial(engine.holds, reply)
+            reply = ReplyEncoder(out.send, runtime.instance_id)
+            out.is_alive = partial(engine.has_request, reply)
             await engine.generate(decode_request(payload), out.context, reply)
 
         await runtime.endpoint(ENDPOINT).serve(generate)
@@ -90,8 +90,10 @@ class Wires:
         self.metrics = runtime.metrics
         self.client = await runtime.endpoint(ENDPOINT).client()
         await self.client.wait_for_instances(len(self.relays))
-        Watch(runtime.requests, self.clock, runtime.tasks, runtime.metrics).follow(self.client)
-        self.health = Health(self.client, self.clock, Random(1), runtime.metrics)
+        FailureDetector(runtime.requests, self.clock, runtime.tasks, runtime.metrics).watch(
+            self.client
+        )
+        self.health = WorkerHealth(self.client, self.clock, Random(1), runtime.metrics)
         self.held.push_async_callback(self.health.close)
         self.send = standard_pipeline(
             self.client, "round_robin", runtime.metrics, clock=self.clock, health=self.health
@@ -100,7 +102,11 @@ class Wires:
     async def ask(self, key: int, tokens: int) -> CollectedReply:
         reply = CollectedReply()
         request = GenerateRequest(
-            f"r{key}", "m", pack_ids([11, 12, key]), Sampling(temperature=0), Stops(tokens)
+            f"r{key}",
+            "m",
+            pack_ids([11, 12, key]),
+            SamplingParams(temperature=0),
+            StopConditions(tokens),
         )
         await self.send(request, Context(request_id=request.request_id), reply)
         return reply
@@ -124,7 +130,7 @@ class Wires:
     async def crowded(self, tokens: int = 60) -> AsyncIterator[dict[int, list[int]]]:
         """A crowd is answered the same as before, whatever happens within."""
         before = await self.crowd(tokens)
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             asked = tasks.start(self.crowd(tokens))
             await self.until_busy()
             yield before
@@ -144,14 +150,14 @@ async def wires(workers: int = 3, clock: SystemClock | None = None) -> AsyncIter
 async def test_a_connection_cut_midway() -> None:
     async with wires() as made:
         async with made.crowded():
-            made.relays[0].cut()
+            made.relays[0].abort_connections()
         await made.client.wait_for_instances(3, 10)
 
 
 async def test_every_connection_cut_at_once() -> None:
     async with wires() as made, made.crowded():
         for relay in made.relays:
-            relay.cut()
+            relay.abort_connections()
 
 
 async def test_a_partition_that_heals() -> None:
@@ -169,9 +175,9 @@ async def test_a_half_open_connection_is_dialled_anew() -> None:
     """The path has forgotten the connection; the worker is well."""
     async with wires() as made:
         async with made.crowded():
-            made.relays[0].forget()
+            made.relays[0].blackhole_connections()
         await made.client.wait_for_instances(3, 10)
-        assert made.relays[0].dialled == 2
+        assert made.relays[0].connection_count == 2
 
 
 async def test_a_slow_path_is_no_frozen_worker() -> None:
@@ -187,7 +193,7 @@ async def test_one_stream_is_lost_while_its_worker_and_connection_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its worker, asked, knows nothing of it once it has ended there: it goes on elsewhere."""
-    monkeypatch.setattr(dialled, "ASK_S", 0.1)
+    monkeypatch.setattr(dialled, "SILENCE_QUERY_S", 0.1)
     async with wires() as made:
         async with made.crowded():
             (loss,) = made.relays[0].losses
@@ -200,7 +206,7 @@ async def test_one_stream_is_lost_while_its_worker_and_connection_live(
 async def test_a_request_that_its_engine_forgot_goes_on_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dialled, "ASK_S", 0.1)
+    monkeypatch.setattr(dialled, "SILENCE_QUERY_S", 0.1)
     async with wires() as made:
         async with made.crowded():
             made.engines[0].scheduler.running.pop()
@@ -212,7 +218,7 @@ async def test_a_request_that_its_engine_forgot_goes_on_elsewhere(
 async def test_who_waits_or_is_slow_is_asked_after_and_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dialled, "ASK_S", 0.002)
+    monkeypatch.setattr(dialled, "SILENCE_QUERY_S", 0.002)
     async with wires() as made:
         before = await made.crowd(30)
         made.relays[0].delay_s = 0.1

@@ -17,10 +17,10 @@ from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.frames import pack_frame, pack_items
 from dynamo.communication.handshake import PROOF, pack_hello
 from dynamo.communication.link import Link
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.communication.requests import messages as requests
 from dynamo.communication.requests.tcp import TcpRequests
-from dynamo.communication.wires import Wires
+from dynamo.communication.wires import PlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 
@@ -29,7 +29,7 @@ INCARNATION = "there"
 ENDPOINT = "worker/generate"
 
 
-class LooseWires(Wires):
+class LooseWires(PlaneTransport):
     """Nothing but what a test plugs in. `pieces`: what who is dialled says, then it hangs up."""
 
     secret = ""
@@ -44,7 +44,7 @@ class LooseWires(Wires):
         return "loose"
 
     @property
-    def listening(self) -> bool:
+    def is_listening(self) -> bool:
         return self._accept is not None
 
     async def listen(self, accept: Callable[[], Link]) -> None:
@@ -56,7 +56,7 @@ class LooseWires(Wires):
             asyncio.get_running_loop().call_later(delay * 1e-6, wire.hear, piece)
         asyncio.get_running_loop().call_later(len(self.pieces) * 1e-6 + 1e-4, wire.close)
 
-    def stop(self) -> None:
+    def stop_listening(self) -> None:
         self._accept = None
 
     def incarnation_of(self, address: str) -> str:
@@ -68,7 +68,7 @@ class LooseWires(Wires):
         return Wire(self._accept())
 
 
-async def echo(payload: bytes, out: Outgoing) -> None:
+async def echo(payload: bytes, out: ResponseWriter) -> None:
     """What every call gets."""
     out.send(payload[:100])
 
@@ -88,10 +88,10 @@ class FramesTarget(Target):
         + requests.pack_credit(1, 60)
         + requests.pack_open(2, "nowhere", HERE, 0, b"")
         + requests.pack_cancel(2),
-        opened("events") + events.pack_place(events.FOLLOW, 1, -1),
+        opened("events") + events.pack_position(events.FOLLOW, 1, -1),
         opened("events")
-        + events.pack_place(events.FOLLOW, 1, 0)
-        + events.pack_place(events.FOLLOW, 9, 1 << 40),
+        + events.pack_position(events.FOLLOW, 1, 0)
+        + events.pack_position(events.FOLLOW, 9, 1 << 40),
         opened("events") + events.pack_events(events.EVENTS, 1, 5, [b"a", b"bc"])[0],
         pack_hello("requests", INCARNATION) + pack_items(requests.DATA, [1, 1], [b"a", b"b"], [1]),
         pack_hello("requests", INCARNATION)
@@ -122,7 +122,7 @@ class FramesTarget(Target):
         self._served, self._caller = TcpRequests(self._wires[0]), TcpRequests(self._wires[1])
         self._events = TcpEvents(self._wires[2], self._directory)
         await self._served.serve(ENDPOINT, echo)
-        self._source = await self._events.source("a.b", "me", lambda: [b"state"])
+        self._source = await self._events.open_source("a.b", "me", lambda: [b"state"])
         self._plugged: list[Wire] = []
 
     async def close(self) -> None:

@@ -15,12 +15,12 @@ from tests.fuzz.mutations import Mutator
 from tests.fuzz.wire import Wire
 from tests.unit.application.conftest import CONTEXT_TOKENS, WordProcessor
 
-from dynamo.application import Application, Gateway, Served
+from dynamo.application import Application, Gateway, ServedModel
 from dynamo.communication.http import HttpLimits
-from dynamo.communication.http.connection import Connection, Shared
+from dynamo.communication.http.connection import HttpConnection, HttpServerState
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
-from dynamo.core.settings.schema import Server
+from dynamo.core.settings.schema import ServerSettings
 from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
 from dynamo.telemetry.metrics import Registry
 
@@ -108,11 +108,11 @@ class Surface(Target):
     """A server without sockets."""
 
     async def open(self) -> None:
-        server, clock, gateway = Server(header_timeout=1.0), SystemClock(), Gateway()
-        gateway.add(Served(("words",), Words(), 1_700_000_000, CONTEXT_TOKENS))
+        server, clock, gateway = ServerSettings(header_timeout=1.0), SystemClock(), Gateway()
+        gateway.add(ServedModel(("words",), Words(), 1_700_000_000, CONTEXT_TOKENS))
         self._app = Application(server, gateway, clock, Registry())
-        limits = HttpLimits.of(server)
-        self._shared = Shared(self._app.handle, limits, clock, self._app.on_error)
+        limits = HttpLimits.from_settings(server)
+        self._shared = HttpServerState(self._app.handle, limits, clock, self._app.on_error)
 
     async def close(self) -> None:
         await self._shared.tasks.close()
@@ -134,7 +134,7 @@ class Surface(Target):
 
     async def _exchange(self, pieces: Sequence[bytes]) -> bytes:
         """What is answered; then the client leaves, and nothing of it may stay."""
-        wire = Wire(Connection(self._shared))
+        wire = Wire(HttpConnection(self._shared))
         for piece in pieces:
             wire.hear(piece)
             await asyncio.sleep(0)

@@ -15,8 +15,8 @@ import pytest
 from tests.conftest import Deployment
 
 from dynamo.operations import benchmark_latency
-from dynamo.operations.bench.bench import Bench, run_bench
-from dynamo.operations.bench.plan import Load, Objectives, Shape, Target
+from dynamo.operations.bench.bench import BenchConfig, run_bench
+from dynamo.operations.bench.plan import BenchTarget, LatencyObjectives, LoadProfile, RequestShape
 from dynamo.operations.bench.wire import Unreachable
 
 TRACE = [
@@ -121,15 +121,15 @@ def test_conversations_grow(mock_deployment: Deployment) -> None:
 
 async def test_as_a_library(mock_deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    results = await benchmark_latency(mock_deployment.url, tell=told.append)
+    results = await benchmark_latency(mock_deployment.url, write=told.append)
 
     assert [one.output_tokens for one in results] == [100, 200, 300]
     assert told[0].startswith("input 50 tokens, output 100 tokens: latency ")
-    bench = Bench(
-        target=Target(url=mock_deployment.url, model="nope"),
-        shape=Shape(),
-        load=Load(requests=1),
-        objectives=Objectives(),
+    bench = BenchConfig(
+        target=BenchTarget(url=mock_deployment.url, model="nope"),
+        shape=RequestShape(),
+        load=LoadProfile(requests=1),
+        objectives=LatencyObjectives(),
     )
     with pytest.raises(Unreachable, match="nope"):
         await run_bench(bench)

@@ -102,7 +102,7 @@ def test_frontend_and_workers_meet_over_etcd_and_nats_and_outlive_both(
     assert workers(front) == 2
     assert front.get("/health")[0] == 200
 
-    etcd.forget()
+    etcd.delete_data()
     etcd.start()
     nats.start()
     until(lambda: not away(front), 5)

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.discovery.etcd import EtcdDiscovery
-from dynamo.communication.discovery.etcd_server import Compacted, EtcdServer, Server
-from dynamo.communication.options import DEFAULT, PlaneOptions
-from dynamo.core.errors import ConfigError, PlaneAway, TooLarge
-from dynamo.core.tasks import Tasks, run_all
-from dynamo.runtime.leases import KeptDiscovery
-from dynamo.testing.conformance.discovery import until
+from dynamo.communication.discovery.etcd_server import EtcdClient, EtcdEndpoint, RevisionCompacted
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
+from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.runtime.leases import RepublishingDiscovery
+from dynamo.testing.conformance.discovery import read_until
 from dynamo.testing.relay import Relay
-from dynamo.testing.servers import EtcdProcess, free_port, program
+from dynamo.testing.servers import EtcdProcess, find_program, free_port
 
 QUICK = PlaneOptions(lease_ttl_s=2.0, dial_timeout_s=1.0)
 _roots = itertools.count()
@@ -38,9 +38,9 @@ async def join(etcd: EtcdProcess) -> AsyncIterator[Join]:
     opened: list[Discovery] = []
     root = f"fault-{next(_roots)}"
 
-    async def join(port: int = 0, options: PlaneOptions = DEFAULT) -> Discovery:
+    async def join(port: int = 0, options: PlaneOptions = DEFAULT_OPTIONS) -> Discovery:
         plane = await open_discovery(f"etcd://127.0.0.1:{port or etcd.port}/{root}", options)
-        opened.append(KeptDiscovery(plane))
+        opened.append(RepublishingDiscovery(plane))
         return opened[-1]
 
     yield join
@@ -50,13 +50,13 @@ async def join(etcd: EtcdProcess) -> AsyncIterator[Join]:
 
 async def away(plane: Discovery) -> None:
     async with asyncio.timeout(10):
-        while not plane.trouble:
+        while not plane.connection_error:
             await asyncio.sleep(0.01)
 
 
 async def back(plane: Discovery) -> None:
     async with asyncio.timeout(10):
-        while plane.trouble:
+        while plane.connection_error:
             await asyncio.sleep(0.01)
 
 
@@ -67,18 +67,18 @@ async def test_a_restart_loses_nothing_and_tells_nothing(
     owner, watcher = await join(), await join()
     await owner.put("/w/before", b"1")
     async with watcher.watch("/w/") as changes:
-        await until(changes, "/w/before", b"1")
+        await read_until(changes, "/w/before", b"1")
         etcd.kill()
         await away(owner)
         await away(watcher)
         await owner.put("/w/meanwhile", b"2")
         await owner.delete("/w/before")
-        with pytest.raises(PlaneAway, match="etcd at"):
+        with pytest.raises(PlaneUnavailable, match="etcd at"):
             await watcher.get("/w/")
         etcd.start()
-        seen = await until(changes, "/w/meanwhile", b"2")
+        seen = await read_until(changes, "/w/meanwhile", b"2")
         assert ("/w/before", b"1") not in seen
-        await until(changes, "/w/before", None) if ("/w/before", None) not in seen else None
+        await read_until(changes, "/w/before", None) if ("/w/before", None) not in seen else None
     assert dict(await watcher.get("/w/")) == {"/w/meanwhile": b"2"}
 
 
@@ -89,14 +89,14 @@ async def test_who_lives_is_not_told_gone_when_etcd_comes_back_empty(
     await lives.put("/w/lives", b"1")
     await dies.put("/w/dies", b"2")
     async with watcher.watch("/w/") as changes:
-        await until(changes, "/w/dies", b"2")
+        await read_until(changes, "/w/dies", b"2")
         etcd.kill()
         await away(watcher)
         await away(dies)
         await dies.close()
-        etcd.forget()
+        etcd.delete_data()
         etcd.start()
-        seen = await until(changes, "/w/dies", None)
+        seen = await read_until(changes, "/w/dies", None)
         assert ("/w/lives", None) not in seen
     assert dict(await watcher.get("/w/")) == {"/w/lives": b"1"}
 
@@ -110,15 +110,15 @@ async def test_the_records_of_a_dead_process_go_before_its_lease_ends(
     await dead.put("/w/dead", b"1")
     await dead.put("/_processes/dead", b"2")
     async with lives.watch("/w/") as changes:
-        await until(changes, "/w/dead", b"1")
+        await read_until(changes, "/w/dead", b"1")
         etcd.kill()
         await away(dead)
         await dead.close()  # nobody hears that it goes
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             burying = tasks.start(supervisor._inner.bury("/_processes/dead"))  # type: ignore[attr-defined]
             etcd.start()
             await burying
-        await until(changes, "/w/dead", None)
+        await read_until(changes, "/w/dead", None)
     assert dict(await lives.get("/")) == {"/w/lives": b"3"}
     await supervisor._inner.bury("/_processes/dead")  # type: ignore[attr-defined]
 
@@ -128,14 +128,14 @@ async def test_a_lost_lease_is_told_and_the_records_return(etcd: EtcdProcess, jo
     owner.on_lease_lost(told.set)
     await owner.put("/w/a", b"1")
     async with watcher.watch("/w/") as changes:
-        await until(changes, "/w/a", b"1")
+        await read_until(changes, "/w/a", b"1")
         plane = owner._inner  # type: ignore[attr-defined]
         assert isinstance(plane, EtcdDiscovery)
-        revoke(etcd, plane._lease)
-        await until(changes, "/w/a", None)
+        revoke(etcd, plane._lease_id)
+        await read_until(changes, "/w/a", None)
         await owner.put("/w/b", b"2")  # the first call that the server refuses
         await told.wait()
-        await until(changes, "/w/a", b"1")
+        await read_until(changes, "/w/a", b"1")
     assert dict(await watcher.get("/w/")) == {"/w/a": b"1", "/w/b": b"2"}
 
 
@@ -146,13 +146,13 @@ async def test_a_partition_forgets_its_victim_until_it_is_over(
         owner, watcher = await join(relay.port, QUICK), await join()
         await owner.put("/w/a", b"1")
         async with watcher.watch("/w/") as changes:
-            await until(changes, "/w/a", b"1")
+            await read_until(changes, "/w/a", b"1")
             relay.silent = True
-            await until(changes, "/w/a", None)
+            await read_until(changes, "/w/a", None)
             await away(owner)
             relay.silent = False
             async with asyncio.timeout(4):
-                await until(changes, "/w/a", b"1")
+                await read_until(changes, "/w/a", b"1")
 
 
 async def test_a_watcher_cut_off_sees_the_truth_after_a_compaction(
@@ -163,23 +163,23 @@ async def test_a_watcher_cut_off_sees_the_truth_after_a_compaction(
         await owner.put("/w/goes", b"1")
         await owner.put("/w/stays", b"0")
         async with watcher.watch("/w/") as changes:
-            await until(changes, "/w/stays", b"0")
+            await read_until(changes, "/w/stays", b"0")
             relay.silent = True
-            relay.cut()
+            relay.abort_connections()
             for number in range(20):
                 await owner.put("/w/stays", b"%d" % number)
             await owner.delete("/w/goes")
             compact(etcd)
             relay.silent = False
-            await until(changes, "/w/goes", None)
+            await read_until(changes, "/w/goes", None)
         assert dict(await watcher.get("/w/")) == {"/w/stays": b"19"}
 
 
 async def test_a_compacted_revision_is_told(etcd: EtcdProcess) -> None:
     compact(etcd)
-    server = EtcdServer(Server("127.0.0.1", etcd.port), QUICK)
+    server = EtcdClient(EtcdEndpoint("127.0.0.1", etcd.port), QUICK)
     await server.open(1.0)
-    with pytest.raises(Compacted):
+    with pytest.raises(RevisionCompacted):
         await anext(server.watch("/", 1))
     await server.close()
 
@@ -188,12 +188,12 @@ async def test_a_hung_etcd_is_noticed_and_forgiven(etcd: EtcdProcess, join: Join
     owner, watcher = await join(options=QUICK), await join(options=QUICK)
     await owner.put("/w/a", b"1")
     async with watcher.watch("/w/") as changes:
-        await until(changes, "/w/a", b"1")
+        await read_until(changes, "/w/a", b"1")
         etcd.signal(signal.SIGSTOP)
         await away(owner)
         etcd.signal(signal.SIGCONT)
         await owner.put("/w/b", b"2")
-        await until(changes, "/w/b", b"2")
+        await read_until(changes, "/w/b", b"2")
         await back(owner)
 
 
@@ -211,7 +211,7 @@ async def test_without_a_server_nothing_waits_and_closing_is_quick() -> None:
     async with asyncio.timeout(5):
         await plane.put("/k", b"1")
         await plane.delete("/k")
-        with pytest.raises(PlaneAway):
+        with pytest.raises(PlaneUnavailable):
             await plane.get("/")
         await plane.close()
 
@@ -237,7 +237,7 @@ async def test_a_server_with_users() -> None:
         )
         await plane.put("/k", b"1")
         assert dict(await plane.get("/")) == {"/k": b"1"}
-        with pytest.raises(PlaneAway):
+        with pytest.raises(PlaneUnavailable):
             await stranger.get("/")
         await stranger.close()
         await plane.close()
@@ -253,10 +253,10 @@ async def test_a_cluster_loses_the_server_that_was_asked() -> None:
     owner, watcher = await open_discovery(url, QUICK), await open_discovery(url, QUICK)
     await owner.put("/w/a", b"1")
     async with watcher.watch("/w/") as changes:
-        await until(changes, "/w/a", b"1")
+        await read_until(changes, "/w/a", b"1")
         await asyncio.to_thread(nodes[0].kill)  # the one that both were asking
         await owner.put("/w/a", b"2")
-        seen = await until(changes, "/w/a", b"2")
+        seen = await read_until(changes, "/w/a", b"2")
         assert ("/w/a", None) not in seen
     await owner.close()
     await watcher.close()
@@ -274,5 +274,5 @@ def compact(etcd: EtcdProcess) -> None:
 
 
 def etcdctl(etcd: EtcdProcess, *words: str) -> str:
-    command = [program("etcdctl"), "--endpoints", f"127.0.0.1:{etcd.port}", *words]
+    command = [find_program("etcdctl"), "--endpoints", f"127.0.0.1:{etcd.port}", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -15,16 +15,16 @@ from dynamo.communication.discovery import Discovery
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import Events, open_events
 from dynamo.communication.events.messages import EVENTS, unpack_events
-from dynamo.communication.frames import Splitter
-from dynamo.communication.nats_link import NatsLink
+from dynamo.communication.frames import FrameSplitter
+from dynamo.communication.nats_link import NatsClient
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.requests import Requests
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
-from dynamo.testing.conformance.events import Heard
-from dynamo.testing.conformance.requests import Collected, echo
+from dynamo.testing.conformance.events import RecordingListener
+from dynamo.testing.conformance.requests import CollectingSink, echo_handler
 from dynamo.testing.servers import NatsProcess
 
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
@@ -38,7 +38,7 @@ def nats() -> Iterator[NatsProcess]:
 
 async def state(plane: Requests | Events, *, up: bool) -> None:
     async with asyncio.timeout(10):
-        while bool(plane.trouble) == up:
+        while bool(plane.connection_error) == up:
             await asyncio.sleep(0.01)
 
 
@@ -67,11 +67,11 @@ async def test_what_is_published_while_nats_is_away_arrives_afterwards(
     nats: NatsProcess, pair: Events2, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "dynamo.communication.events")
-    heard = Heard()
+    heard = RecordingListener()
     await pair.subscriber.subscribe("kv", heard)
-    source = await pair.publisher.source("kv", "w")
+    source = await pair.publisher.open_source("kv", "w")
     source.publish(b"0")
-    await heard.until_payload(b"0")
+    await heard.wait_for_payload(b"0")
     nats.kill()
     await state(pair.publisher, up=False)
     for number in range(1, 50):
@@ -80,34 +80,34 @@ async def test_what_is_published_while_nats_is_away_arrives_afterwards(
     while "event source cannot be reached" not in caplog.text:  # it is dialled in vain
         await asyncio.sleep(0.01)
     nats.start()
-    await heard.until_payload(b"49")
+    await heard.wait_for_payload(b"49")
     source.publish(b"50")
-    await heard.until_payload(b"50")
-    assert heard.payloads() == [b"%d" % number for number in range(51)]
-    assert pair.subscriber.lost() == 0
+    await heard.wait_for_payload(b"50")
+    assert heard.payloads_of_kind() == [b"%d" % number for number in range(51)]
+    assert pair.subscriber.count_lost_events() == 0
 
 
 async def test_the_last_event_is_missed_for_a_beat_only(pair: Events2) -> None:
-    heard, dropping = Heard(), False
+    heard, dropping = RecordingListener(), False
     plane: Any = pair.subscriber
     plane.lossy = lambda first: dropping
     await pair.subscriber.subscribe("kv", heard)
-    source = await pair.publisher.source("kv", "w")
+    source = await pair.publisher.open_source("kv", "w")
     source.publish(b"1")
-    await heard.until_payload(b"1")
+    await heard.wait_for_payload(b"1")
     dropping = True
     source.publish(b"2")
-    await heard.until_payload(b"2")
-    assert heard.payloads() == [b"1", b"2"]
-    assert heard.payloads("stale") == [b""]
+    await heard.wait_for_payload(b"2")
+    assert heard.payloads_of_kind() == [b"1", b"2"]
+    assert heard.payloads_of_kind("stale") == [b""]
 
 
 async def test_events_may_be_read_with_natss_own_tools(nats: NatsProcess, pair: Events2) -> None:
-    link = await NatsLink.open(nats.url, QUICK)
-    await link.wait_up()
+    link = await NatsClient.open(nats.url, QUICK)
+    await link.wait_connected()
     subjects: asyncio.Queue[str] = asyncio.Queue()
-    link.listen("dynamo.events.>", lambda subject, _, __, ___: subjects.put_nowait(subject))
-    source = await pair.publisher.source("dynamo.worker.kv_events", "w")
+    link.subscribe("dynamo.events.>", lambda subject, _, __, ___: subjects.put_nowait(subject))
+    source = await pair.publisher.open_source("dynamo.worker.kv_events", "w")
     while subjects.empty():
         source.publish(b"1")
         await asyncio.sleep(0.01)
@@ -121,7 +121,7 @@ async def test_jetstream_keeps_events_for_who_comes_later(
     place = await MemoryDiscovery.open(f"memory:{request.node.name}")
     plane = await open_events(nats.url, place, replace(QUICK, keep_events_s=60))
     await state(plane, up=True)
-    source = await plane.source("kept.worker.kv_events", "w")
+    source = await plane.open_source("kept.worker.kv_events", "w")
     client = await connect(nats.url)
     stream = client.jetstream()
 
@@ -140,7 +140,7 @@ async def test_jetstream_keeps_events_for_who_comes_later(
                 break
             except (NotFoundError, TimeoutError):  # the stream is being made
                 await asyncio.sleep(0.05)
-    ((kind, count, body),) = Splitter(1 << 20).feed(found[0])
+    ((kind, count, body),) = FrameSplitter(1 << 20).feed(found[0])
     assert (kind, unpack_events(body, count)[2][0]) == (EVENTS, b"the event")
     await client.close()
     await plane.close()
@@ -149,18 +149,20 @@ async def test_jetstream_keeps_events_for_who_comes_later(
 
 async def test_the_planes_of_a_process_share_one_connection(nats: NatsProcess) -> None:
     place = f"memory:shared-{nats.port}"
-    settings = Settings(runtime=Runtime(discovery=place, requests=nats.url, events=nats.url))
+    settings = Settings(
+        runtime=RuntimeSettings(discovery=place, requests=nats.url, events=nats.url)
+    )
     async with await DistributedRuntime.create(settings) as runtime:
         await state(runtime.requests, up=True)
-        assert not runtime.troubles()
+        assert not runtime.unreachable_planes()
         one, other = cast("Any", runtime.requests), cast("Any", runtime.events)
         assert one._nats is other._nats
-        heard = Heard()
+        heard = RecordingListener()
         await runtime.events.subscribe("kv", heard)
-        source = await runtime.events.source("kv", "w")
+        source = await runtime.events.open_source("kv", "w")
         source.publish(b"1")
-        await heard.until_payload(b"1")
-        await runtime.requests.serve("e", echo)
-        got = Collected()
+        await heard.wait_for_payload(b"1")
+        await runtime.requests.serve("e", echo_handler)
+        got = CollectingSink()
         await runtime.requests.call(runtime.requests.address, "e", b"x", Context("r"), got)
         assert got.items == [b"x"]

@@ -17,21 +17,21 @@ from dynamo.communication.discovery import Discovery
 from dynamo.communication.events import Events
 from dynamo.communication.frames import HELLO
 from dynamo.communication.handshake import pack_hello
-from dynamo.communication.nats_link import NatsLink, subject_token
-from dynamo.communication.nats_wires import NatsWires
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.nats_link import NatsClient, subject_token
+from dynamo.communication.nats_wires import NatsPlaneTransport
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
-from dynamo.core.tasks import Tasks
-from dynamo.testing.conformance.requests import Collected, Endless, echo
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.testing.conformance.requests import CollectingSink, EndlessHandler, echo_handler
 from dynamo.testing.relay import Relay
 from dynamo.testing.servers import NatsProcess, free_port
 
 HERE = Context("request-1")
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
-Plane = Requests | Events | Discovery | NatsLink
+Plane = Requests | Events | Discovery | NatsClient
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ async def requests(
 
 async def state(plane: Plane, *, up: bool) -> None:
     async with asyncio.timeout(10):
-        while bool(plane.trouble) == up:
+        while bool(plane.connection_error) == up:
             await asyncio.sleep(0.01)
 
 
 async def ask(client: Requests, server: Requests) -> list[bytes]:
-    got = Collected()
+    got = CollectingSink()
     await client.call(server.address, "e", b"x", HERE, got)
     return got.items
 
@@ -73,9 +73,9 @@ async def test_without_nats_calls_go_straight_and_nobody_is_told_broken(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     server, client = await requests(nats, opened), await requests(nats, opened)
-    await server.serve("e", echo)
+    await server.serve("e", echo_handler)
     broken: list[str] = []
-    client.on_broken(broken.append)
+    client.on_connection_broken(broken.append)
     assert await ask(client, server) == [b"x"]
     nats.kill()
     await state(client, up=False)
@@ -92,11 +92,11 @@ async def test_a_stream_under_way_fails_when_nats_dies_and_its_handler_is_cancel
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     server, client = await requests(nats, opened), await requests(nats, opened)
-    handler, got = Endless(), Collected()
+    handler, got = EndlessHandler(), CollectingSink()
     await server.serve("e", handler)
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-        await got.first.wait()
+        await got.first_item.wait()
         nats.kill()
         with pytest.raises(WorkerFailed) as caught:
             await call
@@ -135,11 +135,11 @@ async def test_a_killed_process_is_noticed_by_what_comes_back(
     assert child.stdout is not None
     address = (await child.stdout.readline()).decode().strip()
     broken = asyncio.Event()
-    client.on_broken(lambda _: broken.set())
-    got = Collected()
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    client.on_connection_broken(lambda _: broken.set())
+    got = CollectingSink()
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         call = tasks.start(client.call(address, "e", b"", HERE, got))
-        await got.first.wait()
+        await got.first_item.wait()
         os.kill(child.pid, signal.SIGKILL)
         async with asyncio.timeout(3):
             with pytest.raises(WorkerFailed):
@@ -154,13 +154,13 @@ async def test_an_instance_cut_off_from_nats_is_called_straight(
     async with Relay(nats.port) as relay:
         server = await requests(nats, opened, relay.port)
         client = await requests(nats, opened)
-        await server.serve("e", echo)
+        await server.serve("e", echo_handler)
         assert await ask(client, server) == [b"x"]
         relay.silent = True
-        relay.cut()
+        relay.abort_connections()
         await state(server, up=False)
         broken: list[str] = []
-        client.on_broken(broken.append)
+        client.on_connection_broken(broken.append)
         with suppress(WorkerFailed):  # at the very moment
             await ask(client, server)
         assert await ask(client, server) == [b"x"]
@@ -174,12 +174,12 @@ async def test_a_server_that_answers_nothing_is_away_and_calls_go_straight(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     server, client = await requests(nats, opened), await requests(nats, opened)
-    await server.serve("e", echo)
+    await server.serve("e", echo_handler)
     assert await ask(client, server) == [b"x"]
     nats.signal(signal.SIGSTOP)
     try:
         await state(client, up=False)
-        assert "does not answer" in client.trouble
+        assert "does not answer" in client.connection_error
         assert await ask(client, server) == [b"x"]
     finally:
         nats.signal(signal.SIGCONT)
@@ -196,33 +196,33 @@ async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
     async with Relay(nats.port) as relay:
         server = await requests(nats, opened, relay.port)
         client = await requests(nats, opened)
-        handler, got = Endless(), Collected()
+        handler, got = EndlessHandler(), CollectingSink()
         await server.serve("endless", handler)
-        await server.serve("e", echo)
-        async with Tasks(on_failure=lambda _: None) as tasks:
+        await server.serve("e", echo_handler)
+        async with BackgroundTasks(on_failure=lambda _: None) as tasks:
             call = tasks.start(client.call(server.address, "endless", b"", HERE, got))
-            await got.first.wait()
+            await got.first_item.wait()
             relay.silent = True
-            assert await client.answers_beside(server.address, "nothing of that name")
+            assert await client.probe_directly(server.address, "nothing of that name")
             client.bypass(server.address)
             with pytest.raises(WorkerFailed):
                 await call
         assert await ask(client, server) == [b"x"]
         relay.silent = False
     gone = server.address.replace("tcp://", "tcp://127.0.0.1:1/", 1)
-    assert not await client.answers_beside(gone, "e")
+    assert not await client.probe_directly(gone, "e")
 
 
 async def test_a_lost_message_ends_the_connection_not_the_truth(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
-    ends = [await NatsLink.open(nats.url, QUICK) for _ in range(2)]
+    ends = [await NatsClient.open(nats.url, QUICK) for _ in range(2)]
     opened += ends
     for end in ends:
-        await end.wait_up()
-    one, other = (TcpRequests(NatsWires(end, QUICK)) for end in ends)
-    await one.serve("e", echo)
-    got = Collected()
+        await end.wait_connected()
+    one, other = (TcpRequests(NatsPlaneTransport(end, QUICK)) for end in ends)
+    await one.serve("e", echo_handler)
+    got = CollectingSink()
     await other.call(one.address, "e", b"1", HERE, got)
     publish = ends[1].publish
     dropped: list[bytes] = []
@@ -234,7 +234,7 @@ async def test_a_lost_message_ends_the_connection_not_the_truth(
             publish(subject, payload, reply)
 
     ends[1].publish = drop_once  # type: ignore[method-assign]
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         lost = tasks.start(other.call(one.address, "e", b"2", HERE, got))
         while not dropped:
             await asyncio.sleep(0)
@@ -251,7 +251,7 @@ async def test_a_lost_message_ends_the_connection_not_the_truth(
 async def test_wires_through_nats_need_the_secret_too(nats: NatsProcess, opened: list[Any]) -> None:
     ours = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
     server = await requests(nats, opened, options=ours)
-    await server.serve("e", echo)
+    await server.serve("e", echo_handler)
     with pytest.raises(InstanceGone, match="secret"):
         await ask(await requests(nats, opened), server)
     assert await ask(await requests(nats, opened, options=ours), server) == [b"x"]
@@ -261,9 +261,9 @@ async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> Non
     server = NatsProcess()
     planes = [await open_requests(server.url, QUICK) for _ in range(2)]
     opened += planes
-    await planes[0].serve("e", echo)
+    await planes[0].serve("e", echo_handler)
     assert await ask(planes[1], planes[0]) == [b"x"]
-    assert "NATS at" in planes[0].trouble
+    assert "NATS at" in planes[0].connection_error
     with server:
         await state(planes[1], up=True)
         assert await ask(planes[1], planes[0]) == [b"x"]
@@ -273,7 +273,7 @@ async def test_what_cannot_be_is_said() -> None:
     for url in ("nats://", "nats:"):
         with pytest.raises(ConfigError):
             await open_requests(url)
-    plane = await open_requests(f"nats://127.0.0.1:{free_port()}", DEFAULT)
+    plane = await open_requests(f"nats://127.0.0.1:{free_port()}", DEFAULT_OPTIONS)
     await plane.close()
 
 
@@ -289,12 +289,12 @@ async def test_a_stranger_at_the_subjects_gets_nothing_and_breaks_nothing(
     ours = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
     server = await requests(nats, opened, options=ours)
     client = await requests(nats, opened, options=ours)
-    await server.serve("e", echo)
-    stranger = await NatsLink.open(nats.url, QUICK)
+    await server.serve("e", echo_handler)
+    stranger = await NatsClient.open(nats.url, QUICK)
     opened.append(stranger)
-    await stranger.wait_up()
+    await stranger.wait_connected()
     heard: list[bytes] = []
-    stranger.listen("mine", lambda _, payload, __, nobody: heard.append(payload))
+    stranger.subscribe("mine", lambda _, payload, __, nobody: heard.append(payload))
     incarnation = server.address.removeprefix("nats://").partition("/")[0]
     for piece in (b"\1", b"\2" + bytes(4) + pack_hello("requests")):
         door = f"dynamo.wire.{incarnation}.a.{'f' * 16}"

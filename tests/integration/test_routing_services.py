@@ -12,17 +12,17 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec.structs import replace
 
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router.remote import remote
-from dynamo.scheduling.router.remote.messages import CHOOSE
-from dynamo.services.frontend import Frontend
-from dynamo.services.router import Router
-from dynamo.services.worker import Worker
+from dynamo.scheduling.router.remote.messages import CHOOSE_ENDPOINT
+from dynamo.services.frontend import FrontendService
+from dynamo.services.router import RouterService
+from dynamo.services.worker import WorkerService
 
-SERVICES = {"frontend": Frontend, "router": Router, "worker": Worker}
+SERVICES = {"frontend": FrontendService, "router": RouterService, "worker": WorkerService}
 WORDS = "the quick brown fox jumps over a lazy dog while workers serve tokens of many models "
 
 
@@ -41,7 +41,7 @@ class House:
         await service.attach(runtime)
         runtime.service = service  # type: ignore[attr-defined]
         if role == "frontend":
-            while not runtime.health.well:
+            while not runtime.health.healthy:
                 await asyncio.sleep(0.005)
         return runtime
 
@@ -176,7 +176,7 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
         await house.open("worker")
     router = await house.open("router", replicas=1)
     frontend = await house.open("frontend", replicas=1)
-    await until(lambda: router.health.well)
+    await until(lambda: router.health.healthy)
     url = frontend.public_address
     before = (await ask(url, "/health"))[2]
     assert (before["routing"], before["routers"]["tiny"]) == (
@@ -211,7 +211,7 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
         ask(url, "/v1/chat/completions", chat(tokens=2000, ignore_eos=True), "long")
     )
     late = await house.open("router", replicas=1)
-    await until(lambda: late.health.well)
+    await until(lambda: late.health.healthy)
     model = late.service._models["tiny"]  # type: ignore[attr-defined]
     books = model.policy.placement.fleet.books
     await until(lambda: sum(len(book.active) for book in books) == 1)
@@ -245,17 +245,17 @@ async def test_a_router_of_its_own_chooses_no_worker_that_frontends_refuse(house
 async def test_a_frozen_router_costs_a_moment_once(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "TAKEN_S", 0.02)
+    monkeypatch.setattr(remote, "ACCEPT_TIMEOUT_S", 0.02)
     asked = []
 
-    async def frozen(payload: bytes, out: Outgoing) -> None:
+    async def frozen(payload: bytes, out: ResponseWriter) -> None:
         asked.append(payload)
         await asyncio.Event().wait()
 
     await house.open("worker")
     runtime = await DistributedRuntime.create(house.settings, role="router")
     house.opened.append(runtime)
-    await runtime.namespace().component("Router").endpoint(CHOOSE).serve(frozen)
+    await runtime.namespace().component("Router").endpoint(CHOOSE_ENDPOINT).serve(frozen)
     frontend = await house.open("frontend", replicas=1)
     for _ in range(3):
         assert (await ask(frontend.public_address, "/v1/chat/completions", chat()))[0] == 200
@@ -270,19 +270,19 @@ async def test_a_new_router_gets_one_question_until_it_has_answered(house: House
     await house.open("worker")
     router = await house.open("router", replicas=1)
     frontend = await house.open("frontend", replicas=1)
-    await until(lambda: router.health.well)
+    await until(lambda: router.health.healthy)
     url = frontend.public_address
     assert (await ask(url, "/v1/chat/completions", chat()))[0] == 200
     asked = []
     started = asyncio.Event()
 
-    async def slow(payload: bytes, out: Outgoing) -> None:
+    async def slow(payload: bytes, out: ResponseWriter) -> None:
         asked.append(payload)
         await started.wait()
 
     runtime = await DistributedRuntime.create(house.settings, role="router")
     house.opened.append(runtime)
-    await runtime.namespace().component("Router").endpoint(CHOOSE).serve(slow)
+    await runtime.namespace().component("Router").endpoint(CHOOSE_ENDPOINT).serve(slow)
     tasks = [
         asyncio.ensure_future(ask(url, "/v1/chat/completions", chat(f"{number}")))
         for number in range(12)

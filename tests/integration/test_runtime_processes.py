@@ -114,11 +114,11 @@ async def test_sigterm_lets_calls_end(start: Start, client: Client, deployment: 
     async with client.generate({"to": 60, "every_s": 0.01}) as stream:
         assert await anext(stream) == 0
         process.terminate()
-        await until(lambda: [one.state for one in deployment.processes()] == ["draining"])
+        await until(lambda: [one.state for one in deployment.live_processes()] == ["draining"])
         assert [item async for item in stream] == list(range(1, 60))
     assert await asyncio.to_thread(process.wait) == 0
     assert not client.instances
-    assert deployment.processes() == []
+    assert deployment.live_processes() == []
 
 
 async def test_a_second_signal_ends_it_at_once(
@@ -129,15 +129,15 @@ async def test_a_second_signal_ends_it_at_once(
     async with client.generate({"to": 10_000, "every_s": 0.01}) as stream:
         await anext(stream)
         process.terminate()
-        await until(lambda: [one.state for one in deployment.processes()] == ["draining"])
+        await until(lambda: [one.state for one in deployment.live_processes()] == ["draining"])
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait) == 1
 
 
 async def test_the_record_and_the_status_port(start: Start, deployment: Deployment) -> None:
     process = start()
-    await until(lambda: [one.state for one in deployment.processes()] == ["ready"])
-    (record,) = deployment.processes()
+    await until(lambda: [one.state for one in deployment.live_processes()] == ["ready"])
+    (record,) = deployment.live_processes()
     assert (record.role, record.name, record.pid) == ("worker", "counter", process.pid)
     assert record.address.startswith("tcp://127.0.0.1:")
 

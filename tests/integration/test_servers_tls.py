@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from dynamo.communication.discovery import open_discovery
-from dynamo.communication.nats_link import NatsLink
-from dynamo.communication.options import PlaneOptions, Tls
+from dynamo.communication.nats_link import NatsClient
+from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.communication.requests import open_requests
-from dynamo.core.errors import ConfigError, PlaneAway
-from dynamo.testing.certificates import make_authority, make_certificate, openssl_is_there
+from dynamo.core.errors import ConfigError, PlaneUnavailable
+from dynamo.testing.certificates import has_openssl, make_authority, make_certificate
 from dynamo.testing.servers import EtcdProcess, NatsProcess
 
 
@@ -26,7 +26,7 @@ async def opened() -> AsyncIterator[list[Any]]:
 
 
 async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) -> None:
-    if not openssl_is_there():
+    if not has_openssl():
         pytest.skip("openssl makes the certificates")
     make_authority(tmp_path)
     tls = make_certificate(tmp_path, "server")
@@ -36,17 +36,17 @@ async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) ->
         options = PlaneOptions(
             server_tls=client, user="u", password="secret word", reconnect_wait_s=0.1
         )
-        link = await NatsLink.open(server.url, options)
+        link = await NatsClient.open(server.url, options)
         opened.append(link)
-        await link.wait_up()
-        wrong = await NatsLink.open(server.url, PlaneOptions(server_tls=Tls(ca=client.ca)))
+        await link.wait_connected()
+        wrong = await NatsClient.open(server.url, PlaneOptions(server_tls=TlsFiles(ca=client.ca)))
         opened.append(wrong)
-        await wrong.tried.wait()
-        assert wrong.trouble
+        await wrong.first_attempt_done.wait()
+        assert wrong.connection_error
 
 
 async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
-    if not openssl_is_there():
+    if not has_openssl():
         pytest.skip("openssl makes the certificates")
     make_authority(tmp_path)
     tls, client = make_certificate(tmp_path, "server"), make_certificate(tmp_path, "client")
@@ -59,15 +59,15 @@ async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
         assert dict(await plane.get("/")) == {"/k": b"1"}
 
         make_authority(tmp_path, "other")
-        for stranger in (Tls(ca=client.ca), make_certificate(tmp_path, "evil", "other")):
+        for stranger in (TlsFiles(ca=client.ca), make_certificate(tmp_path, "evil", "other")):
             wrong = await open_discovery(server.url, PlaneOptions(server_tls=stranger))
             opened.append(wrong)
-            with pytest.raises(PlaneAway, match=r"SSL.*certificate"):
+            with pytest.raises(PlaneUnavailable, match=r"SSL.*certificate"):
                 await wrong.get("/")
 
 
 async def test_certificate_files_that_are_not_there_are_told_at_once() -> None:
-    options = PlaneOptions(server_tls=Tls(ca="/nowhere/ca.pem"))
+    options = PlaneOptions(server_tls=TlsFiles(ca="/nowhere/ca.pem"))
     with pytest.raises(ConfigError, match="/nowhere/ca"):
         await open_discovery("etcds://127.0.0.1:1", options)
     with pytest.raises(ConfigError, match="/nowhere/ca"):

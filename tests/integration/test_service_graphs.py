@@ -18,7 +18,7 @@ from tests.conftest import until
 
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import Client, DistributedRuntime
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -63,7 +63,7 @@ class Greeter:
 async def client_of(environ: dict[str, str], deployment: str, path: str) -> AsyncIterator[Client]:
     """A client of one endpoint of a deployment that runs elsewhere."""
     place = Path(environ["XDG_RUNTIME_DIR"]) / "dynamo" / deployment / "discovery"
-    settings = Settings(runtime=Runtime(discovery=f"file:{place}"))
+    settings = Settings(runtime=RuntimeSettings(discovery=f"file:{place}"))
     async with await DistributedRuntime.create(settings) as runtime:
         client = await runtime.endpoint(path).client()
         await client.wait_for_instances(timeout_s=30)

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
 from dynamo.runtime import DistributedRuntime
-from dynamo.services.frontend import Frontend
-from dynamo.services.siblings import get_text
-from dynamo.services.worker import Worker
+from dynamo.services.frontend import FrontendService
+from dynamo.services.siblings import http_get_text
+from dynamo.services.worker import WorkerService
 
 Open = Callable[[str], Awaitable[DistributedRuntime]]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a fox"}], "max_tokens": 5}
@@ -45,7 +45,7 @@ async def open_service(settings: Settings) -> AsyncIterator[Open]:
     async def begin(role: str) -> DistributedRuntime:
         runtime = await DistributedRuntime.create(settings, role=role)
         opened.append(runtime)
-        await {"frontend": Frontend, "worker": Worker}[role]().attach(runtime)
+        await {"frontend": FrontendService, "worker": WorkerService}[role]().attach(runtime)
         return runtime
 
     yield begin
@@ -79,13 +79,13 @@ async def test_from_nothing_to_an_answer(open_service: Open) -> None:
     status, health = await ask(url, "/health")
     assert (status, list(health["reasons"])) == (503, ["models"])
     assert "worker" in health["reasons"]["models"]
-    assert not frontend.health.well
+    assert not frontend.health.healthy
     status, error = await ask(url, "/v1/chat/completions", CHAT)
     assert (status, error["error"]["code"]) == (503, "model_not_ready")
     await open_service("worker")
     health = await until_status(url, 200)
     assert health["workers"] == {"tiny": 1}
-    assert frontend.health.well
+    assert frontend.health.healthy
     status, answer = await ask(url, "/v1/chat/completions", CHAT)
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 5
@@ -121,7 +121,7 @@ async def test_the_tokenizer_comes_from_a_worker(
 async def test_metrics_name_the_workers(open_service: Open) -> None:
     frontend, _ = await open_service("frontend"), await open_service("worker")
     await until_status(frontend.public_address, 200)
-    text = await get_text(frontend.public_address, "/metrics")
+    text = await http_get_text(frontend.public_address, "/metrics")
     assert 'dynamo_frontend_workers{model="tiny"} 1' in text
 
 

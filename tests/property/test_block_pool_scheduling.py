@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent
 from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
 from dynamo.inference.blocks import BlockPool
-from dynamo.inference.eviction import make_eviction
+from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.runner import StepPlan
-from dynamo.inference.sequence import Sequence, TokenContent
+from dynamo.inference.sequence import EngineSequence, TokenContent
 
 BLOCK_TOKENS = 4
 
@@ -34,7 +34,7 @@ class StoringRunner:
     def __init__(self, stores: bool) -> None:
         self.stores = stores
         self.blocks: dict[int, array[int]] = {}
-        self.areas: dict[Sequence, array[int]] = {}
+        self.areas: dict[EngineSequence, array[int]] = {}
 
     def step(self, plan: StepPlan) -> list[int]:
         for gone in plan.released:
@@ -43,7 +43,7 @@ class StoringRunner:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if sequence not in self.areas:
-                self.areas[sequence] = self._load(chunk.load, sequence, chunk.start)
+                self.areas[sequence] = self._load(chunk.load_block_ids, sequence, chunk.start)
             area = self.areas[sequence]
             assert chunk.count > 0
             assert len(area) == chunk.start, "the chunk continues where the last one ended"
@@ -53,13 +53,13 @@ class StoringRunner:
                 sampled.append(answer(area))
         for chunk in plan.chunks:
             area = self.areas[chunk.sequence]
-            for index, block in chunk.save:
+            for index, block in chunk.save_blocks:
                 saved = area[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
                 assert len(saved) == BLOCK_TOKENS
                 self.blocks[block] = saved
         return sampled
 
-    def _load(self, load: tuple[int, ...], sequence: Sequence, start: int) -> array[int]:
+    def _load(self, load: tuple[int, ...], sequence: EngineSequence, start: int) -> array[int]:
         assert len(load) * BLOCK_TOKENS == start
         if not self.stores:
             return sequence.tokens[:start]
@@ -100,17 +100,17 @@ class World:
         self, blocks: int, budget: int, seqs: int, hits_from: HitsFrom, eviction: str, caching: bool
     ) -> None:
         self.pool = BlockPool(
-            blocks, BLOCK_TOKENS, eviction=make_eviction(eviction), prefix_caching=caching
+            blocks, BLOCK_TOKENS, eviction=make_eviction_policy(eviction), prefix_caching=caching
         )
         self.limits = BatchLimits(seqs, budget, 40)
         self.scheduler = StepScheduler(self.pool, self.limits, hits_from=hits_from)
         self.runner = StoringRunner(stores=hits_from == "computed")
         self.view = View()
-        self.live: list[Sequence] = []
+        self.live: list[EngineSequence] = []
 
     def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
         content = TokenContent(array("I", prompt).tobytes(), BLOCK_TOKENS)
-        sequence = Sequence(content, len(prompt), max_tokens, priority=priority)
+        sequence = EngineSequence(content, len(prompt), max_tokens, priority=priority)
         if len(prompt) < self.scheduler.context_tokens:
             self.scheduler.add(sequence)
             self.live.append(sequence)
@@ -150,18 +150,18 @@ class World:
         return True
 
     def check(self) -> None:
-        self.pool.check()
+        self.pool.check_invariants()
         self.view.apply(self.pool.take_events())
         dump = View()
-        dump.apply(self.pool.held_blocks())
+        dump.apply(self.pool.dump_events())
         assert dump.parents == self.view.parents
         self.view.check_chains()
         used = [block for one in self.scheduler.running for block in one.blocks]
         assert len(set(used)) == self.pool.active
-        assert all(block.refs == used.count(block) for block in used)
+        assert all(block.ref_count == used.count(block) for block in used)
 
 
-def check_answer(sequence: Sequence) -> None:
+def check_answer(sequence: EngineSequence) -> None:
     expected = sequence.tokens[: sequence.prompt_tokens]
     while len(expected) < sequence.max_length:
         expected.append(answer(expected))

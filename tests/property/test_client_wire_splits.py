@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_client.sse import EventReader
-from dynamo_client.wire import ReplyReader
+from dynamo_client.sse import SseParser
+from dynamo_client.wire import ResponseParser
 
 cuts = st.lists(st.integers(min_value=0, max_value=2000), max_size=30)
 
@@ -24,7 +24,7 @@ def test_chunked_bodies(chunks: list[bytes], at: list[int], trailer: bool) -> No
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"".join(b"%x;ext=1\r\n%b\r\n" % (len(one), one) for one in chunks)
     end = b"0\r\n" + (b"x: y\r\n" if trailer else b"") + b"\r\n"
-    reader = ReplyReader()
+    reader = ResponseParser()
 
     found = b"".join(reader.feed(part) for part in split(head + body + end, at))
 
@@ -36,7 +36,7 @@ def test_chunked_bodies(chunks: list[bytes], at: list[int], trailer: bool) -> No
 @given(st.binary(max_size=200), cuts)
 def test_sized_bodies(body: bytes, at: list[int]) -> None:
     head = b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(body)
-    reader = ReplyReader()
+    reader = ResponseParser()
 
     found = b"".join(reader.feed(part) for part in split(head + body, at))
 
@@ -52,10 +52,10 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Zs", "Cc"]), min_size=1
 @given(st.lists(texts, max_size=8), st.sampled_from(["\n", "\r\n", "\r"]), cuts)
 def test_events(data: list[str], line_end: str, at: list[int]) -> None:
     wire = "".join(f": c{line_end}data: {one}{line_end * 2}" for one in data).encode()
-    reader = EventReader()
+    reader = SseParser()
 
     found = [event for part in split(wire, at) for event in reader.feed(part)]
-    if last := reader.end():
+    if last := reader.feed_eof():
         found.append(last)
 
     assert [event.decode().strip() for event in found] == [one.strip() for one in data]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamo.core.codec import unpack_ids
-from dynamo.core.text import TextFinish, TextOptions, TextReply, TokenText
+from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextOptions, TextReply
 from dynamo.core.values import Finish, Started, TokenLogprobs
 from dynamo.models.tokenizer import Tokenizer
 from dynamo.scheduling.processor.detokeniser import Detokeniser
@@ -26,14 +26,16 @@ class Told(TextReply):
 
     def __init__(self) -> None:
         self.deltas: list[str] = []
-        self.logprobs: list[TokenText] = []
+        self.logprobs: list[DecodedTokenLogprob] = []
         self.end: TextFinish | None = None
 
     def prompt(self, prompt_tokens: int) -> None: ...
 
     def begin(self, choice: int, started: Started) -> None: ...
 
-    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+    def text(
+        self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
+    ) -> bool:
         assert delta
         self.deltas.append(delta)
         self.logprobs += logprobs or ()
@@ -55,7 +57,9 @@ def answer(
     logprobs: bool = False,
 ) -> Told:
     told = Told()
-    stops = StopStrings(options.stop, include=options.include_stop) if options.stop else None
+    stops = (
+        StopStrings(options.stop, include_in_output=options.include_stop) if options.stop else None
+    )
     sink = Detokeniser(0, vocabulary, options, stops, told)
     for chunk in chunks:
         extra = [TokenLogprobs(token, -0.5) for token in chunk] if logprobs else None
@@ -85,7 +89,7 @@ def test_any_ids_decode_as_the_whole(
 def test_the_table_reads_whole_ids_as_the_library_does(
     tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int]
 ) -> None:
-    assert vocabulary.text(ids) == tokenizer.decode(ids)
+    assert vocabulary.decode(ids) == tokenizer.decode(ids)
 
 
 @shared
@@ -125,7 +129,7 @@ def test_logprobs_come_once_with_their_text(
     told = answer(vocabulary, [ids], TextOptions(stop=stop), logprobs=True)
     plain = answer(vocabulary, [ids], TextOptions(stop=stop))
     assert "".join(told.deltas) == "".join(plain.deltas)
-    known = [vocabulary.raw(t) for t in ids if t not in vocabulary.special_ids]
+    known = [vocabulary.get_token_bytes(t) for t in ids if t not in vocabulary.special_ids]
     raws = [one.raw for one in told.logprobs]
     assert raws == known[: len(raws)]
     if told.end and told.end.reason == "length" and told.deltas:
@@ -151,5 +155,5 @@ def test_offsets_say_where_in_the_text_a_token_stands(
 def test_no_text_is_longer_than_its_tokens_can_be(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(tokenizer, "may_cut", True)
-    assert len(text) <= tokenizer.chars_of(len(unpack_ids(tokenizer.encode(text))))
+    monkeypatch.setattr(tokenizer, "can_split", True)
+    assert len(text) <= tokenizer.max_chars_of(len(unpack_ids(tokenizer.encode(text))))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from dynamo.models.tokenizer import Tokenizer, read_tokenizer
+from dynamo.models.tokenizer import Tokenizer, load_tokenizer_blocking
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     library.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     path: Path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.json"
     library.save(str(path))
-    return read_tokenizer(path)
+    return load_tokenizer_blocking(path)
 
 
 @settings(deadline=None)
@@ -55,9 +55,9 @@ def test_text_and_bytes_are_those_of_the_whole(
     fed = [one for one in ids if not (skip and one in vocabulary.special_ids)]
     whole = tokenizer.decode(fed)
     assume("\ufffd" not in whole)  # what is no UTF-8 makes bytes before it wrong, too
-    decoder = vocabulary.decoder(skip_special=skip)
+    decoder = vocabulary.create_decoder(skip_special=skip)
     assert "".join(decoder.step(one) for one in fed) + decoder.flush() == whole
-    raw = b"".join(map(vocabulary.raw, fed)).decode()
+    raw = b"".join(map(vocabulary.get_token_bytes, fed)).decode()
     assert raw in (whole, f" {whole}")
 
 
@@ -72,7 +72,7 @@ def test_what_never_becomes_text_is_not_read_again_and_again(
         return decode(ids, skip_special=skip_special)
 
     monkeypatch.setattr(tokenizer, "decode", counted)
-    stream = tokenizer.stream()
+    stream = tokenizer.stream_decoder()
     told = "".join(stream.step(NAMES.index(token)) for _ in range(100))
     told += stream.step(NAMES.index("the")) + stream.flush()
     assert told == text * 100 + "the"

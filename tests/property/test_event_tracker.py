@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.communication.events import Event
-from dynamo.communication.events.outlet import Outlet
-from dynamo.communication.events.tracker import Tracker
+from dynamo.communication.events.outlet import BufferedEventSource
+from dynamo.communication.events.tracker import SequenceTracker
 
 Batch = tuple[int, tuple[bytes, ...]]
 
@@ -24,8 +24,10 @@ class Wire:
         self.heard: list[bytes] = []
         self.kinds: list[str] = []
         self.asked: int | None = None
-        self.outlet = Outlet(lambda: tuple(self.state), lambda _: None, self._sent, _nothing)
-        self.tracker = Tracker("kv", "w", 1, self._hear, self._ask)
+        self.outlet = BufferedEventSource(
+            lambda: tuple(self.state), lambda _: None, self._sent, _nothing
+        )
+        self.tracker = SequenceTracker("kv", "w", 1, self._hear, self._ask)
         self.tracker.start()
 
     def publish(self, payload: bytes) -> None:
@@ -36,7 +38,7 @@ class Wire:
     def answer(self) -> None:
         if self.asked is not None:
             after, self.asked = self.asked, None
-            self.tracker.repair(self.outlet.catch_up(after))
+            self.tracker.on_catch_up(self.outlet.catch_up(after))
 
     def _sent(self, first: int, payloads: list[bytes]) -> None:
         self.sent.append((first, tuple(payloads)))
@@ -71,16 +73,16 @@ def test_everything_is_heard_once_and_in_order(todo: list[tuple[int, str]]) -> N
             late += batches
             continue
         for batch in [] if fate == "drop" else batches + late:
-            wire.tracker.events(*batch)
+            wire.tracker.on_events(*batch)
             if fate == "twice":
-                wire.tracker.events(*batch)
+                wire.tracker.on_events(*batch)
         late = []
         if fate == "answer":
             wire.answer()
         assert wire.heard == [b"%d" % at for at in range(1, len(wire.heard) + 1)]
-    wire.tracker.skipped(wire.outlet.last)
+    wire.tracker.on_skipped(wire.outlet.last_sequence)
     wire.answer()
     assert wire.heard == wire.state
-    assert wire.tracker.lost == 0
+    assert wire.tracker.lost_events == 0
     if "stale" in wire.kinds:
         assert wire.kinds[-1] != "stale"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dynamo.communication.events import messages as events
 from dynamo.communication.frames import (
-    END,
+    END_STREAM,
     HEADER,
     MAX_FRAME_BYTES,
-    Splitter,
+    FrameSplitter,
     pack_batches,
     pack_frame,
     pack_items,
@@ -37,7 +37,7 @@ def chopped(data: bytes, cuts: list[int]) -> list[bytes]:
 @given(st.lists(st.tuples(st.integers(0, 255), st.binary(max_size=200))), st.lists(st.integers(0)))
 def test_frames_survive_any_split(frames: list[tuple[int, bytes]], cuts: list[int]) -> None:
     stream = b"".join(pack_frame(kind, body, 7) for kind, body in frames)
-    splitter = Splitter()
+    splitter = FrameSplitter()
     read = [frame for part in chopped(stream, cuts) for frame in splitter.feed(part)]
     assert read == [(kind, 7, body) for kind, body in frames]
 
@@ -46,9 +46,9 @@ def test_frames_survive_any_split(frames: list[tuple[int, bytes]], cuts: list[in
 def test_items_come_back(items: list[tuple[int, bytes, bool]]) -> None:
     ends = [index for index, item in enumerate(items) if item[2]]
     frame = pack_items(9, [item[0] for item in items], [item[1] for item in items], ends)
-    ((kind, count, body),) = Splitter().feed(frame)
+    ((kind, count, body),) = FrameSplitter().feed(frame)
     assert (kind, count) == (9, len(items))
-    expected = [(stream, END if end else 0, payload) for stream, payload, end in items]
+    expected = [(stream, END_STREAM if end else 0, payload) for stream, payload, end in items]
     assert list(unpack_items(body, count)) == expected
 
 
@@ -57,7 +57,7 @@ def test_batches_hold_the_same_items(count: int, size: int, data: st.DataObject)
     ends = data.draw(st.sets(st.integers(0, count - 1), max_size=5))
     streams = list(range(count))
     frames = pack_batches(3, streams, [bytes(size)] * count, sorted(ends))
-    splitter = Splitter(MAX_FRAME_BYTES)
+    splitter = FrameSplitter(MAX_FRAME_BYTES)
     items = [
         item
         for frame in frames
@@ -71,12 +71,12 @@ def test_batches_hold_the_same_items(count: int, size: int, data: st.DataObject)
 
 @given(st.binary(max_size=400), st.lists(st.integers(0)))
 def test_garbage_is_refused_or_waits(garbage: bytes, cuts: list[int]) -> None:
-    splitter = Splitter()
+    splitter = FrameSplitter()
     readers = [
         lambda kind, count, body: read_hello(kind, body, "requests"),
         lambda kind, count, body: list(unpack_items(body, count)),
         lambda kind, count, body: events.unpack_events(body, count),
-        lambda kind, count, body: events.unpack_place(body),
+        lambda kind, count, body: events.unpack_position(body),
         lambda kind, count, body: requests.unpack_cancel(body),
         lambda kind, count, body: requests.unpack_credit(body),
     ]
@@ -102,15 +102,15 @@ def test_a_table_that_lies_is_refused(count: int, body: bytes) -> None:
 
 def test_a_frame_over_the_limit_is_refused_by_its_header() -> None:
     with pytest.raises(ProtocolError):
-        Splitter(1000).feed(HEADER.pack(1001, 1, 0, 0))
-    assert Splitter(1000).feed(HEADER.pack(1000, 1, 0, 0)) == []
+        FrameSplitter(1000).feed(HEADER.pack(1001, 1, 0, 0))
+    assert FrameSplitter(1000).feed(HEADER.pack(1000, 1, 0, 0)) == []
 
 
 @given(numbers, st.text(max_size=30), st.integers(0, 1 << 40), st.binary(max_size=500))
 def test_openings_come_back(stream: int, endpoint: str, window: int, payload: bytes) -> None:
     context = Context("r", attempt=3, metadata={"a": "b"})
     frame = requests.pack_open(stream, endpoint, context, window, payload)
-    ((kind, _, body),) = Splitter().feed(frame)
+    ((kind, _, body),) = FrameSplitter().feed(frame)
     number, head, rest = requests.unpack_open(body)
     assert (kind, number, rest) == (requests.OPEN, stream, payload)
     assert (head.endpoint, head.window_bytes, head.context) == (endpoint, window, context)
@@ -119,13 +119,13 @@ def test_openings_come_back(stream: int, endpoint: str, window: int, payload: by
 @given(numbers, st.integers(1, 1 << 60), payloads)
 def test_events_come_back(number: int, first: int, batch: list[bytes]) -> None:
     (frame,) = events.pack_events(events.EVENTS, number, first, batch)
-    ((_, count, body),) = Splitter().feed(frame)
+    ((_, count, body),) = FrameSplitter().feed(frame)
     assert events.unpack_events(body, count) == (number, first, batch)
 
 
 def test_large_batches_of_events_keep_their_numbers() -> None:
     batch = [bytes([index % 256]) * 400_000 for index in range(9)]
-    splitter = Splitter(MAX_FRAME_BYTES)
+    splitter = FrameSplitter(MAX_FRAME_BYTES)
     read: dict[int, bytes] = {}
     frames = events.pack_events(events.EVENTS, 1, 50, batch)
     for frame in frames:

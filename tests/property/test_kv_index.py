@@ -106,7 +106,7 @@ class IndexMachine(RuleBasedStateMachine):
         """Some steps of a copy; once it is complete, it is what was known as it began."""
         if self.copy is None:
             self.copy = self.index.copy()
-            self.expected = {worker: self.index.held(worker) for worker in WORKERS}
+            self.expected = {worker: self.index.get_blocks(worker) for worker in WORKERS}
             self.copied: dict[str, set[int]] = {worker: set() for worker in WORKERS}
         for _, hashes, holders in islice(self.copy, steps):
             for worker, depth in holders.items():
@@ -139,7 +139,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_known(self) -> None:
         for worker, held in self.truth.items():
-            assert self.index.held(worker) == held
+            assert self.index.get_blocks(worker) == held
 
 
 class TightMachine(IndexMachine):
@@ -155,7 +155,7 @@ class TightMachine(IndexMachine):
     def every_block_is_known(self) -> None:
         assert self.index.bytes_used <= self.budget
         for worker, held in self.truth.items():
-            assert self.index.held(worker) <= held
+            assert self.index.get_blocks(worker) <= held
 
 
 class HolesMachine(IndexMachine):

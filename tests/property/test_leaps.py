@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulation.conftest import BLOCK, chats, cluster
 
-from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
 from dynamo.inference import leap
-from dynamo.operations.replay.cluster import Workers
-from dynamo.operations.replay.flight import FlightLog
-from dynamo.operations.replay.replay import Plan, Replay
+from dynamo.operations.replay.cluster import ReplayWorkers
+from dynamo.operations.replay.flight import ReplayLog
+from dynamo.operations.replay.replay import Replay, ReplayPlan
 
 
-def replayed(workers: Workers, seed: int, answer: int, mode: str, shortest: int) -> FlightLog:
+def replayed(workers: ReplayWorkers, seed: int, answer: int, mode: str, shortest: int) -> ReplayLog:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leap, "SHORTEST", shortest)
-        plan = Plan("made up", workers, RouterSettings(mode=mode), BLOCK, 0)
+        patch.setattr(leap, "MIN_STEPS", shortest)
+        plan = ReplayPlan("made up", workers, RouterSettings(mode=mode), BLOCK, 0)
         return Replay(plan).run(chats(10, seed=seed, answer=answer))[1]
 
 
@@ -41,5 +41,5 @@ def test_leaping_changes_nothing(
     assert leaping.output_tokens == stepping.output_tokens
     for name in ("ttft_s", "tpot_s", "e2e_s"):
         assert list(getattr(leaping, name)) == pytest.approx(list(getattr(stepping, name)))
-    one, other = leaping.gaps.spread(), stepping.gaps.spread()
+    one, other = leaping.inter_token.summarize(), stepping.inter_token.summarize()
     assert (one.mean, one.p99) == pytest.approx((other.mean, other.p99), rel=2e-3)

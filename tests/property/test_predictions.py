@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.unit.index.conftest import chain
 
-from dynamo.scheduling.index.predictions import GRACE_S, Predictions
+from dynamo.scheduling.index.predictions import EVENT_GRACE_S, ApproximateIndex
 
 STEM = chain(0, 40)
 prompts = st.builds(
@@ -35,12 +35,12 @@ def test_whatever_is_more(
     routed: list[tuple[str, list[int]]], prompt: list[int], known: dict[str, int]
 ) -> None:
     known = {worker: min(depth, len(prompt)) for worker, depth in known.items()}
-    predictions = Predictions(ttl_s=1.0)
+    predictions = ApproximateIndex(ttl_s=1.0)
     expected = dict(known)
     for worker, sent in routed:
-        predictions.routed(worker, sent, 0.0)
+        predictions.add(worker, sent, 0.0)
         expected[worker] = max(expected.get(worker, 0), common(prompt, sent))
-    predictions.add_to(known, prompt, 0.0)
+    predictions.merge_overlaps(known, prompt, 0.0)
     assert known == expected
 
 
@@ -60,14 +60,14 @@ class PredictionsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.predictions = Predictions(ttl_s=3.0)
+        self.predictions = ApproximateIndex(ttl_s=3.0)
         self.now = 0.0
         self.open: list[Believed] = []
         self.closing: list[Believed] = []
 
     @rule(worker=workers, prompt=prompts)
     def route(self, worker: str, prompt: list[int]) -> None:
-        self.predictions.routed(worker, prompt, self.now)
+        self.predictions.add(worker, prompt, self.now)
         self.open.append(Believed(worker, prompt, self.now + 3.0))
 
     @rule(at=st.integers(0, 20), keep=st.booleans())
@@ -75,25 +75,25 @@ class PredictionsMachine(RuleBasedStateMachine):
         if at >= len(self.open):
             return
         given = self.open[at]
-        self.predictions.settled(given.worker, given.prompt, self.now, keep=keep)
+        self.predictions.settle(given.worker, given.prompt, self.now, until_ttl=keep)
         one = next(one for one in self.open if one.same(given))
         self.open.remove(one)
         if keep:
             one.kept = True
             self.open.append(one)
         else:
-            self.closing.append(Believed(one.worker, one.prompt, self.now + GRACE_S))
+            self.closing.append(Believed(one.worker, one.prompt, self.now + EVENT_GRACE_S))
 
     @rule(worker=workers)
     def tell(self, worker: str) -> None:
-        self.predictions.told(worker, self.now)
+        self.predictions.expire_retained(worker, self.now)
         for one in [one for one in self.open if one.worker == worker and one.kept]:
             self.open.remove(one)
-            self.closing.append(Believed(worker, one.prompt, self.now + GRACE_S))
+            self.closing.append(Believed(worker, one.prompt, self.now + EVENT_GRACE_S))
 
     @rule(worker=workers)
     def drop(self, worker: str) -> None:
-        self.predictions.drop(worker)
+        self.predictions.remove_worker(worker)
         self.open = [one for one in self.open if one.worker != worker]
         self.closing = [one for one in self.closing if one.worker != worker]
 
@@ -110,20 +110,20 @@ class PredictionsMachine(RuleBasedStateMachine):
             if depth := common(prompt, one.prompt):
                 expected[one.worker] = max(expected.get(one.worker, 0), depth)
         found: dict[str, int] = {}
-        self.predictions.add_to(found, prompt, self.now)
+        self.predictions.merge_overlaps(found, prompt, self.now)
         assert found == expected
 
     @invariant()
     def all_is_counted(self) -> None:
         self.predictions.expire(self.now)
         believed = self.open + self.closing
-        assert self.predictions.blocks == sum(len(one.prompt) for one in believed)
+        assert self.predictions.block_count == sum(len(one.prompt) for one in believed)
 
     def teardown(self) -> None:
         for worker in ("a", "b", "c"):
-            self.predictions.drop(worker)
-        assert not self.predictions._pieces
-        assert not self.predictions._keys
+            self.predictions.remove_worker(worker)
+        assert not self.predictions._nodes
+        assert not self.predictions._active_by_key
 
 
 TestPredictions = PredictionsMachine.TestCase

@@ -10,20 +10,20 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynamo.application.completions import COMPLETION
+from dynamo.application.completions import COMPLETION_RESPONSE
 from dynamo.application.exchange import Exchange
-from dynamo.application.format import Format
+from dynamo.application.format import ResponseEncoder
 from dynamo.application.metrics import FrontendMetrics
-from dynamo.application.pace import Pace
+from dynamo.application.pace import TokenTiming
 from dynamo.application.replies import StreamReply
-from dynamo.application.sse import Escapes
-from dynamo.application.usage import Tally
+from dynamo.application.sse import JsonStringCache
+from dynamo.application.usage import UsageCounter
 from dynamo.communication.http.response import Response
-from dynamo.core.codec import ReplyReader, ReplyWriter
-from dynamo.core.reply import Shortcut
+from dynamo.core.codec import ReplyDecoder, ReplyEncoder
+from dynamo.core.reply import SendToken
 from dynamo.core.text import TextOptions
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.scheduling.migration import Said
+from dynamo.scheduling.migration import ResumableReply
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
@@ -31,15 +31,15 @@ from dynamo.telemetry.metrics import Registry
 
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
-ESCAPES = Escapes()  # of all answers, as in a frontend
+ESCAPES = JsonStringCache()  # of all answers, as in a frontend
 
 
-class Long(Said):
+class Long(ResumableReply):
     """Knows no short way."""
 
     __slots__ = ()
 
-    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
         return None
 
 
@@ -66,31 +66,33 @@ class Wire:
 class Stream:
     """One streamed choice, from a worker's payloads to events."""
 
-    def __init__(self, vocabulary: Vocabulary, options: TextOptions, said: type[Said]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, options: TextOptions, said: type[ResumableReply]
+    ) -> None:
         self.wire = Wire()
         self.response = Response(self.wire, "POST", "1.1", keep_alive=True, backlog_limit=1 << 20)
         ticks = itertools.count(1)
-        self.metrics = FrontendMetrics(Registry()).model("m")
-        self.pace = Pace(self.metrics, lambda: float(next(ticks)), 0.0, 1)
+        self.metrics = FrontendMetrics(Registry()).for_model("m")
+        self.pace = TokenTiming(self.metrics, lambda: float(next(ticks)), 0.0, 1)
         request: Any = None
         reply = StreamReply(
             Exchange(request, self.response, "1", "1", ()),
-            Format(COMPLETION, "1", "m", 0, usage=True),
-            Tally(1),
+            ResponseEncoder(COMPLETION_RESPONSE, "1", "m", 0, include_usage=True),
+            UsageCounter(1),
             self.pace,
             ESCAPES,
             choices=1,
-            usage=True,
+            include_usage=True,
         )
         stops = StopStrings(options.stop) if options.stop else None
         self.said = said(Detokeniser(0, vocabulary, options, stops, reply))
-        self.reader = ReplyReader(self.said)
-        self.writer = ReplyWriter(self._deliver)
+        self.reader = ReplyDecoder(self.said)
+        self.writer = ReplyEncoder(self._deliver)
         self.going_on = True
 
     def _deliver(self, payload: bytes) -> bool:
         if self.going_on:
-            self.going_on = self.reader.item(payload)
+            self.going_on = self.reader.feed(payload)
         return self.going_on
 
     def answer(self, chunks: Sequence[tuple[int, list[int]]]) -> tuple[Any, ...]:
@@ -98,17 +100,17 @@ class Stream:
         for kind, ids in chunks:
             if kind == 2:
                 self.response.congested = not self.response.congested
-                if not self.response.congested and self.response.on_relief is not None:
-                    self.response.on_relief()
+                if not self.response.congested and self.response.on_writable is not None:
+                    self.response.on_writable()
             extra = [TokenLogprobs(token, -0.5) for token in ids] if kind == 1 else None
             if not self.writer.tokens(ids, extra):
                 break
         if self.going_on:
-            self.writer.finish(Finish("length", len(self.said.ids)))
+            self.writer.finish(Finish("length", len(self.said.token_ids)))
         self.wire.join()
-        self.pace.count()
+        self.pace.flush()
         sent = [one for one in self.wire.out if not one.startswith(b"HTTP/")]  # it tells the time
-        return sent, list(self.said.ids), self.pace.events, self.reader.complete
+        return sent, list(self.said.token_ids), self.pace.recorded_texts, self.reader.complete
 
 
 single = st.lists(st.integers(0, 620), min_size=1, max_size=1)
@@ -131,27 +133,27 @@ def test_both_ways_say_the_same(
     least: int,
 ) -> None:
     options = TextOptions(stop=stop, skip_special_tokens=skip, min_tokens=least)
-    short = Stream(vocabulary, options, Said).answer(chunks)
+    short = Stream(vocabulary, options, ResumableReply).answer(chunks)
     assert short == Stream(vocabulary, options, Long).answer(chunks)
 
 
 def test_the_short_way_is_taken(vocabulary: Vocabulary) -> None:
     plain = next(i for i, text in enumerate(vocabulary.texts) if text)
-    stream = Stream(vocabulary, TextOptions(), Said)
+    stream = Stream(vocabulary, TextOptions(), ResumableReply)
     long: list[Sequence[int]] = []
     stream.writer.begin(Started())
     for _ in range(5):
-        before = len(stream.said.ids)
+        before = len(stream.said.token_ids)
         stream.writer.tokens([plain])
-        assert len(stream.said.ids) == before + 1
+        assert len(stream.said.token_ids) == before + 1
         long.append(stream.wire.events[-1])
     lane = stream.said._reply._lane  # type: ignore[attr-defined]
     assert lane.count == 3
-    assert stream.said.kept == array("I", [plain] * 5)
+    assert stream.said.token_log == array("I", [plain] * 5)
 
 
 def test_a_stop_ends_it_though_others_may_say_the_word(vocabulary: Vocabulary) -> None:
     a, e = vocabulary.texts.index("a"), vocabulary.texts.index("e")
     chunks = [(0, [token]) for token in (a, a, a, a, e, a)]
-    assert len(Stream(vocabulary, TextOptions(), Said).answer(chunks)[1]) == 6
-    assert len(Stream(vocabulary, TextOptions(stop=("e",)), Said).answer(chunks)[1]) == 5
+    assert len(Stream(vocabulary, TextOptions(), ResumableReply).answer(chunks)[1]) == 6
+    assert len(Stream(vocabulary, TextOptions(stop=("e",)), ResumableReply).answer(chunks)[1]) == 5

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.scheduling.processor.stops import StopScan, StopStrings
+from dynamo.scheduling.processor.stops import StopStrings, StopStringScanner
 
 LETTERS = "abé\n🎉"
 texts = st.text(LETTERS, max_size=40)
@@ -33,18 +33,18 @@ def may_become(text: str, stops: list[str]) -> int:
 def test_any_chunking_gives_the_answer_of_the_whole(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
-    scan = StopScan(StopStrings(stops, include=include))
+    scan = StopStringScanner(StopStrings(stops, include_in_output=include))
     told, seen, found = "", "", None
     for piece in pieces:
-        waiting = scan.held + piece
+        waiting = scan.pending_text + piece
         free, found = scan.feed(piece)
         told += waiting[:free]
         seen += piece
         if found is not None:
             break
-        assert told + scan.held == seen
-        assert len(scan.held) == may_become(seen, stops)
-    assert (told if found is not None else told + scan.held, found) == reference(
+        assert told + scan.pending_text == seen
+        assert len(scan.pending_text) == may_become(seen, stops)
+    assert (told if found is not None else told + scan.pending_text, found) == reference(
         "".join(pieces), stops, include
     )
 
@@ -52,16 +52,16 @@ def test_any_chunking_gives_the_answer_of_the_whole(
 @given(text=texts, stops=stop_lists)
 def test_what_may_begin_is_never_missed(text: str, stops: list[str]) -> None:
     some = any(stop in text for stop in stops) or may_become(text, stops) > 0
-    assert not some or StopStrings(stops).may_begin(text) is not None
+    assert not some or StopStrings(stops).search_beginning(text) is not None
 
 
 @given(before=texts, after=texts, tail=st.text(LETTERS, min_size=20, max_size=30))
 def test_long_stop_strings(before: str, after: str, tail: str) -> None:
     stop = "x" * 20 + tail
-    scan = StopScan(StopStrings([stop]))
+    scan = StopStringScanner(StopStrings([stop]))
     told = ""
     for char in before + "x" + stop + after:
-        waiting = scan.held + char
+        waiting = scan.pending_text + char
         free, found = scan.feed(char)
         told += waiting[:free]
         if found:
@@ -73,11 +73,11 @@ def test_long_stop_strings(before: str, after: str, tail: str) -> None:
 def test_no_match_ends_in_text_that_is_exempt(
     exempt: list[str], armed: list[str], stops: list[str]
 ) -> None:
-    scan = StopScan(StopStrings(stops))
+    scan = StopStringScanner(StopStrings(stops))
     told, found = "", None
     for piece, arms in [(one, False) for one in exempt] + [(one, True) for one in armed]:
-        waiting = scan.held + piece
-        free, found = scan.feed(piece, armed=arms)
+        waiting = scan.pending_text + piece
+        free, found = scan.feed(piece, may_match=arms)
         told += waiting[:free]
         assert arms or found is None
         if found:
@@ -90,7 +90,7 @@ def test_no_match_ends_in_text_that_is_exempt(
     ]
     if not ends:
         assert found is None
-        assert told + scan.held == whole
+        assert told + scan.pending_text == whole
     else:
         assert found is not None
         assert whole[: ends[0]].endswith(found)

@@ -10,17 +10,17 @@ from typing import Any
 from dynamo.core.context import Context
 from dynamo.core.errors import Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.reply import Send
-from dynamo.core.settings.schema_router import Router as RouterSettings
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import EngineInfo, GenerateRequest, Sampling, Stops
+from dynamo.core.reply import SendRequest
+from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock
-from dynamo.inference.mock.timing import Linear
-from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, Cluster, Workers
-from dynamo.operations.replay.flight import FlightLog
-from dynamo.operations.replay.trace import Blocks, Turn
+from dynamo.inference.mock.timing import LinearTiming
+from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster, ReplayWorkers
+from dynamo.operations.replay.flight import ReplayLog
+from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.runtime.instances import encode_instance, instance_key
-from dynamo.scheduling.admission import Admission, Promise
+from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.telemetry import Registry
 
@@ -30,10 +30,10 @@ HOLD_S = ANSWER * 0.023
 CAPACITY = SLOTS / (HOLD_S + 0.05)
 
 
-def small(number: int = 4, seqs: int = 4, blocks: int = 64) -> Workers:
+def small(number: int = 4, seqs: int = 4, blocks: int = 64) -> ReplayWorkers:
     """Workers with few places: 23 ms a token whatever they do."""
     info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, seqs, 8192)
-    return Workers(number, info, Linear(23.0, 0.01), "reuse")
+    return ReplayWorkers(number, info, LinearTiming(23.0, 0.01), "reuse")
 
 
 class Trial:
@@ -41,7 +41,7 @@ class Trial:
     or the error."""
 
     def __init__(
-        self, send: Send, clock: VirtualClock, log: FlightLog, admission: Admission
+        self, send: SendRequest, clock: VirtualClock, log: ReplayLog, admission: Admission
     ) -> None:
         self.cluster: Any = None
         self.send, self.clock, self.log, self.admission = send, clock, log, admission
@@ -62,28 +62,28 @@ class Trial:
         """One request to its end."""
         row = self.rows
         self.rows += 1
-        flight = self.log.depart(Turn(row, prompt, answer))
+        flight = self.log.on_arrival(TraceRequest(row, prompt, answer))
         request = GenerateRequest(
             str(row),
             "m",
             bytes(prompt * TOKEN_BYTES),
-            Sampling(),
-            Stops(max_tokens=bound or answer),
+            SamplingParams(),
+            StopConditions(max_tokens=bound or answer),
             priority=priority,
         )
         self.arrived[row] = arrived = self.clock.now()
         try:
             await self.send(request, Context(str(row), timeout_s=timeout_s), flight)
-            self.first[row] = flight.first_s - arrived
+            self.first[row] = flight.first_token_s - arrived
         except Overloaded as error:
             self.refused[row] = (self.clock.now() - arrived, error)
         finally:
-            self.log.landed(Turn(row, prompt, answer))
+            self.log.on_ended(TraceRequest(row, prompt, answer))
 
     async def offer(self, per_s: float, seconds: float, rng: Random, **about: Any) -> None:
         """An open loop."""
         end_s = self.clock.now() + seconds
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             while True:
                 await self.clock.sleep(rng.expovariate(per_s))
                 if self.clock.now() >= end_s:
@@ -94,7 +94,7 @@ class Trial:
             await tasks.join()
 
 
-class Admitted(Cluster):
+class Admitted(ReplayCluster):
     """With admission before its router."""
 
     async def hide(self) -> None:
@@ -108,15 +108,15 @@ class Admitted(Cluster):
         await self._discovery.put(instance_key(self._hidden), encode_instance(self._hidden))
         await asyncio.sleep(0)
 
-    async def second(self, first: Trial, promise: Promise) -> Trial:
+    async def second(self, first: Trial, promise: SloLimits) -> Trial:
         """Another frontend; what workers report goes to both from now on."""
-        send, admission = self.admit(promise)
+        send, admission = self.add_admission(promise)
         for number, engine in enumerate(self.engines):
-            await self._report(engine, str(number))
+            await self._publish_load(engine, str(number))
         loads = LoadView(self._clock)
-        loads.on_report(first.admission.reported)
-        loads.on_report(admission.reported)
-        await loads.follow(self._events, f"{NAMESPACE}.{COMPONENT}")
+        loads.add_listener(first.admission.on_load_report)
+        loads.add_listener(admission.on_load_report)
+        await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
         other = Trial(send, self._clock, self._log, admission)
         other.rows = 1_000_000
         return other
@@ -125,17 +125,17 @@ class Admitted(Cluster):
 @asynccontextmanager
 async def trial(
     clock: VirtualClock,
-    promise: Promise,
-    workers: Workers,
+    promise: SloLimits,
+    workers: ReplayWorkers,
     mode: str = "round_robin",
     metrics: Registry | None = None,
 ) -> Any:
-    log = FlightLog(clock, Blocks(BLOCK, BLOCK), BLOCK)
+    log = ReplayLog(clock, TraceBlockConverter(BLOCK, BLOCK), BLOCK)
     settings = RouterSettings(mode=mode)
     async with Admitted(workers, settings, log, clock, Random(1)) as cluster:
         if mode == "kv":
-            clock.on_jump(cluster.catch_up)
-        send, admission = cluster.admit(promise, metrics)
+            clock.on_time_advanced(cluster.deliver_computed_tokens)
+        send, admission = cluster.add_admission(promise, metrics)
         made = Trial(send, clock, log, admission)
         made.cluster = cluster
         yield made

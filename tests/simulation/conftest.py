@@ -8,22 +8,22 @@ from random import Random
 
 import pytest
 
-from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
 from dynamo.core.values import EngineInfo
-from dynamo.inference.mock.timing import DYNAMO
-from dynamo.operations.replay.cluster import Workers
-from dynamo.operations.replay.figures import Result
-from dynamo.operations.replay.flight import FlightLog
-from dynamo.operations.replay.replay import Plan, Replay
-from dynamo.operations.replay.trace import Conversation, Turn
+from dynamo.inference.mock.timing import DYNAMO_TIMING
+from dynamo.operations.replay.cluster import ReplayWorkers
+from dynamo.operations.replay.figures import ReplayResult
+from dynamo.operations.replay.flight import ReplayLog
+from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.trace import TraceConversation, TraceRequest
 
 BLOCK = 64
-Outcome = tuple[Result, FlightLog]
+Outcome = tuple[ReplayResult, ReplayLog]
 
 
 def cluster(
     number: int = 4, *, num_blocks: int = 2048, eviction: str = "reuse", max_num_seqs: int = 64
-) -> Workers:
+) -> ReplayWorkers:
     """Workers of Dynamo's default speed."""
     info = EngineInfo(
         engine="mock",
@@ -33,12 +33,12 @@ def cluster(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=2048,
     )
-    return Workers(number, info, DYNAMO, eviction)
+    return ReplayWorkers(number, info, DYNAMO_TIMING, eviction)
 
 
 def chats(
     number: int, *, seed: int = 0, per_s: float = 4.0, answer: int = 60, shared: int = 4
-) -> list[Conversation]:
+) -> list[TraceConversation]:
     """Conversations that begin with one of three common prefixes and grow from turn to turn."""
     chance, names, rows = Random(seed), itertools.count(1_000), itertools.count()
     made = []
@@ -51,23 +51,29 @@ def chats(
             length = len(history) * BLOCK - chance.randrange(BLOCK)
             answers = chance.randrange(1, 2 * answer)
             turns.append(
-                Turn(next(rows), length, answers, tuple(history), chance.random() * 3 * bool(turns))
+                TraceRequest(
+                    next(rows), length, answers, tuple(history), chance.random() * 3 * bool(turns)
+                )
             )
-        made.append(Conversation(chance.random() * number / per_s, turns))
+        made.append(TraceConversation(chance.random() * number / per_s, turns))
     return sorted(made, key=lambda one: one.start_s)
 
 
-def unique(number: int, per_s: float, blocks: int = 40, answer: int = 30) -> Iterator[Conversation]:
+def unique(
+    number: int, per_s: float, blocks: int = 40, answer: int = 30
+) -> Iterator[TraceConversation]:
     """Prompts that have nothing in common, made as they are asked for."""
     for row in range(number):
-        yield Conversation(row / per_s, (Turn(row, blocks * BLOCK, answer),))
+        yield TraceConversation(row / per_s, (TraceRequest(row, blocks * BLOCK, answer),))
 
 
-def same(number: int, per_s: float, blocks: int, answer: int) -> Sequence[Conversation]:
+def same(number: int, per_s: float, blocks: int, answer: int) -> Sequence[TraceConversation]:
     """One hot prefix before prompts that differ in their last block."""
     hot = tuple(range(1, blocks))
     return [
-        Conversation(row / per_s, (Turn(row, blocks * BLOCK, answer, (*hot, 10_000 + row)),))
+        TraceConversation(
+            row / per_s, (TraceRequest(row, blocks * BLOCK, answer, (*hot, 10_000 + row)),)
+        )
         for row in range(number)
     ]
 
@@ -77,15 +83,15 @@ def replay() -> Callable[..., Outcome]:
     """`replay(conversations, mode, policy, seed, workers)` -> (Result, FlightLog)."""
 
     def run(
-        conversations: Sequence[Conversation] | Iterator[Conversation],
+        conversations: Sequence[TraceConversation] | Iterator[TraceConversation],
         mode: str = "kv",
         policy: str = "predicted",
         *,
         seed: int = 0,
-        workers: Workers | None = None,
+        workers: ReplayWorkers | None = None,
     ) -> Outcome:
         routing = RouterSettings(mode=mode, policy=policy)
-        plan = Plan("made up", workers or cluster(), routing, BLOCK, seed)
+        plan = ReplayPlan("made up", workers or cluster(), routing, BLOCK, seed)
         return Replay(plan).run(conversations)
 
     return run

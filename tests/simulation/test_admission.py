@@ -8,16 +8,16 @@ import pytest
 from tests.simulation.admitted import CAPACITY, HOLD_S, small, trial
 
 from dynamo.core.errors import NoWorkers
-from dynamo.core.tasks import Tasks, run_all
-from dynamo.core.virtual_time import VirtualClock, run_virtually
-from dynamo.scheduling.admission import Promise
+from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
+from dynamo.scheduling.admission import SloLimits
 from dynamo.telemetry import Registry
 
 
 @pytest.mark.parametrize("times", [1.0, 3.0])
 def test_frontends_share_the_workers(times: float) -> None:
     async def main(clock: VirtualClock) -> None:
-        promise = Promise(ttft_s=2.0)
+        promise = SloLimits(ttft_s=2.0)
         async with trial(clock, promise, small()) as one:
             another = await one.cluster.second(one, promise)
             half = CAPACITY / 2
@@ -31,7 +31,7 @@ def test_frontends_share_the_workers(times: float) -> None:
                 assert (len(took) - before) / 40 >= 0.95 * CAPACITY
                 assert min(len(one.first), len(another.first)) > 0.3 * len(took)
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def short_and_long(rng: Random) -> int:
@@ -43,7 +43,7 @@ def short_and_long(rng: Random) -> int:
 @pytest.mark.parametrize("times", [1.0, 2.0, 3.0])
 def test_the_promise_is_kept_and_nothing_lost_by_it(mode: str, times: float) -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(ttft_s=2.0), small(), mode) as made:
+        async with trial(clock, SloLimits(ttft_s=2.0), small(), mode) as made:
             await made.offer(CAPACITY, 10, Random(7))
             before = len(made.first)
             await made.offer(times * CAPACITY, 40, Random(3))
@@ -55,24 +55,27 @@ def test_the_promise_is_kept_and_nothing_lost_by_it(mode: str, times: float) -> 
             assert len(slow) <= 0.01 * len(made.refused)
             assert all((error.retry_after_s or 0) > 0 for _, error in made.refused.values())
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_answers_of_unlike_lengths() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(ttft_s=2.0), small()) as made:
+        async with trial(clock, SloLimits(ttft_s=2.0), small()) as made:
             await made.offer(30.0, 60, Random(5), lengths=short_and_long, bound=400)
             assert len(made.refused) > 200
             assert not [took for took in made.first.values() if took > 2.0]
             slow = [took for took, _ in made.refused.values() if took > 0.01]
             assert len(slow) <= 0.03 * len(made.refused)
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_nobody_is_refused_while_a_worker_is_idle() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(ttft_s=0.001), small(2)) as made, Tasks() as tasks:
+        async with (
+            trial(clock, SloLimits(ttft_s=0.001), small(2)) as made,
+            BackgroundTasks() as tasks,
+        ):
             for _ in range(4):  # before that nothing is known of a prefill
                 await made.one()
             tasks.start(made.one())
@@ -83,13 +86,13 @@ def test_nobody_is_refused_while_a_worker_is_idle() -> None:
             assert [*made.refused] == [6]
             await tasks.join()
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_users_of_a_laptop_wait_their_turn() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = small(1, 1)
-        async with trial(clock, Promise(), workers) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), workers) as made, BackgroundTasks() as tasks:
             for _ in range(4):
                 await made.one()
             for _ in range(40):
@@ -105,13 +108,13 @@ def test_users_of_a_laptop_wait_their_turn() -> None:
             assert order == sorted(order)
             assert len(made.first) + len(waits) == 44
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_memory_bounds_the_places() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = small(1, 64, blocks=32)  # of 2,048 tokens, each wants 316
-        async with trial(clock, Promise(), workers) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), workers) as made, BackgroundTasks() as tasks:
             await made.one()
             for _ in range(20):
                 tasks.start(made.one())
@@ -121,12 +124,12 @@ def test_memory_bounds_the_places() -> None:
             await tasks.join()
             assert len(made.first) == 21
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_a_deadline_is_a_promise_too() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), small(1, 1)) as made, BackgroundTasks() as tasks:
             await made.one()
             for _ in range(4):
                 tasks.start(made.one())
@@ -139,12 +142,12 @@ def test_a_deadline_is_a_promise_too() -> None:
             await tasks.join()
             assert len(made.first) == 6
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_priority_goes_first() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), small(1, 1)) as made, BackgroundTasks() as tasks:
             await made.one()
             for _ in range(5):
                 tasks.start(made.one())
@@ -153,14 +156,17 @@ def test_priority_goes_first() -> None:
             await tasks.join()
             assert made.first[6] < made.first[3]
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_the_queue_is_bounded() -> None:
     async def main(clock: VirtualClock) -> None:
         metrics = Registry()
-        promise = Promise(bound=3)
-        async with trial(clock, promise, small(1, 1), metrics=metrics) as made, Tasks() as tasks:
+        promise = SloLimits(queue_bound=3)
+        async with (
+            trial(clock, promise, small(1, 1), metrics=metrics) as made,
+            BackgroundTasks() as tasks,
+        ):
             for _ in range(6):
                 tasks.start(made.one())
             await tasks.join()
@@ -170,25 +176,25 @@ def test_the_queue_is_bounded() -> None:
             assert 'dynamo_admission_rejected_total{reason="queue_full"} 2' in text
             assert "dynamo_admission_waiting_requests 0" in text
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_a_cap_for_each_worker() -> None:
     async def main(clock: VirtualClock) -> None:
-        promise = Promise(worker_cap=2)
-        async with trial(clock, promise, small(2)) as made, Tasks() as tasks:
+        promise = SloLimits(max_worker_requests=2)
+        async with trial(clock, promise, small(2)) as made, BackgroundTasks() as tasks:
             for _ in range(10):
                 tasks.start(made.one())
             await clock.sleep(0.5)
             assert [len(d.held) for d in made.admission.places.desks.values()] == [2, 2]
             await tasks.join()
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_who_waits_outlives_its_worker() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), small(1, 1)) as made, BackgroundTasks() as tasks:
             for _ in range(3):
                 tasks.start(made.one())
             await clock.sleep(0.1)
@@ -205,12 +211,12 @@ def test_who_waits_outlives_its_worker() -> None:
             with pytest.raises(NoWorkers):
                 await waiting
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_who_leaves_the_queue_blocks_nobody() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), small(1, 1)) as made, BackgroundTasks() as tasks:
             running = tasks.start(made.one())
             await clock.sleep(0.1)
             waiting = [tasks.start(made.one()) for _ in range(3)]
@@ -223,19 +229,19 @@ def test_who_leaves_the_queue_blocks_nobody() -> None:
             assert [*made.first] == [3]
             assert made.admission.places.free == 1
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "kv"])
 def test_a_promise_may_change_while_requests_come(mode: str) -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(), small(), mode) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), small(), mode) as made, BackgroundTasks() as tasks:
             await made.offer(2 * CAPACITY, 10, Random(7))
             assert not made.refused
-            made.admission.keep_to(Promise(ttft_s=2.0))
+            made.admission.keep_to(SloLimits(ttft_s=2.0))
             await made.offer(2 * CAPACITY, 40, Random(3))
             assert len(made.refused) > CAPACITY * 20
-            made.admission.keep_to(Promise(worker_cap=1))
+            made.admission.keep_to(SloLimits(max_worker_requests=1))
             before = len(made.refused)
             for _ in range(8):
                 tasks.start(made.one())
@@ -244,13 +250,16 @@ def test_a_promise_may_change_while_requests_come(mode: str) -> None:
             assert len(made.refused) == before
             await tasks.join()
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_who_waits_much_longer_than_predicted_is_turned_away() -> None:
     async def main(clock: VirtualClock) -> None:
         workers = small(1, 1)
-        async with trial(clock, Promise(queue_wait_s=5.0), workers) as made, Tasks() as tasks:
+        async with (
+            trial(clock, SloLimits(max_queue_wait_s=5.0), workers) as made,
+            BackgroundTasks() as tasks,
+        ):
             for _ in range(6):
                 await made.one(10)  # so short that a bound of 60 is thought to mean little
             tasks.start(made.one(2_000, bound=60))
@@ -261,12 +270,12 @@ def test_who_waits_much_longer_than_predicted_is_turned_away() -> None:
             assert "became free in 10 s" in error.message
             await tasks.join()
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_an_unseen_bound_is_thought_to_be_filled_as_others_are() -> None:
     async def main(clock: VirtualClock) -> None:
-        async with trial(clock, Promise(), small(1, 1)) as made, Tasks() as tasks:
+        async with trial(clock, SloLimits(), small(1, 1)) as made, BackgroundTasks() as tasks:
             for _ in range(8):
                 await made.one(60)
             for _ in range(30):
@@ -275,4 +284,4 @@ def test_an_unseen_bound_is_thought_to_be_filled_as_others_are() -> None:
             assert 6 <= 30 - len(made.refused) <= 9  # 5.5 s each find a place within 30 s
             await tasks.join()
 
-    run_virtually(main)
+    run_in_virtual_time(main)

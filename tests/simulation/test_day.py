@@ -10,32 +10,32 @@ import pytest
 from dynamo.inference.blocks import BlockPool
 from dynamo.scheduling import migration
 from dynamo.scheduling.index.kv_index import KvIndex
-from dynamo.testing.day import Day, DayResult, live_through
-from dynamo.testing.day.faults import Faults
+from dynamo.testing.day import ChaosResult, ChaosScenario, run_chaos
+from dynamo.testing.day.faults import FaultSchedule
 
-BAD = Day(
+BAD = ChaosScenario(
     hours=0.06,
     workers=12,
     rate=4.0,
     num_blocks=256,
-    faults=Faults(120.0, 60.0),
+    faults=FaultSchedule(120.0, 60.0),
     deadline_s=20.0,
-    hang_up=0.5,
+    disconnect_rate=0.5,
 )
 
 
-def bad_day(**changes: Any) -> DayResult:
-    return live_through(msgspec.structs.replace(BAD, **changes))
+def bad_day(**changes: Any) -> ChaosResult:
+    return run_chaos(msgspec.structs.replace(BAD, **changes))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_all_is_answered_right_and_nothing_is_left(seed: int) -> None:
     result = bad_day(seed=seed)
-    assert result.right == result.requests > 700, result.told
+    assert result.correct == result.requests > 700, result.failure_messages
     assert not result.failed
     assert not result.leaks
     assert result.crashes > 10
-    assert result.severed > 10
+    assert result.partitioned_workers > 10
     assert result.counters["dynamo_workers_frozen_total"] > 0
     assert result.counters['dynamo_migrations_total{reason="worker_failed"}'] > 0
 
@@ -43,39 +43,39 @@ def test_all_is_answered_right_and_nothing_is_left(seed: int) -> None:
 @pytest.mark.parametrize("mode", ["round_robin", "adaptive"])
 def test_so_it_is_in_other_modes(mode: str) -> None:
     result = bad_day(mode=mode, hours=0.03)
-    assert result.right == result.requests > 300, result.told
+    assert result.correct == result.requests > 300, result.failure_messages
     assert not result.leaks
 
 
 def test_routers_that_hear_nothing_for_a_while_know_all_again() -> None:
     """Two of them, that tell each other what they send; their events are lost, too."""
-    faults = Faults(240.0, 90.0, (5.0, 20.0), deaf_every_s=20.0)
+    faults = FaultSchedule(240.0, 90.0, (5.0, 20.0), event_loss_every_s=20.0)
     result = bad_day(frontends=2, faults=faults)
-    assert result.right == result.requests > 700, result.told
+    assert result.correct == result.requests > 700, result.failure_messages
     assert not result.leaks
 
 
 def test_the_same_seed_brings_the_same_day() -> None:
-    def told() -> DayResult:
+    def told() -> ChaosResult:
         return msgspec.structs.replace(bad_day(hours=0.03), wall_s=0.0, cpu_s=0.0, resident_mb=())
 
     assert told() == told()
 
 
 def test_a_day_without_faults_has_no_gaps() -> None:
-    result = bad_day(hours=0.03, faults=Faults(0.0, 0.0))
-    assert result.right == result.requests
-    assert result.hit == result.crashes == result.partitions == 0
+    result = bad_day(hours=0.03, faults=FaultSchedule(0.0, 0.0))
+    assert result.correct == result.requests
+    assert result.stalled == result.crashes == result.partitions == 0
     assert not result.counters
 
 
 def test_a_token_lost_on_the_way_to_another_worker_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = migration.resumed
-    monkeypatch.setattr(migration, "resumed", lambda request, ids: real(request, ids[:-1]))
+    real = migration.resume_request
+    monkeypatch.setattr(migration, "resume_request", lambda request, ids: real(request, ids[:-1]))
     result = bad_day(seed=1, hang_up=0.0)
-    assert result.right < result.requests
+    assert result.correct < result.requests
     assert set(result.failed) <= {"altered", "lost or doubled", "ended wrongly"}
 
 
@@ -88,11 +88,11 @@ def test_blocks_that_are_not_given_back_are_noticed(monkeypatch: pytest.MonkeyPa
         real(self, blocks)
 
     monkeypatch.setattr(BlockPool, "release", release)
-    result = bad_day(hours=0.01, faults=Faults(0.0, 0.0))
+    result = bad_day(hours=0.01, faults=FaultSchedule(0.0, 0.0))
     assert any("blocks in use" in leak for leak in result.leaks)
 
 
 def test_an_index_that_does_not_forget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvIndex, "remove", lambda self, worker, hashes: None)
-    result = bad_day(hours=0.03, faults=Faults(0.0, 0.0))
+    result = bad_day(hours=0.03, faults=FaultSchedule(0.0, 0.0))
     assert any("blocks too many" in leak for leak in result.leaks)

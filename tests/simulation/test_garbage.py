@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 
-from dynamo.testing.day import Day, live_through
-from dynamo.testing.day.faults import Faults, Fleet
-from dynamo.testing.day.requests import Tally
+from dynamo.testing.day import ChaosScenario, run_chaos
+from dynamo.testing.day.faults import FaultSchedule, SimulatedWorkers
+from dynamo.testing.day.requests import SimulatedOutcome
 
-CALM = Faults(crash_every_s=0.0, partition_every_s=0.0)
+CALM = FaultSchedule(crash_every_s=0.0, partition_every_s=0.0)
 
 
 def test_requests_leave_no_circles() -> None:
     found: list[tuple[int, int]] = []
 
-    def look(hours: float, tally: Tally, fleet: Fleet) -> bool:
+    def look(hours: float, tally: SimulatedOutcome, fleet: SimulatedWorkers) -> bool:
         del hours, fleet
         found.append((tally.requests, gc.collect()))
         return True
@@ -22,8 +22,10 @@ def test_requests_leave_no_circles() -> None:
     gc.collect()
     gc.disable()
     try:
-        day = Day(hours=2.1, workers=4, rate=0.05, prompt_tokens=64, answer_tokens=8, faults=CALM)
-        result = live_through(day, look)
+        day = ChaosScenario(
+            hours=2.1, workers=4, rate=0.05, prompt_tokens=64, answer_tokens=8, faults=CALM
+        )
+        result = run_chaos(day, look)
     finally:
         gc.enable()
     assert not result.leaks

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tests.simulation.conftest import chats, cluster, same, unique
 
 from dynamo.core.values import Load
-from dynamo.operations.replay.cluster import Cluster
-from dynamo.operations.replay.flight import FlightLog
-from dynamo.scheduling.router.placing.fleet import Fleet
+from dynamo.operations.replay.cluster import ReplayCluster
+from dynamo.operations.replay.flight import ReplayLog
+from dynamo.scheduling.router.placing.fleet import WorkerStates
 
 
 def test_kv_routing_finds_what_workers_hold(replay):
@@ -49,7 +49,7 @@ def test_reuse_aware_eviction_outlives_a_flood(replay):
         replace(one, start_s=0.2 * at if at < 4 else 3.5 * (at - 3)) for at, one in enumerate(hot)
     ]
     flood = [
-        replace(one, turns=[replace(turn, row=turn.row + 10_000) for turn in one.turns])
+        replace(one, turns=[replace(turn, row=turn.row + 10_000) for turn in one.requests])
         for one in unique(300, 5.0, blocks=60)
     ]
     mixed = sorted([*hot, *flood], key=lambda one: one.start_s)
@@ -79,22 +79,22 @@ def test_memory_stays_flat_in_a_flood_of_unique_prompts(replay, mode):
 
 
 def test_the_index_equals_the_caches_at_the_end(replay, monkeypatch):
-    seen: list[Cluster] = []
-    enter = Cluster.__aenter__
+    seen: list[ReplayCluster] = []
+    enter = ReplayCluster.__aenter__
 
-    async def remember(self: Cluster) -> Cluster:
+    async def remember(self: ReplayCluster) -> ReplayCluster:
         seen.append(self)
         return await enter(self)
 
-    monkeypatch.setattr(Cluster, "__aenter__", remember)
+    monkeypatch.setattr(ReplayCluster, "__aenter__", remember)
     _, log = replay(chats(120, per_s=8), workers=cluster(3, num_blocks=256))
-    assert isinstance(log, FlightLog)
-    view = seen[0].view
+    assert isinstance(log, ReplayLog)
+    view = seen[0].cache_view
     assert view is not None
     for number, engine in enumerate(seen[0].engines):
-        held = {h for event in engine.held_blocks() for h in getattr(event, "hashes", ())}
+        held = {h for event in engine.snapshot_kv_events() for h in getattr(event, "hashes", ())}
         assert held
-        assert view.index.held(str(number)) == held
+        assert view.device_index.get_blocks(str(number)) == held
 
 
 def test_mode_adaptive_spreads_a_burst_and_minds_memory(replay):
@@ -112,13 +112,13 @@ def test_mode_adaptive_spreads_a_burst_and_minds_memory(replay):
 
 def test_composite_goes_by_the_memory_that_workers_report(replay, monkeypatch):
     told: dict[str, int] = {}
-    reported = Fleet.reported
+    reported = WorkerStates.on_load_report
 
-    def hear(self: Fleet, name: str, load: Load, now: float) -> None:
+    def hear(self: WorkerStates, name: str, load: Load, now: float) -> None:
         told[name] = max(told.get(name, 0), load.active_blocks)
         reported(self, name, load, now)
 
-    monkeypatch.setattr(Fleet, "reported", hear)
+    monkeypatch.setattr(WorkerStates, "on_load_report", hear)
     replay(chats(60), policy="composite")
     assert sorted(told) == ["0", "1", "2", "3"]
     assert sum(map(bool, told.values())) > 1

@@ -29,11 +29,11 @@ def told(outcome):
 @pytest.mark.parametrize("eviction", ["lru", "reuse"])
 def test_every_request_is_answered_once(replay, mode, policy, eviction):
     conversations = chats(60)
-    turns = {turn.row: turn for one in conversations for turn in one.turns}
+    turns = {turn.row: turn for one in conversations for turn in one.requests}
     result, log = replay(conversations, mode, policy, workers=cluster(eviction=eviction))
     assert result.requests == result.completed == len(turns)
     assert sorted(placing.request for placing in log.placings) == sorted(turns)
-    assert log.output_tokens == sum(turn.answer_tokens for turn in turns.values())
+    assert log.output_tokens == sum(turn.output_tokens for turn in turns.values())
     assert log.prompt_tokens == sum(turn.prompt_tokens for turn in turns.values())
     assert not log.under_way
     assert not result.errors
@@ -45,8 +45,8 @@ def test_also_where_memory_is_so_scarce_that_requests_are_preempted(replay):
     result, log = replay(conversations, workers=cluster(2, num_blocks=96))
     assert result.preemptions > 0
     assert result.evictions > 0
-    assert result.completed == sum(len(one.turns) for one in conversations)
-    assert log.output_tokens == sum(t.answer_tokens for one in conversations for t in one.turns)
+    assert result.completed == sum(len(one.requests) for one in conversations)
+    assert log.output_tokens == sum(t.output_tokens for one in conversations for t in one.requests)
 
 
 def test_a_prompt_that_no_worker_can_hold_is_told(replay):
@@ -69,7 +69,7 @@ def test_turns_wait_for_the_answer_before(replay):
     _, log = replay(conversations)
     placed = {placing.request: placing.placed_ms / 1e3 for placing in log.placings}
     for one in conversations:
-        for before, after in zip(one.turns, one.turns[1:], strict=False):
+        for before, after in zip(one.requests, one.requests[1:], strict=False):
             assert placed[after.row] > placed[before.row] + after.delay_s
 
 
@@ -78,7 +78,7 @@ def test_no_request_comes_early(replay):
     _, log = replay(conversations, "round_robin")
     placed = {placing.request: placing.placed_ms / 1e3 for placing in log.placings}
     for one in conversations:
-        assert placed[one.turns[0].row] == pytest.approx(one.start_s, abs=1e-9)
+        assert placed[one.requests[0].row] == pytest.approx(one.start_s, abs=1e-9)
 
 
 class Never(Policy):

@@ -14,13 +14,13 @@ import pytest
 from tests.unit.processes import Open, Processes
 
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 
 
 @pytest.fixture
 def process_settings() -> Settings:
     """Those of every process that `open_runtime` begins."""
-    return Settings(runtime=Runtime(drain_s=5.0))
+    return Settings(runtime=RuntimeSettings(drain_s=5.0))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
-from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime import DistributedRuntime
 
 Open = Callable[[], Awaitable[DistributedRuntime]]
@@ -55,4 +55,4 @@ def play_virtually(make: Callable[[VirtualClock], S], play: Callable[[S], Awaita
         finally:
             await stage.close()
 
-    run_virtually(main)
+    run_in_virtual_time(main)

@@ -11,14 +11,14 @@ from dynamo.application.routes import Route
 from dynamo.communication.http import Request
 from dynamo.core.errors import Unauthorized
 
-PREFLIGHT: Headers = (
+PREFLIGHT_HEADERS: Headers = (
     ("access-control-allow-methods", "GET, POST, OPTIONS"),
     ("access-control-max-age", "86400"),
 )
-EXPOSED = "x-request-id, x-dynamo-worker, retry-after"
+EXPOSED_HEADERS = "x-request-id, x-dynamo-worker, retry-after"
 
 
-class Keys:
+class ApiKeys:
     """Bearer keys; none configured lets everybody in. Compared by digest, so that the time taken
     tells nothing of a key."""
 
@@ -36,16 +36,18 @@ class Keys:
         if _digest(key.strip()) not in self._digests:
             raise Unauthorized("the API key is not known")
 
-    def guard(self, table: Mapping[str, Mapping[str, Route]]) -> dict[str, dict[str, Route]]:
+    def protect_routes(
+        self, table: Mapping[str, Mapping[str, Route]]
+    ) -> dict[str, dict[str, Route]]:
         """The same routes, for who has a key."""
         if not self._digests:
             return {path: dict(methods) for path, methods in table.items()}
         return {
-            path: {method: self._guarded(route) for method, route in methods.items()}
+            path: {method: self._protected(route) for method, route in methods.items()}
             for path, methods in table.items()
         }
 
-    def _guarded(self, route: Route) -> Route:
+    def _protected(self, route: Route) -> Route:
         def checked(exchange: Exchange) -> Awaitable[None]:
             self.check(exchange.request)
             return route(exchange)
@@ -61,26 +63,26 @@ class Cors:
     """Which web pages may read answers."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        self._any = "*" in origins
+        self._any_origin = "*" in origins
         self._origins = frozenset(origins)
 
-    def headers(self, request: Request) -> Headers:
+    def response_headers(self, request: Request) -> Headers:
         """What goes with an answer to a web page, which tells its origin."""
         origin = request.header(b"origin") or ""
-        if self._any:
+        if self._any_origin:
             return (
                 ("access-control-allow-origin", "*"),
-                ("access-control-expose-headers", EXPOSED),
+                ("access-control-expose-headers", EXPOSED_HEADERS),
             )
         if origin not in self._origins:
             return (("vary", "origin"),)
         return (
             ("access-control-allow-origin", origin),
-            ("access-control-expose-headers", EXPOSED),
+            ("access-control-expose-headers", EXPOSED_HEADERS),
             ("vary", "origin"),
         )
 
-    def preflight(self, request: Request) -> Headers:
+    def preflight_headers(self, request: Request) -> Headers:
         """What a browser wants to know before it asks."""
         wanted = request.header(b"access-control-request-headers") or "authorization, content-type"
-        return (*PREFLIGHT, ("access-control-allow-headers", wanted))
+        return (*PREFLIGHT_HEADERS, ("access-control-allow-headers", wanted))

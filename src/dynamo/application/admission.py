@@ -8,7 +8,7 @@ from collections import deque
 from dynamo.core.errors import Overloaded
 
 
-class Admission:
+class ConcurrencyLimit:
     """`limit` requests run, `waiting_limit` wait in order; the next is refused at once."""
 
     def __init__(self, limit: int, waiting_limit: int) -> None:
@@ -22,16 +22,16 @@ class Admission:
         """Requests that have no place yet."""
         return len(self._waiting)
 
-    def enter_at_once(self) -> bool:
+    def try_acquire(self) -> bool:
         """Take a place if one is free and nobody waits for it."""
         if self._waiting or self.running >= self.limit:
             return False
         self.running += 1
         return True
 
-    async def enter(self) -> None:
+    async def acquire(self) -> None:
         """Take a place, waiting if need be. Raises `Overloaded`."""
-        if self.enter_at_once():
+        if self.try_acquire():
             return
         if len(self._waiting) >= self.waiting_limit:
             raise Overloaded(
@@ -46,23 +46,23 @@ class Admission:
             await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():
-                self.leave()
+                self.release()
             elif place in self._waiting:  # not passed over since by one that left
                 self._waiting.remove(place)
             raise
 
-    def limit_to(self, limit: int, waiting_limit: int) -> None:
+    def update_limits(self, limit: int, waiting_limit: int) -> None:
         """Other limits from now on. What runs goes on; what waits is not refused afterwards."""
         self.limit, self.waiting_limit = limit, waiting_limit
-        self._fill()
+        self._admit_waiting()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the place to whoever waits longest."""
         self.running -= 1
         if self._waiting:
-            self._fill()
+            self._admit_waiting()
 
-    def _fill(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and self.running < self.limit:
             place = self._waiting.popleft()
             if not place.done():

@@ -7,29 +7,29 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from dynamo.application.access import Cors, Keys
-from dynamo.application.errors import on_error
+from dynamo.application.access import ApiKeys, Cors
+from dynamo.application.errors import render_error
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import Gateway
-from dynamo.application.generation import Generation
-from dynamo.application.ids import RequestIds, sanitised
+from dynamo.application.generation import GenerationHandler
+from dynamo.application.ids import RequestIds, sanitise_request_id
 from dynamo.application.metrics import FrontendMetrics
-from dynamo.application.models import Models
-from dynamo.application.routes import Route, Routes
-from dynamo.application.routing import RoutingPages, RoutingSource
-from dynamo.application.status import Status
-from dynamo.application.tokens import Tokens
+from dynamo.application.models import ModelsHandler
+from dynamo.application.routes import Route, RouteTable
+from dynamo.application.routing import RoutingHandler, RoutingSource
+from dynamo.application.status import StatusHandler
+from dynamo.application.tokens import TokenizationHandler
 from dynamo.communication.http import Request, Response
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, ServerStopped
-from dynamo.core.settings.schema import Server
+from dynamo.core.settings.schema import ServerSettings
 from dynamo.telemetry.logs import request_id
 from dynamo.telemetry.metrics import Registry
 
 log = logging.getLogger(__name__)
 
-BAD = 400
-CLIENT_LEFT = 499
+FIRST_ERROR_STATUS = 400
+CLIENT_CLOSED_REQUEST = 499
 
 
 class Application:
@@ -42,7 +42,7 @@ class Application:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerSettings,
         gateway: Gateway,
         clock: Clock,
         registry: Registry,
@@ -52,10 +52,10 @@ class Application:
         metrics_text: Callable[[], Awaitable[str]] | None = None,
         routing: RoutingSource | None = None,
     ) -> None:
-        self.on_error = on_error
+        self.on_error = render_error
         self.metrics = FrontendMetrics(registry)
-        self.generation = Generation(server, gateway, clock, self.metrics)
-        admission = self.generation.admission
+        self.generation = GenerationHandler(server, gateway, clock, self.metrics)
+        admission = self.generation.concurrency
         registry.gauge(
             "dynamo_frontend_inflight_requests",
             "Generation requests being answered",
@@ -69,48 +69,59 @@ class Application:
         self._clock = clock
         self._log_requests = server.log_requests
         self._cors = Cors(server.cors_origins)
-        self._ids = RequestIds()
+        self._request_ids = RequestIds()
         self._reasons = reasons
         self._facts = facts
         self._gateway = gateway
-        status = Status(
-            clock, registry, reasons=self._unwell, facts=self._told, metrics_text=metrics_text
+        status = StatusHandler(
+            clock,
+            registry,
+            reasons=self._unhealthy_reasons,
+            facts=self._health_facts,
+            metrics_text=metrics_text,
         )
-        self._routes = Routes({**self._keyed(server, routing), **status.table()})
+        self._routes = RouteTable(
+            {**self._authenticated_routes(server, routing), **status.routes()}
+        )
 
-    def limit(self, server: Server) -> None:
+    def update_settings(self, server: ServerSettings) -> None:
         """From now on these limits hold, and this of `log_requests`."""
-        self.generation.limit(server)
+        self.generation.update_settings(server)
         self._log_requests = server.log_requests
 
-    def _keyed(self, server: Server, routing: RoutingSource | None) -> dict[str, dict[str, Route]]:
-        models, tokens = Models(self._gateway), Tokens(self._gateway, server.unknown_roles)
+    def _authenticated_routes(
+        self, server: ServerSettings, routing: RoutingSource | None
+    ) -> dict[str, dict[str, Route]]:
+        models, tokens = (
+            ModelsHandler(self._gateway),
+            TokenizationHandler(self._gateway, server.unknown_roles),
+        )
         generating: dict[str, dict[str, Route]] = {
             "/v1/chat/completions": {"POST": self.generation.chat},
             "/v1/completions": {"POST": self.generation.complete},
         }
-        self._generating = frozenset(generating)
-        pages = RoutingPages(routing).table() if routing is not None else {}
-        return Keys(server.api_keys).guard(
+        self._generation_paths = frozenset(generating)
+        pages = RoutingHandler(routing).routes() if routing is not None else {}
+        return ApiKeys(server.api_keys).protect_routes(
             {
                 **generating,
-                "/v1/models": {"GET": models.every},
-                "/v1/models/": {"GET": models.one},
+                "/v1/models": {"GET": models.list_models},
+                "/v1/models/": {"GET": models.get_model},
                 "/tokenize": {"POST": tokens.tokenize},
                 "/detokenize": {"POST": tokens.detokenize},
                 **pages,
             }
         )
 
-    def _unwell(self) -> Mapping[str, str]:
-        reason = self._gateway.reason
+    def _unhealthy_reasons(self) -> Mapping[str, str]:
+        reason = self._gateway.not_ready_reason
         unserved = {"models": reason} if reason else {}
         return {**unserved, **self._reasons()}
 
-    def _told(self) -> Mapping[str, Any]:
+    def _health_facts(self) -> Mapping[str, Any]:
         return {
             "gpu_memory_usage": None,
-            "active_requests": self.generation.admission.running,
+            "active_requests": self.generation.concurrency.running,
             "models": list(self._gateway.models),
             **self._facts(),
         }
@@ -118,13 +129,17 @@ class Application:
     async def handle(self, request: Request, response: Response) -> None:
         """One request."""
         headers = request.headers
-        given = sanitised(request.header(b"x-request-id")) if b"x-request-id" in headers else ""
-        own = self._ids.unique(given) if given else self._ids.new()
-        shared = self._cors.headers(request) if b"origin" in headers else ()
+        given = (
+            sanitise_request_id(request.header(b"x-request-id"))
+            if b"x-request-id" in headers
+            else ""
+        )
+        own = self._request_ids.make_unique(given) if given else self._request_ids.generate()
+        shared = self._cors.response_headers(request) if b"origin" in headers else ()
         exchange = Exchange(request, response, own, given or own, shared)
         request_id.set(own)
         started = self._clock.now()
-        status = CLIENT_LEFT
+        status = CLIENT_CLOSED_REQUEST
         try:
             if request.method == "OPTIONS":
                 route: Route = self._preflight
@@ -132,27 +147,27 @@ class Application:
                 route = self._routes.find(request.method, request.path)
             await route(exchange)
         except DynamoError as error:
-            exchange.fail(error)
+            exchange.send_error(error)
         except asyncio.CancelledError:
             if response.open:  # the client has not left: this server does
                 hint = "send it again; --drain gives requests in flight more time"
-                exchange.fail(ServerStopped("the server stopped amid the answer", hint=hint))
+                exchange.send_error(ServerStopped("the server stopped amid the answer", hint=hint))
             raise
         except Exception:
             log.exception("request failed")
-            exchange.fail(InternalError("internal error", hint="the server's log says more"))
+            exchange.send_error(InternalError("internal error", hint="the server's log says more"))
         finally:
             if response.ended:
-                status = exchange.failed or response.status
-            self._ended(exchange, status, self._clock.now() - started)
+                status = exchange.error_status or response.status
+            self._record_response(exchange, status, self._clock.now() - started)
 
     async def _preflight(self, exchange: Exchange) -> None:
-        headers = (*exchange.headers, *self._cors.preflight(exchange.request))
+        headers = (*exchange.headers, *self._cors.preflight_headers(exchange.request))
         exchange.response.send(204, headers, b"")
 
-    def _ended(self, exchange: Exchange, status: int, seconds: float) -> None:
+    def _record_response(self, exchange: Exchange, status: int, seconds: float) -> None:
         path = exchange.request.path
-        if exchange.model or (path in self._generating and status >= BAD):
+        if exchange.model or (path in self._generation_paths and status >= FIRST_ERROR_STATUS):
             self.metrics.requests.labels(exchange.model, path, str(status)).inc()
         if self._log_requests:
             fields: dict[str, Any] = {
@@ -161,10 +176,10 @@ class Application:
                 "status": status,
                 "seconds": round(seconds, 6),
             }
-            if exchange.shown_id != exchange.id:
-                fields["client_id"] = exchange.shown_id
+            if exchange.client_request_id != exchange.request_id:
+                fields["client_id"] = exchange.client_request_id
             if exchange.model:
-                fields |= {"model": exchange.model, "stream": exchange.streams}
-            if exchange.code:
-                fields["code"] = exchange.code
+                fields |= {"model": exchange.model, "stream": exchange.streaming}
+            if exchange.error_code:
+                fields["code"] = exchange.error_code
             log.info("request", extra={"fields": fields})

@@ -8,13 +8,13 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.body import decode_body
-from dynamo.application.format import Kind
+from dynamo.application.format import ResponseTemplate
 from dynamo.application.logprobs import chat_logprobs
-from dynamo.application.messages import normalised
+from dynamo.application.messages import normalise_messages
 from dynamo.application.options import (
-    HARMLESS,
+    NEUTRAL_VALUES,
     GenerationBody,
-    Unsupporteds,
+    UnsupportedFields,
     text_options,
 )
 from dynamo.communication.http import Request
@@ -50,8 +50,8 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ChatBody)
-_unsupported = Unsupporteds(
-    HARMLESS
+_unsupported = UnsupportedFields(
+    NEUTRAL_VALUES
     | {
         "audio": (),
         "modalities": (["text"],),
@@ -76,7 +76,7 @@ def read_chat(request: Request) -> ChatBody:
 def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
     """The request for the processor. Raises `InvalidRequest`."""
     _unsupported.check(body)
-    messages = normalised(body.messages, unknown_roles)
+    messages = normalise_messages(body.messages, unknown_roles)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
     template_args = body.chat_template_kwargs or {}
@@ -92,13 +92,13 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
         model=model,
         messages=messages,
         options=options,
-        tools=_tools(body) if body.tools or body.tool_choice else (),
+        tools=_check_tools(body) if body.tools or body.tool_choice else (),
         template_args=template_args,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
 
 
-def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
+def _check_tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
     """Templates may show tools; calls are not parsed out of the answer yet, so an answer that
     could hold one is refused rather than leaked as text."""
     choice = body.tool_choice
@@ -114,19 +114,19 @@ def _tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
     return tuple(body.tools or ())
 
 
-def _message(text: str) -> dict[str, Any]:
+def _message_field(text: str) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text}}
 
 
-CHAT = Kind(
-    prefix="chatcmpl-",
-    event="chat.completion.chunk",
-    whole="chat.completion",
-    before=b'"delta":{"content":',
-    after=b"}",
-    opening=b'"delta":{"role":"assistant","content":""',
-    nothing=b'"delta":{}',
-    said=_message,
-    logprobs=chat_logprobs,
+CHAT_RESPONSE = ResponseTemplate(
+    id_prefix="chatcmpl-",
+    chunk_object="chat.completion.chunk",
+    response_object="chat.completion",
+    before_text=b'"delta":{"content":',
+    after_text=b"}",
+    first_delta=b'"delta":{"role":"assistant","content":""',
+    empty_delta=b'"delta":{}',
+    make_text_field=_message_field,
+    make_logprobs=chat_logprobs,
 )
 """Its answers."""

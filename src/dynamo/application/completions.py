@@ -9,14 +9,20 @@ import msgspec
 from msgspec import Meta
 
 from dynamo.application.body import decode_body
-from dynamo.application.format import Kind
+from dynamo.application.format import ResponseTemplate
 from dynamo.application.logprobs import completion_logprobs
-from dynamo.application.options import HARMLESS, Count, GenerationBody, Unsupporteds, text_options
+from dynamo.application.options import (
+    NEUTRAL_VALUES,
+    GenerationBody,
+    TokenCount,
+    UnsupportedFields,
+    text_options,
+)
 from dynamo.communication.http import Request
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import CompletionRequest, TextOptions
 
-MAX_CHOICES = 2048
+MAX_TOTAL_CHOICES = 2048
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
@@ -25,7 +31,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     """OpenAI's completion request."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Count | None = None
+    max_tokens: TokenCount | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 
@@ -35,8 +41,8 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)
-_unsupported = Unsupporteds(
-    HARMLESS | {"suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
+_unsupported = UnsupportedFields(
+    NEUTRAL_VALUES | {"suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
 )
 
 
@@ -49,10 +55,10 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
     """One request for the processor per prompt. Raises `InvalidRequest`."""
     _unsupported.check(body)
     options: TextOptions = text_options(body, body.max_tokens, body.logprobs)
-    prompts = _prompts(body.prompt)
-    if len(prompts) * options.n > MAX_CHOICES:
+    prompts = _split_prompts(body.prompt)
+    if len(prompts) * options.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(
-            f"prompt: {len(prompts)} prompts times n {options.n} is over {MAX_CHOICES}",
+            f"prompt: {len(prompts)} prompts times n {options.n} is over {MAX_TOTAL_CHOICES}",
             param="prompt",
         )
     echo = bool(body.echo)
@@ -65,7 +71,7 @@ def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequ
     return [CompletionRequest(model, prompt, options, echo) for prompt in prompts]
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | bytes]:
+def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -76,15 +82,15 @@ def _prompts(prompt: str | list[Any]) -> list[str | bytes]:
             "prompt: expected str, a list of str, token ids, or lists of token ids", param="prompt"
         )
     if first is int:
-        return [packed(prompt)]
+        return [pack_token_ids(prompt)]
     if first is str:
         return list(prompt)
     if [] in prompt:
         raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
-    return [packed(ids) for ids in prompt]
+    return [pack_token_ids(ids) for ids in prompt]
 
 
-def packed(ids: list[int]) -> bytes:
+def pack_token_ids(ids: list[int]) -> bytes:
     """Token ids as little-endian u32. Raises `InvalidRequest` for what is none."""
     try:
         return struct.pack(f"<{len(ids)}I", *ids)
@@ -92,19 +98,19 @@ def packed(ids: list[int]) -> bytes:
         raise InvalidRequest("token ids are whole numbers from 0", param="prompt") from None
 
 
-def _text(text: str) -> dict[str, Any]:
+def _text_field(text: str) -> dict[str, Any]:
     return {"text": text}
 
 
-COMPLETION = Kind(
-    prefix="cmpl-",
-    event="text_completion",
-    whole="text_completion",
-    before=b'"text":',
-    after=b"",
-    opening=b"",
-    nothing=b'"text":""',
-    said=_text,
-    logprobs=completion_logprobs,
+COMPLETION_RESPONSE = ResponseTemplate(
+    id_prefix="cmpl-",
+    chunk_object="text_completion",
+    response_object="text_completion",
+    before_text=b'"text":',
+    after_text=b"",
+    first_delta=b"",
+    empty_delta=b'"text":""',
+    make_text_field=_text_field,
+    make_logprobs=completion_logprobs,
 )
 """Its answers."""

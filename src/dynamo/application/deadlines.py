@@ -13,7 +13,7 @@ TIMEOUT_HEADER = b"x-dynamo-timeout"
 """The client's own limit of the whole request, in seconds."""
 
 
-def asked_limit_s(header: str) -> float:
+def parse_timeout_header(header: str) -> float:
     """What a client asks for by that header, a duration as settings have them. Raises
     `InvalidRequest`."""
     try:
@@ -31,11 +31,11 @@ def asked_limit_s(header: str) -> float:
 class Deadline:
     """One request's limit. `expired`: its task was cancelled for it, not by the client."""
 
-    __slots__ = ("expired", "task", "when")
+    __slots__ = ("expired", "expires_at", "task")
 
     def __init__(self, task: asyncio.Task[object], when: float) -> None:
         self.task = task
-        self.when = when
+        self.expires_at = when
         self.expired = False
 
 
@@ -43,9 +43,9 @@ class Deadlines:
     """Cancels the task of a request that takes longer than `limit_s`."""
 
     def __init__(self, clock: Clock, limit_s: float) -> None:
-        self.limit_s = limit_s
+        self.timeout_s = limit_s
         self._clock = clock
-        self._running: dict[int, Deadline] = {}
+        self._active: dict[int, Deadline] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -56,23 +56,23 @@ class Deadlines:
         task = asyncio.current_task(self._loop)
         if task is None:
             raise RuntimeError("a deadline needs a task")
-        deadline = Deadline(task, now + self.limit_s)
-        self._running[id(deadline)] = deadline
+        deadline = Deadline(task, now + self.timeout_s)
+        self._active[id(deadline)] = deadline
         if self._timer is None:
-            self._arm(self.limit_s)
+            self._schedule_expiry(self.timeout_s)
         return deadline
 
     def stop(self, deadline: Deadline) -> None:
         """The task is done with it; a cancelled task's traceback must not lead back to the task."""
-        self._running.pop(id(deadline), None)
+        self._active.pop(id(deadline), None)
         del deadline.task
 
-    def translate(self, deadline: Deadline) -> None:
+    def raise_if_expired(self, deadline: Deadline) -> None:
         """In an `except CancelledError`: raise `DeadlineExceeded` if that is why."""
         if deadline.expired:
             deadline.task.uncancel()
             raise DeadlineExceeded(
-                f"the request took longer than {self.limit_s:g} s",
+                f"the request took longer than {self.timeout_s:g} s",
                 hint="server.request_timeout or the request's x-dynamo-timeout is the limit",
             ) from None
 
@@ -82,16 +82,16 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _arm(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._expire)
+    def _schedule_expiry(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._cancel_expired)
 
-    def _expire(self) -> None:
+    def _cancel_expired(self) -> None:
         self._timer = None
         now = self._clock.now()
-        for key, deadline in list(self._running.items()):
-            if deadline.when > now:
-                self._arm(deadline.when - now)
+        for key, deadline in list(self._active.items()):
+            if deadline.expires_at > now:
+                self._schedule_expiry(deadline.expires_at - now)
                 return
-            del self._running[key]
+            del self._active[key]
             deadline.expired = True
             deadline.task.cancel()

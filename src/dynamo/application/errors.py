@@ -10,7 +10,7 @@ from dynamo.core.errors import DynamoError, MethodNotAllowed
 
 Headers = tuple[tuple[str, str], ...]
 
-STATUS = {
+STATUS_BY_CODE = {
     "invalid_request": 400,
     "context_length_exceeded": 400,
     "unsupported": 400,
@@ -36,7 +36,7 @@ STATUS = {
     "server_stopped": 503,
     "deadline_exceeded": 504,
 }
-TYPES = {
+ERROR_TYPE_BY_STATUS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -47,7 +47,7 @@ TYPES = {
     504: "timeout_error",
 }
 DEFAULT_RETRY_AFTER_S = 1.0
-AGAIN = "nothing is wrong with the request: send it again"
+RETRY_HINT = "nothing is wrong with the request: send it again"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def status_of(error: DynamoError) -> int:
     """The HTTP status of an error; a code that is not listed takes its base class's."""
     for cls in type(error).__mro__:
-        status = STATUS.get(getattr(cls, "code", ""))
+        status = STATUS_BY_CODE.get(getattr(cls, "code", ""))
         if status is not None:
             return status
     return 500
@@ -72,8 +72,8 @@ def status_of(error: DynamoError) -> int:
 
 def error_body(error: DynamoError, request_id: str) -> bytes:
     """`{"error": {...}}`."""
-    kind = TYPES.get(status_of(error), "invalid_request_error")
-    hint = error.hint or (AGAIN if error.retryable else None)
+    kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
+    hint = error.hint or (RETRY_HINT if error.retryable else None)
     body = ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
     return msgspec.json.encode({"error": body})
 
@@ -100,6 +100,6 @@ def error_headers(error: DynamoError) -> Headers:
     return ()
 
 
-def on_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
+def render_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
     """The HTTP server's hook for what never reached a route."""
     return status_of(error), error_body(error, request_id)

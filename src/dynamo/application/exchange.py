@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dynamo.application.errors import Headers, error_body, error_headers, status_of
-from dynamo.application.sse import HEADERS as STREAM_HEADERS
+from dynamo.application.sse import SSE_HEADERS as STREAM_HEADERS
 from dynamo.application.sse import error_event
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
 
-JSON = ("content-type", "application/json")
+JSON_CONTENT_TYPE = ("content-type", "application/json")
 
 
 class Exchange:
@@ -16,15 +16,15 @@ class Exchange:
     status that tells how it ended, also in the middle of a stream."""
 
     __slots__ = (
-        "code",
-        "failed",
+        "client_request_id",
+        "error_code",
+        "error_status",
         "headers",
-        "id",
         "model",
         "request",
+        "request_id",
         "response",
-        "shown_id",
-        "streams",
+        "streaming",
     )
 
     def __init__(
@@ -32,28 +32,28 @@ class Exchange:
     ) -> None:
         self.request = request
         self.response = response
-        self.id = request_id
-        self.shown_id = shown_id
+        self.request_id = request_id
+        self.client_request_id = shown_id
         self.headers = (("x-request-id", shown_id), *headers)
         self.model = ""
-        self.streams = False
-        self.failed = 0
-        self.code = ""
+        self.streaming = False
+        self.error_status = 0
+        self.error_code = ""
 
     def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
         """The whole answer."""
-        self.response.send(status, (JSON, *self.headers, *extra), body)
+        self.response.send(status, (JSON_CONTENT_TYPE, *self.headers, *extra), body)
 
     def start_stream(self, worker: str) -> None:
         """The head of a stream of events."""
         extra = (("x-dynamo-worker", worker),) if worker else ()
         self.response.start(200, (*STREAM_HEADERS, *self.headers, *extra))
 
-    def fail(self, error: DynamoError) -> None:
+    def send_error(self, error: DynamoError) -> None:
         """End with `error`: by status while nothing was sent, by an event after that."""
-        self.failed, self.code = status_of(error), error.code
-        body = error_body(error, self.shown_id)
+        self.error_status, self.error_code = status_of(error), error.code
+        body = error_body(error, self.client_request_id)
         if not self.response.started:
-            self.send_json(self.failed, body, error_headers(error))
+            self.send_json(self.error_status, body, error_headers(error))
         elif not self.response.ended:
             self.response.end(error_event(body))

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from dynamo.application.usage import Tally
-from dynamo.core.text import TextFinish, TokenText
+from dynamo.application.usage import UsageCounter
+from dynamo.core.text import DecodedTokenLogprob, TextFinish
 
 _encode = msgspec.json.encode
-_UNENDED = b',"logprobs":null,"finish_reason":null}]'
+_UNFINISHED = b',"logprobs":null,"finish_reason":null}]'
 
 
-class Kind(msgspec.Struct, frozen=True):
+class ResponseTemplate(msgspec.Struct, frozen=True):
     """What tells the answers of one route from those of others.
 
     `event`, `whole`: the `object` of an event, and of a whole answer. `before`, `after`: JSON
@@ -23,91 +23,124 @@ class Kind(msgspec.Struct, frozen=True):
     `logprobs(tokens)`: theirs.
     """
 
-    prefix: str
-    event: str
-    whole: str
-    before: bytes
-    after: bytes
-    opening: bytes
-    nothing: bytes
-    said: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[Sequence[TokenText]], Any]
+    id_prefix: str
+    chunk_object: str
+    response_object: str
+    before_text: bytes
+    after_text: bytes
+    first_delta: bytes
+    empty_delta: bytes
+    make_text_field: Callable[[str], dict[str, Any]]
+    make_logprobs: Callable[[Sequence[DecodedTokenLogprob]], Any]
 
 
-class Format:
+class ResponseEncoder:
     """The JSON of one request's answer. Prepared once; a token costs the joining of three pieces:
     `prefix`, its text as a JSON string, `suffix`. `usage`: events name it, as null but in the
     last."""
 
-    __slots__ = ("_base", "_created", "_id", "_kind", "_model", "_tail", "suffix")
+    __slots__ = (
+        "_chunk_end",
+        "_chunk_start",
+        "_created",
+        "_model",
+        "_response_id",
+        "_template",
+        "text_suffix",
+    )
 
     def __init__(
-        self, kind: Kind, request_id: str, model: str, created: int, *, usage: bool
+        self,
+        kind: ResponseTemplate,
+        request_id: str,
+        model: str,
+        created: int,
+        *,
+        include_usage: bool,
     ) -> None:
-        answer_id = kind.prefix + request_id
-        self._kind = kind
-        self._id, self._created, self._model = answer_id, created, model
-        self._base = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
+        answer_id = kind.id_prefix + request_id
+        self._template = kind
+        self._response_id, self._created, self._model = answer_id, created, model
+        self._chunk_start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
             _encode(answer_id),
-            _encode(kind.event),
+            _encode(kind.chunk_object),
             created,
             _encode(model),
         )
-        self._tail = b',"usage":null}\n\n' if usage else b"}\n\n"
-        self.suffix = kind.after + _UNENDED + self._tail
+        self._chunk_end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self.text_suffix = kind.after_text + _UNFINISHED + self._chunk_end
 
-    def prefix(self, choice: int) -> bytes:
+    def text_prefix(self, choice: int) -> bytes:
         """What stands before the JSON string of a text."""
-        return self._base + b'{"index":%d,%b' % (choice, self._kind.before)
+        return self._chunk_start + b'{"index":%d,%b' % (choice, self._template.before_text)
 
-    def opening(self, choice: int) -> bytes:
+    def encode_first_chunk(self, choice: int) -> bytes:
         """The event before the first text; b"" where there is none."""
-        opening = self._kind.opening
-        return self._base + b'{"index":%d,%b%b' % (choice, opening, self.suffix) if opening else b""
+        opening = self._template.first_delta
+        return (
+            self._chunk_start + b'{"index":%d,%b%b' % (choice, opening, self.text_suffix)
+            if opening
+            else b""
+        )
 
-    def event(self, choice: int, text: str, logprobs: Sequence[TokenText]) -> bytes:
+    def encode_text_chunk(
+        self, choice: int, text: str, logprobs: Sequence[DecodedTokenLogprob]
+    ) -> bytes:
         """One text with its tokens' logprobs."""
-        kind = self._kind
+        kind = self._template
         form = b'{"index":%d,%b%b%b,"logprobs":%b,"finish_reason":null}]%b'
-        told = _encode(kind.logprobs(logprobs))
+        told = _encode(kind.make_logprobs(logprobs))
         said = _encode(text)
-        return self._base + form % (choice, kind.before, said, kind.after, told, self._tail)
+        return self._chunk_start + form % (
+            choice,
+            kind.before_text,
+            said,
+            kind.after_text,
+            told,
+            self._chunk_end,
+        )
 
-    def finish(self, choice: int, end: TextFinish) -> bytes:
+    def encode_finish_chunk(self, choice: int, end: TextFinish) -> bytes:
         """The last event of a choice."""
         form = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
         reason, stop = _encode(end.reason), _encode(end.stop)
-        return self._base + form % (choice, self._kind.nothing, reason, stop, self._tail)
+        return self._chunk_start + form % (
+            choice,
+            self._template.empty_delta,
+            reason,
+            stop,
+            self._chunk_end,
+        )
 
-    def usage(self, tally: Tally) -> bytes:
+    def encode_usage_chunk(self, tally: UsageCounter) -> bytes:
         """The event that carries nothing but usage."""
-        return self._base + b'],"usage":%b}\n\n' % _encode(tally.usage())
+        return self._chunk_start + b'],"usage":%b}\n\n' % _encode(tally.to_dict())
 
-    def whole(
+    def encode_response(
         self,
         texts: Sequence[str],
-        logprobs: Sequence[Sequence[TokenText] | None],
+        logprobs: Sequence[Sequence[DecodedTokenLogprob] | None],
         ends: Sequence[TextFinish],
-        tally: Tally,
+        tally: UsageCounter,
     ) -> bytes:
         """The unary answer."""
-        kind = self._kind
+        kind = self._template
         choices = [
             {
                 "index": index,
-                **kind.said(text),
-                "logprobs": None if tokens is None else kind.logprobs(tokens),
+                **kind.make_text_field(text),
+                "logprobs": None if tokens is None else kind.make_logprobs(tokens),
                 "finish_reason": end.reason,
                 "stop_reason": end.stop,
             }
             for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
         ]
         answer = {
-            "id": self._id,
-            "object": kind.whole,
+            "id": self._response_id,
+            "object": kind.response_object,
             "created": self._created,
             "model": self._model,
             "choices": choices,
-            "usage": tally.usage(),
+            "usage": tally.to_dict(),
         }
         return _encode(answer)

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.errors import ModelNotFound, NotReady
+from dynamo.core.errors import ModelNotFound, ModelNotReady
 from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
 
-DEFAULT = "default"
+DEFAULT_MODEL = "default"
 RETRY_AFTER_S = 2.0
-NAMES_SHOWN = 20
+MAX_NAMES_SHOWN = 20
 
 
 class TextProcessor(Protocol):
@@ -39,7 +39,7 @@ class TextProcessor(Protocol):
         """The text of each token id by itself."""
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     """A model that can be asked for: under `names`, the first of which is its id. `derived`: it
     is made of others, so that `default` means one of those where there is any."""
 
@@ -55,28 +55,28 @@ class Gateway:
     """Models by name. `default` is always answered, by the first model that is not derived."""
 
     def __init__(self) -> None:
-        self._models: dict[str, Served] = {}
-        self._preparing: dict[str, str] = {}
-        self._reason = "no model has been announced yet"
+        self._models: dict[str, ServedModel] = {}
+        self._pending: dict[str, str] = {}
+        self._no_models_reason = "no model has been announced yet"
 
-    def prepare(self, name: str, reason: str) -> None:
+    def set_pending(self, name: str, reason: str) -> None:
         """`name` will be served; `reason` says what it waits for."""
-        self._preparing[name] = reason
+        self._pending[name] = reason
 
-    def waiting(self, reason: str) -> None:
+    def set_no_models_reason(self, reason: str) -> None:
         """Why there is no model at all."""
-        self._reason = reason
+        self._no_models_reason = reason
 
-    def add(self, served: Served) -> None:
+    def add(self, served: ServedModel) -> None:
         """Serve a model; a name that is there is replaced. Derived ones stand behind the others."""
         for name in served.names:
-            self._preparing.pop(name, None)
+            self._pending.pop(name, None)
             self._models[name] = served
         self._models = dict(sorted(self._models.items(), key=lambda one: one[1].derived))
 
     def remove(self, name: str) -> None:
         """Serve it no longer, under any of its names."""
-        self._preparing.pop(name, None)
+        self._pending.pop(name, None)
         served = self._models.get(name)
         if served is not None:
             self._models = {
@@ -84,48 +84,49 @@ class Gateway:
             }
 
     @property
-    def models(self) -> dict[str, Served]:
+    def models(self) -> dict[str, ServedModel]:
         """Every served name, in order of arrival."""
         return self._models
 
     @property
-    def reason(self) -> str:
+    def not_ready_reason(self) -> str:
         """Why nothing is served; "" when something is."""
         if self._models:
             return ""
-        if self._preparing:
-            return "; ".join(f"{name}: {reason}" for name, reason in self._preparing.items())
-        return self._reason
+        if self._pending:
+            return "; ".join(f"{name}: {reason}" for name, reason in self._pending.items())
+        return self._no_models_reason
 
     def require_ready(self) -> None:
         """Raises `NotReady` while there is no model."""
         if not self._models:
-            raise NotReady(
-                f"no model is ready: {self.reason}",
+            raise ModelNotReady(
+                f"no model is ready: {self.not_ready_reason}",
                 hint="try again in a moment; /health says more",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def find(self, name: str) -> tuple[str, Served]:
+    def find(self, name: str) -> tuple[str, ServedModel]:
         """The name to show, and the model. Raises `ModelNotFound` or `NotReady`."""
         served = self._models.get(name)
         if served is not None:
             return name, served
-        if name in self._preparing:
-            raise NotReady(
-                f"model {name!r} is not ready: {self._preparing[name]}",
+        if name in self._pending:
+            raise ModelNotReady(
+                f"model {name!r} is not ready: {self._pending[name]}",
                 retry_after_s=RETRY_AFTER_S,
             )
         self.require_ready()
-        if name == DEFAULT:
+        if name == DEFAULT_MODEL:
             served = next(iter(self._models.values()))
             return served.names[0], served
         raise ModelNotFound(
-            f"there is no model {name[:200]!r}; there is {_listed(self._models)}", param="model"
+            f"there is no model {name[:200]!r}; there is {_format_names(self._models)}",
+            param="model",
         )
 
 
-def _listed(names: Mapping[str, Served]) -> str:
-    shown = [repr(name) for name in list(names)[:NAMES_SHOWN]]
+def _format_names(names: Mapping[str, ServedModel]) -> str:
+    shown = [repr(name) for name in list(names)[:MAX_NAMES_SHOWN]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dynamo.core.text import TokenText
+from dynamo.core.text import DecodedTokenLogprob
 
 
-class TopToken(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class ChatToken(msgspec.Struct, frozen=True):
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[TopToken]
+    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
     """`choices[].logprobs` of a chat answer."""
 
-    content: list[ChatToken]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -38,36 +38,37 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float]]
 
 
-def chat_logprobs(tokens: Sequence[TokenText]) -> ChatLogprobs:
+def chat_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> ChatLogprobs:
     """One entry a token."""
     return ChatLogprobs(
         [
-            ChatToken(
+            ChatTokenLogprob(
                 one.token,
                 one.logprob,
                 list(one.raw),
-                [TopToken(text, logprob, list(raw)) for text, raw, logprob in one.top],
+                [TopLogprob(text, logprob, list(raw)) for text, raw, logprob in one.top],
             )
             for one in tokens
         ]
     )
 
 
-def completion_logprobs(tokens: Sequence[TokenText]) -> CompletionLogprobs:
+def completion_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> CompletionLogprobs:
     """The token itself is among its `top_logprobs`, as one more where it is none of the best."""
-    names = [_named(one.token, one.raw) for one in tokens]
+    names = [_token_string(one.token, one.raw) for one in tokens]
     return CompletionLogprobs(
         [one.offset for one in tokens],
         [one.logprob for one in tokens],
         names,
         [
-            {_named(text, raw): logprob for text, raw, logprob in one.top} | {name: one.logprob}
+            {_token_string(text, raw): logprob for text, raw, logprob in one.top}
+            | {name: one.logprob}
             for name, one in zip(names, tokens, strict=True)
         ],
     )
 
 
-def _named(text: str, raw: bytes) -> str:
+def _token_string(text: str, raw: bytes) -> str:
     """As OpenAI has it: `bytes:\\xf0\\x9f` where bytes alone are no text."""
     if "\ufffd" not in text or text.encode() == raw:
         return text

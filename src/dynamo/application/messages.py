@@ -11,11 +11,18 @@ from dynamo.core.errors import InvalidRequest, Unsupported
 
 log = logging.getLogger(__name__)
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PART_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
 
 
-def normalised(messages: list[dict[str, Any]], unknown_roles: str) -> tuple[dict[str, Any], ...]:
+def normalise_messages(
+    messages: list[dict[str, Any]], unknown_roles: str
+) -> tuple[dict[str, Any], ...]:
     """Every message with `content` as one string. `unknown_roles`: "reject" or "warn" (drop).
 
     Raises `InvalidRequest` naming the message and field.
@@ -25,26 +32,26 @@ def normalised(messages: list[dict[str, Any]], unknown_roles: str) -> tuple[dict
     kept = []
     for index, message in enumerate(messages):
         role = message.get("role")
-        if role in ROLES:
+        if role in KNOWN_ROLES:
             content = message.get("content")
             if type(content) is str and "tool_calls" not in message:
                 kept.append(message)
             else:
-                kept.append(_flattened(message, content, index))
+                kept.append(_flatten_content(message, content, index))
         else:
-            _unknown(role, index, unknown_roles)
+            _handle_unknown_role(role, index, unknown_roles)
     if not kept:
         raise InvalidRequest("messages: none with a known role", param="messages")
     return tuple(kept)
 
 
-def _unknown(role: Any, index: int, unknown_roles: str) -> None:
+def _handle_unknown_role(role: Any, index: int, unknown_roles: str) -> None:
     field = f"messages[{index}].role"
     if role is None:
         raise InvalidRequest(f"{field}: required, and missing", param=field)
     if not isinstance(role, str):
         raise InvalidRequest(f"{field}: expected str", param=field)
-    known = ", ".join(ROLES)
+    known = ", ".join(KNOWN_ROLES)
     if unknown_roles != "warn":
         raise InvalidRequest(
             f"{field}: unknown role {role[:64]!r}", hint=f"known: {known}", param=field
@@ -52,11 +59,13 @@ def _unknown(role: Any, index: int, unknown_roles: str) -> None:
     log.warning("message dropped: unknown role", extra={"fields": {"role": role[:64]}})
 
 
-def _flattened(message: dict[str, Any], content: Any, index: int) -> dict[str, Any]:
+def _flatten_content(message: dict[str, Any], content: Any, index: int) -> dict[str, Any]:
     field = f"messages[{index}].content"
     calls = message.get("tool_calls")
     if calls:
-        message = message | {"tool_calls": _calls(calls, f"messages[{index}].tool_calls")}
+        message = message | {
+            "tool_calls": _decode_tool_calls(calls, f"messages[{index}].tool_calls")
+        }
     elif "tool_calls" in message:  # null or none at all: templates ask whether it is there
         message = {key: value for key, value in message.items() if key != "tool_calls"}
     if isinstance(content, str):
@@ -67,11 +76,11 @@ def _flattened(message: dict[str, Any], content: Any, index: int) -> dict[str, A
         return message | {"content": message.get("refusal") or ""}
     if not isinstance(content, list):
         raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
-    texts = [_part(part, f"{field}[{number}]") for number, part in enumerate(content)]
+    texts = [_part_text(part, f"{field}[{number}]") for number, part in enumerate(content)]
     return message | {"content": "\n".join(texts)}
 
 
-def _part(part: Any, field: str) -> str:
+def _part_text(part: Any, field: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -79,7 +88,7 @@ def _part(part: Any, field: str) -> str:
     kind = part.get("type")
     if not isinstance(kind, str):
         raise InvalidRequest(f"{field}.type: expected str", param=f"{field}.type")
-    key = _TEXT_PARTS.get(kind)
+    key = _TEXT_PART_FIELDS.get(kind)
     if key is None:
         raise Unsupported(
             f"{field}: parts of type {kind[:64]!r} are not supported yet",
@@ -92,7 +101,7 @@ def _part(part: Any, field: str) -> str:
     return text
 
 
-def _calls(calls: Any, field: str) -> list[dict[str, Any]]:
+def _decode_tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: templates write them out again."""
     if not isinstance(calls, list):
         raise InvalidRequest(f"{field}: expected a list", param=field)
@@ -106,12 +115,12 @@ def _calls(calls: Any, field: str) -> list[dict[str, Any]]:
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            function = function | {"arguments": _arguments(arguments)}
+            function = function | {"arguments": _decode_arguments(arguments)}
         read.append(call | {"function": function})
     return read
 
 
-def _arguments(text: str) -> Any:
+def _decode_arguments(text: str) -> Any:
     try:
         return msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

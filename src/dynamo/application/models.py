@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dynamo.application.exchange import Exchange
-from dynamo.application.gateway import Gateway, Served
+from dynamo.application.gateway import Gateway, ServedModel
 
 
 class ModelBody(msgspec.Struct, frozen=True):
@@ -19,24 +19,24 @@ class ModelBody(msgspec.Struct, frozen=True):
     object: str = "model"
 
 
-class Models:
+class ModelsHandler:
     """Every served name is a model of its own; `root` tells an alias from its model."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def every(self, exchange: Exchange) -> None:
+    async def list_models(self, exchange: Exchange) -> None:
         """GET /v1/models."""
         self._gateway.require_ready()
-        data = [_body(name, served) for name, served in self._gateway.models.items()]
+        data = [_model_body(name, served) for name, served in self._gateway.models.items()]
         exchange.send_json(200, msgspec.json.encode({"object": "list", "data": data}))
 
-    async def one(self, exchange: Exchange) -> None:
+    async def get_model(self, exchange: Exchange) -> None:
         """GET /v1/models/{id}; ids may hold slashes."""
         name = exchange.request.path.removeprefix("/v1/models/")
         name, served = self._gateway.find(name)
-        exchange.send_json(200, msgspec.json.encode(_body(name, served)))
+        exchange.send_json(200, msgspec.json.encode(_model_body(name, served)))
 
 
-def _body(name: str, served: Served) -> ModelBody:
+def _model_body(name: str, served: ServedModel) -> ModelBody:
     return ModelBody(name, served.created, served.owned_by, served.names[0], served.context_tokens)

@@ -11,9 +11,9 @@ from msgspec import Meta
 from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import SamplingOverrides, TextOptions
 
-MAX_STOPS = 64
+MAX_STOP_STRINGS = 64
 
-Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -45,7 +45,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         dict[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)], Annotated[float, Meta(ge=-100, le=100)]]
         | None
     ) = None
-    min_tokens: Count | None = None
+    min_tokens: TokenCount | None = None
     stop_token_ids: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -73,7 +73,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
 
 
-HARMLESS: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -93,20 +93,20 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Unsupporteds:
+class UnsupportedFields:
     """Known fields that are not supported, each with the values that change nothing."""
 
     def __init__(self, harmless: dict[str, tuple[Any, ...]]) -> None:
-        self._harmless = harmless
-        self._look = attrgetter(*harmless)
-        self._nothing = (None,) * len(harmless)
+        self._neutral_values = harmless
+        self._read_fields = attrgetter(*harmless)
+        self._all_unset = (None,) * len(harmless)
 
     def check(self, body: msgspec.Struct) -> None:
         """Raises `Unsupported`, naming the field."""
-        values = self._look(body)
-        if values == self._nothing:
+        values = self._read_fields(body)
+        if values == self._all_unset:
             return
-        for (name, harmless), value in zip(self._harmless.items(), values, strict=True):
+        for (name, harmless), value in zip(self._neutral_values.items(), values, strict=True):
             if value is not None and not any(
                 value == one and type(value) is type(one) for one in harmless
             ):
@@ -120,12 +120,12 @@ def text_options(
 ) -> TextOptions:
     """What the processor needs to know. Raises `InvalidRequest`."""
     if body.stream_options is not None:
-        _check_stream(body)
+        _check_stream_options(body)
     return TextOptions(
         n=body.n or 1,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
-        stop=() if body.stop is None else _stops(body.stop),
+        stop=() if body.stop is None else _stop_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -157,16 +157,16 @@ def _sampling(body: GenerationBody) -> SamplingOverrides:
     )
 
 
-def _stops(stop: str | list[str]) -> tuple[str, ...]:
+def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop: at most {MAX_STOPS} strings", param="stop")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop: at most {MAX_STOP_STRINGS} strings", param="stop")
     if "" in stops:
         raise InvalidRequest("stop: an empty string would stop at once", param="stop")
     return stops
 
 
-def _check_stream(body: GenerationBody) -> None:
+def _check_stream_options(body: GenerationBody) -> None:
     if not body.stream:
         raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:

@@ -7,16 +7,16 @@ from operator import sub
 
 from dynamo.application.metrics import ModelMetrics
 
-TIMES = 64
+MAX_PENDING_TIMESTAMPS = 64
 """So many are counted together: one by one would cost a call a token."""
 
 
-class Pace:
+class TokenTiming:
     """`times` of each choice's texts that are not counted yet, and of the last one that is. Who
     appends to them without `mark`, from the second text on, calls `count` when one is `TIMES` long.
     `events`: texts that are counted."""
 
-    __slots__ = ("_metrics", "_started", "events", "now", "times")
+    __slots__ = ("_metrics", "_started", "now", "recorded_texts", "timestamps")
 
     def __init__(
         self, metrics: ModelMetrics, now: Callable[[], float], started: float, choices: int
@@ -24,24 +24,24 @@ class Pace:
         self._metrics = metrics
         self._started = started
         self.now = now
-        self.times: list[list[float]] = [[] for _ in range(choices)]
-        self.events = 0
+        self.timestamps: list[list[float]] = [[] for _ in range(choices)]
+        self.recorded_texts = 0
 
-    def mark(self, choice: int) -> None:
+    def on_text(self, choice: int) -> None:
         """Text of `choice` came now."""
-        now, times = self.now(), self.times[choice]
+        now, times = self.now(), self.timestamps[choice]
         if not times:
-            self.events += 1
-            if not any(self.times):
-                self._metrics.first_token.observe(now - self._started)
+            self.recorded_texts += 1
+            if not any(self.timestamps):
+                self._metrics.time_to_first_token.observe(now - self._started)
         times.append(now)
-        if len(times) >= TIMES:
-            self.count()
+        if len(times) >= MAX_PENDING_TIMESTAMPS:
+            self.flush()
 
-    def count(self) -> None:
+    def flush(self) -> None:
         """Count what is not counted yet."""
-        for times in self.times:
+        for times in self.timestamps:
             if len(times) > 1:
-                self._metrics.inter_token.observe_each(map(sub, times[1:], times))
-                self.events += len(times) - 1
+                self._metrics.inter_token_latency.observe_all(map(sub, times[1:], times))
+                self.recorded_texts += len(times) - 1
                 del times[:-1]

@@ -6,19 +6,19 @@ from array import array
 from collections.abc import Sequence
 
 from dynamo.application.exchange import Exchange
-from dynamo.application.format import Format
-from dynamo.application.lane import Form, StreamLane
-from dynamo.application.pace import Pace
-from dynamo.application.sse import DONE, Escapes
-from dynamo.application.usage import Tally
+from dynamo.application.format import ResponseEncoder
+from dynamo.application.lane import EventTemplate, StreamFastPath
+from dynamo.application.pace import TokenTiming
+from dynamo.application.sse import DONE_EVENT, JsonStringCache
+from dynamo.application.usage import UsageCounter
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.text import Lane, TextFinish, TextReply, TokenText, Words
+from dynamo.core.text import DecodedTokenLogprob, FastPath, TextFinish, TextReply, TextTable
 from dynamo.core.values import Started
 
-Logprobs = Sequence[TokenText]
+CompletionTokenLogprobs = Sequence[DecodedTokenLogprob]
 
 
-class Held:
+class PendingText:
     """Text of one choice that a congested connection could not take."""
 
     __slots__ = ("logprobs", "size", "texts")
@@ -26,7 +26,7 @@ class Held:
     def __init__(self) -> None:
         self.size = 0
         self.texts: list[str] = []
-        self.logprobs: list[TokenText] = []
+        self.logprobs: list[DecodedTokenLogprob] = []
 
 
 class StreamReply(TextReply):
@@ -37,169 +37,189 @@ class StreamReply(TextReply):
     """
 
     __slots__ = (
-        "_escapes",
+        "_encoder",
         "_exchange",
-        "_form",
-        "_held",
-        "_held_bytes",
-        "_pace",
+        "_include_usage",
+        "_json_strings",
+        "_pending",
+        "_pending_bytes",
         "_prefixes",
         "_response",
         "_suffix",
-        "_tally",
-        "_usage",
-        "left",
+        "_timing",
+        "_usage_counter",
+        "remaining_choices",
     )
 
     def __init__(
         self,
         exchange: Exchange,
-        form: Format,
-        tally: Tally,
-        pace: Pace,
-        escapes: Escapes,
+        form: ResponseEncoder,
+        tally: UsageCounter,
+        pace: TokenTiming,
+        escapes: JsonStringCache,
         *,
         choices: int,
-        usage: bool,
+        include_usage: bool,
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
-        self._form = form
-        self._tally = tally
-        self._pace = pace
-        self._escapes = escapes
-        self._usage = usage
-        self.left = choices
-        self._suffix = form.suffix
+        self._encoder = form
+        self._usage_counter = tally
+        self._timing = pace
+        self._json_strings = escapes
+        self._include_usage = include_usage
+        self.remaining_choices = choices
+        self._suffix = form.text_suffix
         self._prefixes: list[bytes | None] = [None] * choices
-        self._held: dict[int, Held] = {}
-        self._held_bytes = 0
+        self._pending: dict[int, PendingText] = {}
+        self._pending_bytes = 0
 
     def prompt(self, prompt_tokens: int) -> None:
-        self._tally.prompt_tokens += prompt_tokens
+        self._usage_counter.prompt_tokens += prompt_tokens
 
     def begin(self, choice: int, started: Started) -> None:
-        self._tally.begin(choice, started)
+        self._usage_counter.on_started(choice, started)
 
-    def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        self._pace.mark(choice)
-        prefix = self._prefixes[choice] or self._open(choice)
+    def text(
+        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None = None
+    ) -> bool:
+        self._timing.on_text(choice)
+        prefix = self._prefixes[choice] or self._start_choice(choice)
         response = self._response
         if response.congested:
-            return self._hold(choice, delta, logprobs)
+            return self._buffer_text(choice, delta, logprobs)
         if logprobs is None:
-            return response.write(prefix + self._escapes[delta] + self._suffix)
-        return response.write(self._form.event(choice, delta, logprobs))
+            return response.write(prefix + self._json_strings[delta] + self._suffix)
+        return response.write(self._encoder.encode_text_chunk(choice, delta, logprobs))
 
-    def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
+    def open_fast_path(
+        self, choice: int, words: TextTable, kept: array[int] | None
+    ) -> FastPath | None:
         prefix = self._prefixes[choice]
         if prefix is None:
             return None
         kept = array("I") if kept is None else kept
-        form = Form(prefix, self._escapes, self._suffix)
-        return StreamLane(choice, self._response, form, self._pace, words, kept)
+        form = EventTemplate(prefix, self._json_strings, self._suffix)
+        return StreamFastPath(choice, self._response, form, self._timing, words, kept)
 
     def finish(self, choice: int, end: TextFinish) -> None:
         if self._prefixes[choice] is None:
-            self._open(choice)
-        held = self._held.pop(choice, None)
+            self._start_choice(choice)
+        held = self._pending.pop(choice, None)
         if held is not None:
-            self._held_bytes -= held.size
-            self._write_held(choice, held)
-        self._tally.completion_tokens += end.completion_tokens
-        self._response.write(self._form.finish(choice, end))
-        self.left -= 1
-        if self.left == 0 and not self._response.overrun:
-            usage = self._form.usage(self._tally) if self._usage else b""
-            self._response.end(usage + DONE)
+            self._pending_bytes -= held.size
+            self._write_pending(choice, held)
+        self._usage_counter.completion_tokens += end.completion_tokens
+        self._response.write(self._encoder.encode_finish_chunk(choice, end))
+        self.remaining_choices -= 1
+        if self.remaining_choices == 0 and not self._response.overrun:
+            usage = (
+                self._encoder.encode_usage_chunk(self._usage_counter)
+                if self._include_usage
+                else b""
+            )
+            self._response.end(usage + DONE_EVENT)
 
-    def close(self) -> None:
+    def check_complete(self) -> None:
         """The processor returned. Raises what ended the stream early."""
         if self._response.overrun:
             raise SlowReader(
                 "the stream's backlog ran over: the client reads too slowly",
                 hint="server.stream_backlog_bytes and server.stall_s are the limits",
             )
-        if self.left and self._response.open:
+        if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
 
-    def _open(self, choice: int) -> bytes:
+    def _start_choice(self, choice: int) -> bytes:
         if not self._response.started:
-            self._exchange.start_stream(self._tally.worker)
-        opening = self._form.opening(choice)
+            self._exchange.start_stream(self._usage_counter.worker)
+        opening = self._encoder.encode_first_chunk(choice)
         if opening:
             self._response.write(opening)
-        prefix = self._prefixes[choice] = self._form.prefix(choice)
+        prefix = self._prefixes[choice] = self._encoder.text_prefix(choice)
         return prefix
 
-    def _hold(self, choice: int, delta: str, logprobs: Logprobs | None) -> bool:
+    def _buffer_text(
+        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None
+    ) -> bool:
         response = self._response
-        held = self._held.get(choice)
+        held = self._pending.get(choice)
         if held is None:
-            held = self._held[choice] = Held()
+            held = self._pending[choice] = PendingText()
         held.texts.append(delta)
         size = len(delta)
         if logprobs is not None:
             held.logprobs += logprobs
             size += 64 * len(logprobs)
         held.size += size
-        self._held_bytes += size
-        response.on_relief = self._release
-        if self._held_bytes + response.backlog_bytes > response.backlog_limit:
+        self._pending_bytes += size
+        response.on_writable = self._flush_pending
+        if self._pending_bytes + response.backlog_bytes > response.backlog_limit:
             response.overrun, response.open = True, False
         return response.open
 
-    def _release(self) -> None:
-        for choice, held in self._held.items():
-            self._write_held(choice, held)
-        self._held.clear()
-        self._held_bytes = 0
+    def _flush_pending(self) -> None:
+        for choice, held in self._pending.items():
+            self._write_pending(choice, held)
+        self._pending.clear()
+        self._pending_bytes = 0
 
-    def _write_held(self, choice: int, held: Held) -> None:
+    def _write_pending(self, choice: int, held: PendingText) -> None:
         text = "".join(held.texts)
         if held.logprobs:
-            self._response.write(self._form.event(choice, text, held.logprobs))
+            self._response.write(self._encoder.encode_text_chunk(choice, text, held.logprobs))
         else:
-            self._response.write(self._form.prefix(choice) + self._escapes[text] + self._suffix)
+            self._response.write(
+                self._encoder.text_prefix(choice) + self._json_strings[text] + self._suffix
+            )
 
 
-class AnswerReply(TextReply):
+class UnaryReply(TextReply):
     """Gathers everything; the answer leaves with the last choice's end. `left`: choices that have
     not ended."""
 
     __slots__ = (
+        "_encoder",
         "_ends",
         "_exchange",
-        "_form",
         "_logprobs",
-        "_pace",
         "_response",
-        "_tally",
         "_texts",
-        "left",
+        "_timing",
+        "_usage_counter",
+        "remaining_choices",
     )
 
     def __init__(
-        self, exchange: Exchange, form: Format, tally: Tally, pace: Pace, *, choices: int
+        self,
+        exchange: Exchange,
+        form: ResponseEncoder,
+        tally: UsageCounter,
+        pace: TokenTiming,
+        *,
+        choices: int,
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
-        self._form = form
-        self._tally = tally
-        self._pace = pace
+        self._encoder = form
+        self._usage_counter = tally
+        self._timing = pace
         self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._logprobs: list[list[TokenText] | None] = [None] * choices
+        self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
         self._ends: list[TextFinish | None] = [None] * choices
-        self.left = choices
+        self.remaining_choices = choices
 
     def prompt(self, prompt_tokens: int) -> None:
-        self._tally.prompt_tokens += prompt_tokens
+        self._usage_counter.prompt_tokens += prompt_tokens
 
     def begin(self, choice: int, started: Started) -> None:
-        self._tally.begin(choice, started)
+        self._usage_counter.on_started(choice, started)
 
-    def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        self._pace.mark(choice)
+    def text(
+        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None = None
+    ) -> bool:
+        self._timing.on_text(choice)
         self._texts[choice].append(delta)
         if logprobs is not None:
             gathered = self._logprobs[choice]
@@ -209,46 +229,50 @@ class AnswerReply(TextReply):
         return self._response.open
 
     def finish(self, choice: int, end: TextFinish) -> None:
-        self._tally.completion_tokens += end.completion_tokens
+        self._usage_counter.completion_tokens += end.completion_tokens
         self._ends[choice] = end
-        self.left -= 1
-        if self.left:
+        self.remaining_choices -= 1
+        if self.remaining_choices:
             return
         texts = ["".join(parts) for parts in self._texts]
         ends = [one for one in self._ends if one is not None]
-        worker = self._tally.worker
+        worker = self._usage_counter.worker
         self._exchange.send_json(
             200,
-            self._form.whole(texts, self._logprobs, ends, self._tally),
+            self._encoder.encode_response(texts, self._logprobs, ends, self._usage_counter),
             (("x-dynamo-worker", worker),) if worker else (),
         )
 
-    def close(self) -> None:
+    def check_complete(self) -> None:
         """The processor returned. Raises if the answer is not complete."""
-        if self.left and self._response.open:
+        if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
 
 
 class OffsetReply(TextReply):
     """One prompt of several: its choices are counted on from `first`."""
 
-    __slots__ = ("_first", "_reply")
+    __slots__ = ("_offset", "_reply")
 
     def __init__(self, reply: TextReply, first: int) -> None:
         self._reply = reply
-        self._first = first
+        self._offset = first
 
     def prompt(self, prompt_tokens: int) -> None:
         self._reply.prompt(prompt_tokens)
 
     def begin(self, choice: int, started: Started) -> None:
-        self._reply.begin(self._first + choice, started)
+        self._reply.begin(self._offset + choice, started)
 
-    def text(self, choice: int, delta: str, logprobs: Logprobs | None = None) -> bool:
-        return self._reply.text(self._first + choice, delta, logprobs)
+    def text(
+        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None = None
+    ) -> bool:
+        return self._reply.text(self._offset + choice, delta, logprobs)
 
     def finish(self, choice: int, end: TextFinish) -> None:
-        self._reply.finish(self._first + choice, end)
+        self._reply.finish(self._offset + choice, end)
 
-    def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
-        return self._reply.lane(self._first + choice, words, kept)
+    def open_fast_path(
+        self, choice: int, words: TextTable, kept: array[int] | None
+    ) -> FastPath | None:
+        return self._reply.open_fast_path(self._offset + choice, words, kept)

@@ -10,10 +10,10 @@ from dynamo.application.exchange import Exchange
 from dynamo.core.errors import NotFound
 
 Route = Callable[[Exchange], Awaitable[None]]
-LONGEST_GUESS = 100
+MAX_PATH_SHOWN = 100
 
 
-class Routes:
+class RouteTable:
     """Exact paths, and prefixes that end in a slash."""
 
     def __init__(self, table: Mapping[str, Mapping[str, Route]]) -> None:
@@ -27,7 +27,7 @@ class Routes:
             raise self._not_found(method, path)
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
-            raise WrongMethod(method, path[:LONGEST_GUESS], ", ".join(methods))
+            raise WrongMethod(method, path[:MAX_PATH_SHOWN], ", ".join(methods))
         return route
 
     def _by_prefix(self, path: str) -> Mapping[str, Route] | None:
@@ -38,6 +38,6 @@ class Routes:
 
     def _not_found(self, method: str, path: str) -> NotFound:
         known = list(self._exact)
-        near = difflib.get_close_matches(path[:LONGEST_GUESS], known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(path[:MAX_PATH_SHOWN], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
-        return NotFound(f"there is no {method} {path[:LONGEST_GUESS]}", hint=hint)
+        return NotFound(f"there is no {method} {path[:MAX_PATH_SHOWN]}", hint=hint)

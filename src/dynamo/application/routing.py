@@ -10,35 +10,35 @@ import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.routes import Route
-from dynamo.application.routing_page import page
+from dynamo.application.routing_page import render_page
 from dynamo.core.errors import InvalidRequest, NotFound
 
-EXPLAIN = "/router/explain/"
-REPORTED_S = 300.0
-HTML = ("content-type", "text/html; charset=utf-8")
+EXPLAIN_PREFIX = "/router/explain/"
+VIEW_REPORT_S = 300.0
+HTML_CONTENT_TYPE = ("content-type", "text/html; charset=utf-8")
 
 
 class RoutingSource(Protocol):
     """Who knows: `services.routing_answers`."""
 
     @property
-    def explains(self) -> bool: ...
+    def records_decisions(self) -> bool: ...
     async def explain(self, request_id: str) -> Sequence[Any]: ...
     async def report(self, seconds: float | None = None) -> Any: ...
     async def samples(self, since: float = 0.0) -> Sequence[Any]: ...
 
 
-class RoutingPages:
+class RoutingHandler:
     """The routes; 404 with a reason in a mode that keeps nothing."""
 
     def __init__(self, source: RoutingSource) -> None:
         self._source = source
 
-    def table(self) -> Mapping[str, Mapping[str, Route]]:
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """By path and method."""
         return {
             "/router/explain/": {"GET": self.explain},
-            "/router/explain": {"GET": self.latest},
+            "/router/explain": {"GET": self.recent},
             "/router/report": {"GET": self.report},
             "/router/timeline": {"GET": self.timeline},
             "/router/view": {"GET": self.view},
@@ -46,8 +46,8 @@ class RoutingPages:
 
     async def explain(self, exchange: Exchange) -> None:
         """GET /router/explain/{request_id}: every decision for a request."""
-        self._check()
-        name = exchange.request.path.removeprefix(EXPLAIN)
+        self._require_decisions()
+        name = exchange.request.path.removeprefix(EXPLAIN_PREFIX)
         found = await self._source.explain(name)
         if not found:
             raise NotFound(
@@ -55,46 +55,46 @@ class RoutingPages:
                 hint="the last thousand requests are remembered; the id is the answer's "
                 "x-request-id",
             )
-        _send(exchange, {"request_id": name, "decisions": found})
+        _send_json(exchange, {"request_id": name, "decisions": found})
 
-    async def latest(self, exchange: Exchange) -> None:
+    async def recent(self, exchange: Exchange) -> None:
         """GET /router/explain: the last decisions."""
-        self._check()
-        _send(exchange, {"decisions": await self._source.explain("")})
+        self._require_decisions()
+        _send_json(exchange, {"decisions": await self._source.explain("")})
 
     async def report(self, exchange: Exchange) -> None:
         """GET /router/report?seconds=N: of the last N seconds, else of all that is remembered."""
-        self._check()
-        seconds = _number(exchange, "seconds")
-        _send(exchange, await self._source.report(seconds))
+        self._require_decisions()
+        seconds = _query_number(exchange, "seconds")
+        _send_json(exchange, await self._source.report(seconds))
 
     async def timeline(self, exchange: Exchange) -> None:
         """GET /router/timeline?since=UNIX: samples of every worker."""
-        self._check()
-        since = _number(exchange, "since") or 0.0
-        _send(exchange, {"samples": await self._source.samples(since)})
+        self._require_decisions()
+        since = _query_number(exchange, "since") or 0.0
+        _send_json(exchange, {"samples": await self._source.samples(since)})
 
     async def view(self, exchange: Exchange) -> None:
         """GET /router/view: the same as a page, which keeps itself up to date."""
-        self._check()
+        self._require_decisions()
         samples = await self._source.samples()
-        report = await self._source.report(REPORTED_S)
-        body = page(msgspec.json.encode({"samples": samples, "report": report}), live=True)
-        exchange.response.send(200, (HTML, *exchange.headers), body)
+        report = await self._source.report(VIEW_REPORT_S)
+        body = render_page(msgspec.json.encode({"samples": samples, "report": report}), live=True)
+        exchange.response.send(200, (HTML_CONTENT_TYPE, *exchange.headers), body)
 
-    def _check(self) -> None:
-        if not self._source.explains:
+    def _require_decisions(self) -> None:
+        if not self._source.records_decisions:
             raise NotFound(
                 "this router mode looks at no worker, so there is nothing to explain",
                 hint="start with --router-mode kv",
             )
 
 
-def _send(exchange: Exchange, value: Any) -> None:
+def _send_json(exchange: Exchange, value: Any) -> None:
     exchange.send_json(200, msgspec.json.encode(value))
 
 
-def _number(exchange: Exchange, name: str) -> float | None:
+def _query_number(exchange: Exchange, name: str) -> float | None:
     given = parse_qs(exchange.request.query).get(name)
     if not given:
         return None

@@ -5,17 +5,21 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-DATA = b"{{data}}"
-LIVE = b"{{live}}"
+DATA_PLACEHOLDER = b"{{data}}"
+LIVE_PLACEHOLDER = b"{{live}}"
 
 
 @cache
-def _template() -> bytes:
+def _page_template() -> bytes:
     return files(__package__).joinpath("routing_page.html").read_bytes()
 
 
-def page(data: bytes, *, live: bool) -> bytes:
+def render_page(data: bytes, *, live: bool) -> bytes:
     """`data`: a JSON object with `samples` and, if there is one, `report`. `live`: the page asks
     its server for more."""
     safe = data.replace(b"<", b"\\u003c")
-    return _template().replace(LIVE, b"true" if live else b"false").replace(DATA, safe)
+    return (
+        _page_template()
+        .replace(LIVE_PLACEHOLDER, b"true" if live else b"false")
+        .replace(DATA_PLACEHOLDER, safe)
+    )

@@ -12,10 +12,10 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.routes import Route
 from dynamo.core.clock import Clock
 from dynamo.telemetry.health import HealthReport
-from dynamo.telemetry.metrics import PROMETHEUS, Registry
+from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE, Registry
 
 
-class Status:
+class StatusHandler:
     """`reasons` says why this process is not well; `facts` adds what only others know;
     `metrics_text` renders all processes that share the port (default: this one's)."""
 
@@ -32,7 +32,7 @@ class Status:
         self._registry = registry
         self._metrics_text = metrics_text
 
-    def table(self) -> Mapping[str, Mapping[str, Route]]:
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
         """By path and method."""
         return {
             "/health": {"GET": self.health},
@@ -59,5 +59,5 @@ class Status:
         """GET /metrics."""
         tell = self._metrics_text
         text = await tell() if tell is not None else self._registry.render()
-        headers = (("content-type", PROMETHEUS), *exchange.headers)
+        headers = (("content-type", PROMETHEUS_CONTENT_TYPE), *exchange.headers)
         exchange.response.send(200, headers, text.encode())

@@ -9,16 +9,16 @@ from msgspec import Meta
 
 from dynamo.application.body import decode_body
 from dynamo.application.exchange import Exchange
-from dynamo.application.gateway import DEFAULT, Gateway
-from dynamo.application.messages import normalised
-from dynamo.application.options import Unsupporteds
+from dynamo.application.gateway import DEFAULT_MODEL, Gateway
+from dynamo.application.messages import normalise_messages
+from dynamo.application.options import UnsupportedFields
 from dynamo.core.errors import InvalidRequest
 
 
 class TokenizeBody(msgspec.Struct):
     """A text, or a conversation."""
 
-    model: str = DEFAULT
+    model: str = DEFAULT_MODEL
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
@@ -35,10 +35,10 @@ class DetokenizeBody(msgspec.Struct):
     """Token ids."""
 
     tokens: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]]
-    model: str = DEFAULT
+    model: str = DEFAULT_MODEL
 
 
-class TokenizeAnswer(msgspec.Struct, frozen=True):
+class TokenizeResponse(msgspec.Struct, frozen=True):
     """vLLM's answer."""
 
     count: int
@@ -47,8 +47,8 @@ class TokenizeAnswer(msgspec.Struct, frozen=True):
     token_strs: list[str] | None
 
 
-_tokenize = msgspec.json.Decoder(TokenizeBody)
-_unsupported = Unsupporteds(
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_unsupported_fields = UnsupportedFields(
     {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
@@ -57,10 +57,10 @@ _unsupported = Unsupporteds(
         "chat_template_kwargs": ({},),
     }
 )
-_detokenize = msgspec.json.Decoder(DetokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
-class Tokens:
+class TokenizationHandler:
     """Text to ids and back, by the model's own tokenizer and template."""
 
     def __init__(self, gateway: Gateway, unknown_roles: str) -> None:
@@ -69,12 +69,12 @@ class Tokens:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = decode_body(_tokenize, exchange.request)
-        _unsupported.check(body)
+        body = decode_body(_tokenize_decoder, exchange.request)
+        _unsupported_fields.check(body)
         _, served = self._gateway.find(body.model)
         processor = served.processor
         if body.messages is not None:
-            ids = await processor.tokenize(normalised(body.messages, self._unknown_roles))
+            ids = await processor.tokenize(normalise_messages(body.messages, self._unknown_roles))
         elif body.prompt is not None:
             special = body.add_special_tokens is not False
             ids = await processor.tokenize(body.prompt, add_special=special)
@@ -83,12 +83,12 @@ class Tokens:
         strings = None
         if body.return_token_strs:
             strings = await processor.texts(ids)
-        answer = TokenizeAnswer(len(ids), served.context_tokens, ids, strings)
+        answer = TokenizeResponse(len(ids), served.context_tokens, ids, strings)
         exchange.send_json(200, msgspec.json.encode(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        body = decode_body(_detokenize, exchange.request)
+        body = decode_body(_detokenize_decoder, exchange.request)
         _, served = self._gateway.find(body.model)
         text = await served.processor.detokenize(body.tokens)
         exchange.send_json(200, msgspec.json.encode({"prompt": text}))

@@ -7,26 +7,32 @@ from typing import Any
 from dynamo.core.values import Started
 
 
-class Tally:
+class UsageCounter:
     """Counts of one HTTP request. A prompt's `n` choices share its tokens."""
 
-    __slots__ = ("_per_prompt", "cached_tokens", "completion_tokens", "prompt_tokens", "worker")
+    __slots__ = (
+        "_choices_per_prompt",
+        "cached_tokens",
+        "completion_tokens",
+        "prompt_tokens",
+        "worker",
+    )
 
     def __init__(self, per_prompt: int) -> None:
-        self._per_prompt = per_prompt
+        self._choices_per_prompt = per_prompt
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.worker = ""
 
-    def begin(self, choice: int, started: Started) -> None:
+    def on_started(self, choice: int, started: Started) -> None:
         """A worker took the choice; the first of a prompt says what was cached."""
         if not self.worker:
             self.worker = started.worker
-        if choice % self._per_prompt == 0:
+        if choice % self._choices_per_prompt == 0:
             self.cached_tokens += started.cached_tokens
 
-    def usage(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,

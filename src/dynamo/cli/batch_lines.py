@@ -10,51 +10,51 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-DEFAULT = "default"
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+DEFAULT_MODEL = "default"
 
 
-class Task(msgspec.Struct, frozen=True):
+class BatchLine(msgspec.Struct, frozen=True):
     """One line. `wrong`: why it cannot be asked."""
 
-    id: str
+    custom_id: str
     path: str = ""
     body: dict[str, Any] = {}
-    wrong: str = ""
+    error: str = ""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class BatchPlan(msgspec.Struct, frozen=True):
     """How many lines there are, how many of them have no answer yet, and whose answers exist."""
 
-    total: int
-    left: int
-    done: frozenset[str]
+    total_lines: int
+    pending_lines: int
+    answered_ids: frozenset[str]
 
 
-def plan(source: Path, output: Path) -> Plan:
+def plan_batch(source: Path, output: Path) -> BatchPlan:
     """Compare input and output, and cut off what a crash left of the output's last line. Raises
     `ConfigError`: no such file, or an id that stands twice."""
-    done = answered(output)
+    done = read_answered_ids(output)
     seen: dict[str, int] = {}
     left = 0
-    for number, task in _numbered(source):
-        if task.id in seen:
+    for number, task in _numbered_lines(source):
+        if task.custom_id in seen:
             raise ConfigError(
-                f"{source}: id {task.id!r} stands in lines {seen[task.id]} and {number}",
+                f"{source}: id {task.custom_id!r} stands in lines {seen[task.custom_id]} and {number}",
                 hint="answers are found by their ids: give each line its own, or none",
             )
-        seen[task.id] = number
-        left += task.id not in done
-    return Plan(total=len(seen), left=left, done=done)
+        seen[task.custom_id] = number
+        left += task.custom_id not in done
+    return BatchPlan(total_lines=len(seen), pending_lines=left, answered_ids=done)
 
 
-def read_tasks(source: Path, done: Container[str]) -> Iterator[Task]:
+def read_pending_lines(source: Path, done: Container[str]) -> Iterator[BatchLine]:
     """The lines whose ids are not in `done`."""
-    return (task for _, task in _numbered(source) if task.id not in done)
+    return (task for _, task in _numbered_lines(source) if task.custom_id not in done)
 
 
-def answered(output: Path) -> frozenset[str]:
+def read_answered_ids(output: Path) -> frozenset[str]:
     """Ids that have an answer which is no error. Raises `ConfigError` where the file holds
     something else."""
     if not output.exists():
@@ -78,35 +78,39 @@ def answered(output: Path) -> frozenset[str]:
     return frozenset(done)
 
 
-def parse_task(line: bytes, number: int) -> Task:
+def parse_batch_line(line: bytes, number: int) -> BatchLine:
     """One line in OpenAI's batch shape, or with `messages`, `prompt` or `text`; an id of its own
     or its number."""
     try:
         found = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return Task(id=f"line-{number}", wrong=f"line {number} is not JSON: {error}")
+        return BatchLine(custom_id=f"line-{number}", error=f"line {number} is not JSON: {error}")
     if not isinstance(found, dict):
-        return Task(id=f"line-{number}", wrong=f"line {number} is not an object")
+        return BatchLine(custom_id=f"line-{number}", error=f"line {number} is not an object")
     name = str(found.pop("custom_id", None) or found.pop("id", None) or f"line-{number}")
     path = ""
     if isinstance(found.get("body"), dict):
-        path = str(found.get("url", CHAT))
+        path = str(found.get("url", CHAT_PATH))
         found = found["body"]
     if "text" in found and not path:
         found["messages"] = [{"role": "user", "content": found.pop("text")}]
-    path = path or (CHAT if "messages" in found else COMPLETIONS if "prompt" in found else "")
+    path = path or (
+        CHAT_PATH if "messages" in found else COMPLETIONS_PATH if "prompt" in found else ""
+    )
     if not path.startswith("/"):
-        return Task(id=name, wrong=f"line {number} has none of body, messages, prompt, text")
+        return BatchLine(
+            custom_id=name, error=f"line {number} has none of body, messages, prompt, text"
+        )
     for unwanted in ("stream", "stream_options"):
         found.pop(unwanted, None)
-    return Task(id=name, path=path, body={"model": DEFAULT} | found)
+    return BatchLine(custom_id=name, path=path, body={"model": DEFAULT_MODEL} | found)
 
 
-def _numbered(source: Path) -> Iterator[tuple[int, Task]]:
+def _numbered_lines(source: Path) -> Iterator[tuple[int, BatchLine]]:
     try:
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield number, parse_task(line, number)
+                    yield number, parse_batch_line(line, number)
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from error

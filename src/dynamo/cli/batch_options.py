@@ -9,10 +9,10 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 
-CONCURRENCY = 64
+DEFAULT_CONCURRENCY = 64
 
 
-class Options(msgspec.Struct, frozen=True):
+class BatchOptions(msgspec.Struct, frozen=True):
     """Where lines come from, where answers go, and how many are asked at a time."""
 
     source: Path
@@ -20,22 +20,22 @@ class Options(msgspec.Struct, frozen=True):
     concurrency: int
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that only `in=batch:` reads."""
     group = parser.add_argument_group("batch", "Only for in=batch:FILE.jsonl.")
     group.add_argument(
         "--concurrency",
         type=int,
-        default=CONCURRENCY,
+        default=DEFAULT_CONCURRENCY,
         metavar="N",
-        help=f"requests in work at a time (default: {CONCURRENCY})",
+        help=f"requests in work at a time (default: {DEFAULT_CONCURRENCY})",
     )
     group.add_argument(
         "--output", metavar="FILE", help="where answers are appended (default: FILE.out.jsonl)"
     )
 
 
-def options(path: str, found: argparse.Namespace) -> Options:
+def parse_batch_options(path: str, found: argparse.Namespace) -> BatchOptions:
     """Raises `ConfigError`."""
     if not path:
         raise ConfigError("in=batch needs a file", hint="in=batch:FILE.jsonl")
@@ -45,4 +45,4 @@ def options(path: str, found: argparse.Namespace) -> Options:
     output = Path(found.output) if found.output else source.with_suffix(".out.jsonl")
     if output == source:
         raise ConfigError(f"{source} would be overwritten", hint="give --output FILE")
-    return Options(source=source, output=output, concurrency=found.concurrency)
+    return BatchOptions(source=source, output=output, concurrency=found.concurrency)

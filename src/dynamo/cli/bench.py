@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.cli.bar import Bar
-from dynamo.cli.bench_flags import bench_of, parser
-from dynamo.cli.bench_text import Progress, as_text, comparison
+from dynamo.cli.bar import ProgressBar
+from dynamo.cli.bench_flags import parse_bench_config, parser
+from dynamo.cli.bench_text import BenchProgress, format_bench_result, format_comparison
 from dynamo.cli.outputs import check_writable
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dynamo.operations.bench.figures import Result
+    from dynamo.operations.bench.figures import BenchResult
 
 __all__ = ["parser", "run"]
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     figures of what had been answered."""
     found = parser().parse(arguments)
     words = found.words or [""]
-    return VERBS.get(words[0], _measure)(found)
+    return SUBCOMMANDS.get(words[0], _measure)(found)
 
 
 def _measure(found: argparse.Namespace) -> int:
@@ -41,28 +41,28 @@ def _measure(found: argparse.Namespace) -> int:
     if found.picture:
         check_drawable()
     check_writable(found.out, found.picture)
-    bench = bench_of(found)
-    results = _cases(found) if found.preset else [_one(found)]
+    bench = parse_bench_config(found)
+    results = _run_preset(found) if found.preset else [_run_single(found)]
     if found.out:
-        _write(found.out, results)
+        _write_results(found.out, results)
     if found.picture:
-        _draw(results, found.picture)
+        _draw_plot(results, found.picture)
     if found.json:
-        print(_json(results))
+        print(_results_json(results))
     elif not found.preset:
-        print(as_text(results[0], bench.target.url))
+        print(format_bench_result(results[0], bench.target.url))
     if any(one.interrupted for one in results):
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return 0 if all(one.requests for one in results) else 1
 
 
-def _one(found: argparse.Namespace) -> Result:
+def _run_single(found: argparse.Namespace) -> BenchResult:
     from dynamo.operations.bench.bench import run_bench
     from dynamo.runtime.process import run_on_loop
 
-    bench = bench_of(found)
+    bench = parse_bench_config(found)
 
-    async def work() -> Result:
+    async def work() -> BenchResult:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -73,22 +73,24 @@ def _one(found: argparse.Namespace) -> Result:
         loop.add_signal_handler(signal.SIGINT, interrupt)
         return await run_bench(bench, progress, stop=stop)
 
-    with Bar(sys.stderr) as bar:
-        progress = Progress(bar, bench.load)
-        return _stamped(run_on_loop(work()))
+    with ProgressBar(sys.stderr) as bar:
+        progress = BenchProgress(bar, bench.load)
+        return _with_timestamp(run_on_loop(work()))
 
 
-def _cases(found: argparse.Namespace) -> Sequence[Result]:
-    from dynamo.operations.bench.latency import PRESETS, run_cases
+def _run_preset(found: argparse.Namespace) -> Sequence[BenchResult]:
+    from dynamo.operations.bench.latency import PRESET_CASES, run_cases
     from dynamo.runtime.process import run_on_loop
 
     tell: Callable[[str], object] = sys.stderr.write if found.json else sys.stdout.write
     requests = found.requests or 1
-    work = run_cases(bench_of(found), PRESETS[found.preset], requests=requests, tell=tell)
-    return [_stamped(one) for one in run_on_loop(work)]
+    work = run_cases(
+        parse_bench_config(found), PRESET_CASES[found.preset], requests=requests, write=tell
+    )
+    return [_with_timestamp(one) for one in run_on_loop(work)]
 
 
-def _stamped(result: Result) -> Result:
+def _with_timestamp(result: BenchResult) -> BenchResult:
     from datetime import UTC, datetime
 
     return replace(result, when=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -106,10 +108,10 @@ def _compare(found: argparse.Namespace) -> int:
     if found.json:
         print(msgspec.json.encode(rows).decode())
     else:
-        print(comparison(files, rows, differing_settings(first, second)))
+        print(format_comparison(files, rows, differing_settings(first, second)))
     if found.picture:
-        _draw(
-            [_named(one, file) for one, file in zip((first, second), files, strict=True)],
+        _draw_plot(
+            [_with_name(one, file) for one, file in zip((first, second), files, strict=True)],
             found.picture,
         )
     return 0
@@ -123,34 +125,34 @@ def _draw_files(found: argparse.Namespace) -> int:
         hint = "dynamo bench draw A.json [B.json ...] --picture FILE.png"
         raise ConfigError("result files and --picture are wanted", hint=hint)
     check_writable(found.picture)
-    _draw([_named(read_result(file), file) for file in files], found.picture)
+    _draw_plot([_with_name(read_result(file), file) for file in files], found.picture)
     return 0
 
 
-def _named(result: Result, file: str) -> Result:
+def _with_name(result: BenchResult, file: str) -> BenchResult:
     return result if result.name else replace(result, name=Path(file).stem)
 
 
-def _draw(results: Sequence[Result], path: str) -> None:
-    from dynamo.operations.bench.picture import draw
+def _draw_plot(results: Sequence[BenchResult], path: str) -> None:
+    from dynamo.operations.bench.picture import draw_bench_results
 
-    draw(results, path)
+    draw_bench_results(results, path)
     print(f"picture: {path}", file=sys.stderr)
 
 
-def _write(path: str, results: Sequence[Result]) -> None:
+def _write_results(path: str, results: Sequence[BenchResult]) -> None:
     try:
-        Path(path).write_text(_json(results) + "\n", encoding="utf-8")
+        Path(path).write_text(_results_json(results) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _json(results: Sequence[Result]) -> str:
+def _results_json(results: Sequence[BenchResult]) -> str:
     whole = results[0] if len(results) == 1 else results
     return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode()
 
 
-VERBS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+SUBCOMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "compare": _compare,
     "draw": _draw_files,
 }

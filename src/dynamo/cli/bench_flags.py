@@ -14,11 +14,11 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings.units import parse_seconds
 
 if TYPE_CHECKING:
-    from dynamo.operations.bench.bench import Bench
+    from dynamo.operations.bench.bench import BenchConfig
 
-URL = "http://127.0.0.1:8000"
-API_KEY = "DYNAMO_API_KEY"
-PRESETS = ("benchmark_latency",)
+DEFAULT_URL = "http://127.0.0.1:8000"
+API_KEY_VARIABLE = "DYNAMO_API_KEY"
+PRESET_NAMES = ("benchmark_latency",)
 
 EXAMPLES = """\
   dynamo bench -c 32 --isl 512 --osl 64 --duration 20s
@@ -38,15 +38,17 @@ def parser() -> Parser:
         EXAMPLES,
         usage="[URL] [FLAGS] | compare A.json B.json | draw A.json ... --picture FILE.png",
     )
-    made.add_argument("words", nargs="*", metavar="URL", help=f"the server (default: {URL})")
-    _load_flags(made)
-    _shape_flags(made)
-    _target_flags(made)
-    _output_flags(made)
+    made.add_argument(
+        "words", nargs="*", metavar="URL", help=f"the server (default: {DEFAULT_URL})"
+    )
+    _add_load_flags(made)
+    _add_request_flags(made)
+    _add_server_flags(made)
+    _add_result_flags(made)
     return made
 
 
-def _load_flags(made: Parser) -> None:
+def _add_load_flags(made: Parser) -> None:
     group = made.add_argument_group("load")
     group.add_argument(
         "-c",
@@ -74,10 +76,10 @@ def _load_flags(made: Parser) -> None:
         metavar="N",
         help="the same prompts again (default: fresh ones, which no cache knows)",
     )
-    _trace_flags(group)
+    _add_trace_flags(group)
 
 
-def _trace_flags(group: Any) -> None:
+def _add_trace_flags(group: Any) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
@@ -99,11 +101,13 @@ def _trace_flags(group: Any) -> None:
     )
     group.add_argument("--sharegpt", metavar="FILE", help="conversations of a ShareGPT file")
     group.add_argument(
-        "--preset", choices=PRESETS, help="single requests of 50/100, 200/200 and 500/300 tokens"
+        "--preset",
+        choices=PRESET_NAMES,
+        help="single requests of 50/100, 200/200 and 500/300 tokens",
     )
 
 
-def _shape_flags(made: Parser) -> None:
+def _add_request_flags(made: Parser) -> None:
     group = made.add_argument_group("requests")
     group.add_argument(
         "--isl",
@@ -150,11 +154,11 @@ def _shape_flags(made: Parser) -> None:
     group.add_argument("--extra", default="{}", metavar="JSON", help="merged into every body")
 
 
-def _target_flags(made: Parser) -> None:
+def _add_server_flags(made: Parser) -> None:
     group = made.add_argument_group("server")
     group.add_argument("--model", default="default", help="model (default: default)")
     group.add_argument("--completions", action="store_true", help="/v1/completions, not chat")
-    group.add_argument("--api-key", metavar="KEY", help=f"else ${API_KEY}")
+    group.add_argument("--api-key", metavar="KEY", help=f"else ${API_KEY_VARIABLE}")
     group.add_argument("--timeout", metavar="TIME", help="a request fails after (default: never)")
     group.add_argument(
         "--tokenizer",
@@ -164,7 +168,7 @@ def _target_flags(made: Parser) -> None:
     )
 
 
-def _output_flags(made: Parser) -> None:
+def _add_result_flags(made: Parser) -> None:
     group = made.add_argument_group("result")
     group.add_argument("--slo-ttft", metavar="TIME", help="good: first token within (ms, or units)")
     group.add_argument("--slo-itl", metavar="TIME", help="good: mean gap between tokens within")
@@ -174,21 +178,23 @@ def _output_flags(made: Parser) -> None:
     group.add_argument("--name", default="", help="what the result is called")
 
 
-def bench_of(found: argparse.Namespace) -> Bench:
+def parse_bench_config(found: argparse.Namespace) -> BenchConfig:
     """The measurement asked for. Raises `ConfigError`."""
-    from dynamo.operations.bench.bench import Bench
-    from dynamo.operations.bench.plan import Objectives, Shape
+    from dynamo.operations.bench.bench import BenchConfig
+    from dynamo.operations.bench.plan import LatencyObjectives, RequestShape
 
     if len(found.words) > 1:
         raise ConfigError(
             f"unknown argument {found.words[1]!r}", hint="one URL; or: compare A.json B.json"
         )
     _check_numbers(found)
-    return Bench(
-        target=_target(found),
-        shape=Shape(found.isl, found.osl, found.prefix_share, found.prefixes, found.turns),
-        load=_load(found),
-        objectives=Objectives(_milliseconds(found.slo_ttft), _milliseconds(found.slo_itl)),
+    return BenchConfig(
+        target=_parse_target(found),
+        shape=RequestShape(found.isl, found.osl, found.prefix_share, found.prefixes, found.turns),
+        load=_parse_load(found),
+        objectives=LatencyObjectives(
+            _parse_milliseconds(found.slo_ttft), _parse_milliseconds(found.slo_itl)
+        ),
         trace=found.trace or "",
         block_tokens=found.block_tokens,
         speed=found.speed,
@@ -199,35 +205,35 @@ def bench_of(found: argparse.Namespace) -> Bench:
     )
 
 
-def _target(found: argparse.Namespace) -> Any:
-    from dynamo.operations.bench.plan import Target
+def _parse_target(found: argparse.Namespace) -> Any:
+    from dynamo.operations.bench.plan import BenchTarget
 
     try:
         extra = msgspec.json.decode(found.extra, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--extra {found.extra}: {error}", hint="wanted a JSON object") from None
-    url = found.words[0] if found.words else URL
-    return Target(
+    url = found.words[0] if found.words else DEFAULT_URL
+    return BenchTarget(
         url=url if "//" in url else f"http://{url}",
         model=found.model,
-        api_key=found.api_key or os.environ.get(API_KEY, ""),
+        api_key=found.api_key or os.environ.get(API_KEY_VARIABLE, ""),
         completions=found.completions,
         ignore_eos=not found.stop_at_eos,
-        timeout_s=_seconds(found.timeout),
+        timeout_s=_parse_seconds(found.timeout),
         extra=extra,
     )
 
 
-def _load(found: argparse.Namespace) -> Any:
-    from dynamo.operations.bench.plan import Load
+def _parse_load(found: argparse.Namespace) -> Any:
+    from dynamo.operations.bench.plan import LoadProfile
 
-    rate, rate_to = _rates(found.rate)
-    duration_s = _seconds(found.duration) if found.duration or found.requests else 10.0
+    rate, rate_to = _parse_rate(found.rate)
+    duration_s = _parse_seconds(found.duration) if found.duration or found.requests else 10.0
     if rate_to and not duration_s:
         raise ConfigError("--rate A..B grows over a time", hint="say it with --duration")
     if not (duration_s or found.requests or found.trace):
         raise ConfigError("--duration 0 would never end", hint="say --requests, or a duration")
-    return Load(
+    return LoadProfile(
         concurrency=found.concurrency,
         rate=rate,
         rate_to=rate_to,
@@ -239,7 +245,7 @@ def _load(found: argparse.Namespace) -> Any:
     )
 
 
-def _rates(text: str | None) -> tuple[float, float]:
+def _parse_rate(text: str | None) -> tuple[float, float]:
     """The first and the last (0: there is none)."""
     if text is None:
         return 0.0, 0.0
@@ -264,7 +270,7 @@ def _check_numbers(found: argparse.Namespace) -> None:
         raise ConfigError("--speed: above 0")
 
 
-def _seconds(text: str | None) -> float:
+def _parse_seconds(text: str | None) -> float:
     if not text:
         return 0.0
     try:
@@ -273,8 +279,8 @@ def _seconds(text: str | None) -> float:
         raise ConfigError(f"{text!r}: {wanted}") from None
 
 
-def _milliseconds(text: str | None) -> float:
+def _parse_milliseconds(text: str | None) -> float:
     """A bare number is milliseconds."""
     if text and text.replace(".", "", 1).isdigit():
         return float(text)
-    return _seconds(text) * 1000
+    return _parse_seconds(text) * 1000

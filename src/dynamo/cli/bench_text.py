@@ -5,36 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dynamo.cli.bar import Bar, drawn
+from dynamo.cli.bar import ProgressBar, render_bar
 
 if TYPE_CHECKING:
-    from dynamo.operations.bench.compare import Difference
-    from dynamo.operations.bench.figures import Result
-    from dynamo.operations.bench.measure import Measurement
-    from dynamo.operations.bench.plan import Load
+    from dynamo.operations.bench.compare import ResultDifference
+    from dynamo.operations.bench.figures import BenchResult
+    from dynamo.operations.bench.measure import LoadGenerator
+    from dynamo.operations.bench.plan import LoadProfile
 
-SPREADS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
-COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+BENCH_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
-class Progress:
+class BenchProgress:
     """Shows on `bar` how far a measurement is."""
 
-    def __init__(self, bar: Bar, load: Load) -> None:
+    def __init__(self, bar: ProgressBar, load: LoadProfile) -> None:
         self._bar = bar
         self._load = load
 
-    def __call__(self, measurement: Measurement, seconds: float) -> None:
+    def __call__(self, measurement: LoadGenerator, seconds: float) -> None:
         """How far it is after `seconds`."""
-        if not self._bar.due():
+        if not self._bar.should_redraw():
             return
         done = len(measurement.samples)
         self._bar.show(
-            f"{drawn(self._share(done, seconds))} {seconds:.0f} s  {done} done  "
-            f"{measurement.in_flight} in flight  {measurement.texts / seconds:.0f} events/s"
+            f"{render_bar(self._completed_share(done, seconds))} {seconds:.0f} s  {done} done  "
+            f"{measurement.in_flight} in flight  {measurement.text_events / seconds:.0f} events/s"
         )
 
-    def _share(self, done: int, seconds: float) -> float:
+    def _completed_share(self, done: int, seconds: float) -> float:
         shares = [0.0]
         if self._load.requests:
             shares.append(done / self._load.requests)
@@ -43,12 +43,12 @@ class Progress:
         return min(1.0, max(shares))
 
 
-def as_text(result: Result, url: str) -> str:
+def format_bench_result(result: BenchResult, url: str) -> str:
     """The figures for a reader."""
-    return "\n".join(_lines(result, url))
+    return "\n".join(_bench_result_lines(result, url))
 
 
-def _lines(result: Result, url: str) -> Iterator[str]:
+def _bench_result_lines(result: BenchResult, url: str) -> Iterator[str]:
     yield f"{url}  {result.name}".rstrip() + ("  (interrupted)" if result.interrupted else "")
     failed = f", {result.failed} failed" if result.failed else ""
     yield (
@@ -60,14 +60,14 @@ def _lines(result: Result, url: str) -> Iterator[str]:
         f"answers {result.output_tokens}, {result.events_per_token:g} events a token"
     )
     yield ""
-    yield f"{'ms':<6}" + "".join(f"{name:>10}" for name in COLUMNS)
-    for key, title in SPREADS:
+    yield f"{'ms':<6}" + "".join(f"{name:>10}" for name in BENCH_COLUMNS)
+    for key, title in LATENCY_ROWS:
         spread = getattr(result, key)
-        yield f"{title:<6}" + "".join(f"{getattr(spread, name):>10.2f}" for name in COLUMNS)
-    yield from _below(result)
+        yield f"{title:<6}" + "".join(f"{getattr(spread, name):>10.2f}" for name in BENCH_COLUMNS)
+    yield from _goodput_and_cpu_lines(result)
 
 
-def _below(result: Result) -> Iterator[str]:
+def _goodput_and_cpu_lines(result: BenchResult) -> Iterator[str]:
     if result.goodput is not None:
         good = result.goodput
         yield f"\ngoodput {good.requests_per_s:g} requests/s, {good.ratio:.1%} of all requests"
@@ -82,7 +82,9 @@ def _below(result: Result) -> Iterator[str]:
         yield f"failed {count:>6}  {error}"
 
 
-def comparison(files: Sequence[str], rows: Sequence[Difference], differing: Sequence[str]) -> str:
+def format_comparison(
+    files: Sequence[str], rows: Sequence[ResultDifference], differing: Sequence[str]
+) -> str:
     """A table, and what was asked for differently."""
     width = max([len(row.figure) for row in rows] + [8])
     lines = [f"{'':<{width}}  {files[0]:>14}  {files[1]:>14}"]

@@ -12,13 +12,13 @@ import msgspec
 
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, NoWorkers
-from dynamo.core.settings import Settings, load
+from dynamo.core.settings import Settings, resolve_settings
 
 if TYPE_CHECKING:
     from dynamo.communication.discovery import Discovery
     from dynamo.runtime.deployment import Deployment
 
-WAIT_S = 5.0
+INSTANCES_TIMEOUT_S = 5.0
 
 EXAMPLES = """\
   dynamo call Greeter.greet '{"name": "Ann"}'
@@ -52,12 +52,14 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"the request is not JSON: {error}", hint='e.g. \'{"name": "Ann"}\''
         ) from None
-    settings = load(environ=os.environ).settings
+    settings = resolve_settings(environ=os.environ).settings
     name = found.endpoint
     if name.partition("/")[0].count(".") == 1:
         name = f"{settings.runtime.namespace}.{name}"
-    url = found.discovery or ("" if found.deployment else _server(settings))
-    asyncio.run(_call(settings, url or _discovery(found.deployment, name), name, request))
+    url = found.discovery or ("" if found.deployment else _configured_discovery_server(settings))
+    asyncio.run(
+        _call(settings, url or _deployment_discovery_url(found.deployment, name), name, request)
+    )
     return 0
 
 
@@ -70,9 +72,9 @@ async def _call(settings: Settings, url: str, name: str, request: Any) -> None:
     async with await DistributedRuntime.create(settings, role="call") as runtime:
         client = await runtime.endpoint(name).client()
         try:
-            await client.wait_for_instances(timeout_s=WAIT_S)
+            await client.wait_for_instances(timeout_s=INSTANCES_TIMEOUT_S)
         except NoWorkers as error:
-            names = ", ".join(sorted(await _served(runtime.discovery)))
+            names = ", ".join(sorted(await _list_endpoints(runtime.discovery)))
             hint = f"served: {names}" if names else "nothing is served there"
             raise NoWorkers(error.message, hint=hint) from None
         async with client.generate(request) as answers:
@@ -80,7 +82,7 @@ async def _call(settings: Settings, url: str, name: str, request: Any) -> None:
                 print(msgspec.json.encode(item).decode(), flush=True)
 
 
-async def _served(discovery: Discovery) -> set[str]:
+async def _list_endpoints(discovery: Discovery) -> set[str]:
     """What could be called there."""
     from dynamo.runtime.instances import decode_instance
 
@@ -93,7 +95,7 @@ async def _served(discovery: Discovery) -> set[str]:
     return {f"{one.namespace}.{one.component}.{one.endpoint}" for one in found if one is not None}
 
 
-def _server(settings: Settings) -> str:
+def _configured_discovery_server(settings: Settings) -> str:
     """The discovery plane that the environment names, if it is a server."""
     from dynamo.runtime.planes import planes_of
 
@@ -101,20 +103,20 @@ def _server(settings: Settings) -> str:
     return "" if url.startswith("file:") else url
 
 
-def _discovery(which: str | None, name: str) -> str:
+def _deployment_discovery_url(which: str | None, name: str) -> str:
     """The discovery plane of the deployment meant: where several run, of the one that serves
     `name`. Raises `ConfigError`, `NotFound`."""
-    from dynamo.cli.stop import choose
+    from dynamo.cli.stop import select_deployments
     from dynamo.runtime.deployment import live_deployments
 
     running = live_deployments()
     if which is None and len(running) > 1:
-        running = asyncio.run(_serving(running, name))
-    (deployment,) = choose(running, which)
+        running = asyncio.run(_deployments_serving(running, name))
+    (deployment,) = select_deployments(running, which)
     return deployment.discovery_url
 
 
-async def _serving(running: Sequence[Deployment], name: str) -> Sequence[Deployment]:
+async def _deployments_serving(running: Sequence[Deployment], name: str) -> Sequence[Deployment]:
     """Those that serve it. Raises `NoWorkers` where none does."""
     from dynamo.communication.discovery import open_discovery
 
@@ -122,7 +124,7 @@ async def _serving(running: Sequence[Deployment], name: str) -> Sequence[Deploym
     for deployment in running:
         discovery = await open_discovery(deployment.discovery_url)
         try:
-            served = await _served(discovery)
+            served = await _list_endpoints(discovery)
         finally:
             await discovery.close()
         names |= served

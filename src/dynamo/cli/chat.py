@@ -11,11 +11,11 @@ from http import HTTPStatus
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, DynamoError
 
-URL = "http://localhost:8000"
-API_KEY = "DYNAMO_API_KEY"
+DEFAULT_URL = "http://localhost:8000"
+API_KEY_VARIABLE = "DYNAMO_API_KEY"
 PROMPT = "> "
-MORE = "\\"
-GAP_S = 300.0
+CONTINUATION = "\\"
+IDLE_TIMEOUT_S = 300.0
 EXAMPLES = """\
   dynamo chat                                       the server on http://localhost:8000
   dynamo chat http://gpu-box:8000 --model llama --system "Answer in one sentence."
@@ -31,12 +31,14 @@ def parser() -> Parser:
         EXAMPLES,
         usage="[URL] [FLAGS]",
     )
-    made.add_argument("url", nargs="?", default=URL, metavar="URL", help=f"default: {URL}")
+    made.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}"
+    )
     made.add_argument("--model", metavar="NAME", help="default: the first that the server has")
     made.add_argument("--system", metavar="TEXT", help="a system message that stands first")
     made.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     made.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest")
-    made.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY}")
+    made.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
     return made
 
 
@@ -47,40 +49,40 @@ def run(arguments: Sequence[str]) -> int:
     import dynamo_client
 
     try:
-        return _talk(found)
+        return _run_chat(found)
     except dynamo_client.DynamoError as error:
         unknown = getattr(error, "status", 0) == HTTPStatus.UNAUTHORIZED
-        hint = f"--api-key KEY, or ${API_KEY}" if unknown else error.hint
+        hint = f"--api-key KEY, or ${API_KEY_VARIABLE}" if unknown else error.hint
         raise DynamoError(error.message, hint=hint) from error
 
 
-def _talk(found: argparse.Namespace) -> int:
-    from dynamo.cli.conversation import Chat
+def _run_chat(found: argparse.Namespace) -> int:
+    from dynamo.cli.conversation import ChatSession
     from dynamo_client import DynamoConfig, SyncDynamoClient
 
-    key = found.api_key or os.environ.get(API_KEY) or None
+    key = found.api_key or os.environ.get(API_KEY_VARIABLE) or None
     try:
-        config = DynamoConfig(found.url, api_key=key, timeout=GAP_S, max_retries=1)
+        config = DynamoConfig(found.url, api_key=key, timeout=IDLE_TIMEOUT_S, max_retries=1)
         client = SyncDynamoClient(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with client:
         options = {"max_tokens": found.max_tokens, "temperature": found.temperature}
-        chat = Chat(client, found.system or "", options)
-        chat.choose(found.model or "")
+        chat = ChatSession(client, found.system or "", options)
+        chat.select_model(found.model or "")
         if sys.stdin.isatty():
             print(f"{chat.model} at {found.url}; /help for help, Ctrl-D ends.", file=sys.stderr)
-            for line in _typed():
-                if not chat.take(line):
+            for line in _read_messages():
+                if not chat.handle_line(line):
                     break
             return 0
         for line in sys.stdin:
-            if not chat.take(line.strip()):
+            if not chat.handle_line(line.strip()):
                 break
         return 1 if chat.failures else 0
 
 
-def _typed() -> Iterator[str]:
+def _read_messages() -> Iterator[str]:
     """Messages from a keyboard, with editing and history; a final backslash goes on."""
     import readline
 
@@ -96,7 +98,7 @@ def _typed() -> Iterator[str]:
             lines = []
             print("\n(Ctrl-D ends)")
             continue
-        lines.append(line.removesuffix(MORE))
-        if not line.endswith(MORE):
+        lines.append(line.removesuffix(CONTINUATION))
+        if not line.endswith(CONTINUATION):
             yield "\n".join(lines).strip()
             lines = []

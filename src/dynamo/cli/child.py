@@ -19,8 +19,8 @@ def run(arguments: Sequence[str]) -> int:
     found = parser().parse(arguments)
 
     from dynamo.services.launch import run_child
-    from dynamo.services.own import SERVICE, run_service
+    from dynamo.services.own import USER_SERVICE_ROLE, run_user_service
 
-    if found.role == SERVICE:
-        return run_service()
+    if found.role == USER_SERVICE_ROLE:
+        return run_user_service()
     return run_child(found.role)

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.cli.parsing import Parser
 
-Run = Callable[[Sequence[str]], int]
+RunCommand = Callable[[Sequence[str]], int]
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -41,9 +41,9 @@ COMMANDS = {
 }
 
 
-def command_run(name: str) -> Run:
+def command_run(name: str) -> RunCommand:
     """The function of a command in `COMMANDS`."""
-    run: Run = import_module(COMMANDS[name].module).run
+    run: RunCommand = import_module(COMMANDS[name].module).run
     return run
 
 

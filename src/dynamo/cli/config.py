@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from dynamo.cli.flags import add_settings, read_settings
+from dynamo.cli.flags import add_settings_flags, read_settings
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.explain import Explained, explain
+from dynamo.core.settings.explain import EffectiveSetting, effective_settings
 from dynamo.core.settings.json_schema import json_schema
-from dynamo.core.settings.load import DEFAULT
+from dynamo.core.settings.load import DEFAULT_ORIGIN
 
 EXAMPLES = """\
   dynamo config explain configs/agg.yaml               every setting
@@ -39,14 +39,14 @@ def parser() -> Parser:
     made.add_argument(
         "--changed", action="store_true", help="only what differs from the defaults, and notes"
     )
-    add_settings(made)
+    add_settings_flags(made)
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print."""
     found = parser().parse(arguments)
-    print(_schema() if found.what == "schema" else _explained(found))
+    print(_schema() if found.what == "schema" else _format_settings(found))
     return 0
 
 
@@ -54,28 +54,28 @@ def _schema() -> str:
     return msgspec.json.format(msgspec.json.encode(json_schema())).decode()
 
 
-def _explained(found: argparse.Namespace) -> str:
+def _format_settings(found: argparse.Namespace) -> str:
     if found.file and found.config:
         raise ConfigError("two files are named", hint="give FILE, or --config FILE")
     found.config = found.file or found.config
     loaded = read_settings(found)
-    rows = list(explain(loaded))
+    rows = list(effective_settings(loaded))
     services = {
-        service: {key: {"value": one.raw, "origin": one.where} for key, one in options.items()}
+        service: {key: {"value": one.raw, "origin": one.origin} for key, one in options.items()}
         for service, options in loaded.services.items()
     }
     if found.json:
         whole = {"settings": rows, "services": services}
         return msgspec.json.format(msgspec.json.encode(whole)).decode()
     if found.changed:
-        rows = [one for one in rows if one.origin != DEFAULT]
-    return "\n".join([*table(rows), *_service_lines(services)])
+        rows = [one for one in rows if one.origin != DEFAULT_ORIGIN]
+    return "\n".join([*settings_table(rows), *_service_lines(services)])
 
 
-def table(rows: Sequence[Explained]) -> Iterator[str]:
+def settings_table(rows: Sequence[EffectiveSetting]) -> Iterator[str]:
     """A line a setting, in sections."""
     width = max((len(one.key) for one in rows), default=0)
-    values = {one.key: shown(one) for one in rows}
+    values = {one.key: format_value_with_unit(one) for one in rows}
     room = min(40, max(map(len, values.values()), default=0))
     section = ""
     for one in rows:
@@ -87,17 +87,17 @@ def table(rows: Sequence[Explained]) -> Iterator[str]:
         yield f"{one.key:<{width}}  {values[one.key]:<{room}}  {one.origin}{note}"
 
 
-def shown(one: Explained) -> str:
+def format_value_with_unit(one: EffectiveSetting) -> str:
     """A value with its unit."""
-    return text_of(one.value) + (f" {one.unit}" if one.unit and one.value is not None else "")
+    return format_value(one.value) + (f" {one.unit}" if one.unit and one.value is not None else "")
 
 
-def text_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as one would write it in the file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(text_of, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
     return "null" if value is None else str(value) or '""'
@@ -107,4 +107,4 @@ def _service_lines(services: dict[str, Any]) -> Iterator[str]:
     for service, options in services.items():
         yield ""
         for key, one in options.items():
-            yield f"{service}.{key}  {text_of(one['value'])}  {one['origin']}"
+            yield f"{service}.{key}  {format_value(one['value'])}  {one['origin']}"

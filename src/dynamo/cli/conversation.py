@@ -14,24 +14,24 @@ import msgspec
 from dynamo.core.errors import ConfigError
 from dynamo_client import DynamoError, SyncDynamoClient
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
-class Command(NamedTuple):
+class SlashCommand(NamedTuple):
     """What stands after a slash. `run(chat, argument)`; False ends the chat."""
 
     argument: str
     help: str
-    run: Callable[[Chat, str], bool]
+    run: Callable[[ChatSession, str], bool]
 
 
-class Chat:
+class ChatSession:
     """One conversation. Answers go to standard output, all else to standard error."""
 
     def __init__(self, client: SyncDynamoClient, system: str, options: Mapping[str, Any]) -> None:
         self.model = ""
         self.failures = 0
-        self.messages: list[Message] = []
+        self.messages: list[ChatMessage] = []
         self._client = client
         self._system = system
         self._options = options
@@ -41,13 +41,13 @@ class Chat:
         """Forget all but the system message."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def models(self) -> list[str]:
+    def list_models(self) -> list[str]:
         """What the server has. Raises `DynamoError`."""
         return [str(one["id"]) for one in self._client.list_models()]
 
-    def choose(self, name: str) -> None:
+    def select_model(self, name: str) -> None:
         """Talk with `name`, or with the first there is. Raises `ConfigError` for another."""
-        models = self.models()
+        models = self.list_models()
         if not models:
             raise ConfigError("the server has no model (yet)", hint="`dynamo ps` shows its state")
         if name and name not in models:
@@ -56,63 +56,63 @@ class Chat:
             raise ConfigError(f"the server has no model {name!r}", hint=hint)
         self.model = name or models[0]
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """One message or command; False: the end."""
         if not line:
             return True
         try:
             if line.startswith("/"):
-                return self._command(line)
-            self._answer(line)
+                return self._run_command(line)
+            self._send_message(line)
         except (DynamoError, ConfigError) as error:
             self.failures += 1
-            tell(f"error: {error.message}")
+            print_notice(f"error: {error.message}")
             if error.hint:
-                tell(f"hint: {error.hint}")
+                print_notice(f"hint: {error.hint}")
         return True
 
-    def _command(self, line: str) -> bool:
+    def _run_command(self, line: str) -> bool:
         name, _, argument = line[1:].partition(" ")
-        command = COMMANDS.get(name)
+        command = SLASH_COMMANDS.get(name)
         if command is None:
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            near = difflib.get_close_matches(name, SLASH_COMMANDS, n=1)
             hint = f"did you mean /{near[0]}?" if near else "/help lists them"
             raise ConfigError(f"there is no command /{name}", hint=hint)
         return command.run(self, argument.strip())
 
-    def _answer(self, line: str) -> None:
+    def _send_message(self, line: str) -> None:
         """Ask and show. What has come when Ctrl-C stops it stays in the conversation; a question
         without an answer does not."""
         said = [*self.messages, {"role": "user", "content": line}]
-        answer = Answer()
+        answer = ChatAnswer()
         try:
-            answer.show(self._client, self.model, said, self._options)
+            answer.stream_reply(self._client, self.model, said, self._options)
         except KeyboardInterrupt:
-            answer.stopped = True
+            answer.interrupted = True
         finally:
             if answer.parts:
                 print(flush=True)
         text = "".join(answer.parts)
-        if text or not answer.stopped:
+        if text or not answer.interrupted:
             self.messages = [*said, {"role": "assistant", "content": text}]
-        tell(answer.figures())
+        print_notice(answer.format_statistics())
 
 
-class Answer:
+class ChatAnswer:
     """One answer, and how fast it came."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
-        self.stopped = False
-        self._asked_s = self._first_s = self._last_s = time.monotonic()
+        self.interrupted = False
+        self._sent_s = self._first_text_s = self._last_text_s = time.monotonic()
         self._chunks = 0
         self._tokens = 0
 
-    def show(
+    def stream_reply(
         self,
         client: SyncDynamoClient,
         model: str,
-        messages: list[Message],
+        messages: list[ChatMessage],
         options: Mapping[str, Any],
     ) -> None:
         """Print it as it comes. Raises `DynamoError`."""
@@ -124,47 +124,47 @@ class Answer:
                 self._tokens = (chunk.get("usage") or {}).get("completion_tokens", self._tokens)
                 for choice in chunk.get("choices") or ():
                     if text := (choice.get("delta") or {}).get("content"):
-                        self._show(text)
+                        self._print_text(text)
 
-    def _show(self, text: str) -> None:
-        self._last_s = time.monotonic()
+    def _print_text(self, text: str) -> None:
+        self._last_text_s = time.monotonic()
         if not self._chunks:
-            self._first_s = self._last_s
+            self._first_text_s = self._last_text_s
         self._chunks += 1
         self.parts.append(text)
         print(text, end="", flush=True)
 
-    def figures(self) -> str:
+    def format_statistics(self) -> str:
         """A line."""
         tokens = self._tokens or self._chunks
-        took_s = self._last_s - self._first_s
+        took_s = self._last_text_s - self._first_text_s
         parts = [f"{tokens} tokens"]
         if tokens > 1 and took_s > 0:
             parts.append(f"{(tokens - 1) / took_s:.1f} tokens/s")
         if self._chunks:
-            parts.append(f"first after {self._first_s - self._asked_s:.2f} s")
-        if self.stopped:
+            parts.append(f"first after {self._first_text_s - self._sent_s:.2f} s")
+        if self.interrupted:
             parts.append("stopped")
         return f"[{', '.join(parts)}]"
 
 
-def tell(text: str) -> None:
+def print_notice(text: str) -> None:
     """To the person, not into the answers; dim on a terminal."""
     dim = sys.stderr.isatty()
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 
 
-def _model(chat: Chat, name: str) -> bool:
+def _model_command(chat: ChatSession, name: str) -> bool:
     if name:
-        chat.choose(name)
-        tell(f"talking with {chat.model}")
+        chat.select_model(name)
+        print_notice(f"talking with {chat.model}")
     else:
-        for one in chat.models():
-            tell(f"{'*' if one == chat.model else ' '} {one}")
+        for one in chat.list_models():
+            print_notice(f"{'*' if one == chat.model else ' '} {one}")
     return True
 
 
-def _save(chat: Chat, name: str) -> bool:
+def _save_command(chat: ChatSession, name: str) -> bool:
     if not name:
         raise ConfigError("/save needs a file's name")
     whole = {"model": chat.model, "messages": chat.messages}
@@ -173,31 +173,33 @@ def _save(chat: Chat, name: str) -> bool:
         Path(name).expanduser().write_bytes(text + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write {name}: {error.strerror}") from error
-    tell(f"saved {len(chat.messages)} messages to {name}")
+    print_notice(f"saved {len(chat.messages)} messages to {name}")
     return True
 
 
-def _clear(chat: Chat, _: str) -> bool:
+def _clear_command(chat: ChatSession, _: str) -> bool:
     chat.clear()
-    tell("all is forgotten")
+    print_notice("all is forgotten")
     return True
 
 
-def _help(_: Chat, __: str) -> bool:
-    for name, command in COMMANDS.items():
-        tell(f"/{name + ' ' + command.argument:<14} {command.help}")
-    tell("A line is a message; one that ends with \\ goes on in the next.")
+def _help_command(_: ChatSession, __: str) -> bool:
+    for name, command in SLASH_COMMANDS.items():
+        print_notice(f"/{name + ' ' + command.argument:<14} {command.help}")
+    print_notice("A line is a message; one that ends with \\ goes on in the next.")
     return True
 
 
-def _exit(_: Chat, __: str) -> bool:
+def _exit_command(_: ChatSession, __: str) -> bool:
     return False
 
 
-COMMANDS = {
-    "model": Command("[NAME]", "list the server's models, or talk with another", _model),
-    "save": Command("FILE", "write the conversation as JSON", _save),
-    "clear": Command("", "forget the conversation", _clear),
-    "help": Command("", "this list", _help),
-    "exit": Command("", "end, as Ctrl-D does", _exit),
+SLASH_COMMANDS = {
+    "model": SlashCommand(
+        "[NAME]", "list the server's models, or talk with another", _model_command
+    ),
+    "save": SlashCommand("FILE", "write the conversation as JSON", _save_command),
+    "clear": SlashCommand("", "forget the conversation", _clear_command),
+    "help": SlashCommand("", "this list", _help_command),
+    "exit": SlashCommand("", "end, as Ctrl-D does", _exit_command),
 }

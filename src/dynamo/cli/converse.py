@@ -8,25 +8,25 @@ import sys
 import threading
 from collections.abc import AsyncGenerator
 
-from dynamo.cli.fetch import fetch
+from dynamo.cli.fetch import fetch_model
 from dynamo.core.settings import Settings
 
 PROMPT = "> "
 READ_BYTES = 64 << 10
 
 
-def start(settings: Settings) -> int:
+def run_text(settings: Settings) -> int:
     """Fetch the model, then talk until the end of input or Ctrl-C."""
     from dynamo.services.conversation import converse
-    from dynamo.telemetry.logs import configure
+    from dynamo.telemetry.logs import configure_logging
 
-    configure(settings.logging.level, settings.logging.format, "supervisor")
-    names = fetch(settings)
+    configure_logging(settings.logging.level, settings.logging.format, "supervisor")
+    names = fetch_model(settings)
 
     if not sys.stdin.isatty():
-        return asyncio.run(converse(settings, _whole_input, _write))
+        return asyncio.run(converse(settings, _read_single_message, _write))
     print(f"{names[0]}: one line is one message; Ctrl-D ends.", file=sys.stderr)
-    return asyncio.run(converse(settings, _typed_lines, _write))
+    return asyncio.run(converse(settings, _read_typed_messages, _write))
 
 
 def _write(text: str) -> None:
@@ -34,21 +34,21 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-async def _whole_input() -> AsyncGenerator[str, None]:
-    whole = b"".join([part async for part in _input()])
+async def _read_single_message() -> AsyncGenerator[str, None]:
+    whole = b"".join([part async for part in _read_stdin()])
     if message := whole.decode(errors="replace").strip():
         yield message
 
 
-async def _typed_lines() -> AsyncGenerator[str, None]:
+async def _read_typed_messages() -> AsyncGenerator[str, None]:
     _write(PROMPT)
-    async for raw in _input():  # a terminal gives a line a read
+    async for raw in _read_stdin():  # a terminal gives a line a read
         if line := raw.decode(errors="replace").strip():
             yield line
         _write(PROMPT)
 
 
-async def _input() -> AsyncGenerator[bytes, None]:
+async def _read_stdin() -> AsyncGenerator[bytes, None]:
     """Standard input as it comes. It is read on a daemon thread: a read that never returns must
     not hold up the end of the process."""
     loop = asyncio.get_running_loop()

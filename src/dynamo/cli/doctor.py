@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.flags import add_settings_flags, load_settings
 from dynamo.cli.parsing import Parser
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def parser() -> Parser:
         usage="[--json] [FLAGS of dynamo run]",
     )
     made.add_argument("--json", action="store_true", help="one JSON array")
-    add_settings(made)
+    add_settings_flags(made)
     return made
 
 
@@ -36,14 +36,14 @@ def run(arguments: Sequence[str]) -> int:
     found = parser().parse(arguments)
     settings = load_settings(found).settings
 
-    from dynamo.operations.doctor import examine
+    from dynamo.operations.doctor import run_checks
 
-    findings = list(examine(settings))
-    print(msgspec.json.encode(findings).decode() if found.json else as_text(findings))
+    findings = list(run_checks(settings))
+    print(msgspec.json.encode(findings).decode() if found.json else format_findings(findings))
     return 1 if any(one.verdict == "fail" for one in findings) else 0
 
 
-def as_text(findings: Sequence[Finding]) -> str:
+def format_findings(findings: Sequence[Finding]) -> str:
     """A line a check, and below it what to do."""
     lines = []
     for one in findings:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from dynamo import __version__
 from dynamo.cli.commands import COMMANDS, command_run
-from dynamo.core.errors import ConfigError, DynamoError, explained
+from dynamo.core.errors import ConfigError, DynamoError, describe_os_error
 
-INTERRUPTED = 128 + signal.SIGINT
-USAGE_CODES = (ConfigError.code, "unsupported")
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+USAGE_ERROR_CODES = (ConfigError.code, "unsupported")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,20 +28,20 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
-        return 2 if error.code in USAGE_CODES else 1
+        return 2 if error.code in USAGE_ERROR_CODES else 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output left (`dynamo ps | head`)
-        _mute()
+        _discard_stdout()
         return 0
     except OSError as error:  # what the machine does not let us: a full disk, a closed folder
         if error.errno == errno.ENOSPC:
-            _mute()
-        print(f"error: {explained(error)}", file=sys.stderr)
+            _discard_stdout()
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
         return 1
 
 
-def _mute() -> None:
+def _discard_stdout() -> None:
     """Nothing can be written to standard output: the interpreter must not flush it again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -58,15 +58,19 @@ def _dispatch(arguments: Sequence[str]) -> int:
         print(f"dynamo {__version__}")
         return 0
     if first not in COMMANDS:
-        near = difflib.get_close_matches(first, _shown(), n=1)
-        hint = f"did you mean `dynamo {near[0]}`?" if near else f"commands: {', '.join(_shown())}"
+        near = difflib.get_close_matches(first, _visible_commands(), n=1)
+        hint = (
+            f"did you mean `dynamo {near[0]}`?"
+            if near
+            else f"commands: {', '.join(_visible_commands())}"
+        )
         raise ConfigError(f"unknown command {first!r}", hint=hint)
     return command_run(first)(arguments[1:])
 
 
 def overview() -> str:
     """What `dynamo --help` prints."""
-    lines = [f"  {name:<10}{COMMANDS[name].help}" for name in _shown()]
+    lines = [f"  {name:<10}{COMMANDS[name].help}" for name in _visible_commands()]
     return OVERVIEW.format("\n".join(lines))
 
 
@@ -89,5 +93,5 @@ examples:
   dynamo stop                                  end it"""
 
 
-def _shown() -> list[str]:
+def _visible_commands() -> list[str]:
     return [name for name, command in COMMANDS.items() if not command.hidden]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.cli.parsing import Parser
-from dynamo.cli.router_port import add_port, port_of
+from dynamo.cli.router_port import add_router_flags, make_router_client
 
 EXAMPLES = """\
   dynamo explain                                 the last decisions
@@ -27,24 +27,24 @@ def parser() -> Parser:
     )
     made.add_argument("request_id", nargs="?", default="", help="default: the last decisions")
     made.add_argument("--json", action="store_true", help="as the server tells it")
-    add_port(made)
+    add_router_flags(made)
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print what is known."""
     found = parser().parse(arguments)
-    decisions = port_of(found).explain(found.request_id)
+    decisions = make_router_client(found).explain(found.request_id)
     if found.json:
         print(msgspec.json.encode(decisions).decode())
     elif found.request_id:
-        print("\n\n".join(as_text(one) for one in decisions))
+        print("\n\n".join(format_decision(one) for one in decisions))
     else:
-        print(as_list(decisions) if decisions else "no request was routed yet")
+        print(format_decision_list(decisions) if decisions else "no request was routed yet")
     return 0
 
 
-def as_text(one: Mapping[str, Any]) -> str:
+def format_decision(one: Mapping[str, Any]) -> str:
     """One decision in full."""
     choice = f" choice {one['choice']}" if one["choice"] else ""
     at = time.strftime("%H:%M:%S", time.localtime(one["at"]))
@@ -52,14 +52,14 @@ def as_text(one: Mapping[str, Any]) -> str:
         f"request  {one['request_id']}{choice}, model {one['model']}, {at}, by {one['router']}",
         f"mode     {one['mode']}" + (f", view {one['view']}" if one["view"] else ""),
         f"why      {one['why']}",
-        f"outcome  {_outcome(one)}",
+        f"outcome  {_format_outcome(one)}",
     ]
     if one["costs"]:
-        lines += ["", *_table(one)]
+        lines += ["", *_format_cost_table(one)]
     return "\n".join(lines)
 
 
-def as_list(decisions: Sequence[Mapping[str, Any]]) -> str:
+def format_decision_list(decisions: Sequence[Mapping[str, Any]]) -> str:
     """A line a decision."""
     return "\n".join(
         f"{time.strftime('%H:%M:%S', time.localtime(one['at']))}  {one['request_id']}  {one['why']}"
@@ -67,7 +67,7 @@ def as_list(decisions: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _outcome(one: Mapping[str, Any]) -> str:
+def _format_outcome(one: Mapping[str, Any]) -> str:
     outcome = one["outcome"]
     if outcome is None:
         return "still being answered"
@@ -85,8 +85,8 @@ def _outcome(one: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _table(one: Mapping[str, Any]) -> list[str]:
-    from dynamo.cli.serve import table
+def _format_cost_table(one: Mapping[str, Any]) -> list[str]:
+    from dynamo.cli.serve import format_table
 
     terms = list(one["costs"][0]["terms"])
     rows = [("", "WORKER", "BLOCKS HELD", "COST", *(term.upper() for term in terms))]
@@ -96,6 +96,6 @@ def _table(one: Mapping[str, Any]) -> list[str]:
         rows.append(
             (chosen, row["worker"], str(row["overlap_blocks"]), f"{row['cost']:.2f}", *values)
         )
-    lines = table(rows)
+    lines = format_table(rows)
     more = one["candidates"] - len(one["costs"])
     return [*lines, f"   and {more} more that cost no less"] if more > 0 else lines

@@ -5,22 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dynamo.cli.bar import Bar
+from dynamo.cli.bar import ProgressBar
 from dynamo.core.settings import Settings
 
 
-def names_of(settings: Settings) -> Sequence[str]:
+def served_model_names(settings: Settings) -> Sequence[str]:
     """What the model will be served as. Raises `ModelUnavailable` for one that cannot be."""
-    from dynamo.models.location import locate
+    from dynamo.models.location import locate_model
 
-    return settings.model.names or (locate(settings.model.path).name,)
+    return settings.model.names or (locate_model(settings.model.path).name,)
 
 
-def fetch(settings: Settings) -> Sequence[str]:
+def fetch_model(settings: Settings) -> Sequence[str]:
     """Find or fetch the model, and prove its encoder once. Returns the names it will be served
     under. Raises `ModelUnavailable`. Blocks."""
-    from dynamo.models.resolve import find_model
+    from dynamo.models.resolve import resolve_model_blocking
 
-    with Bar(sys.stderr) as bar:
-        find_model(settings.model.path, bar, with_weights=settings.engine.kind == "native")
-    return names_of(settings)
+    with ProgressBar(sys.stderr) as bar:
+        resolve_model_blocking(
+            settings.model.path, bar, with_weights=settings.engine.kind == "native"
+        )
+    return served_model_names(settings)

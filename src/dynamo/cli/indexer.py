@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.flags import add_settings_flags, load_settings
 from dynamo.cli.parsing import Parser
 
 EXAMPLES = """\
@@ -22,7 +22,7 @@ def parser() -> Parser:
         EXAMPLES,
         usage="--deployment NAME [FLAGS of dynamo run]",
     )
-    add_settings(made)
+    add_settings_flags(made)
     return made
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import DeadlineExceeded
 
-WAIT_S = 120.0
+DEFAULT_TIMEOUT_S = 120.0
 
 
-def add_deployment(parser: Parser) -> None:
+def add_deployment_flags(parser: Parser) -> None:
     """The flags of all three."""
     parser.add_argument(
         "--deployment", metavar="NAME|PORT", help="which one, where several run (see `dynamo ps`)"
@@ -19,23 +19,25 @@ def add_deployment(parser: Parser) -> None:
     parser.add_argument(
         "--timeout",
         type=float,
-        default=WAIT_S,
+        default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"stop waiting after (default: {WAIT_S:g}); the order is carried out all the same",
+        help=f"stop waiting after (default: {DEFAULT_TIMEOUT_S:g}); the order is carried out all the same",
     )
 
 
-def give_order(
+def send_control_request(
     found: argparse.Namespace, do: Literal["scale", "drain", "restart"], name: str, count: int = 0
 ) -> int:
     """Give it, and print what the deployment says until it is done."""
-    from dynamo.cli.stop import choose
-    from dynamo.runtime.control import Order, give
+    from dynamo.cli.stop import select_deployments
+    from dynamo.runtime.control import ControlRequest, send_control_request
     from dynamo.runtime.deployment import live_deployments
 
-    (deployment,) = choose(live_deployments(), found.deployment)
+    (deployment,) = select_deployments(live_deployments(), found.deployment)
     try:
-        for said in give(Order(do, name, count), deployment.folder, found.timeout):
+        for said in send_control_request(
+            ControlRequest(do, name, count), deployment.folder, found.timeout
+        ):
             print(said, flush=True)
     except TimeoutError:
         raise DeadlineExceeded(

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from dynamo.core.errors import ConfigError
 
-WIDTH = 100
+DESCRIPTION_WIDTH = 100
 """Of a description; the flags below it keep to the terminal's."""
 
 
@@ -21,9 +21,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             usage=f"{prog} {usage}" if usage else None,
-            description="\n".join(map(_wrapped, description.splitlines())),
+            description="\n".join(map(_wrap, description.splitlines())),
             epilog=f"examples:\n{examples}" if examples else None,
-            formatter_class=_Format,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
 
@@ -31,14 +31,14 @@ class Parser(argparse.ArgumentParser):
         """Raises `ConfigError` for what is not understood; exits after `--help`."""
         found, left = self.parse_known_intermixed_args(list(arguments))
         if left:
-            raise ConfigError(f"unknown argument {left[0]!r}", hint=self._nearest(left[0]))
+            raise ConfigError(f"unknown argument {left[0]!r}", hint=self._suggest_flag(left[0]))
         return found
 
     def error(self, message: str) -> NoReturn:
         """argparse's own complaint, as ours."""
         raise ConfigError(message, hint=f"see `{self.prog} --help`")
 
-    def _nearest(self, wrong: str) -> str:
+    def _suggest_flag(self, wrong: str) -> str:
         flag = wrong.partition("=")[0]
         if flag == "--url" and any(action.metavar == "URL" for action in self._actions):
             return f"the URL stands by itself: `{self.prog} URL`"
@@ -47,11 +47,11 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
 
 
-def _wrapped(line: str) -> str:
-    return textwrap.fill(line, WIDTH, break_on_hyphens=False)
+def _wrap(line: str) -> str:
+    return textwrap.fill(line, DESCRIPTION_WIDTH, break_on_hyphens=False)
 
 
-class _Format(argparse.RawDescriptionHelpFormatter):
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Room for the flags of this program."""
 
     def __init__(self, prog: str) -> None:

@@ -34,21 +34,21 @@ def run(arguments: Sequence[str]) -> int:
 
     records = live_processes()
     if found.json:
-        print(as_json(records))
+        print(format_processes_json(records))
     elif records:
-        print(as_table(records))
+        print(format_processes_table(records))
     else:
         print("no deployment runs; start one with `dynamo run`")
     return 0
 
 
-def as_json(records: Sequence[ProcessRecord]) -> str:
+def format_processes_json(records: Sequence[ProcessRecord]) -> str:
     """One array of objects with the keys `COLUMNS`."""
     rows = [{key: getattr(record, key) for key in COLUMNS} for record in records]
     return msgspec.json.encode(rows).decode()
 
 
-def as_table(records: Sequence[ProcessRecord]) -> str:
+def format_processes_table(records: Sequence[ProcessRecord]) -> str:
     """Columns as wide as their longest entry."""
     rows = [COLUMNS, *(tuple(str(getattr(one, key)) for key in COLUMNS) for one in records)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

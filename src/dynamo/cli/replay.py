@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.cli.bar import Bar
-from dynamo.cli.flags import add_settings, load_settings
+from dynamo.cli.bar import ProgressBar
+from dynamo.cli.flags import add_settings_flags, load_settings
 from dynamo.cli.outputs import check_writable
 from dynamo.cli.parsing import Parser
-from dynamo.cli.replay_text import Progress, as_text
+from dynamo.cli.replay_text import ReplayProgress, format_replay_result
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Loaded
+from dynamo.core.settings import LoadedSettings
 
 if TYPE_CHECKING:
-    from dynamo.core.settings.schema_engine import Engine
-    from dynamo.core.settings.schema_router import Router
+    from dynamo.core.settings.schema_engine import EngineSettings
+    from dynamo.core.settings.schema_router import RouterSettings
     from dynamo.core.values import EngineInfo
-    from dynamo.operations.replay.replay import Plan
-    from dynamo.scheduling.admission import Promise
+    from dynamo.operations.replay.replay import ReplayPlan
+    from dynamo.scheduling.admission import SloLimits
 
-DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
+ENGINE_DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
 """Of the engine's settings, where nobody says otherwise: a replay is of a cluster."""
 
-ELSEWHERE = (
+UNSUPPORTED_SETTINGS = (
     "router.migration_limit",
     "router.replicas",
     "engine.labels",
@@ -38,7 +38,7 @@ ELSEWHERE = (
     "engine.speedup_ratio",
 )
 """Of the flags of both sections, those of parts that a replay has not."""
-MODELLED = ("router.", "engine.", "model.context_tokens")
+SIMULATED_SETTINGS = ("router.", "engine.", "model.context_tokens")
 """What else can be said goes by nothing here."""
 
 EXAMPLES = """\
@@ -62,13 +62,13 @@ def parser() -> Parser:
         usage="TRACE [FLAGS]",
     )
     made.add_argument("trace", metavar="TRACE", help="JSON lines, plain or .gz")
-    _arrival_flags(made.add_argument_group("replay"))
-    _output_flags(made.add_argument_group("output"))
-    add_settings(made, shown=("router", "engine"))
+    _add_arrival_flags(made.add_argument_group("replay"))
+    _add_output_flags(made.add_argument_group("output"))
+    add_settings_flags(made, shown=("router", "engine"))
     return made
 
 
-def _arrival_flags(group: argparse._ArgumentGroup) -> None:
+def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trace-block-size",
         type=_positive_int,
@@ -78,14 +78,14 @@ def _arrival_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--speed",
-        type=_positive,
+        type=_positive_float,
         default=1.0,
         metavar="X",
         help="requests come so many times as fast (default: 1)",
     )
     group.add_argument(
         "--smear",
-        type=_not_negative,
+        type=_non_negative_float,
         default=0.0,
         metavar="SECONDS",
         help="each comes later by chance, by up to so much of the trace's time",
@@ -98,7 +98,7 @@ def _arrival_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _output_flags(group: argparse._ArgumentGroup) -> None:
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", metavar="OUT", help="write the result there (-: print it)")
     group.add_argument(
         "--decisions", metavar="FILE", help="a line {request, worker, placed_ms} a request"
@@ -111,80 +111,80 @@ def run(arguments: Sequence[str]) -> int:
     found = parser().parse(arguments)
     loaded = load_settings(found)
 
-    from dynamo.operations.replay.picture import check_drawable, draw
+    from dynamo.operations.replay.picture import check_drawable, draw_replay
     from dynamo.operations.replay.replay import Replay
-    from dynamo.operations.replay.trace import Arrivals, read_trace
+    from dynamo.operations.replay.trace import ArrivalOptions, read_trace
 
     if found.plot:
         check_drawable()
     check_writable(found.json, found.decisions, found.plot)
-    plan = _plan(found, loaded)
-    arrivals = Arrivals(found.speed, found.smear, found.seed)
+    plan = _make_plan(found, loaded)
+    arrivals = ArrivalOptions(found.speed, found.smear, found.seed)
     conversations = read_trace(found.trace, arrivals, found.rows)
-    total = sum(len(one.turns) for one in conversations)
-    with Bar(sys.stderr) as bar:
-        result, log = Replay(plan, Progress(bar, total)).run(conversations)
+    total = sum(len(one.requests) for one in conversations)
+    with ProgressBar(sys.stderr) as bar:
+        result, log = Replay(plan, ReplayProgress(bar, total)).run(conversations)
     if found.decisions:
-        _write(found.decisions, map(msgspec.json.encode, log.placings))
+        _write_lines(found.decisions, map(msgspec.json.encode, log.placements))
     if found.json:
-        _write(found.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
+        _write_lines(found.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
     if found.plot:
-        draw(result, log, found.plot)
+        draw_replay(result, log, found.plot)
     if found.json != "-":
-        print(as_text(result))
+        print(format_replay_result(result))
     return 0 if result.completed + result.rejected == result.requests else 1
 
 
-def _plan(found: argparse.Namespace, loaded: Loaded) -> Plan:
-    from dynamo.inference.mock.engine import make_info
-    from dynamo.inference.mock.timing import read_timing
-    from dynamo.operations.replay.cluster import Workers
-    from dynamo.operations.replay.replay import Plan
+def _make_plan(found: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
+    from dynamo.inference.mock.engine import make_mock_engine_info
+    from dynamo.inference.mock.timing import parse_timing
+    from dynamo.operations.replay.cluster import ReplayWorkers
+    from dynamo.operations.replay.replay import ReplayPlan
 
-    engine = _with_defaults(loaded)
+    engine = _engine_settings(loaded)
     context_tokens = loaded.settings.model.context_tokens or sys.maxsize
-    info = make_info(engine, context_tokens=context_tokens)
-    routing = _routing(loaded)
-    promise = _promise(loaded, routing)
-    workers = Workers(
+    info = make_mock_engine_info(engine, context_tokens=context_tokens)
+    routing = _router_settings(loaded)
+    promise = _slo_limits(loaded, routing)
+    workers = ReplayWorkers(
         engine.workers,
         info,
-        read_timing(engine.timing),
+        parse_timing(engine.timing),
         engine.eviction,
         ranks=engine.data_parallel_size,
         prefix_caching=engine.prefix_caching,
     )
-    return Plan(
+    return ReplayPlan(
         trace=Path(found.trace).name,
         workers=workers,
-        routing=routing,
+        router_settings=routing,
         trace_block_tokens=found.trace_block_size,
         seed=found.seed,
-        promise=promise,
-        about=_about(found, loaded, engine, info) | _about_router(routing, promise),
+        slo=promise,
+        settings=_settings_summary(found, loaded, engine, info) | _router_summary(routing, promise),
     )
 
 
-def _routing(loaded: Loaded) -> Router:
+def _router_settings(loaded: LoadedSettings) -> RouterSettings:
     routing = loaded.settings.router
     if loaded.origins["router.queue_bound"] == "default":
         return replace(routing, queue_bound=sys.maxsize)  # nothing is refused unless asked
     return routing
 
 
-def _promise(loaded: Loaded, routing: Router) -> Promise | None:
+def _slo_limits(loaded: LoadedSettings, routing: RouterSettings) -> SloLimits | None:
     """What admission goes by; None where nobody asks for any."""
-    from dynamo.scheduling.admission import Promise
+    from dynamo.scheduling.admission import SloLimits
 
     limited = loaded.origins["router.max_queue_wait"] != "default"
     if not (limited or routing.ttft_slo or routing.max_worker_requests):
         return None
-    promise = Promise.of(routing)
-    return promise if limited else replace(promise, queue_wait_s=math.inf)
+    promise = SloLimits.from_settings(routing)
+    return promise if limited else replace(promise, max_queue_wait_s=math.inf)
 
 
-def _about(
-    found: argparse.Namespace, loaded: Loaded, engine: Engine, info: EngineInfo
+def _settings_summary(
+    found: argparse.Namespace, loaded: LoadedSettings, engine: EngineSettings, info: EngineInfo
 ) -> dict[str, object]:
     return {
         "workers": engine.workers,
@@ -205,10 +205,10 @@ def _about(
     }
 
 
-def _about_router(routing: Router, promise: Promise | None) -> dict[str, object]:
+def _router_summary(routing: RouterSettings, promise: SloLimits | None) -> dict[str, object]:
     """None: there is no such bound."""
     bounded = routing.queue_bound != sys.maxsize
-    wait_s = promise.queue_wait_s if promise is not None else math.inf
+    wait_s = promise.max_queue_wait_s if promise is not None else math.inf
     return {
         "router_mode": routing.mode,
         "router_policy": routing.policy if routing.mode == "kv" else "",
@@ -225,23 +225,25 @@ def _about_router(routing: Router, promise: Promise | None) -> dict[str, object]
     }
 
 
-def _with_defaults(loaded: Loaded) -> Engine:
+def _engine_settings(loaded: LoadedSettings) -> EngineSettings:
     engine = loaded.settings.engine
     unsaid = {
         name: value
-        for name, value in DEFAULTS.items()
+        for name, value in ENGINE_DEFAULTS.items()
         if loaded.origins.get(f"engine.{name}", "default") == "default"
     }
     engine = replace(engine, **unsaid)
     if engine.workers < 1:
         raise ConfigError("a replay wants at least one worker", hint="--workers N")
     for key, said in loaded.origins.items():
-        if said.startswith("flag ") and (key in ELSEWHERE or not key.startswith(MODELLED)):
+        if said.startswith("flag ") and (
+            key in UNSUPPORTED_SETTINGS or not key.startswith(SIMULATED_SETTINGS)
+        ):
             raise ConfigError(f"{said}: a replay has nothing that goes by it")
     return engine
 
 
-def _write(path: str, lines: Iterable[bytes]) -> None:
+def _write_lines(path: str, lines: Iterable[bytes]) -> None:
     whole = b"".join(line + b"\n" for line in lines)
     if path == "-":
         print(whole.decode(), end="")
@@ -252,7 +254,7 @@ def _write(path: str, lines: Iterable[bytes]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _positive(text: str) -> float:
+def _positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError("more than 0 is wanted")
@@ -265,7 +267,7 @@ def _positive_int(text: str) -> int:
     return int(text)
 
 
-def _not_negative(text: str) -> float:
+def _non_negative_float(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError("a time that is not negative is wanted")

@@ -9,43 +9,43 @@ from typing import TYPE_CHECKING
 from dynamo.core.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
-    from dynamo.operations.router_view import RouterPort
+    from dynamo.operations.router_view import RouterClient
 
-API_KEY = "DYNAMO_API_KEY"
+API_KEY_VARIABLE = "DYNAMO_API_KEY"
 
 
-def add_port(made: argparse.ArgumentParser) -> None:
+def add_router_flags(made: argparse.ArgumentParser) -> None:
     """`--url`, `--deployment`, `--api-key`."""
     made.add_argument("--url", help="HTTP port of a frontend or a router; else what runs here")
     made.add_argument("--deployment", metavar="NAME", help="its name or port, where several run")
-    made.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY}")
+    made.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
 
 
-def port_of(found: argparse.Namespace) -> RouterPort:
+def make_router_client(found: argparse.Namespace) -> RouterClient:
     """Raises `ConfigError`, `NotFound`."""
-    from dynamo.operations.router_view import RouterPort
+    from dynamo.operations.router_view import RouterClient
 
-    url = _with_scheme(found.url) if found.url else _running(found.deployment)
-    return RouterPort(url, found.api_key or os.environ.get(API_KEY, ""))
+    url = _parse_url(found.url) if found.url else _deployment_url(found.deployment)
+    return RouterClient(url, found.api_key or os.environ.get(API_KEY_VARIABLE, ""))
 
 
-def _with_scheme(text: str) -> str:
-    from dynamo_client.config import locate
+def _parse_url(text: str) -> str:
+    from dynamo_client.config import parse_base_url
 
     try:
-        locate(text)
+        parse_base_url(text)
     except ValueError:
         hint = "such as http://127.0.0.1:8000"
         raise ConfigError(f"--url: {text!r} is no URL", hint=hint) from None
     return text if "://" in text else f"http://{text}"
 
 
-def _running(which: str | None) -> str:
-    from dynamo.cli.stop import choose
+def _deployment_url(which: str | None) -> str:
+    from dynamo.cli.stop import select_deployments
     from dynamo.runtime.deployment import live_deployments
 
-    (deployment,) = choose(live_deployments(), which)
-    for process in deployment.processes():
+    (deployment,) = select_deployments(live_deployments(), which)
+    for process in deployment.live_processes():
         if process.role in {"frontend", "router"} and process.address.startswith("http"):
             return process.address
     raise NotFound(f"{deployment.id} speaks no HTTP", hint="--url says where another one is")

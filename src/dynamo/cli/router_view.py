@@ -11,9 +11,9 @@ import msgspec
 
 from dynamo.cli.outputs import check_writable
 from dynamo.cli.parsing import Parser
-from dynamo.cli.router_port import add_port, port_of
+from dynamo.cli.router_port import add_router_flags, make_router_client
 
-HTML = "router.html"
+DEFAULT_HTML_FILE = "router.html"
 
 EXAMPLES = """\
   dynamo router view                        writes router.html
@@ -35,32 +35,34 @@ def parser() -> Parser:
     made.add_argument(
         "what", choices=("view", "report"), metavar="view|report", help="what to show"
     )
-    made.add_argument("--html", metavar="FILE", help=f"view: the page (default: {HTML})")
+    made.add_argument(
+        "--html", metavar="FILE", help=f"view: the page (default: {DEFAULT_HTML_FILE})"
+    )
     made.add_argument("--picture", metavar="FILE.png", help="view: a PNG file")
     made.add_argument("--seconds", type=float, metavar="N", help="only the last N")
     made.add_argument("--json", action="store_true", help="print data instead")
-    add_port(made)
+    add_router_flags(made)
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Fetch, then print or write."""
     found = parser().parse(arguments)
-    return _view(found) if found.what == "view" else _report(found)
+    return _write_view(found) if found.what == "view" else _print_report(found)
 
 
-def _report(found: argparse.Namespace) -> int:
-    report = port_of(found).report(found.seconds)
-    print(msgspec.json.encode(report).decode() if found.json else as_text(report))
+def _print_report(found: argparse.Namespace) -> int:
+    report = make_router_client(found).report(found.seconds)
+    print(msgspec.json.encode(report).decode() if found.json else format_report(report))
     return 0
 
 
-def _view(found: argparse.Namespace) -> int:
-    from dynamo.application.routing_page import page
-    from dynamo.operations.router_picture import draw
+def _write_view(found: argparse.Namespace) -> int:
+    from dynamo.application.routing_page import render_page
+    from dynamo.operations.router_picture import draw_router_samples
 
     check_writable(found.html, found.picture)
-    port = port_of(found)
+    port = make_router_client(found)
     samples = port.samples()
     if found.seconds is not None and samples:
         samples = [one for one in samples if one["at"] >= samples[-1]["at"] - found.seconds]
@@ -68,17 +70,17 @@ def _view(found: argparse.Namespace) -> int:
         print(msgspec.json.encode(samples).decode())
         return 0
     if found.picture:
-        draw(samples, found.picture)
+        draw_router_samples(samples, found.picture)
         print(f"wrote {found.picture}")
     if found.html or not found.picture:
-        path = found.html or HTML
+        path = found.html or DEFAULT_HTML_FILE
         data = msgspec.json.encode({"samples": samples, "report": port.report(found.seconds)})
-        Path(path).write_bytes(page(data, live=False))
+        Path(path).write_bytes(render_page(data, live=False))
         print(f"wrote {path}")
     return 0
 
 
-def as_text(report: Mapping[str, Any]) -> str:
+def format_report(report: Mapping[str, Any]) -> str:
     """A report for people."""
     metrics = report["aggregated_metrics"]
     latency, flow, cache, balance = (
@@ -94,7 +96,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         f"requests     {flow['requests']:g}, {flow['requests_per_s']:.2f} a second, {failed}",
         f"first token  {', '.join(first)} ms",
         f"held         {', '.join(held)} ms",
-        f"prompts      {_shares(cache)}",
+        f"prompts      {_format_cache_shares(cache)}",
         f"balance      busiest over mean {balance['imbalance']:.2f}, {idle}",
     ]
     lines += [
@@ -108,7 +110,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _shares(cache: Mapping[str, float]) -> str:
+def _format_cache_shares(cache: Mapping[str, float]) -> str:
     named = (
         ("seen", "asked for before"),
         ("reachable", "held by some worker"),

@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dynamo.cli.batch_options import add_flags as add_batch_flags
-from dynamo.cli.batch_options import options as batch_options
-from dynamo.cli.flags import add_settings, file_of, load_settings, read_settings
+from dynamo.cli.batch_options import add_batch_flags
+from dynamo.cli.batch_options import parse_batch_options as batch_options
+from dynamo.cli.flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError, Unsupported
-from dynamo.core.settings import Given, Loaded, Settings
+from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
 if TYPE_CHECKING:
-    from dynamo.runtime.child import ProcessSpec
+    from dynamo.runtime.child import ChildSpec
 
 TEXT = "text"
 NONE = "none"
 INPUTS = ("http", TEXT, NONE)
-KNOWN = "in=http, in=text, in=batch:FILE.jsonl, in=none"
+KNOWN_INPUTS = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
-INPUTS_NOT_YET = ("endpoint",)
+UNSUPPORTED_INPUTS = ("endpoint",)
 
-ELSEWHERE = "every model of workers elsewhere"
+REMOTE_MODELS_LABEL = "every model of workers elsewhere"
 
 EXAMPLES = """\
   dynamo run                                     the default model on http://127.0.0.1:8000
@@ -53,15 +53,15 @@ def parser() -> Parser:
         "(out=native), and a model folder, GGUF file or hub name (SmolLM2-135M-Instruct)",
     )
     add_batch_flags(made)
-    add_settings(made)
+    add_settings_flags(made)
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
     found = parser().parse(arguments)
-    source, extra = read_words(found.words)
-    settings = checked(load_settings(found, extra=extra))
+    source, extra = parse_words(found.words)
+    settings = checked_settings(load_settings(found, extra=extra))
 
     if source.startswith(BATCH):
         return serve_batch(settings, source.partition(":")[2], found)
@@ -70,16 +70,16 @@ def run(arguments: Sequence[str]) -> int:
     return serve_http(settings, found, extra, workers_only=source == NONE)
 
 
-def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
+def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
     """Where requests come from, and the settings that words stand for. Raises `ConfigError`."""
     source = "http"
-    extra: dict[str, Given] = {}
+    extra: dict[str, SourcedValue] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if equals and name == "in":
-            source = _input(value)
+            source = _parse_input(value)
         elif equals and name == "out":
-            extra["engine.kind"] = Given(value, word)
+            extra["engine.kind"] = SourcedValue(value, word)
         elif not word:  # "$MODEL", which is not set
             raise ConfigError("the model is named by an empty word", hint="is a variable not set?")
         elif "model.path" in extra:
@@ -88,17 +88,17 @@ def read_words(words: Sequence[str]) -> tuple[str, Mapping[str, Given]]:
                 f"two models: {first!r} and {word!r}", hint="one deployment serves one model"
             )
         else:
-            extra["model.path"] = Given(word, f"argument {word}")
+            extra["model.path"] = SourcedValue(word, f"argument {word}")
     return source, extra
 
 
-def checked(loaded: Loaded) -> Settings:
+def checked_settings(loaded: LoadedSettings) -> Settings:
     """The settings, which are possible. Raises `ConfigError` and `Unsupported`."""
-    from dynamo.inference.engines import check_kind
+    from dynamo.inference.engines import check_engine_kind
     from dynamo.telemetry.logs import parse_levels
 
     settings = loaded.settings
-    check_kind(settings.engine.kind)
+    check_engine_kind(settings.engine.kind)
     parse_levels(settings.logging.level)
     return settings
 
@@ -106,53 +106,53 @@ def checked(loaded: Loaded) -> Settings:
 def serve_http(
     settings: Settings,
     found: argparse.Namespace,
-    extra: Mapping[str, Given],
+    extra: Mapping[str, SourcedValue],
     *,
     workers_only: bool = False,
 ) -> int:
     """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from.
     `workers_only`: without the port, for frontends that run elsewhere."""
-    from dynamo.cli.bar import Bar
-    from dynamo.cli.fetch import names_of
+    from dynamo.cli.bar import ProgressBar
+    from dynamo.cli.fetch import served_model_names
     from dynamo.services.launch import (
-        Source,
+        SettingsSource,
         deployment_specs,
         serve,
-        serve_unheard,
+        serve_without_http,
         worker_specs,
     )
-    from dynamo.services.preparation import preparation
-    from dynamo.telemetry.logs import configure
+    from dynamo.services.preparation import make_preparation
+    from dynamo.telemetry.logs import configure_logging
 
     as_json = settings.logging.format == "json"
-    names = names_of(settings) if settings.engine.workers else [ELSEWHERE]
-    bar = Bar(sys.stderr, as_logs=as_json)
-    configure(settings.logging.level, settings.logging.format, "supervisor", bar)
+    names = served_model_names(settings) if settings.engine.workers else [REMOTE_MODELS_LABEL]
+    bar = ProgressBar(sys.stderr, as_logs=as_json)
+    configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
     tell = partial(log_announcement if as_json else announce, names)
     specs = worker_specs if workers_only else deployment_specs
 
-    def again() -> tuple[Settings, Callable[[Settings], Sequence[ProcessSpec]]]:
-        return checked(read_settings(found, extra=extra)), specs
+    def again() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
+        return checked_settings(read_settings(found, extra=extra)), specs
 
-    source = Source(again, file_of(found))
-    prepare = preparation(settings, bar)
+    source = SettingsSource(again, config_path(found))
+    prepare = make_preparation(settings, bar)
     if workers_only:
-        return serve_unheard(settings, specs, tell, prepare=prepare, logs=bar, source=source)
+        return serve_without_http(settings, specs, tell, prepare=prepare, logs=bar, source=source)
     return serve(settings, tell, prepare=prepare, logs=bar, source=source)
 
 
 def serve_text(settings: Settings) -> int:
     """A conversation on standard input and output."""
-    from dynamo.cli.converse import start
+    from dynamo.cli.converse import run_text
 
-    return start(settings)
+    return run_text(settings)
 
 
 def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int:
     """Answer a file's lines."""
-    from dynamo.cli.batch import start
+    from dynamo.cli.batch import run_batch
 
-    return start(settings, batch_options(path, found))
+    return run_batch(settings, batch_options(path, found))
 
 
 def announce(names: Sequence[str], url: str) -> None:
@@ -162,7 +162,9 @@ def announce(names: Sequence[str], url: str) -> None:
         print(f"\n{', '.join(names)} is served to frontends\n\n{end}", file=sys.stderr, flush=True)
         return
     print(f"\n{', '.join(names)} is served at {url}/v1\n", file=sys.stderr)
-    print(f"try:  {curl(url)}\nend:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
+    print(
+        f"try:  {curl_example(url)}\nend:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True
+    )
 
 
 def log_announcement(names: Sequence[str], url: str) -> None:
@@ -173,7 +175,7 @@ def log_announcement(names: Sequence[str], url: str) -> None:
     logging.getLogger(__name__).info("deployment serves", extra={"fields": fields})
 
 
-def curl(url: str) -> str:
+def curl_example(url: str) -> str:
     """A request that works as it stands."""
     body = (
         '{"model": "default", "temperature": 0, "messages": '
@@ -182,10 +184,10 @@ def curl(url: str) -> str:
     return f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 
-def _input(value: str) -> str:
+def _parse_input(value: str) -> str:
     kind = value.partition(":")[0]
-    if kind in INPUTS_NOT_YET:
-        raise Unsupported(f"in={value} is not supported yet", hint=f"today: {KNOWN}")
+    if kind in UNSUPPORTED_INPUTS:
+        raise Unsupported(f"in={value} is not supported yet", hint=f"today: {KNOWN_INPUTS}")
     if value not in INPUTS and kind != BATCH:
-        raise ConfigError(f"unknown input in={value}", hint=f"known: {KNOWN}")
+        raise ConfigError(f"unknown input in={value}", hint=f"known: {KNOWN_INPUTS}")
     return value

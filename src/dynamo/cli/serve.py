@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.cli.flags import add_settings, file_of, load_settings, read_settings
+from dynamo.cli.flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.cli.parsing import Parser
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Given, Loaded, Settings
+from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
 if TYPE_CHECKING:
-    from dynamo.runtime.child import ProcessSpec
+    from dynamo.runtime.child import ChildSpec
     from dynamo.runtime.supervisor import Prepare
-    from dynamo.services.options import Options
-    from dynamo.services.plan import Plan
+    from dynamo.services.options import ServiceOptions
+    from dynamo.services.plan import DeploymentPlan
 
-OPTION = re.compile(r"--([A-Z]\w*)\.([\w.-]+)(?:=(.*))?\Z", re.DOTALL)
+OPTION_PATTERN = re.compile(r"--([A-Z]\w*)\.([\w.-]+)(?:=(.*))?\Z", re.DOTALL)
 
 EXAMPLES = """\
   cd examples/llm
@@ -47,91 +47,93 @@ def parser() -> Parser:
     made.add_argument(
         "--dry-run", action="store_true", help="print which processes and planes it comes to"
     )
-    add_settings(made)
+    add_settings_flags(made)
     return made
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
-    words, options = take_options(arguments)
+    words, options = split_service_options(arguments)
     found = parser().parse(words)
 
     from dynamo.services.own import load_service
-    from dynamo.services.plan import plan
+    from dynamo.services.plan import plan_deployment
 
     root = load_service(found.target, str(Path.cwd()))
 
-    def load(extra: Mapping[str, Given]) -> Loaded:
+    def load(extra: Mapping[str, SourcedValue]) -> LoadedSettings:
         return read_settings(found, extra=extra)
 
-    def planned(base: Loaded) -> Plan:
-        made = plan(root, base, load, options, only=found.only)
-        check(made)
+    def planned(base: LoadedSettings) -> DeploymentPlan:
+        made = plan_deployment(root, base, load, options, only=found.only)
+        check_plan(made)
         return made
 
     made = planned(load_settings(found))
     if found.dry_run:
-        print("\n".join(described(made)))
+        print("\n".join(describe_plan(made)))
         return 0
-    return serve(made, lambda: planned(load({})), found)
+    return serve_plan(made, lambda: planned(load({})), found)
 
 
-def take_options(arguments: Sequence[str]) -> tuple[list[str], Options]:
+def split_service_options(arguments: Sequence[str]) -> tuple[list[str], ServiceOptions]:
     """The arguments without `--Service.option=value`, and those. Raises `ConfigError`."""
     words: list[str] = []
-    options: dict[str, dict[str, Given]] = {}
+    options: dict[str, dict[str, SourcedValue]] = {}
     left = iter(arguments)
     for word in left:
-        match = OPTION.match(word)
+        match = OPTION_PATTERN.match(word)
         if match is None:
             words.append(word)
             continue
         service, key, value = match.groups()
         if value is None and (value := next(left, None)) is None:
             raise ConfigError(f"{word} lacks its value", hint=f"write {word}=VALUE")
-        options.setdefault(service, {})[key] = Given(value, f"flag --{service}.{key}")
+        options.setdefault(service, {})[key] = SourcedValue(value, f"flag --{service}.{key}")
     return words, options
 
 
-def check(made: Plan) -> None:
+def check_plan(made: DeploymentPlan) -> None:
     """What every start checks first. Raises `ConfigError`, `Unsupported`."""
-    from dynamo.inference.engines import check_kind
+    from dynamo.inference.engines import check_engine_kind
     from dynamo.telemetry.logs import parse_levels
 
-    for part in made.of_role("worker"):
-        check_kind(part.settings.engine.kind)
+    for part in made.with_role("worker"):
+        check_engine_kind(part.settings.engine.kind)
     parse_levels(made.settings.logging.level)
 
 
-def serve(made: Plan, again: Callable[[], Plan], found: argparse.Namespace) -> int:
+def serve_plan(
+    made: DeploymentPlan, again: Callable[[], DeploymentPlan], found: argparse.Namespace
+) -> int:
     """Start all of it. `again` makes the plan anew, of what the settings have become."""
-    from dynamo.cli.bar import Bar
+    from dynamo.cli.bar import ProgressBar
     from dynamo.services.graph import serve_graph
-    from dynamo.services.launch import Source
+    from dynamo.services.launch import SettingsSource
     from dynamo.services.plan import process_specs
-    from dynamo.telemetry.logs import configure
+    from dynamo.telemetry.logs import configure_logging
 
     settings = made.settings
-    bar = Bar(sys.stderr, as_logs=settings.logging.format == "json")
-    configure(settings.logging.level, settings.logging.format, "supervisor", bar)
+    bar = ProgressBar(sys.stderr, as_logs=settings.logging.format == "json")
+    configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
 
-    def read() -> tuple[Settings, Callable[[Settings], Sequence[ProcessSpec]]]:
+    def read() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
         now = again()
         return now.settings, partial(process_specs, now, target=found.target)
 
-    source = Source(read, file_of(found))
+    source = SettingsSource(read, config_path(found))
     tell = partial(announce, made)
-    return serve_graph(made, source, tell, prepare=_preparation(made, bar), logs=bar)
+    return serve_graph(made, source, tell, prepare=_prepare_models(made, bar), logs=bar)
 
 
-def announce(made: Plan, url: str) -> None:
+def announce(made: DeploymentPlan, url: str) -> None:
     """Tell that all serve, and how to try it."""
     from dynamo.cli import run as run_command
-    from dynamo.cli.fetch import names_of
+    from dynamo.cli.fetch import served_model_names
 
     settings = made.settings
-    workers = made.of_role("worker")
-    names = [name for part in workers for name in names_of(part.settings)] or [made.root]
+    workers = made.with_role("worker")
+    names = [name for part in workers for name in served_model_names(part.settings)] or [made.root]
     if settings.logging.format == "json":
         run_command.log_announcement(names, url)
     elif url and workers:
@@ -139,22 +141,22 @@ def announce(made: Plan, url: str) -> None:
     else:
         where = f" at {url}" if url else ""
         print(f"\n{made.root} serves{where}\n", file=sys.stderr)
-        for endpoint in _endpoints(made)[:1]:
+        for endpoint in _user_endpoints(made)[:1]:
             print(f"try:  dynamo call {endpoint} JSON", file=sys.stderr)
         print("end:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
 
 
-def described(made: Plan) -> list[str]:
+def describe_plan(made: DeploymentPlan) -> list[str]:
     """The plan, for people."""
     from dynamo.runtime.deployment import deployment_of
     from dynamo.runtime.planes import planes_of
     from dynamo.sdk.declare import spec_of
-    from dynamo.services.graph import named
+    from dynamo.services.graph import with_deployment_name
 
-    settings = named(made)
+    settings = with_deployment_name(made)
     deployment = deployment_of(settings)
     rows = [("PROCESS", "REPLICAS", "SERVICES", "ENDPOINTS")]
-    for part in made.parts:
+    for part in made.processes:
         specs = [spec_of(one) for one in part.services]
         names = ", ".join(spec.name for spec in specs)
         endpoints = ", ".join(
@@ -164,11 +166,11 @@ def described(made: Plan) -> list[str]:
         )
         needs = "".join(f" {key}={value}" for key, value in part.resources.items())
         rows.append((part.name, str(part.replicas), names + needs, endpoints or "-"))
-    lines = table(rows)
+    lines = format_table(rows)
     lines += ["", f"deployment  {deployment.id}"]
-    if made.listens:
-        lines.append(f"http        {_url(settings)}")
-    lines += [f"engine      {_engine(part.settings)}" for part in made.of_role("worker")]
+    if made.serves_http:
+        lines.append(f"http        {_http_url(settings)}")
+    lines += [f"engine      {_engine_label(part.settings)}" for part in made.with_role("worker")]
     planes = planes_of(settings)
     lines.append(f"discovery   {planes.discovery}")
     lines.append(f"requests    {planes.requests}")
@@ -176,20 +178,20 @@ def described(made: Plan) -> list[str]:
     return lines
 
 
-def _endpoints(made: Plan) -> list[str]:
+def _user_endpoints(made: DeploymentPlan) -> list[str]:
     """Those of users' services, callers first."""
     from dynamo.sdk.declare import spec_of
 
     namespace = made.settings.runtime.namespace
     return [
         f"{spec.namespace or namespace}.{spec.component}.{endpoint.name}"
-        for part in made.of_role("service")
+        for part in made.with_role("service")
         for spec in map(spec_of, part.services)
         for endpoint in spec.endpoints.values()
     ]
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as their longest entry."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -198,20 +200,20 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _url(settings: Settings) -> str:
+def _http_url(settings: Settings) -> str:
     host = settings.server.http_host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.http_port}"
 
 
-def _engine(settings: Settings) -> str:
+def _engine_label(settings: Settings) -> str:
     return f"{settings.engine.kind} {settings.model.path or '(the default model)'}"
 
 
-def _preparation(made: Plan, bar: object) -> Prepare | None:
+def _prepare_models(made: DeploymentPlan, bar: object) -> Prepare | None:
     """Fetch the models of all workers, one after the other."""
-    from dynamo.services.preparation import preparation
+    from dynamo.services.preparation import make_preparation
 
-    wanted = [preparation(part.settings, bar) for part in made.of_role("worker")]  # type: ignore[arg-type]
+    wanted = [make_preparation(part.settings, bar) for part in made.with_role("worker")]  # type: ignore[arg-type]
     needed = [one for one in wanted if one is not None]
     if not needed:
         return None

@@ -16,7 +16,7 @@ from dynamo.core.errors import ConfigError, DeadlineExceeded, NotFound
 if TYPE_CHECKING:
     from dynamo.runtime.deployment import Deployment, ProcessRecord
 
-HOW = "name one of: {}; or --all"
+STOP_HINT = "name one of: {}; or --all"
 
 EXAMPLES = """\
   dynamo stop                  the only deployment that runs
@@ -44,13 +44,13 @@ def run(arguments: Sequence[str]) -> int:
     from dynamo.runtime.deployment import live_deployments
 
     running = live_deployments()
-    for deployment in running if found.all else choose(running, found.which, HOW):
+    for deployment in running if found.all else select_deployments(running, found.which, STOP_HINT):
         stop(deployment, now=found.now, timeout_s=found.timeout)
         print(f"stopped {deployment.id}")
     return 0
 
 
-def choose(
+def select_deployments(
     running: Sequence[Deployment], which: str | None, how: str = "--deployment names one of: {}"
 ) -> Sequence[Deployment]:
     """The deployments meant. `how`: to say which. Raises `ConfigError` where that is not clear,
@@ -63,7 +63,7 @@ def choose(
             raise NotFound("no deployment runs", hint="`dynamo ps` lists what runs")
         return running
     chosen = [one for one in running if which in {one.id, one.id.removeprefix("http-")}]
-    chosen = chosen or [one for one in running if _port_of(one) == which]
+    chosen = chosen or [one for one in running if _http_port(one) == which]
     if not chosen:
         hint = f"running: {names}" if names else "no deployment runs"
         raise NotFound(f"no deployment is called {which!r}", hint=hint)
@@ -74,28 +74,28 @@ def stop(deployment: Deployment, *, now: bool, timeout_s: float) -> None:
     """Signal every process that none of the others started, and wait for the end of all."""
     from dynamo.runtime.pids import ancestors
 
-    processes = deployment.processes()
+    processes = deployment.live_processes()
     known = {one.pid for one in processes}
     heads = [one for one in processes if known.isdisjoint(ancestors(one.pid))]
     with contextlib.ExitStack() as watched:
-        ends = [end for one in processes if (end := _watch(one, watched)) is not None]
+        ends = [end for one in processes if (end := _open_pidfd(one, watched)) is not None]
         for head in heads:
-            _signal(head, signal.SIGTERM)
+            _send_signal(head, signal.SIGTERM)
             if now:
-                _signal(head, signal.SIGINT)
-        if not _wait(ends, timeout_s):
+                _send_signal(head, signal.SIGINT)
+        if not _wait_for_exits(ends, timeout_s):
             raise DeadlineExceeded(
                 f"{deployment.id} still runs after {timeout_s:g} s",
                 hint="requests are in flight: wait longer with --timeout, or end them with --now",
             )
 
 
-def _signal(process: ProcessRecord, number: signal.Signals) -> None:
+def _send_signal(process: ProcessRecord, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)
 
 
-def _watch(process: ProcessRecord, stack: contextlib.ExitStack) -> int | None:
+def _open_pidfd(process: ProcessRecord, stack: contextlib.ExitStack) -> int | None:
     """A descriptor that becomes readable when the process ends."""
     try:
         descriptor = os.pidfd_open(process.pid)
@@ -105,7 +105,7 @@ def _watch(process: ProcessRecord, stack: contextlib.ExitStack) -> int | None:
     return descriptor
 
 
-def _wait(ends: Iterable[int], timeout_s: float) -> bool:
+def _wait_for_exits(ends: Iterable[int], timeout_s: float) -> bool:
     """Whether all have become readable in time."""
     deadline = time.monotonic() + timeout_s
     poll = select.poll()
@@ -119,8 +119,8 @@ def _wait(ends: Iterable[int], timeout_s: float) -> bool:
     return not left
 
 
-def _port_of(deployment: Deployment) -> str:
-    for process in deployment.processes():
+def _http_port(deployment: Deployment) -> str:
+    for process in deployment.live_processes():
         if process.address.startswith("http"):
             return process.address.rstrip("/").rpartition(":")[2]
     return ""

@@ -30,7 +30,7 @@ def new_incarnation() -> str:
     return secrets.token_hex(8)
 
 
-def parse_listen(url: str) -> tuple[str, int]:
+def parse_listen_url(url: str) -> tuple[str, int]:
     """Host and port of a URL; `tcp:` alone is any port on loopback. Raises `ConfigError`."""
     try:
         parts = urlsplit(url)
@@ -40,7 +40,7 @@ def parse_listen(url: str) -> tuple[str, int]:
     return host, port
 
 
-def reachable_host(listens: str, given: str = "") -> str:
+def advertised_host(listens: str, given: str = "") -> str:
     """The host that others are told: `given`, else the one that is listened on, else (for every
     address: 0.0.0.0, ::) the one by which this machine sends."""
     if given:

@@ -9,14 +9,14 @@ from typing import Protocol
 import msgspec
 
 
-class Change(msgspec.Struct, frozen=True):
+class RecordChange(msgspec.Struct, frozen=True):
     """A key has a value now; `value` None: the key is gone."""
 
     key: str
     value: bytes | None
 
 
-Watch = AsyncIterator[Sequence[Change]]
+RecordWatch = AsyncIterator[Sequence[RecordChange]]
 
 
 class Directory(Protocol):
@@ -28,5 +28,5 @@ class Directory(Protocol):
     async def delete(self, key: str) -> None:
         """Remove a record of this process."""
 
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
         """Present state first, then changes."""

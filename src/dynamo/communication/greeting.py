@@ -7,24 +7,24 @@ from collections.abc import Awaitable, Callable
 
 from dynamo.communication.frames import pack_frame
 from dynamo.communication.handshake import (
-    HANDSHAKE_S,
+    HANDSHAKE_TIMEOUT_S,
     NONCE_BYTES,
     PROOF,
-    agree,
     check_proof,
+    compute_proof,
     decode_hello,
+    negotiate_version,
     new_nonce,
     pack_hello,
-    prove,
     read_hello,
 )
 from dynamo.communication.link import Link
 from dynamo.core.errors import InstanceGone, ProtocolError
 
-ASKED = "the other side asks for the deployment's secret (security.secret)"
+SECRET_REQUIRED = "the other side asks for the deployment's secret (security.secret)"
 
 
-class Greeting:
+class ClientHandshake:
     """At the end of who dials. Its peer passes on what happens until the greeting is `over`."""
 
     def __init__(self, link: Link, plane: str, incarnation: str, secret: str = "") -> None:
@@ -33,65 +33,65 @@ class Greeting:
         self._incarnation = incarnation
         self._secret = secret
         self._nonce = new_nonce(secret)
-        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._completion: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """It has ended, well or not."""
-        return self._answer.done()
+        return self._completion.done()
 
     async def connect(self, dial: Callable[[Link], Awaitable[None]]) -> None:
         """Dial and greet. Raises `OSError`, `TimeoutError`; `InstanceGone` where another
         incarnation answers, `ProtocolError` where no version or secret is shared. Nothing stays
         open then."""
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await dial(self._link)
-                await self._answer
+                await self._completion
         except BaseException:
-            self._answer.cancel()
+            self._completion.cancel()
             self._link.abort()
             raise
 
-    def begin(self) -> None:
+    def send_hello(self) -> None:
         """The connection stands: who dialled speaks first."""
         self._link.write(pack_hello(self._plane, nonce=self._nonce))
 
-    def read(self, kind: int, body: bytes) -> None:
+    def receive(self, kind: int, body: bytes) -> None:
         """The first frame. Raises `ProtocolError`."""
         try:
             hello, _ = read_hello(kind, body, self._plane)
             self._exchange_proofs(hello.nonce, hello.proof)
         except ProtocolError as error:
-            self._answer.set_exception(error)
+            self._completion.set_exception(error)
             raise
         if hello.incarnation != self._incarnation:
-            self._answer.set_exception(InstanceGone("another process answers there now"))
+            self._completion.set_exception(InstanceGone("another process answers there now"))
             self._link.abort()
             return
-        self._link.greeted()
-        self._answer.set_result(None)
+        self._link.accept_large_frames()
+        self._completion.set_result(None)
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """The connection is closed."""
-        if not self.over:
+        if not self.done:
             why = "the connection closed during the handshake"
-            self._answer.set_exception(InstanceGone(why))
+            self._completion.set_exception(InstanceGone(why))
 
     def _exchange_proofs(self, nonce: bytes, proof: bytes) -> None:
         """The listener's first, so that a false one gets nothing of ours."""
         if not self._secret:
             if nonce:
-                raise ProtocolError(ASKED)
+                raise ProtocolError(SECRET_REQUIRED)
             return
         nonces = self._nonce, nonce
-        wanted = prove(self._secret, "listener", self._plane, *nonces)
+        wanted = compute_proof(self._secret, "listener", self._plane, *nonces)
         check_proof(proof, wanted, "who listens there")
-        own = prove(self._secret, "dialler", self._plane, *nonces)
+        own = compute_proof(self._secret, "dialler", self._plane, *nonces)
         self._link.write(pack_frame(PROOF, own))
 
 
-class Welcome:
+class ServerHandshake:
     """At the end of who listens: `read` takes frames until it answers True, once. Whoever has not
     come so far in five seconds is cut off."""
 
@@ -100,37 +100,37 @@ class Welcome:
         self._plane = plane
         self._incarnation = incarnation
         self._secret = secret
-        self._wanted = b""
+        self._expected_proof = b""
         self.done = False
-        self._patience = asyncio.get_running_loop().call_later(HANDSHAKE_S, link.abort)
+        self._timeout = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, link.abort)
 
-    def read(self, kind: int, body: bytes) -> bool:
+    def receive(self, kind: int, body: bytes) -> bool:
         """Whether the handshake is done with this frame. Raises `ProtocolError`."""
-        if self._wanted:
+        if self._expected_proof:
             if kind != PROOF:
                 raise ProtocolError(f"a frame of kind {kind} before the proof of the secret")
-            check_proof(body, self._wanted, "who dialled")
-        elif self._answer(kind, body):
+            check_proof(body, self._expected_proof, "who dialled")
+        elif self._answer_hello(kind, body):
             return False
-        self._patience.cancel()
-        self._link.greeted()
+        self._timeout.cancel()
+        self._link.accept_large_frames()
         self.done = True
         return True
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """The connection is closed."""
-        self._patience.cancel()
+        self._timeout.cancel()
 
-    def _answer(self, kind: int, body: bytes) -> bool:
+    def _answer_hello(self, kind: int, body: bytes) -> bool:
         """Answer a hello; whether a proof must follow."""
         hello = decode_hello(kind, body, self._plane)
         nonce = new_nonce(self._secret)
         proof = b""
         if nonce and len(hello.nonce) == NONCE_BYTES:
-            proof = prove(self._secret, "listener", self._plane, hello.nonce, nonce)
+            proof = compute_proof(self._secret, "listener", self._plane, hello.nonce, nonce)
         self._link.write(pack_hello(self._plane, self._incarnation, nonce=nonce, proof=proof))
         try:
-            agree(hello)
+            negotiate_version(hello)
         except ProtocolError:
             self._link.flush()  # so that a peer of another version learns which one this is
             raise
@@ -139,5 +139,7 @@ class Welcome:
         if not proof:
             self._link.flush()  # so that a peer without a secret learns that it needs one
             raise ProtocolError("who dialled has no secret")
-        self._wanted = prove(self._secret, "dialler", self._plane, hello.nonce, nonce)
+        self._expected_proof = compute_proof(
+            self._secret, "dialler", self._plane, hello.nonce, nonce
+        )
         return True

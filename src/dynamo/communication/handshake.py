@@ -16,8 +16,8 @@ from dynamo.communication.frames import HELLO, pack_frame
 from dynamo.core.errors import ProtocolError
 
 VERSION: Final = 1
-OLDEST: Final = 1
-HANDSHAKE_S: Final = 5.0
+MIN_VERSION: Final = 1
+HANDSHAKE_TIMEOUT_S: Final = 5.0
 MAGIC: Final = "dynamo"
 PROOF: Final = 255
 NONCE_BYTES: Final = 16
@@ -31,7 +31,7 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     plane: str
     magic: str = ""
     version: int = VERSION
-    oldest: int = OLDEST
+    oldest: int = MIN_VERSION
     incarnation: str = ""
     nonce: bytes = b""
     proof: bytes = b""
@@ -61,13 +61,13 @@ def decode_hello(kind: int, body: bytes, plane: str) -> Hello:
     return hello
 
 
-def agree(hello: Hello) -> int:
+def negotiate_version(hello: Hello) -> int:
     """The version to speak. Raises `ProtocolError`."""
     agreed = min(VERSION, hello.version)
-    if agreed < max(OLDEST, hello.oldest):
+    if agreed < max(MIN_VERSION, hello.oldest):
         raise ProtocolError(
             f"the peer speaks protocol {hello.oldest} to {hello.version}, "
-            f"this process {OLDEST} to {VERSION}"
+            f"this process {MIN_VERSION} to {VERSION}"
         )
     return agreed
 
@@ -75,7 +75,7 @@ def agree(hello: Hello) -> int:
 def read_hello(kind: int, body: bytes, plane: str) -> tuple[Hello, int]:
     """The peer's hello and the version to speak. Raises `ProtocolError`."""
     hello = decode_hello(kind, body, plane)
-    return hello, agree(hello)
+    return hello, negotiate_version(hello)
 
 
 def new_nonce(secret: str) -> bytes:
@@ -83,7 +83,7 @@ def new_nonce(secret: str) -> bytes:
     return secrets.token_bytes(NONCE_BYTES) if secret else b""
 
 
-def prove(secret: str, end: str, plane: str, dialler: bytes, listener: bytes) -> bytes:
+def compute_proof(secret: str, end: str, plane: str, dialler: bytes, listener: bytes) -> bytes:
     """That `end` ("dialler", "listener") knows the secret: HMAC-SHA256 over both nonces."""
     said = b"\0".join((end.encode(), plane.encode(), dialler + listener))
     return hmac.digest(secret.encode(), said, "sha256")

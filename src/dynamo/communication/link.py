@@ -10,33 +10,33 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Splitter
+from dynamo.communication.frames import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameSplitter
 from dynamo.core.errors import ProtocolError
 
 log = logging.getLogger(__name__)
 
 MAX_BACKLOG_BYTES: Final = 256 << 20
-FAREWELL_S: Final = 1.0
+CLOSE_TIMEOUT_S: Final = 1.0
 _KEEPALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
-class Flusher:
+class TurnFlusher:
     """Runs what was armed in this turn of the loop, once, in the next: the one call_soon of it."""
 
-    __slots__ = ("_due", "_loop")
+    __slots__ = ("_loop", "_scheduled")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._due: list[Callable[[], None]] = []
+        self._scheduled: list[Callable[[], None]] = []
 
-    def arm(self, flush: Callable[[], None]) -> None:
+    def schedule(self, flush: Callable[[], None]) -> None:
         """Call `flush` with the next turn of the loop."""
-        if not self._due:
-            self._loop.call_soon(self._run)
-        self._due.append(flush)
+        if not self._scheduled:
+            self._loop.call_soon(self._flush_all)
+        self._scheduled.append(flush)
 
-    def _run(self) -> None:
-        due = self._due
+    def _flush_all(self) -> None:
+        due = self._scheduled
         for flush in due:  # a flush may arm another: the list grows while it is walked
             try:
                 flush()
@@ -45,7 +45,7 @@ class Flusher:
         due.clear()
 
 
-class Peer(Protocol):
+class LinkHandler(Protocol):
     """What a connection's owner makes of it."""
 
     def on_connect(self) -> None:
@@ -65,50 +65,50 @@ class Link(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_armed",
+        "_flush_scheduled",
         "_flusher",
-        "_frames",
-        "_peer",
+        "_handler",
+        "_pending_frames",
         "_splitter",
         "before_write",
+        "closed",
         "congested",
-        "lost",
-        "on_relief",
+        "on_writable",
         "transport",
     )
 
-    def __init__(self, peer: Peer, flusher: Flusher) -> None:
-        self._peer = peer
+    def __init__(self, peer: LinkHandler, flusher: TurnFlusher) -> None:
+        self._handler = peer
         self._flusher = flusher
-        self._splitter = Splitter(MAX_HELLO_BYTES)
-        self._frames: list[bytes] = []
-        self._armed = False
+        self._splitter = FrameSplitter(MAX_HELLO_BYTES)
+        self._pending_frames: list[bytes] = []
+        self._flush_scheduled = False
         self.before_write: Callable[[], list[bytes]] | None = None
-        self.on_relief: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
         self.congested = False
-        self.lost = asyncio.Event()
+        self.closed = asyncio.Event()
         self.transport: asyncio.Transport | None = None
 
-    def greeted(self) -> None:
+    def accept_large_frames(self) -> None:
         """The handshake is done: frames of full size may come."""
         self._splitter.limit_bytes = MAX_FRAME_BYTES
 
-    def arm(self) -> None:
+    def schedule_flush(self) -> None:
         """Write in the next turn of the loop; `before_write` is asked for frames then."""
-        if not self._armed:
-            self._armed = True
-            self._flusher.arm(self.flush)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._flusher.schedule(self.flush)
 
     def write(self, frame: bytes) -> None:
         """Queue a whole frame for the next write."""
-        self._frames.append(frame)
-        if not self._armed:
-            self.arm()
+        self._pending_frames.append(frame)
+        if not self._flush_scheduled:
+            self.schedule_flush()
 
     def flush(self) -> None:
         """Write what is queued. A peer that took nothing for 256 MiB is cut off."""
-        self._armed = False
-        frames = self._frames
+        self._flush_scheduled = False
+        frames = self._pending_frames
         if self.before_write is not None:
             frames += self.before_write()
         transport = self.transport
@@ -118,7 +118,7 @@ class Link(asyncio.Protocol):
         transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         frames.clear()
         if transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
-            log.warning("connection cut off: unread", extra={"fields": self._about()})
+            log.warning("connection cut off: unread", extra={"fields": self._log_fields()})
             transport.abort()
 
     def close(self) -> None:
@@ -141,15 +141,15 @@ class Link(asyncio.Protocol):
             for name, value in _KEEPALIVE:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._peer.on_connect()
+        self._handler.on_connect()
 
     def data_received(self, data: bytes) -> None:
-        on_frame = self._peer.on_frame
+        on_frame = self._handler.on_frame
         try:
             for kind, count, body in self._splitter.feed(data):
                 on_frame(kind, count, body)
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            fields = self._about() | {"error": str(error)}
+            fields = self._log_fields() | {"error": str(error)}
             log.warning("connection closed: protocol broken", extra={"fields": fields})
             self.abort()
 
@@ -158,15 +158,15 @@ class Link(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.congested = False
-        if self.on_relief is not None:
-            self.on_relief()
+        if self.on_writable is not None:
+            self.on_writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._frames.clear()
-        self.lost.set()
-        self._peer.on_lost(exc)
+        self._pending_frames.clear()
+        self.closed.set()
+        self._handler.on_lost(exc)
 
-    def _about(self) -> dict[str, object]:
+    def _log_fields(self) -> dict[str, object]:
         peer = self.transport.get_extra_info("peername") if self.transport is not None else None
         return {"peer": str(peer)}
 
@@ -176,9 +176,9 @@ async def close_links(links: Sequence[Link]) -> None:
     for link in links:
         link.close()
     try:
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
             for link in links:
-                await link.lost.wait()
+                await link.closed.wait()
     except TimeoutError:
         for link in links:
             link.abort()

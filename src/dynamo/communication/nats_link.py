@@ -17,33 +17,33 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dynamo.communication.options import DEFAULT, PlaneOptions
-from dynamo.communication.tls import client_context
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+from dynamo.communication.tls import client_tls_context
 from dynamo.core.errors import ConfigError
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-SLOWER: Final = 3.0
+SLOW_RETRY_FACTOR: Final = 3.0
 """After the quick attempts, a wait is so many times as long."""
-PING_S: Final = 0.4
+PING_INTERVAL_S: Final = 0.4
 """Between an answer and the next question."""
-SILENT_S: Final = 0.8
+PING_TIMEOUT_S: Final = 0.8
 """A server that leaves a question open for so long is away: frozen, or behind a silent network."""
-MAX_WAITING_BYTES: Final = 64 << 20
-FAREWELL_S: Final = 1.0
-KEPT_BYTES: Final = 1 << 30
+MAX_PENDING_BYTES: Final = 64 << 20
+CLOSE_TIMEOUT_S: Final = 1.0
+MAX_STREAM_BYTES: Final = 1 << 30
 """Of one stream, the oldest go first."""
-_NOBODY: Final = "503"
+_NO_RESPONDERS: Final = "503"
 
-_Said = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
+_Operation = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
 """A message; a subject to listen to, or no longer; nothing: the last word; who waits so far."""
 
-Take = Callable[[str, bytes, str, bool], None]
+NatsMessageHandler = Callable[[str, bytes, str, bool], None]
 """Subject, payload, reply subject; True: nobody listens where our message went."""
 
 
-class NatsLink:
+class NatsClient:
     """`publish` and `listen` return at once; what is said while NATS is away is dropped, what is
     listened to is listened to again when it is back. `trouble`: why there is no connection now.
     Planes that were opened with the same `options.lines` share one link a URL; the last closes it.
@@ -56,31 +56,31 @@ class NatsLink:
         self._options = options
         self._context = context
         self._rng = Random()
-        self._tasks = Tasks()
+        self._tasks = BackgroundTasks()
         self._client: Client | None = None
-        self._takes: dict[str, list[Take]] = {}
-        self._heard: dict[str, Any] = {}
-        self._out: deque[_Said] = deque()
-        self._waiting = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._up = asyncio.Event()
-        self._told: list[Callable[[bool], None]] = []
+        self._handlers: dict[str, list[NatsMessageHandler]] = {}
+        self._subscriptions: dict[str, Any] = {}
+        self._outgoing: deque[_Operation] = deque()
+        self._outgoing_ready = asyncio.Event()
+        self._disconnected = asyncio.Event()
+        self._connected = asyncio.Event()
+        self._state_callbacks: list[Callable[[bool], None]] = []
         self._closing = asyncio.Event()
-        self._complaint = ""
-        self._end = ""
-        self._users = 1
-        self.waiting_bytes = 0
-        self.trouble = "not connected yet"
-        self.tried = asyncio.Event()
+        self._last_error = ""
+        self._disconnect_reason = ""
+        self._references = 1
+        self.pending_bytes = 0
+        self.connection_error = "not connected yet"
+        self.first_attempt_done = asyncio.Event()
 
     @classmethod
-    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
         """`nats://HOST:PORT[,HOST:PORT]`, with TLS `nats:tls://HOST:PORT`. Dials in the
         background. Raises `ConfigError`."""
-        lines = options.lines
+        lines = options.shared_clients
         shared = None if lines is None else lines.get(url)
         if isinstance(shared, cls):
-            shared._users += 1  # noqa: SLF001 - our own
+            shared._references += 1  # noqa: SLF001 - our own
             return shared
         named = url if url.startswith("nats://") else url.removeprefix("nats:")
         servers = [one.strip() for one in named.split(",") if one.strip()]
@@ -89,59 +89,59 @@ class NatsLink:
             raise ConfigError(f"{url!r} names no server", hint="nats://HOST:4222")
         context = None
         if options.server_tls or any(one.startswith("tls:") for one in servers):
-            context = await asyncio.to_thread(client_context, options.server_tls)
+            context = await asyncio.to_thread(client_tls_context, options.server_tls)
         made = cls(servers, options, context)
-        made._tasks.start(made._keep(), "nats link")
+        made._tasks.start(made._run(), "nats link")
         if lines is not None:
             lines[url] = made
         return made
 
     @property
-    def up(self) -> bool:
+    def connected(self) -> bool:
         """NATS is there."""
-        return self._up.is_set()
+        return self._connected.is_set()
 
     @property
     def max_payload_bytes(self) -> int:
         """Of one message, as the server says."""
         return 1 << 20 if self._client is None else int(self._client.max_payload)
 
-    async def wait_up(self) -> None:
+    async def wait_connected(self) -> None:
         """Return when NATS is there."""
-        await self._up.wait()
+        await self._connected.wait()
 
-    def on_state(self, told: Callable[[bool], None]) -> None:
+    def on_connection_change(self, told: Callable[[bool], None]) -> None:
         """`told(up)` whenever NATS came or went."""
-        self._told.append(told)
+        self._state_callbacks.append(told)
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         """Send, in the order of the calls. With `reply`, that subject hears if nobody listens."""
-        if self.up and self.waiting_bytes < MAX_WAITING_BYTES:
-            self.waiting_bytes += len(payload)
-            self._say((subject, payload, reply))
+        if self.connected and self.pending_bytes < MAX_PENDING_BYTES:
+            self.pending_bytes += len(payload)
+            self._enqueue((subject, payload, reply))
 
-    def listen(self, subject: str, take: Take) -> Callable[[], None]:
+    def subscribe(self, subject: str, take: NatsMessageHandler) -> Callable[[], None]:
         """Call `take` for every message. Returns the way to stop."""
-        takes = self._takes.setdefault(subject, [])
+        takes = self._handlers.setdefault(subject, [])
         if not takes:
-            self._say((subject, True))
+            self._enqueue((subject, True))
         takes.append(take)
 
         def leave() -> None:
             if take in takes:
                 takes.remove(take)
-            if not takes and self._takes.get(subject) is takes:
-                del self._takes[subject]
-                self._say((subject, False))
+            if not takes and self._handlers.get(subject) is takes:
+                del self._handlers[subject]
+                self._enqueue((subject, False))
 
         return leave
 
-    async def keep(self, stream: str, subjects: str, age_s: float) -> None:
+    async def ensure_stream(self, stream: str, subjects: str, age_s: float) -> None:
         """Have JetStream keep what is said at `subjects`. Where it cannot, that is logged."""
         if self._client is None:
             return
         about: dict[str, Any] = {"name": stream, "subjects": [subjects], "max_age": age_s}
-        about |= {"max_bytes": KEPT_BYTES, "discard": "old"}
+        about |= {"max_bytes": MAX_STREAM_BYTES, "discard": "old"}
         jetstream = self._client.jetstream()
         try:
             try:
@@ -152,38 +152,38 @@ class NatsLink:
             fields = {"stream": stream, "error": str(error) or "no answer"}
             log.warning("jetstream keeps nothing", extra={"fields": fields})
 
-    async def settled(self) -> None:
+    async def flush(self) -> None:
         """Return when NATS has taken all that was said so far; at once while it is away."""
-        if self.up:
+        if self.connected:
             done = asyncio.get_running_loop().create_future()
-            self._say(done)
+            self._enqueue(done)
             await done
 
     async def close(self) -> None:
         """Send what waits, then hang up, unless another plane uses the line too."""
-        self._users -= 1
-        if self._users:
+        self._references -= 1
+        if self._references:
             return
         self._closing.set()
-        if self.up and not self._ended.is_set():
-            self._out.append(())
-            self._waiting.set()
+        if self.connected and not self._disconnected.is_set():
+            self._outgoing.append(())
+            self._outgoing_ready.set()
             with suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_S):
-                    await self._ended.wait()
-        self._told.clear()
-        self._ended.set()
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._disconnected.wait()
+        self._state_callbacks.clear()
+        self._disconnected.set()
         with suppress(TimeoutError):  # cancelled while it connects, the library leaves things open
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._tasks.join()
         await self._tasks.close()
 
-    def _say(self, what: _Said) -> None:
-        if self.up:
-            self._out.append(what)
-            self._waiting.set()
+    def _enqueue(self, what: _Operation) -> None:
+        if self.connected:
+            self._outgoing.append(what)
+            self._outgoing_ready.set()
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         failures = 0
         for server in itertools.cycle(self._servers):
             if self._closing.is_set():
@@ -192,35 +192,37 @@ class NatsLink:
                 client = await self._connect(server)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 failures += 1
-                self._away(
-                    f"NATS at {_shown(server)}: {self._complaint or str(error) or 'no answer'}"
+                self._on_connect_failed(
+                    f"NATS at {_without_credentials(server)}: {self._last_error or str(error) or 'no answer'}"
                 )
-                await self._rest(self._pause(failures))
+                await self._sleep_unless_closing(self._retry_delay_s(failures))
                 continue
             failures = 0
             try:
-                await self._serve(client, server)
+                await self._run_connection(client, server)
             finally:
-                self._gone(f"NATS at {_shown(server)} {self._end}")
-                await _hang_up(client)
-            await self._rest(self._pause(1) * self._rng.random())
+                self._on_disconnected(
+                    f"NATS at {_without_credentials(server)} {self._disconnect_reason}"
+                )
+                await _close_client(client)
+            await self._sleep_unless_closing(self._retry_delay_s(1) * self._rng.random())
 
-    async def _rest(self, seconds: float) -> None:
+    async def _sleep_unless_closing(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
 
-    def _pause(self, failures: int) -> float:
+    def _retry_delay_s(self, failures: int) -> float:
         wait_s = self._options.reconnect_wait_s
-        return wait_s if failures <= self._options.max_reconnect else wait_s * SLOWER
+        return wait_s if failures <= self._options.max_reconnect else wait_s * SLOW_RETRY_FACTOR
 
     async def _connect(self, server: str) -> Client:
         client = Client()
-        self._complaint = ""
+        self._last_error = ""
         about = self._options
 
         async def ended() -> None:
-            self._ended.set()
+            self._disconnected.set()
 
         more: dict[str, Any] = {"tls": self._context} if self._context is not None else {}
         if about.user:
@@ -230,7 +232,7 @@ class NatsLink:
                 await client.connect(
                     [server],
                     name="dynamo",
-                    error_cb=self._error,
+                    error_cb=self._on_library_error,
                     closed_cb=ended,
                     disconnected_cb=ended,
                     allow_reconnect=False,
@@ -240,122 +242,122 @@ class NatsLink:
                     **more,
                 )
         except BaseException:
-            await _hang_up(client)
+            await _close_client(client)
             raise
         return client
 
-    async def _serve(self, client: Client, server: str) -> None:
+    async def _run_connection(self, client: Client, server: str) -> None:
         if self._closing.is_set():
             return
-        self._ended.clear()
+        self._disconnected.clear()
         if not client.is_connected:
             return
         self._client = client
-        for subject in list(self._takes):
-            await self._subscribe(client, subject)
-        log.info("nats answers", extra={"fields": {"server": _shown(server)}})
-        self.trouble = ""
-        self._up.set()
-        self.tried.set()
-        self._tell(up=True)
-        self._end = "has gone"
+        for subject in list(self._handlers):
+            await self._subscribe_on_server(client, subject)
+        log.info("nats answers", extra={"fields": {"server": _without_credentials(server)}})
+        self.connection_error = ""
+        self._connected.set()
+        self.first_attempt_done.set()
+        self._notify_state(up=True)
+        self._disconnect_reason = "has gone"
         beside = [
-            self._tasks.start(self._write(client), "nats writer"),
-            self._tasks.start(self._question(client), "nats questions"),
+            self._tasks.start(self._write_loop(client), "nats writer"),
+            self._tasks.start(self._ping_loop(client), "nats questions"),
         ]
         try:
-            await self._ended.wait()
+            await self._disconnected.wait()
         finally:
             for task in beside:
                 task.cancel()
 
-    async def _question(self, client: Client) -> None:
+    async def _ping_loop(self, client: Client) -> None:
         """Ask for as long as the server answers. Two waits, since one may end because this process
         was held up, with the answer unread."""
         while True:
-            asked = self._tasks.start(_answer(client), "nats question")
+            asked = self._tasks.start(_ping(client), "nats question")
             try:
                 for _ in range(2):
-                    await asyncio.wait({asked}, timeout=SILENT_S / 2)
+                    await asyncio.wait({asked}, timeout=PING_TIMEOUT_S / 2)
             finally:
                 asked.cancel()
             if not asked.done():
-                self._end = "does not answer"
-                self._ended.set()
+                self._disconnect_reason = "does not answer"
+                self._disconnected.set()
                 return
-            await asyncio.sleep(PING_S)
+            await asyncio.sleep(PING_INTERVAL_S)
 
-    async def _write(self, client: Client) -> None:
+    async def _write_loop(self, client: Client) -> None:
         while True:
-            while self._out:
-                what = self._out.popleft()
+            while self._outgoing:
+                what = self._outgoing.popleft()
                 try:
-                    await self._do(client, what)
+                    await self._execute(client, what)
                 except (nats.errors.Error, OSError, TimeoutError) as error:
                     log.debug("nats message dropped", extra={"fields": {"error": str(error)}})
-            self._waiting.clear()
-            await self._waiting.wait()
+            self._outgoing_ready.clear()
+            await self._outgoing_ready.wait()
 
-    async def _do(self, client: Client, what: _Said) -> None:
+    async def _execute(self, client: Client, what: _Operation) -> None:
         if isinstance(what, asyncio.Future):
             try:
                 for _ in range(2):  # the library's ping overtakes what it has not written yet
-                    await client.flush(round(FAREWELL_S))
+                    await client.flush(round(CLOSE_TIMEOUT_S))
             finally:
                 _resolve(what)
         elif len(what) == 3:
             subject, payload, reply = what
-            self.waiting_bytes -= len(payload)
+            self.pending_bytes -= len(payload)
             await client.publish(subject, payload, reply)
         elif not what:
-            await client.flush(round(FAREWELL_S))
-            self._ended.set()
+            await client.flush(round(CLOSE_TIMEOUT_S))
+            self._disconnected.set()
         elif what[1]:
-            await self._subscribe(client, what[0])
-        elif (heard := self._heard.pop(what[0], None)) is not None:
+            await self._subscribe_on_server(client, what[0])
+        elif (heard := self._subscriptions.pop(what[0], None)) is not None:
             await heard.unsubscribe()
 
-    async def _subscribe(self, client: Client, subject: str) -> None:
-        if subject in self._heard or subject not in self._takes:
+    async def _subscribe_on_server(self, client: Client, subject: str) -> None:
+        if subject in self._subscriptions or subject not in self._handlers:
             return
 
         async def hear(message: Msg) -> None:
             headers = message.headers
-            nobody = headers is not None and headers.get("Status") == _NOBODY
-            for take in tuple(self._takes.get(subject, ())):
+            nobody = headers is not None and headers.get("Status") == _NO_RESPONDERS
+            for take in tuple(self._handlers.get(subject, ())):
                 take(message.subject, message.data, message.reply, nobody)
 
-        self._heard[subject] = await client.subscribe(subject, cb=hear)
+        self._subscriptions[subject] = await client.subscribe(subject, cb=hear)
 
-    def _away(self, trouble: str) -> None:
-        if not self.tried.is_set():
+    def _on_connect_failed(self, trouble: str) -> None:
+        if not self.first_attempt_done.is_set():
             log.warning("nats cannot be reached", extra={"fields": {"error": trouble}})
-        self.trouble = trouble
-        self.tried.set()
+        self.connection_error = trouble
+        self.first_attempt_done.set()
 
-    def _gone(self, trouble: str) -> None:
+    def _on_disconnected(self, trouble: str) -> None:
         self._client = None
-        self._heard.clear()
-        for what in self._out:
+        self._subscriptions.clear()
+        for what in self._outgoing:
             if isinstance(what, asyncio.Future):
                 _resolve(what)
-        self._out.clear()
-        self.waiting_bytes = 0
-        if self._up.is_set():
-            self._up.clear()
+        self._outgoing.clear()
+        self.pending_bytes = 0
+        if self._connected.is_set():
+            self._connected.clear()
             if not self._closing.is_set():
                 log.warning("nats is away", extra={"fields": {"error": trouble}})
-            self.trouble = trouble
-            self._tell(up=False)
+            self.connection_error = trouble
+            self._notify_state(up=False)
 
-    async def _error(self, error: Exception) -> None:
+    async def _on_library_error(self, error: Exception) -> None:
         """What the library tells beside: a subscription that drops messages, among others."""
-        self._complaint = str(error) or type(error).__name__
-        if self.up:
-            log.info("nats complains", extra={"fields": {"error": self._complaint}})
+        self._last_error = str(error) or type(error).__name__
+        if self.connected:
+            log.info("nats complains", extra={"fields": {"error": self._last_error}})
 
-    def _tell(self, *, up: bool) -> None:
-        for told in tuple(self._told):
+    def _notify_state(self, *, up: bool) -> None:
+        for told in tuple(self._state_callbacks):
             told(up)
 
 
@@ -373,21 +375,21 @@ def subject_token(text: str) -> str:
     return plain or "%"
 
 
-async def _answer(client: Client) -> None:
+async def _ping(client: Client) -> None:
     """Return when the server has answered a ping, or the connection is over."""
     with suppress(nats.errors.Error, OSError, TimeoutError):
-        await client.flush(round(SILENT_S * 10))
+        await client.flush(round(PING_TIMEOUT_S * 10))
 
 
-async def _hang_up(client: Client) -> None:
+async def _close_client(client: Client) -> None:
     try:
-        async with asyncio.timeout(FAREWELL_S):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await client.close()
     except (TimeoutError, nats.errors.Error, OSError) as error:
         log.debug("nats not closed in order", extra={"fields": {"error": str(error)}})
 
 
-def _shown(server: str) -> str:
+def _without_credentials(server: str) -> str:
     """Without user and password."""
     scheme, _, rest = server.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"

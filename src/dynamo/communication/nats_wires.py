@@ -15,111 +15,111 @@ from typing import Any, Final
 
 from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.link import Link
-from dynamo.communication.nats_link import NatsLink
-from dynamo.communication.options import DEFAULT, PlaneOptions
-from dynamo.communication.wires import Wires
+from dynamo.communication.nats_link import NatsClient
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+from dynamo.communication.wires import PlaneTransport
 from dynamo.core.errors import InstanceGone
 
-ROOT: Final = "dynamo.wire"
+SUBJECT_ROOT: Final = "dynamo.wire"
 SCHEME: Final = "nats://"
-BUSY_PING_S: Final = 0.08
-IDLE_PING_S: Final = 2.0
-BUSY_FOR_S: Final = 3.0
-MAX_ACCEPTED: Final = 4096
-_HEAD: Final = Struct("<BI")
+BUSY_PING_INTERVAL_S: Final = 0.08
+IDLE_PING_INTERVAL_S: Final = 2.0
+IDLE_AFTER_S: Final = 3.0
+MAX_CONNECTIONS: Final = 4096
+_HEADER: Final = Struct("<BI")
 _SYN, _DATA, _FIN, _RESET, _PING = range(1, 6)
-_NUMBERS: Final = (1 << 32) - 1
-_ROOM: Final = 512
+_SEQUENCE_MASK: Final = (1 << 32) - 1
+_RESERVED_BYTES: Final = 512
 """Kept free in a message for the protocol around it."""
 
 
-class NatsTransport(asyncio.Transport):
+class NatsConnection(asyncio.Transport):
     """One end of one connection. `mine`, `theirs`: the subjects."""
 
     def __init__(
-        self, nats: NatsLink, link: Link, mine: str, theirs: str, gone: Callable[[str], None]
+        self, nats: NatsClient, link: Link, mine: str, theirs: str, gone: Callable[[str], None]
     ) -> None:
         super().__init__()
         self._nats = nats
         self._link = link
-        self._mine = mine
-        self._theirs = theirs
-        self._gone = gone
+        self._local_subject = mine
+        self._remote_subject = theirs
+        self._on_closed = gone
         self._loop = asyncio.get_running_loop()
-        self._sent = 0
-        self._received = 0
+        self._send_sequence = 0
+        self._receive_sequence = 0
         self._closed = False
-        self._touched = time.monotonic()
-        self._pinging = self._loop.call_later(BUSY_PING_S, self._ping)
+        self._last_activity = time.monotonic()
+        self._ping_timer = self._loop.call_later(BUSY_PING_INTERVAL_S, self._ping)
 
-    def begin(self) -> None:
+    def connect(self) -> None:
         """At the end of who dials."""
-        self._say(_SYN)
+        self._send(_SYN)
         self._link.connection_made(self)
 
     def accept(self) -> None:
         """At the end of who listens."""
         self._link.connection_made(self)
 
-    def take(self, payload: bytes) -> None:
+    def receive(self, payload: bytes) -> None:
         """One message of the peer."""
-        if self._closed or len(payload) < _HEAD.size:
+        if self._closed or len(payload) < _HEADER.size:
             return
-        kind, number = _HEAD.unpack_from(payload)
+        kind, number = _HEADER.unpack_from(payload)
         if kind == _PING:
             return
         if kind == _RESET:
-            self.lose(ConnectionResetError("reset by the peer"))
+            self.terminate(ConnectionResetError("reset by the peer"))
             return
-        if number != self._received:
-            self._say(_RESET)
-            self.lose(ConnectionResetError("NATS lost messages of this connection"))
+        if number != self._receive_sequence:
+            self._send(_RESET)
+            self.terminate(ConnectionResetError("NATS lost messages of this connection"))
             return
-        self._received = (number + 1) & _NUMBERS
-        self._touched = time.monotonic()
+        self._receive_sequence = (number + 1) & _SEQUENCE_MASK
+        self._last_activity = time.monotonic()
         if kind == _DATA:
-            self._link.data_received(payload[_HEAD.size :])
+            self._link.data_received(payload[_HEADER.size :])
         elif kind == _FIN:
-            self.lose(None)
+            self.terminate(None)
 
-    def lose(self, error: Exception | None) -> None:
+    def terminate(self, error: Exception | None) -> None:
         """The connection is over."""
         if self._closed:
             return
         self._closed = True
-        self._pinging.cancel()
-        self._gone(self._mine)
+        self._ping_timer.cancel()
+        self._on_closed(self._local_subject)
         self._loop.call_soon(self._link.connection_lost, error)
 
     def write(self, data: Any) -> None:
         if self._closed:
             return
-        self._touched = time.monotonic()
-        size = max(1024, self._nats.max_payload_bytes - _ROOM)
+        self._last_activity = time.monotonic()
+        size = max(1024, self._nats.max_payload_bytes - _RESERVED_BYTES)
         for start in range(0, len(data), size):
-            self._say(_DATA, data[start : start + size])
+            self._send(_DATA, data[start : start + size])
 
     def close(self) -> None:
         if not self._closed:
-            self._say(_FIN)
-            self.lose(None)
+            self._send(_FIN)
+            self.terminate(None)
 
     def abort(self) -> None:
         if not self._closed:
-            self._say(_RESET)
-            self.lose(None)
+            self._send(_RESET)
+            self.terminate(None)
 
     def is_closing(self) -> bool:
         return self._closed
 
     def get_write_buffer_size(self) -> int:
-        return self._nats.waiting_bytes
+        return self._nats.pending_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """NATS bounds what waits for a reader."""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._theirs if name == "peername" else default
+        return self._remote_subject if name == "peername" else default
 
     def pause_reading(self) -> None:
         """Not possible through NATS."""
@@ -127,55 +127,65 @@ class NatsTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         """Not possible through NATS."""
 
-    def _say(self, kind: int, body: bytes = b"") -> None:
-        number = self._sent
+    def _send(self, kind: int, body: bytes = b"") -> None:
+        number = self._send_sequence
         if kind in {_DATA, _FIN}:
-            self._sent = (number + 1) & _NUMBERS
-        self._nats.publish(self._theirs, _HEAD.pack(kind, number) + body, self._mine)
+            self._send_sequence = (number + 1) & _SEQUENCE_MASK
+        self._nats.publish(
+            self._remote_subject, _HEADER.pack(kind, number) + body, self._local_subject
+        )
 
     def _ping(self) -> None:
         """A message to a dead process comes back at once as "nobody listens"."""
-        self._say(_PING)
-        busy = time.monotonic() - self._touched < BUSY_FOR_S
-        self._pinging = self._loop.call_later(BUSY_PING_S if busy else IDLE_PING_S, self._ping)
+        self._send(_PING)
+        busy = time.monotonic() - self._last_activity < IDLE_AFTER_S
+        self._ping_timer = self._loop.call_later(
+            BUSY_PING_INTERVAL_S if busy else IDLE_PING_INTERVAL_S, self._ping
+        )
 
 
-class NatsWires(Wires):
+class NatsPlaneTransport(PlaneTransport):
     """`nats://INCARNATION`; the servers are the link's."""
 
-    def __init__(self, nats: NatsLink, options: PlaneOptions = DEFAULT) -> None:
+    def __init__(self, nats: NatsClient, options: PlaneOptions = DEFAULT_OPTIONS) -> None:
         self._nats = nats
         self.secret = options.secret
         self.incarnation = new_incarnation()
-        self._open: dict[str, NatsTransport] = {}
+        self._connections: dict[str, NatsConnection] = {}
         self._accept: Callable[[], Link] | None = None
-        self._leave: list[Callable[[], None]] = []
-        nats.on_state(self._changed)
-        self._leave.append(nats.listen(f"{ROOT}.{self.incarnation}.d.*", self._heard))
+        self._unsubscribes: list[Callable[[], None]] = []
+        nats.on_connection_change(self._on_connection_change)
+        self._unsubscribes.append(
+            nats.subscribe(f"{SUBJECT_ROOT}.{self.incarnation}.d.*", self._on_client_message)
+        )
 
     @property
     def address(self) -> str:
         return SCHEME + self.incarnation
 
     @property
-    def listening(self) -> bool:
+    def is_listening(self) -> bool:
         return self._accept is not None
 
     async def listen(self, accept: Callable[[], Link]) -> None:
         self._accept = accept
-        self._leave.append(self._nats.listen(f"{ROOT}.{self.incarnation}.a.*", self._called))
-        await self._nats.settled()
+        self._unsubscribes.append(
+            self._nats.subscribe(f"{SUBJECT_ROOT}.{self.incarnation}.a.*", self._on_server_message)
+        )
+        await self._nats.flush()
 
     async def dial(self, link: Link, address: str) -> None:
         incarnation = self.incarnation_of(address)
-        await self._nats.tried.wait()
-        if not self._nats.up:
-            raise ConnectionRefusedError(self._nats.trouble)
+        await self._nats.first_attempt_done.wait()
+        if not self._nats.connected:
+            raise ConnectionRefusedError(self._nats.connection_error)
         name = secrets.token_hex(8)
-        mine = f"{ROOT}.{self.incarnation}.d.{name}"
-        made = NatsTransport(self._nats, link, mine, f"{ROOT}.{incarnation}.a.{name}", self._forget)
-        self._open[mine] = made
-        made.begin()
+        mine = f"{SUBJECT_ROOT}.{self.incarnation}.d.{name}"
+        made = NatsConnection(
+            self._nats, link, mine, f"{SUBJECT_ROOT}.{incarnation}.a.{name}", self._forget
+        )
+        self._connections[mine] = made
+        made.connect()
 
     def incarnation_of(self, address: str) -> str:
         incarnation = address.removeprefix(SCHEME)
@@ -183,46 +193,50 @@ class NatsWires(Wires):
             raise InstanceGone(f"{address!r} is no address of an instance")
         return incarnation
 
-    def stop(self) -> None:
+    def stop_listening(self) -> None:
         self._accept = None
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Hear nothing any more."""
-        for leave in self._leave:
+        for leave in self._unsubscribes:
             leave()
-        for one in list(self._open.values()):
+        for one in list(self._connections.values()):
             one.abort()
 
-    def _called(self, subject: str, payload: bytes, reply: str, nobody: bool) -> None:
+    def _on_server_message(self, subject: str, payload: bytes, reply: str, nobody: bool) -> None:
         """A message for the listening end: the first one of a connection opens it."""
-        known = self._open.get(subject)
+        known = self._connections.get(subject)
         if known is not None:
-            self._heard(subject, payload, reply, nobody)
-        elif _is(payload, _SYN) and self._accept is not None and len(self._open) < MAX_ACCEPTED:
-            made = NatsTransport(self._nats, self._accept(), subject, reply, self._forget)
-            self._open[subject] = made
+            self._on_client_message(subject, payload, reply, nobody)
+        elif (
+            _is_kind(payload, _SYN)
+            and self._accept is not None
+            and len(self._connections) < MAX_CONNECTIONS
+        ):
+            made = NatsConnection(self._nats, self._accept(), subject, reply, self._forget)
+            self._connections[subject] = made
             made.accept()
-        elif reply and not nobody and not _is(payload, _RESET):
-            self._nats.publish(reply, _HEAD.pack(_RESET, 0))
+        elif reply and not nobody and not _is_kind(payload, _RESET):
+            self._nats.publish(reply, _HEADER.pack(_RESET, 0))
 
-    def _heard(self, subject: str, payload: bytes, reply: str, nobody: bool) -> None:
+    def _on_client_message(self, subject: str, payload: bytes, reply: str, nobody: bool) -> None:
         del reply
-        known = self._open.get(subject)
+        known = self._connections.get(subject)
         if known is None:
             return
         if nobody:
-            known.lose(ConnectionResetError("the process has gone"))
-        elif not _is(payload, _SYN):
-            known.take(payload)
+            known.terminate(ConnectionResetError("the process has gone"))
+        elif not _is_kind(payload, _SYN):
+            known.receive(payload)
 
-    def _changed(self, up: bool) -> None:
+    def _on_connection_change(self, up: bool) -> None:
         if not up:
-            for one in list(self._open.values()):
-                one.lose(ConnectionResetError("NATS is away"))
+            for one in list(self._connections.values()):
+                one.terminate(ConnectionResetError("NATS is away"))
 
     def _forget(self, subject: str) -> None:
-        self._open.pop(subject, None)
+        self._connections.pop(subject, None)
 
 
-def _is(payload: bytes, kind: int) -> bool:
-    return len(payload) >= _HEAD.size and payload[0] == kind
+def _is_kind(payload: bytes, kind: int) -> bool:
+    return len(payload) >= _HEADER.size and payload[0] == kind

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class Tls(msgspec.Struct, frozen=True):
+class TlsFiles(msgspec.Struct, frozen=True):
     """PEM files. `ca`: who signs the peers' certificates; `cert` and `key`: this process's own."""
 
     ca: str = ""
@@ -29,16 +29,16 @@ class PlaneOptions(msgspec.Struct, frozen=True):
     max_reconnect: int = 10
     reconnect_wait_s: float = 0.5
     secret: str = ""
-    tls: Tls = Tls()
-    server_tls: Tls = Tls()
+    tls: TlsFiles = TlsFiles()
+    server_tls: TlsFiles = TlsFiles()
     user: str = ""
     password: str = ""
-    host: str = ""
-    keep_events_s: float = 0.0
-    fallback: str = "tcp://127.0.0.1:0"
+    advertised_host: str = ""
+    event_retention_s: float = 0.0
+    direct_url: str = "tcp://127.0.0.1:0"
     """`nats:` requests: where the process listens too, for callers without NATS."""
-    lines: dict[str, Any] | None = None
+    shared_clients: dict[str, Any] | None = None
     """By URL the connections to servers that planes opened with this very dictionary share."""
 
 
-DEFAULT = PlaneOptions()
+DEFAULT_OPTIONS = PlaneOptions()

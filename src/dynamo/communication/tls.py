@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ssl
 
-from dynamo.communication.options import Tls
+from dynamo.communication.options import TlsFiles
 from dynamo.core.errors import ConfigError
 
 
-def mutual_contexts(tls: Tls) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def mutual_tls_contexts(tls: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """For listening and for dialling between our own processes: each end shows a certificate that
     the deployment's own CA signed; names are not compared, being signed by it is what counts.
     Blocks. Raises `ConfigError`."""
@@ -23,19 +23,19 @@ def mutual_contexts(tls: Tls) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     for context in (listening, dialling):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        _load(context, tls)
+        _load_certificates(context, tls)
     return listening, dialling
 
 
-def client_context(tls: Tls) -> ssl.SSLContext:
+def client_tls_context(tls: TlsFiles) -> ssl.SSLContext:
     """For dialling a server whose name its certificate bears, signed by `ca` alone; without it, by
     whom the system trusts. Blocks. Raises `ConfigError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls.ca else ssl.create_default_context()
-    _load(context, tls)
+    _load_certificates(context, tls)
     return context
 
 
-def _load(context: ssl.SSLContext, tls: Tls) -> None:
+def _load_certificates(context: ssl.SSLContext, tls: TlsFiles) -> None:
     try:
         if tls.ca:
             context.load_verify_locations(tls.ca)

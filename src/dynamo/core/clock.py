@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = max(2, min(4, os.cpu_count() or 1))
+OFFLOAD_THREADS = max(2, min(4, os.cpu_count() or 1))
 """Of `offload`, in a process. Each that has encoded a long text keeps 3 MB for good, so there are
 fewer than `asyncio.to_thread` would start."""
 
@@ -60,11 +60,11 @@ class SystemClock(Clock):
 
     async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         call = partial(copy_context().run, work, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(_threads(), call)
+        return await asyncio.get_running_loop().run_in_executor(_offload_executor(), call)
 
 
 @cache
-def _threads() -> Executor:
+def _offload_executor() -> Executor:
     from concurrent.futures import ThreadPoolExecutor
 
-    return ThreadPoolExecutor(THREADS, "offload")
+    return ThreadPoolExecutor(OFFLOAD_THREADS, "offload")

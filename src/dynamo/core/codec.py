@@ -14,18 +14,18 @@ from struct import Struct, unpack_from
 
 import msgspec
 
-from dynamo.core.reply import Extra, Reply, Shortcut
+from dynamo.core.reply import LogprobsPerToken, Reply, SendToken
 from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
 
-_pack_one = Struct("<cI").pack
-_read_one = Struct("<xI").unpack
+_pack_single_token = Struct("<cI").pack
+_unpack_single_token = Struct("<xI").unpack
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
 _decode_extra = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
 _decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
 
-ASKS_AFTER = 2
+FAST_PATH_AFTER_PAYLOADS = 2
 """Payloads of tokens, before it is worth to look for a shortcut."""
 
 
@@ -49,7 +49,7 @@ def decode_request(payload: bytes | memoryview) -> GenerateRequest:
     return _decode_request(payload)
 
 
-class ReplyWriter(Reply):
+class ReplyEncoder(Reply):
     """A Reply at the worker's end: encodes every call onto `send` (False = the caller is gone).
 
     `worker`: the instance that answers; an engine does not know its name.
@@ -66,44 +66,44 @@ class ReplyWriter(Reply):
             started = msgspec.structs.replace(started, worker=self._worker)
         self._send(b"b" + _encode(started))
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         send = self._send  # calling a slot directly is slower in CPython 3.11
         if extra is not None:
             return send(b"x" + _encode((pack_ids(ids), extra)))
         if len(ids) == 1:
-            return send(_pack_one(b"t", ids[0]))
+            return send(_pack_single_token(b"t", ids[0]))
         return send(b"t" + pack_ids(ids))
 
     def finish(self, end: Finish) -> None:
         self._send(b"f" + _encode(end))
 
 
-class ReplyReader:
+class ReplyDecoder:
     """The caller's end: `item` takes one payload and calls the Reply. False = enough.
 
     `complete`: the answer came to its end (a finish, or enough); a stream that ends before is a
     failure.
     """
 
-    __slots__ = ("_reply", "_seen", "_shortcut", "complete")
+    __slots__ = ("_reply", "_send_token", "_token_payloads", "complete")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self._seen = 0
-        self._shortcut: Shortcut | None = None
+        self._token_payloads = 0
+        self._send_token: SendToken | None = None
         self.complete = False
 
-    def item(self, payload: bytes) -> bool:
+    def feed(self, payload: bytes) -> bool:
         """Feed one payload. Raises ValueError on an unknown kind."""
         if payload[0] == 0x74:
-            shortcut = self._shortcut
+            shortcut = self._send_token
             if shortcut is not None and len(payload) == 5:
-                going_on = shortcut(_read_one(payload)[0])
+                going_on = shortcut(_unpack_single_token(payload)[0])
                 if going_on:
                     return True
                 if going_on is not None:
-                    return self._enough()
-            return self._tokens(unpack_ids(memoryview(payload)[1:])) or self._enough()
+                    return self._stop()
+            return self._forward_tokens(unpack_ids(memoryview(payload)[1:])) or self._stop()
         kind, body = payload[:1], payload[1:]
         if kind == b"b":
             self._reply.begin(_decode_started(body))
@@ -112,18 +112,18 @@ class ReplyReader:
             self.complete = True
         elif kind == b"x":
             packed, extra = _decode_extra(body)
-            return self._reply.tokens(unpack_ids(packed), extra) or self._enough()
+            return self._reply.tokens(unpack_ids(packed), extra) or self._stop()
         else:
             raise ValueError(f"unknown reply item {kind!r}")
         return True
 
-    def _tokens(self, ids: Sequence[int]) -> bool:
+    def _forward_tokens(self, ids: Sequence[int]) -> bool:
         going_on = self._reply.tokens(ids)
-        self._seen += 1
-        if self._seen == ASKS_AFTER and going_on:
-            self._shortcut = self._reply.shortcut()
+        self._token_payloads += 1
+        if self._token_payloads == FAST_PATH_AFTER_PAYLOADS and going_on:
+            self._send_token = self._reply.open_fast_path()
         return going_on
 
-    def _enough(self) -> bool:
+    def _stop(self) -> bool:
         self.complete = True
         return False

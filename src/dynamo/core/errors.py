@@ -96,7 +96,7 @@ class RateLimited(DynamoError):
     retryable = True
 
 
-class NotReady(DynamoError):
+class ModelNotReady(DynamoError):
     """The model is still getting ready."""
 
     code = "model_not_ready"
@@ -132,7 +132,7 @@ class InstanceGone(WorkerFailed):
     code = "instance_gone"
 
 
-class WorkerLeaving(WorkerFailed):
+class WorkerDraining(WorkerFailed):
     """The instance was taken out of service while it worked; another one goes on."""
 
     code = "worker_leaving"
@@ -145,7 +145,7 @@ class ServerStopped(DynamoError):
     retryable = True
 
 
-class PlaneAway(DynamoError):
+class PlaneUnavailable(DynamoError):
     """A server that a plane needs (etcd, NATS) cannot be reached now."""
 
     code = "plane_away"
@@ -204,14 +204,16 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     retry_after_s: float | None = None
 
 
-def _codes(base: type[DynamoError]) -> dict[str, type[DynamoError]]:
+def _classes_by_code(base: type[DynamoError]) -> dict[str, type[DynamoError]]:
     found = {base.code: base}
     for sub in base.__subclasses__():
-        found.update({code: cls for code, cls in _codes(sub).items() if code not in found})
+        found.update(
+            {code: cls for code, cls in _classes_by_code(sub).items() if code not in found}
+        )
     return found
 
 
-def explained(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """What the system said, and of which file."""
     said = error.strerror or str(error)
     return f"{error.filename}: {said}" if error.filename else said
@@ -223,7 +225,7 @@ _decoder = msgspec.msgpack.Decoder(ErrorRecord)
 
 def error_types() -> dict[str, type[DynamoError]]:
     """Every error class by its code."""
-    return _codes(DynamoError) | {InternalError.code: InternalError}
+    return _classes_by_code(DynamoError) | {InternalError.code: InternalError}
 
 
 def encode_error(error: DynamoError) -> bytes:

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = 4
-HASHING = "xxh3-64 chained over u32 tokens, salt as root"
+HASH_SCHEME = "xxh3-64 chained over u32 tokens, salt as root"
 """Names the scheme: workers and routers that differ in it cannot understand each other."""
 
 

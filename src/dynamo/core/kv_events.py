@@ -9,12 +9,12 @@ import msgspec
 
 from dynamo.core.values import BlocksCleared, KvEvent
 
-KV_EVENTS: Final = "kv_events"
+KV_EVENTS_SUBJECT: Final = "kv_events"
 """Last part of the subject."""
 
-PAYLOAD_BLOCKS: Final = 1024
+MAX_BLOCKS_PER_PAYLOAD: Final = 1024
 
-encode_changes = msgspec.msgpack.Encoder().encode
+encode_kv_events = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[KvEvent, ...]).decode
 
 
@@ -23,23 +23,23 @@ def worker_name(instance: str, rank: int | None = None) -> str:
     return instance if rank is None else f"{instance}/{rank}"
 
 
-def decode_changes(payload: bytes) -> Sequence[KvEvent]:
+def decode_kv_events(payload: bytes) -> Sequence[KvEvent]:
     """What `encode_changes` wrote; b"" is nothing. Raises msgspec.DecodeError."""
     return _decode(payload) if payload else ()
 
 
-def event_payloads(changes: Sequence[KvEvent]) -> Sequence[bytes]:
+def encode_kv_event_payloads(changes: Sequence[KvEvent]) -> Sequence[bytes]:
     """The same in payloads of about a thousand blocks each, far below what a frame may hold."""
-    return tuple(encode_changes(part) for part in _parts(changes))
+    return tuple(encode_kv_events(part) for part in _split_by_blocks(changes))
 
 
-def _parts(changes: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
+def _split_by_blocks(changes: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
     part: list[KvEvent] = []
     size = 0
     for change in changes:
         part.append(change)
         size += len(change.hashes) if not isinstance(change, BlocksCleared) else 1
-        if size >= PAYLOAD_BLOCKS:
+        if size >= MAX_BLOCKS_PER_PAYLOAD:
             yield part
             part, size = [], 0
     if part:

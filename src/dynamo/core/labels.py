@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LABELS = "labels"
+LABELS_KEY = "labels"
 """The key in a request's metadata and in an instance's capabilities."""
 
 
-def read_labels(text: str) -> dict[str, str]:
+def parse_labels(text: str) -> dict[str, str]:
     """`zone=a, gpu=h100`; a name alone means `true`."""
     parts = (part.strip() for part in text.split(",") if part.strip())
     pairs = (part.partition("=") for part in parts)
     return {name.strip(): value.strip() or "true" for name, _, value in pairs}
 
 
-def meets(labels: Mapping[str, Any], constraints: Mapping[str, str]) -> bool:
+def satisfies_constraints(labels: Mapping[str, Any], constraints: Mapping[str, str]) -> bool:
     """Whether every constraint is satisfied."""
     return all(str(labels.get(name, "")) == value for name, value in constraints.items())

@@ -9,6 +9,6 @@ PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 
 
-def die_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """Be killed from now on when the thread ends that started this process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -18,8 +18,8 @@ from dynamo.core.values import (
     TokenLogprobs,
 )
 
-Extra = Sequence[TokenLogprobs]
-Shortcut = Callable[[int], bool | None]
+LogprobsPerToken = Sequence[TokenLogprobs]
+SendToken = Callable[[int], bool | None]
 """Takes one token. False = enough; None = not taken, it must go by `tokens`."""
 
 
@@ -37,7 +37,7 @@ class Reply(ABC):
         """The engine took the request."""
 
     @abstractmethod
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         """The next tokens (`extra`: one entry a token). False = enough: no more calls follow,
         the engine's work is cancelled, and the awaited call returns normally."""
 
@@ -46,18 +46,18 @@ class Reply(ABC):
         """The engine ended by itself."""
 
     @property
-    def kept(self) -> array[int] | None:
+    def token_log(self) -> array[int] | None:
         """Every token that came here, where that is kept."""
         return None
 
-    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
+    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
         """A shorter way for single tokens after the first, past those who only pass them on or
         keep them: what it takes it appends to `kept`. None: there is none."""
         del kept
         return None
 
 
-Send = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]
+SendRequest = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]
 
 
 class Operator(ABC):
@@ -66,7 +66,7 @@ class Operator(ABC):
 
     @abstractmethod
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
     ) -> None:
         """Pass the request on. Returns when the answer is complete."""
 
@@ -83,14 +83,14 @@ class Engine(ABC):
         """Answer one request. Being cancelled is the abort: its blocks are free on return."""
 
     @abstractmethod
-    def load(self) -> Load:
+    def report_load(self) -> Load:
         """What the engine does now. Cheap."""
 
     @abstractmethod
     async def stop(self) -> None:
         """Release everything. Requests in flight end with `WorkerFailed`."""
 
-    def holds(self, reply: Reply) -> bool:
+    def has_request(self, reply: Reply) -> bool:
         """Whether the request that answers to `reply` is in work or waits, as far as the engine can
         tell: asked when it has been silent for long. False: nothing will ever come of it."""
         del reply
@@ -100,7 +100,7 @@ class Engine(ABC):
         """Call `listener` on the loop, once a step, with what changed. Default: no events."""
         del listener
 
-    def held_blocks(self) -> Sequence[KvEvent]:
+    def snapshot_kv_events(self) -> Sequence[KvEvent]:
         """A dump: events that rebuild the present state from nothing. The next events may say again
         what it says already (a block stored or removed); applying them twice changes nothing."""
         return ()

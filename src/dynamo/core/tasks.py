@@ -11,7 +11,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Tasks:
+class BackgroundTasks:
     """Owns background tasks: `async with Tasks() as tasks`, or `close()`.
 
     A task that fails is logged and dropped, unless `on_failure` is given. Closing cancels what is
@@ -27,10 +27,10 @@ class Tasks:
         """Run `work` under this owner."""
         task = asyncio.get_running_loop().create_task(work, name=name or None)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
         return task
 
-    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def start_self_removing(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """`start` for work that nobody need hear the end of, and that calls `over` as its last
         act: its end then costs the loop no turn. Only `drop` may cancel it."""
         if self._loop is None:
@@ -39,11 +39,11 @@ class Tasks:
         self._tasks.add(task)
         return task
 
-    def over(self, task: asyncio.Task[Any]) -> None:
+    def discard(self, task: asyncio.Task[Any]) -> None:
         """What `run` began is at its end."""
         self._tasks.discard(task)
 
-    def drop(self, task: asyncio.Task[Any]) -> None:
+    def cancel(self, task: asyncio.Task[Any]) -> None:
         """Cancel what `run` began, which may not have had its first turn."""
         task.add_done_callback(self._tasks.discard)
         task.cancel()
@@ -72,7 +72,7 @@ class Tasks:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -93,7 +93,7 @@ async def run_all(*work: Coroutine[Any, Any, T]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def first_of(*waits: Awaitable[Any]) -> None:
+async def wait_for_first(*waits: Awaitable[Any]) -> None:
     """Return when the first is done (or raise its error); the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in waits]
     try:

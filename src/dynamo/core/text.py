@@ -64,7 +64,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     echo: bool = False
 
 
-class TokenText(msgspec.Struct, frozen=True):
+class DecodedTokenLogprob(msgspec.Struct, frozen=True):
     """One token's logprob in text: the token's string, its bytes, and (string, bytes, logprob)
     of the best ones; `offset`: characters of the answer that were complete before it."""
 
@@ -83,27 +83,27 @@ class TextFinish(msgspec.Struct, frozen=True):
     stop: str | int | None = None
 
 
-class Lane(ABC):
+class FastPath(ABC):
     """One choice's tokens straight to their reader, each as its text, where nothing stands in the
     way. `plain`: nothing is held back (whoever holds text back says so); `count`: tokens taken."""
 
-    __slots__ = ("count", "plain")
+    __slots__ = ("buffer_empty", "tokens_sent")
 
     def __init__(self) -> None:
-        self.count = 0
-        self.plain = True
+        self.tokens_sent = 0
+        self.buffer_empty = True
 
     @abstractmethod
-    def token(self, token: int) -> bool | None:
+    def send_token(self, token: int) -> bool | None:
         """False = the reader is gone; None = not taken."""
 
 
-class Words(msgspec.Struct, frozen=True):
+class TextTable(msgspec.Struct, frozen=True):
     """What a lane may say: `texts[id]`, None where the id alone is not a text; of those not one in
     which `risky` finds something (None: any)."""
 
     texts: list[str | None]
-    risky: Callable[[str], object] | None = None
+    may_begin_stop: Callable[[str], object] | None = None
 
 
 class TextReply(ABC):
@@ -123,14 +123,18 @@ class TextReply(ABC):
         """A worker took the choice."""
 
     @abstractmethod
-    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+    def text(
+        self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
+    ) -> bool:
         """Non-empty text of (usually) one token. False = the reader is gone: stop everything."""
 
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:
         """The choice is complete."""
 
-    def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane | None:
+    def open_fast_path(
+        self, choice: int, words: TextTable, kept: array[int] | None
+    ) -> FastPath | None:
         """A shorter way than `text` for a choice whose text has begun; it appends what it takes to
         `kept`. None: there is none."""
         del choice, words, kept

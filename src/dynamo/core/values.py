@@ -14,7 +14,7 @@ from msgspec.structs import astuple
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 means no limit."""
 
     temperature: float = 0.7
@@ -28,7 +28,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
 
 
-class Stops(msgspec.Struct, frozen=True, omit_defaults=True):
+class StopConditions(msgspec.Struct, frozen=True, omit_defaults=True):
     """When an engine stops by itself. Stop strings are the processor's business."""
 
     max_tokens: int = 1024
@@ -49,8 +49,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     request_id: str
     model: str
     token_ids: bytes
-    sampling: Sampling
-    stops: Stops
+    sampling: SamplingParams
+    stops: StopConditions
     choice: int = 0
     resumed: int = 0
     top_logprobs: int | None = None
@@ -116,7 +116,7 @@ class Load(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: tuple[Load, ...] = ()
 
 
-def together(loads: Iterable[Load]) -> Load:
+def sum_loads(loads: Iterable[Load]) -> Load:
     """The sum of all counts."""
     counts: list[Any] = [*map(sum, zip(*(astuple(load)[:-1] for load in loads), strict=True))]
     return Load(*counts)
@@ -126,7 +126,7 @@ Tier = Literal["device", "host", "disk", "shared"]
 """Where a block lies: the accelerator's memory, its host's, a disk's, a store that all reach."""
 
 
-class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProbeResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker answers to a probe: `requests` in its engine, `steps` computed so far. An idle
     one has computed a token for it."""
 

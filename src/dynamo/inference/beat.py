@@ -6,23 +6,30 @@ import msgspec
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
-from dynamo.core.reply import Engine, Extra, Reply
-from dynamo.core.values import Beat, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.reply import Engine, LogprobsPerToken, Reply
+from dynamo.core.values import (
+    Finish,
+    GenerateRequest,
+    ProbeResult,
+    SamplingParams,
+    Started,
+    StopConditions,
+)
 
-PROBE = "probe"
-CANARY = GenerateRequest(
-    PROBE,
+PROBE_ID = "probe"
+CANARY_REQUEST = GenerateRequest(
+    PROBE_ID,
     "",
     pack_ids([0]),
-    Sampling(temperature=0.0),
-    Stops(max_tokens=1, ignore_eos=True),
+    SamplingParams(temperature=0.0),
+    StopConditions(max_tokens=1, ignore_eos=True),
     priority=1 << 20,
 )
 
-encode_beat = msgspec.msgpack.Encoder().encode
+encode_probe_result = msgspec.msgpack.Encoder().encode
 
 
-class Unread(Reply):
+class DiscardedReply(Reply):
     """Nobody reads it."""
 
     __slots__ = ()
@@ -30,7 +37,7 @@ class Unread(Reply):
     def begin(self, started: Started) -> None:
         del started
 
-    def tokens(self, ids: object, extra: Extra | None = None) -> bool:
+    def tokens(self, ids: object, extra: LogprobsPerToken | None = None) -> bool:
         del ids, extra
         return True
 
@@ -38,11 +45,11 @@ class Unread(Reply):
         del end
 
 
-async def beat(engine: Engine) -> Beat:
+async def answer_probe(engine: Engine) -> ProbeResult:
     """A busy engine shows what it has computed so far; an idle one computes a token first. Raises
     what the engine raises."""
-    load = engine.load()
+    load = engine.report_load()
     if not load.running + load.waiting:
-        await engine.generate(CANARY, Context(request_id=PROBE), Unread())
-        load = engine.load()
-    return Beat(load.steps, load.running + load.waiting)
+        await engine.generate(CANARY_REQUEST, Context(request_id=PROBE_ID), DiscardedReply())
+        load = engine.report_load()
+    return ProbeResult(load.steps, load.running + load.waiting)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from dynamo.core.values import KvEvent
 from dynamo.inference.block import Block
-from dynamo.inference.event_log import EventLog
-from dynamo.inference.eviction import Eviction, LeastRecentlyUsed
+from dynamo.inference.event_log import KvEventBuffer
+from dynamo.inference.eviction import EvictionPolicy, LeastRecentlyUsed
 
 
 class BlockPool:
@@ -24,38 +24,38 @@ class BlockPool:
         num_blocks: int,
         block_tokens: int,
         *,
-        eviction: Eviction | None = None,
+        eviction: EvictionPolicy | None = None,
         prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.prefix_caching = prefix_caching
         self._blocks = [Block(index) for index in range(num_blocks)]
-        self._free = self._blocks[::-1]
-        self._held: dict[int, Block] = {}
-        self._idle: Eviction = LeastRecentlyUsed() if eviction is None else eviction
-        self._log = EventLog()
+        self._free_blocks = self._blocks[::-1]
+        self._cached_blocks: dict[int, Block] = {}
+        self._evictable: EvictionPolicy = LeastRecentlyUsed() if eviction is None else eviction
+        self._events = KvEventBuffer()
         self.evictions = 0
 
     @property
     def available(self) -> int:
         """Blocks that `allocate` can give: free ones and those that may be evicted."""
-        return len(self._free) + len(self._idle)
+        return len(self._free_blocks) + len(self._evictable)
 
     @property
     def active(self) -> int:
         """Blocks that sequences reference."""
-        return self.num_blocks - len(self._free) - len(self._idle)
+        return self.num_blocks - len(self._free_blocks) - len(self._evictable)
 
     @property
     def cached(self) -> int:
         """Blocks held under a hash, referenced or not."""
-        return len(self._held)
+        return len(self._cached_blocks)
 
     def match(self, hashes: Iterable[int]) -> list[Block]:
         """The held blocks of the longest prefix of `hashes`. Changes nothing."""
         found: list[Block] = []
-        get = self._held.get
+        get = self._cached_blocks.get
         for block_hash in hashes:
             block = get(block_hash)
             if block is None:
@@ -63,17 +63,17 @@ class BlockPool:
             found.append(block)
         return found
 
-    def idle(self, blocks: Iterable[Block]) -> int:
+    def count_unreferenced(self, blocks: Iterable[Block]) -> int:
         """How many of `blocks` no sequence references: referencing them uses up `available`."""
-        return sum(1 for block in blocks if not block.refs)
+        return sum(1 for block in blocks if not block.ref_count)
 
     def reference(self, blocks: Iterable[Block]) -> None:
         """A sequence uses these held blocks, too."""
-        idle = self._idle
+        idle = self._evictable
         for block in blocks:
-            if not block.refs:
+            if not block.ref_count:
                 idle.remove(block)
-            block.refs += 1
+            block.ref_count += 1
             block.hits += 1
 
     def allocate(self, count: int) -> list[Block]:
@@ -81,7 +81,7 @@ class BlockPool:
 
         The caller has seen to it that `available` is enough; else IndexError or KeyError.
         """
-        free = self._free
+        free = self._free_blocks
         while len(free) < count:
             self._evict()
         if count == 1:
@@ -92,36 +92,38 @@ class BlockPool:
         else:
             taken = []
         for block in taken:
-            block.refs = 1
+            block.ref_count = 1
         return taken
 
-    def register(self, block: Block, above: Block | None, parent: int, block_hash: int) -> Block:
+    def register(
+        self, block: Block, parent_block: Block | None, parent_hash: int, block_hash: int
+    ) -> Block:
         """`block` is full and hangs under `parent`, the hash of `above` (None: the chain's root).
 
         Returns the block to use from now on: another one where the same content is held already
         (`block` is free then). Nothing is registered under a block that is not held itself.
         """
-        if not self.prefix_caching or not (above is None or above.held):
+        if not self.prefix_caching or not (parent_block is None or parent_block.cached):
             return block
-        held = self._held.get(block_hash)
+        held = self._cached_blocks.get(block_hash)
         if held is not None:
             if held is not block:
                 self.reference((held,))
                 self.release((block,))
             return held
-        block.hash, block.parent = block_hash, parent
-        block.held, block.hits = True, 0
-        self._held[block_hash] = block
-        self._log.stored(parent, block_hash)
+        block.block_hash, block.parent_hash = block_hash, parent_hash
+        block.cached, block.hits = True, 0
+        self._cached_blocks[block_hash] = block
+        self._events.add_stored(parent_hash, block_hash)
         return block
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Give back one reference to each block of a chain (given in order; tails go first)."""
-        idle, free = self._idle, self._free
+        idle, free = self._evictable, self._free_blocks
         for block in reversed(blocks):
-            block.refs -= 1
-            if not block.refs:
-                if block.held:
+            block.ref_count -= 1
+            if not block.ref_count:
+                if block.cached:
                     idle.add(block)
                 else:
                     free.append(block)
@@ -129,52 +131,57 @@ class BlockPool:
     def clear(self) -> int:
         """Forget every cached block that no sequence references; how many. What running sequences
         hold stays theirs, but cannot be hit any more."""
-        count = len(self._held)
-        while len(self._idle):
-            self._free.append(self._idle.pop())
-        for block in self._held.values():
-            block.held = False
-        self._held.clear()
-        self._log.cleared()
+        count = len(self._cached_blocks)
+        while len(self._evictable):
+            self._free_blocks.append(self._evictable.pop())
+        for block in self._cached_blocks.values():
+            block.cached = False
+        self._cached_blocks.clear()
+        self._events.add_cleared()
         return count
 
     def take_events(self) -> list[KvEvent]:
         """What became held or was removed since the last call, in order."""
-        return self._log.take()
+        return self._events.drain()
 
-    def held_blocks(self) -> list[KvEvent]:
+    def dump_events(self) -> list[KvEvent]:
         """Events that rebuild the present state from nothing, parents first."""
-        log = EventLog()
-        for block_hash, block in self._held.items():
-            log.stored(block.parent, block_hash)
-        return log.take()
+        log = KvEventBuffer()
+        for block_hash, block in self._cached_blocks.items():
+            log.add_stored(block.parent_hash, block_hash)
+        return log.drain()
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """For tests: no block is lost, counted twice or in two places. Raises AssertionError."""
-        check_pool(self._blocks, self._free, self._held, len(self._idle))
+        check_pool_invariants(
+            self._blocks, self._free_blocks, self._cached_blocks, len(self._evictable)
+        )
 
     def _evict(self) -> None:
-        block = self._idle.pop()
-        block.held = False
-        del self._held[block.hash]
-        self._log.removed(block.hash)
-        self._free.append(block)
+        block = self._evictable.pop()
+        block.cached = False
+        del self._cached_blocks[block.block_hash]
+        self._events.add_removed(block.block_hash)
+        self._free_blocks.append(block)
         self.evictions += 1
 
 
-def check_pool(
+def check_pool_invariants(
     blocks: Sequence[Block], free: Sequence[Block], held: dict[int, Block], idle: int
 ) -> None:
     """Raises AssertionError where the lists of a pool contradict each other."""
     problems = [
         (len({id(block) for block in free}) != len(free), "a block is free twice"),
-        (any(block.refs or block.held for block in free), "a free block is in use"),
-        (any(not held[key].held or held[key].hash != key for key in held), "a wrong hash"),
-        (any(block.refs < 0 for block in blocks), "a negative reference count"),
-        (sum(block.held for block in blocks) != len(held), "a held block is not in the map"),
-        (sum(block.held and not block.refs for block in blocks) != idle, "a lost idle block"),
+        (any(block.ref_count or block.cached for block in free), "a free block is in use"),
+        (any(not held[key].cached or held[key].block_hash != key for key in held), "a wrong hash"),
+        (any(block.ref_count < 0 for block in blocks), "a negative reference count"),
+        (sum(block.cached for block in blocks) != len(held), "a held block is not in the map"),
         (
-            len(free) != sum(not block.refs and not block.held for block in blocks),
+            sum(block.cached and not block.ref_count for block in blocks) != idle,
+            "a lost idle block",
+        ),
+        (
+            len(free) != sum(not block.ref_count and not block.cached for block in blocks),
             "a lost free block",
         ),
     ]

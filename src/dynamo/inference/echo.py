@@ -48,11 +48,11 @@ class EchoEngine(Engine):
             )
         self._running += 1
         try:
-            await self._say(ids[: len(ids) - request.resumed], len(ids), request, reply)
+            await self._stream_prompt(ids[: len(ids) - request.resumed], len(ids), request, reply)
         finally:
             self._running -= 1
 
-    async def _say(
+    async def _stream_prompt(
         self, prompt: tuple[int, ...], length: int, request: GenerateRequest, reply: Reply
     ) -> None:
         reply.begin(Started(prompt_tokens=length))
@@ -67,7 +67,7 @@ class EchoEngine(Engine):
         whole = request.resumed + len(answer) >= len(prompt)
         reply.finish(Finish("stop" if whole else "length", len(answer)))
 
-    def load(self) -> Load:
+    def report_load(self) -> Load:
         return Load(running=self._running)
 
     async def stop(self) -> None:

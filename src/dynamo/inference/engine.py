@@ -12,7 +12,7 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, WorkerFailed
 from dynamo.core.reply import Engine, Reply
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import (
     EngineInfo,
     Finish,
@@ -24,41 +24,41 @@ from dynamo.core.values import (
 )
 from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
 from dynamo.inference.blocks import BlockPool
-from dynamo.inference.eviction import Eviction
-from dynamo.inference.leap import Leaper
-from dynamo.inference.runner import Runner, StepPlan, StepResult
-from dynamo.inference.sequence import Content, Sequence, TokenContent
+from dynamo.inference.eviction import EvictionPolicy
+from dynamo.inference.leap import FastForward
+from dynamo.inference.runner import ModelRunner, StepPlan, StepResult
+from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenContent
 
 log = logging.getLogger(__name__)
-EventListener = Callable[[Listed[KvEvent]], None]
-Known = Callable[[GenerateRequest], tuple[Content, int, int]]
+KvEventListener = Callable[[Listed[KvEvent]], None]
+ResolveRequest = Callable[[GenerateRequest], tuple[SequenceContent, int, int]]
 """The content of a request's prompt, its length, and that of its answer."""
-Settled = Callable[[], Awaitable[None]]
+WaitUntilQuiescent = Callable[[], Awaitable[None]]
 """Returns when nothing else happens at this instant."""
 
 
-class Job:
+class RequestState:
     """One request in work: where its tokens go, and who waits for its end. `begun`: the reply knows
     that it is in the batch."""
 
-    __slots__ = ("begun", "done", "reply")
+    __slots__ = ("completion", "reply", "reply_begun")
 
     def __init__(self, reply: Reply, done: asyncio.Future[None]) -> None:
         self.reply = reply
-        self.done = done
-        self.begun = False
+        self.completion = done
+        self.reply_begun = False
 
-    def end(self, error: BaseException | None = None) -> None:
+    def complete(self, error: BaseException | None = None) -> None:
         """Let the waiting request return, or raise."""
-        if self.done.done():
+        if self.completion.done():
             return
         if error is None:
-            self.done.set_result(None)
+            self.completion.set_result(None)
         else:
-            self.done.set_exception(error)
+            self.completion.set_exception(error)
 
 
-class Counters:
+class EngineCounters:
     """Totals since the start, for the metrics."""
 
     __slots__ = ("cached_tokens", "generated_tokens", "prompt_tokens", "requests", "steps")
@@ -71,12 +71,12 @@ class Counters:
         self.generated_tokens = 0
 
 
-class Simulation(msgspec.Struct, frozen=True):
+class SimulationHooks(msgspec.Struct, frozen=True):
     """What an engine is given under virtual time. `known` None: requests are what they say."""
 
-    known: Known | None
-    settled: Settled
-    leaper: Leaper
+    resolve_request: ResolveRequest | None
+    wait_until_quiescent: WaitUntilQuiescent
+    fast_forward: FastForward
 
 
 class BatchedEngine(Engine):
@@ -84,28 +84,28 @@ class BatchedEngine(Engine):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         eos_token_ids: Iterable[int] = (),
         hits_from: HitsFrom = "computed",
         prefix_caching: bool = True,
-        eviction: Eviction | None = None,
-        simulation: Simulation | None = None,
+        eviction: EvictionPolicy | None = None,
+        simulation: SimulationHooks | None = None,
     ) -> None:
         self._runner = runner
-        self._eos = frozenset(eos_token_ids)
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._hits_from: HitsFrom = hits_from
         self._prefix_caching = prefix_caching
         self._eviction = eviction
         self._simulation = simulation
-        self._tasks = Tasks(self._died)
-        self._wake = asyncio.Event()
-        self._suspects: set[Sequence] = set()
-        self._given: dict[int, Sequence] = {}
-        self._listeners: list[EventListener] = []
-        self._mourners: list[Callable[[], None]] = []
+        self._tasks = BackgroundTasks(self._on_loop_failed)
+        self._work_arrived = asyncio.Event()
+        self._retried_sequences: set[EngineSequence] = set()
+        self._sequences_by_reply: dict[int, EngineSequence] = {}
+        self._kv_event_listeners: list[KvEventListener] = []
+        self._failure_listeners: list[Callable[[], None]] = []
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
-        self.counters = Counters()
+        self.counters = EngineCounters()
 
     async def start(self) -> EngineInfo:
         info = await self._runner.start()
@@ -118,41 +118,41 @@ class BatchedEngine(Engine):
         limits = BatchLimits(info.max_num_seqs, info.max_num_batched_tokens, info.context_tokens)
         self.scheduler = StepScheduler(self._pool, limits, hits_from=self._hits_from)
         if self._simulation is not None:
-            self._simulation.leaper.attach(self.scheduler, self._deliver_leap)
+            self._simulation.fast_forward.attach(self.scheduler, self._deliver_skipped_steps)
         self._vocab_size = info.vocab_size
         self.failure = None
-        self._tasks.start(self._run(), "engine steps")
+        self._tasks.start(self._run_steps(), "engine steps")
         return info
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
-        job = Job(reply, asyncio.get_running_loop().create_future())
-        sequence = self._sequence(request, job)
-        self._interrupt()
+        job = RequestState(reply, asyncio.get_running_loop().create_future())
+        sequence = self._make_sequence(request, job)
+        self._interrupt_fast_forward()
         self.scheduler.add(sequence)
-        self._given[id(reply)] = sequence
+        self._sequences_by_reply[id(reply)] = sequence
         if context.attempt:
-            self._suspects.add(sequence)
+            self._retried_sequences.add(sequence)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_tokens
-        self._wake.set()
+        self._work_arrived.set()
         try:
-            await job.done
+            await job.completion
         finally:
-            self._given.pop(id(reply), None)
-            self._suspects.discard(sequence)
+            self._sequences_by_reply.pop(id(reply), None)
+            self._retried_sequences.discard(sequence)
             if not sequence.ended:
-                self._interrupt()
+                self._interrupt_fast_forward()
                 self.scheduler.remove(sequence)
 
-    def holds(self, reply: Reply) -> bool:
-        sequence = self._given.get(id(reply))
-        if sequence is None or sequence.owner.done.done():
+    def has_request(self, reply: Reply) -> bool:
+        sequence = self._sequences_by_reply.get(id(reply))
+        if sequence is None or sequence.request_state.done.done():
             return True
         return sequence in self.scheduler.running or sequence in self.scheduler.waiting
 
-    def load(self) -> Load:
+    def report_load(self) -> Load:
         if self.failure is not None:
             return Load()
         self.catch_up()
@@ -164,7 +164,7 @@ class BatchedEngine(Engine):
             active_blocks=pool.active,
             total_blocks=pool.num_blocks,
             cached_blocks=pool.cached,
-            decode_tokens=sum(sequence.computed for sequence in scheduler.running),
+            decode_tokens=sum(sequence.computed_tokens for sequence in scheduler.running),
             steps=self.counters.steps,
         )
 
@@ -173,35 +173,37 @@ class BatchedEngine(Engine):
         await self._tasks.close()
         await self._runner.stop()
 
-    def on_kv_events(self, listener: EventListener) -> None:
-        self._listeners.append(listener)
+    def on_kv_events(self, listener: KvEventListener) -> None:
+        self._kv_event_listeners.append(listener)
 
-    def held_blocks(self) -> Listed[KvEvent]:
-        return self._pool.held_blocks()
+    def snapshot_kv_events(self) -> Listed[KvEvent]:
+        return self._pool.dump_events()
 
     def on_failure(self, listener: Callable[[], None]) -> None:
         """Call `listener` when the engine's loop has failed: nothing is answered any more."""
-        self._mourners.append(listener)
+        self._failure_listeners.append(listener)
 
-    def clear_blocks(self) -> int:
+    def clear_prefix_cache(self) -> int:
         """Forget the prefix cache; how many blocks were held."""
         count = self._pool.clear()
-        self._tell_events()
+        self._publish_kv_events()
         return count
 
     def catch_up(self) -> None:
         """Under virtual time: hand out every token that is computed by now."""
         if self._simulation is not None:
-            self._simulation.leaper.catch_up()
+            self._simulation.fast_forward.catch_up()
 
-    def _interrupt(self) -> None:
+    def _interrupt_fast_forward(self) -> None:
         if self._simulation is not None:
-            self._simulation.leaper.interrupt()
+            self._simulation.fast_forward.interrupt()
 
-    def _sequence(self, request: GenerateRequest, job: Job) -> Sequence:
-        if self._simulation is not None and self._simulation.known is not None:
-            known, prompt_tokens, answer_tokens = self._simulation.known(request)
-            return Sequence(known, prompt_tokens, answer_tokens, request=request, owner=job)
+    def _make_sequence(self, request: GenerateRequest, job: RequestState) -> EngineSequence:
+        if self._simulation is not None and self._simulation.resolve_request is not None:
+            known, prompt_tokens, answer_tokens = self._simulation.resolve_request(request)
+            return EngineSequence(
+                known, prompt_tokens, answer_tokens, request=request, request_state=job
+            )
         content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
         tokens = content.tokens
         if tokens and self._vocab_size and max(tokens) >= self._vocab_size:
@@ -212,62 +214,62 @@ class BatchedEngine(Engine):
         stops = request.stops
         if stops.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        sequence = Sequence(
+        sequence = EngineSequence(
             content,
             len(tokens),
             stops.max_tokens,
             priority=request.priority,
             request=request,
-            owner=job,
+            request_state=job,
         )
         sequence.min_length += stops.min_tokens
         stop_ids = frozenset(stops.stop_token_ids)
-        sequence.stop_ids = stop_ids if stops.ignore_eos else stop_ids | self._eos
+        sequence.stop_ids = stop_ids if stops.ignore_eos else stop_ids | self._eos_token_ids
         return sequence
 
-    async def _run(self) -> None:
+    async def _run_steps(self) -> None:
         while True:
             plan = self.scheduler.schedule()
             if plan is None:
-                await self._idle()
+                await self._wait_for_work()
                 continue
-            if self._suspects:
-                await self._tell_admitted(plan)
-            result = await self._compute(plan)
+            if self._retried_sequences:
+                await self._begin_retried(plan)
+            result = await self._compute_step(plan)
             if result is not None:
                 self.scheduler.complete(plan, result.tokens)
-                self._deliver(plan, result)
-            self._tell_events()
+                self._deliver_step(plan, result)
+            self._publish_kv_events()
             if self._simulation is not None:
-                await self._simulation.leaper.leap(plan)
+                await self._simulation.fast_forward.skip_steady_steps(plan)
 
-    async def _idle(self) -> None:
-        self._wake.clear()
-        await self._wake.wait()
+    async def _wait_for_work(self) -> None:
+        self._work_arrived.clear()
+        await self._work_arrived.wait()
         if self._simulation is not None:
-            await self._simulation.settled()
+            await self._simulation.wait_until_quiescent()
 
-    async def _tell_admitted(self, plan: StepPlan) -> None:
+    async def _begin_retried(self, plan: StepPlan) -> None:
         """A request that failed elsewhere is told when it enters the batch, and hears it before the
         step is computed: should that be the last of this worker, it is known who was in it."""
-        admitted = self._suspects.intersection(chunk.sequence for chunk in plan.chunks)
+        admitted = self._retried_sequences.intersection(chunk.sequence for chunk in plan.chunks)
         for sequence in admitted:
             try:
-                self._begin(sequence)
+                self._begin_reply(sequence)
             except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
-                self._end(sequence, error)
-        self._suspects -= admitted
+                self._end_sequence(sequence, error)
+        self._retried_sequences -= admitted
         await asyncio.sleep(0)
 
-    def _begin(self, sequence: Sequence) -> None:
-        job: Job = sequence.owner
-        if not job.begun:
-            job.begun = True
+    def _begin_reply(self, sequence: EngineSequence) -> None:
+        job: RequestState = sequence.request_state
+        if not job.reply_begun:
+            job.reply_begun = True
             job.reply.begin(
                 Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
             )
 
-    async def _compute(self, plan: StepPlan) -> StepResult | None:
+    async def _compute_step(self, plan: StepPlan) -> StepResult | None:
         self.counters.steps += 1
         try:
             return await self._runner.step(plan)
@@ -275,10 +277,12 @@ class BatchedEngine(Engine):
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})
             for chunk in plan.chunks:
                 self.scheduler.remove(chunk.sequence)
-                chunk.sequence.owner.end(WorkerFailed(f"the engine failed in a step: {error}"))
+                chunk.sequence.request_state.end(
+                    WorkerFailed(f"the engine failed in a step: {error}")
+                )
             return None
 
-    def _deliver(self, plan: StepPlan, result: StepResult) -> None:
+    def _deliver_step(self, plan: StepPlan, result: StepResult) -> None:
         index = 0
         tokens, logprobs = result.tokens, result.logprobs
         for chunk in plan.chunks:
@@ -288,52 +292,54 @@ class BatchedEngine(Engine):
             if not sequence.ended:
                 extra = logprobs[index] if logprobs is not None else None
                 try:
-                    self._give(sequence, tokens[index], extra)
+                    self._deliver_token(sequence, tokens[index], extra)
                 except Exception as error:  # noqa: BLE001 - one bad reply must not end the others
-                    self._end(sequence, error)
+                    self._end_sequence(sequence, error)
             index += 1
         self.counters.generated_tokens += index
 
-    def _deliver_leap(self, steps: int, sampled: Listed[Listed[int]]) -> None:
+    def _deliver_skipped_steps(self, steps: int, sampled: Listed[Listed[int]]) -> None:
         """So many steps were taken at once; the running sequences have a token of each."""
         running = self.scheduler.running.copy()
         for sequence, ids in zip(running, sampled, strict=True):
-            if not sequence.owner.reply.tokens(ids):
-                self._end(sequence)
+            if not sequence.request_state.reply.tokens(ids):
+                self._end_sequence(sequence)
         self.counters.steps += steps
         self.counters.generated_tokens += steps * len(running)
-        self._tell_events()
+        self._publish_kv_events()
 
-    def _give(self, sequence: Sequence, token: int, extra: TokenLogprobs | None) -> None:
+    def _deliver_token(
+        self, sequence: EngineSequence, token: int, extra: TokenLogprobs | None
+    ) -> None:
         """Hand one token to its request, and end it where it ends."""
-        reply: Reply = sequence.owner.reply
+        reply: Reply = sequence.request_state.reply
         given = sequence.length - sequence.prompt_tokens
         if given == 1:
             self.counters.cached_tokens += sequence.cached_tokens
-            self._begin(sequence)
+            self._begin_reply(sequence)
         if token in sequence.stop_ids and sequence.length > sequence.min_length:
             reply.finish(Finish("stop", given - 1, token))
-            self._end(sequence)
+            self._end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
-            self._end(sequence)
+            self._end_sequence(sequence)
         elif sequence.length >= sequence.max_length:
             reply.finish(Finish("length", given))
-            self._end(sequence)
+            self._end_sequence(sequence)
 
-    def _end(self, sequence: Sequence, error: BaseException | None = None) -> None:
+    def _end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
         self.scheduler.remove(sequence)
-        sequence.owner.end(error)
+        sequence.request_state.end(error)
 
-    def _tell_events(self) -> None:
+    def _publish_kv_events(self) -> None:
         events = self._pool.take_events()
         if events:
-            for listener in self._listeners:
+            for listener in self._kv_event_listeners:
                 listener(events)
 
-    def _died(self, error: BaseException) -> None:
+    def _on_loop_failed(self, error: BaseException) -> None:
         log.error("the engine's loop failed", exc_info=error)
         self._fail_all(WorkerFailed("the engine has failed"))
-        for listener in self._mourners:
+        for listener in self._failure_listeners:
             listener()
 
     def _fail_all(self, failure: WorkerFailed) -> None:
@@ -341,4 +347,4 @@ class BatchedEngine(Engine):
         self.failure = failure
         if started:
             for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-                self._end(sequence, WorkerFailed(failure.message))
+                self._end_sequence(sequence, WorkerFailed(failure.message))

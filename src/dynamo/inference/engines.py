@@ -13,7 +13,7 @@ from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.reply import Engine
 from dynamo.core.settings import Settings
-from dynamo.inference.ranked import RankedEngine
+from dynamo.inference.ranked import DataParallelEngine
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
@@ -24,7 +24,7 @@ ENGINES = {
     "mock": "dynamo.inference.mock.engine:open_engine",
     "echo": "dynamo.inference.echo:open_engine",
 }
-NOT_YET = ("vllm", "sglang", "trtllm", "llamacpp", "openai")
+PLANNED_ENGINES = ("vllm", "sglang", "trtllm", "llamacpp", "openai")
 
 
 class EngineInputs(msgspec.Struct, frozen=True):
@@ -36,12 +36,12 @@ class EngineInputs(msgspec.Struct, frozen=True):
     clock: Clock
 
 
-OpenEngine = Callable[[EngineInputs], Awaitable[Engine]]
+EngineFactory = Callable[[EngineInputs], Awaitable[Engine]]
 
 
-def check_kind(kind: str) -> None:
+def check_engine_kind(kind: str) -> None:
     """Raises `Unsupported` for an engine that is planned, `ConfigError` for an unknown one."""
-    if kind in NOT_YET:
+    if kind in PLANNED_ENGINES:
         raise Unsupported(
             f"out={kind}: this engine is not supported yet",
             hint=f"engines that work today: {', '.join(ENGINES)}",
@@ -57,10 +57,10 @@ def check_kind(kind: str) -> None:
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
     """An engine of this kind, not started yet; of as many ranks as the settings say. Raises as
     `check_kind`, and `ModelUnavailable`."""
-    check_kind(kind)
+    check_engine_kind(kind)
     module, _, name = ENGINES[kind].partition(":")
-    make: OpenEngine = getattr(import_module(module), name)
+    make: EngineFactory = getattr(import_module(module), name)
     ranks = inputs.settings.engine.data_parallel_size
     if ranks == 1:
         return await make(inputs)
-    return RankedEngine([await make(inputs) for _ in range(ranks)])
+    return DataParallelEngine([await make(inputs) for _ in range(ranks)])

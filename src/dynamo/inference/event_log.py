@@ -5,42 +5,42 @@ from __future__ import annotations
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 
 
-class EventLog:
+class KvEventBuffer:
     """Gathers what changed since the last `take`, chains and removals as runs."""
 
-    __slots__ = ("_events", "_parent", "_run", "_stored")
+    __slots__ = ("_events", "_hash_run", "_run_is_stored", "_run_parent")
 
     def __init__(self) -> None:
         self._events: list[KvEvent] = []
-        self._run: list[int] = []
-        self._stored = True
-        self._parent = 0
+        self._hash_run: list[int] = []
+        self._run_is_stored = True
+        self._run_parent = 0
 
-    def stored(self, parent: int, block_hash: int) -> None:
+    def add_stored(self, parent: int, block_hash: int) -> None:
         """A block is held now."""
-        run = self._run
-        if not (run and self._stored and run[-1] == parent):
+        run = self._hash_run
+        if not (run and self._run_is_stored and run[-1] == parent):
             self._end_run()
-            self._stored = True
-            self._parent = parent
-            run = self._run
+            self._run_is_stored = True
+            self._run_parent = parent
+            run = self._hash_run
         run.append(block_hash)
 
-    def removed(self, block_hash: int) -> None:
+    def add_removed(self, block_hash: int) -> None:
         """A block is not held any more."""
-        if self._stored:
+        if self._run_is_stored:
             self._end_run()
-            self._stored = False
-        self._run.append(block_hash)
+            self._run_is_stored = False
+        self._hash_run.append(block_hash)
 
-    def cleared(self) -> None:
+    def add_cleared(self) -> None:
         """Nothing is held any more: what came before does not matter."""
-        self._run = []
+        self._hash_run = []
         self._events = [BlocksCleared()]
 
-    def take(self) -> list[KvEvent]:
+    def drain(self) -> list[KvEvent]:
         """The events since the last call, in order."""
-        if self._run:
+        if self._hash_run:
             self._end_run()
         events = self._events
         if events:
@@ -48,10 +48,10 @@ class EventLog:
         return events
 
     def _end_run(self) -> None:
-        if not self._run:
+        if not self._hash_run:
             return
-        hashes = tuple(self._run)
-        self._run = []
+        hashes = tuple(self._hash_run)
+        self._hash_run = []
         self._events.append(
-            BlocksStored(self._parent, hashes) if self._stored else BlocksRemoved(hashes)
+            BlocksStored(self._run_parent, hashes) if self._run_is_stored else BlocksRemoved(hashes)
         )

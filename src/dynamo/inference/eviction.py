@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dynamo.inference.block import Block
 
 
-class Eviction(ABC):
+class EvictionPolicy(ABC):
     """Holds the blocks that are cached and referenced by no sequence.
 
     The pool adds the blocks of one sequence tails first. Whatever the policy, a block must leave
@@ -36,7 +36,7 @@ class Eviction(ABC):
         """Choose a victim and forget it."""
 
 
-class LeastRecentlyUsed(Eviction):
+class LeastRecentlyUsed(EvictionPolicy):
     """The block whose last use is longest ago; of one sequence's blocks the tail first."""
 
     def __init__(self) -> None:
@@ -55,54 +55,56 @@ class LeastRecentlyUsed(Eviction):
         return self._blocks.popitem(last=False)[1]
 
 
-class ReuseAware(Eviction):
+class ReuseAware(EvictionPolicy):
     """Least recently used, but a block that more than one request has wanted may stay unused for
     as long again as blocks last now: `lifetime`, the mean age at which they are given up. Time is
     counted in blocks given back, so that an idle engine forgets nothing."""
 
     def __init__(self, window: int = 4096) -> None:
         """`window`: over about so many victims the lifetime is averaged."""
-        self._once: OrderedDict[Block, None] = OrderedDict()
+        self._unshared: OrderedDict[Block, None] = OrderedDict()
         self._shared: OrderedDict[Block, None] = OrderedDict()
-        self._time = 0
+        self._blocks_released = 0
         self._lifetime = 0.0
         self._victims = 0
         self._window = window
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._shared)
+        return len(self._unshared) + len(self._shared)
 
     def add(self, block: Block) -> None:
-        block.used = self._time = self._time + 1
+        block.last_used = self._blocks_released = self._blocks_released + 1
         if block.hits:
             self._shared[block] = None
         else:
-            self._once[block] = None
+            self._unshared[block] = None
 
     def remove(self, block: Block) -> None:
-        if block in self._once:
-            del self._once[block]
+        if block in self._unshared:
+            del self._unshared[block]
         else:
             del self._shared[block]
 
     def pop(self) -> Block:
-        queue, shared = self._once, self._shared
+        queue, shared = self._unshared, self._shared
         if shared and (
-            not queue or next(iter(shared)).used + self._lifetime < next(iter(queue)).used
+            not queue or next(iter(shared)).last_used + self._lifetime < next(iter(queue)).last_used
         ):
             queue = shared
         block = queue.popitem(last=False)[0]
         if self._victims < self._window:
             self._victims += 1
-        self._lifetime += (self._time - block.used - self._lifetime) / self._victims
+        self._lifetime += (self._blocks_released - block.last_used - self._lifetime) / self._victims
         return block
 
 
-EVICTIONS: dict[str, type[Eviction]] = {"lru": LeastRecentlyUsed, "reuse": ReuseAware}
+EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed, "reuse": ReuseAware}
 
 
-def make_eviction(name: str) -> Eviction:
+def make_eviction_policy(name: str) -> EvictionPolicy:
     """The policy of that name. Raises `ConfigError`."""
-    if name not in EVICTIONS:
-        raise ConfigError(f"no eviction is called {name!r}", hint=f"known: {', '.join(EVICTIONS)}")
-    return EVICTIONS[name]()
+    if name not in EVICTION_POLICIES:
+        raise ConfigError(
+            f"no eviction is called {name!r}", hint=f"known: {', '.join(EVICTION_POLICIES)}"
+        )
+    return EVICTION_POLICIES[name]()

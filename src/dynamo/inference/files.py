@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.clock import Clock
 from dynamo.core.errors import NotFound
 
-CHUNK_BYTES = 256 << 10
+FILE_CHUNK_BYTES = 256 << 10
 
 
-class FileServer:
+class ModelFileServer:
     """Answers a call whose payload is a sha256 in hex with the file's bytes, in order, no faster
     than the caller's window allows."""
 
@@ -20,15 +20,15 @@ class FileServer:
         self._files = files
         self._clock = clock
 
-    async def handle(self, payload: bytes, outgoing: Outgoing) -> None:
+    async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """A handler of the request plane. Raises `NotFound` for a hash that is not served."""
         path = self._files.get(payload.decode("ascii", "replace"))
         if path is None:
             raise NotFound("no file of that hash is served here")
         file = await self._clock.offload(path.open, "rb")
         try:
-            while chunk := await self._clock.offload(file.read, CHUNK_BYTES):
-                await outgoing.credit()
+            while chunk := await self._clock.offload(file.read, FILE_CHUNK_BYTES):
+                await outgoing.wait_for_window()
                 if not outgoing.send(chunk):
                     return
         finally:

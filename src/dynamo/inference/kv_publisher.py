@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
-from dynamo.communication.events import Events, Source
-from dynamo.core.kv_events import KV_EVENTS, event_payloads, worker_name
+from dynamo.communication.events import Events, EventSource
+from dynamo.core.kv_events import KV_EVENTS_SUBJECT, encode_kv_event_payloads, worker_name
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, Tier
 from dynamo.telemetry import Registry
 
 KV_STORED: Final = "kv_stored"
 KV_REMOVED: Final = "kv_removed"
 
-Held = Callable[[], Sequence[KvEvent]]
+DumpKvState = Callable[[], Sequence[KvEvent]]
 """Changes that rebuild the present state from nothing, parents first."""
 
 
@@ -26,11 +26,11 @@ class KVPublisher:
     want one kind only; between the two there is no order.
     """
 
-    def __init__(self, held: Held, published: Counter[str] | None = None) -> None:
+    def __init__(self, dump_state: DumpKvState, totals: Counter[str] | None = None) -> None:
         """`published`: where totals are counted."""
-        self._held = held
-        self._sources: dict[str, Source] = {}
-        self.published: Counter[str] = Counter() if published is None else published
+        self._dump_state = dump_state
+        self._sources: dict[str, EventSource] = {}
+        self.totals: Counter[str] = Counter() if totals is None else totals
 
     @classmethod
     async def open(
@@ -38,26 +38,28 @@ class KVPublisher:
         events: Events,
         component: str,
         instance: str,
-        held: Held,
+        dump_state: DumpKvState,
         *,
         rank: int | None = None,
-        apart: bool = False,
-        published: Counter[str] | None = None,
+        separate_subjects: bool = False,
+        totals: Counter[str] | None = None,
     ) -> Self:
         """Publish under `component` ("namespace.component") as `instance`, of which `rank` is
         one data-parallel rank."""
-        made = cls(held, published)
+        made = cls(dump_state, totals)
         worker = worker_name(instance, rank)
-        subject = f"{component}.{KV_EVENTS}"
-        made._sources[KV_EVENTS] = await events.source(subject, worker, made._dump)
-        if apart:
+        subject = f"{component}.{KV_EVENTS_SUBJECT}"
+        made._sources[KV_EVENTS_SUBJECT] = await events.open_source(
+            subject, worker, made._encode_dump
+        )
+        if separate_subjects:
             for kind in (KV_STORED, KV_REMOVED):
-                made._sources[kind] = await events.source(f"{component}.{kind}", worker)
+                made._sources[kind] = await events.open_source(f"{component}.{kind}", worker)
         return made
 
     def publish(self, changes: Sequence[KvEvent]) -> None:
         """What changed in a step, in order. Never blocks, never drops."""
-        published = self.published
+        published = self.totals
         for change in changes:
             if isinstance(change, BlocksStored):
                 published["stored"] += len(change.hashes)
@@ -66,20 +68,20 @@ class KVPublisher:
             else:
                 published["cleared"] += 1
         published["events"] += 1
-        self._send(KV_EVENTS, changes)
+        self._send(KV_EVENTS_SUBJECT, changes)
         if len(self._sources) > 1:
             self._send(KV_STORED, [one for one in changes if isinstance(one, BlocksStored)])
             self._send(KV_REMOVED, [one for one in changes if not isinstance(one, BlocksStored)])
 
-    def stored(self, parent: int, hashes: Sequence[int], tier: Tier = "device") -> None:
+    def publish_stored(self, parent: int, hashes: Sequence[int], tier: Tier = "device") -> None:
         """These blocks are held now; a chain whose first hangs under `parent` (0: the root)."""
         self.publish((BlocksStored(parent, tuple(hashes), tier),))
 
-    def removed(self, hashes: Sequence[int], tier: Tier = "device") -> None:
+    def publish_removed(self, hashes: Sequence[int], tier: Tier = "device") -> None:
         """These blocks are not held any more."""
         self.publish((BlocksRemoved(tuple(hashes), tier),))
 
-    def cleared(self) -> None:
+    def publish_cleared(self) -> None:
         """Nothing is held any more."""
         self.publish((BlocksCleared(),))
 
@@ -92,29 +94,29 @@ class KVPublisher:
         if not changes:
             return
         source = self._sources[kind]
-        for payload in event_payloads(changes):
+        for payload in encode_kv_event_payloads(changes):
             source.publish(payload)
 
-    def _dump(self) -> Sequence[bytes]:
-        self.published["dumps"] += 1
-        return event_payloads(self._held())
+    def _encode_dump(self) -> Sequence[bytes]:
+        self.totals["dumps"] += 1
+        return encode_kv_event_payloads(self._dump_state())
 
 
-def declare_publisher(registry: Registry, published: Counter[str]) -> None:
+def declare_kv_publisher_metrics(registry: Registry, totals: Counter[str]) -> None:
     """Totals of what was published."""
     registry.counter(
         "dynamo_worker_kv_events_total",
         "Batches of KV events published; every change of the prefix cache is in one.",
-        callback=lambda: published["events"],
+        callback=lambda: totals["events"],
     )
     registry.counter(
         "dynamo_worker_kv_blocks_total",
         "KV blocks told of, by what became of them.",
         ("change",),
-        callback=lambda: {(kind,): published[kind] for kind in ("stored", "removed")},
+        callback=lambda: {(kind,): totals[kind] for kind in ("stored", "removed")},
     )
     registry.counter(
         "dynamo_worker_kv_dumps_total",
         "Whole states sent, to listeners that joined late or missed too much.",
-        callback=lambda: published["dumps"],
+        callback=lambda: totals["dumps"],
     )

@@ -9,92 +9,98 @@ from collections.abc import Callable, Sequence
 
 from dynamo.core.clock import Clock
 from dynamo.inference.batching import StepScheduler
-from dynamo.inference.runner import PredictableRunner, StepPlan
+from dynamo.inference.runner import PredictableModelRunner, StepPlan
 
-SHORTEST = 2
-Deliver = Callable[[int, Sequence[Sequence[int]]], None]
+MIN_STEPS = 2
+DeliverSteps = Callable[[int, Sequence[Sequence[int]]], None]
 """So many steps were taken; what each running sequence sampled in them."""
 
 
-class Leaper:
+class FastForward:
     """Takes the steady steps of one engine. Whoever wants to see the engine as it is calls
     `catch_up`; whoever changes its batch calls `interrupt`, and the leap ends with the step that
     is being computed at that moment."""
 
     def __init__(
-        self, runner: PredictableRunner, clock: Clock, leaping: set[Leaper] | None = None
+        self, runner: PredictableModelRunner, clock: Clock, active: set[FastForward] | None = None
     ) -> None:
         """`leaping`: keeps those who are in the midst of a leap."""
         self._runner = runner
         self._clock = clock
-        self._leaping = set() if leaping is None else leaping
-        self._landing: asyncio.Future[None] | None = None
-        self._disarm: Callable[[], None] = _nothing
-        self._ends: list[float] = []
-        self._last = 0
-        self._done = 0
-        self.ends: Sequence[float] = ()
+        self._active = set() if active is None else active
+        self._completion: asyncio.Future[None] | None = None
+        self._cancel_timer: Callable[[], None] = _no_timer
+        self._step_ends: list[float] = []
+        self._last_step = 0
+        self._delivered_steps = 0
+        self.delivered_step_ends: Sequence[float] = ()
         """While tokens of a leap are handed out: when the steps that made them ended."""
 
-    def attach(self, scheduler: StepScheduler, deliver: Deliver) -> None:
+    def attach(self, scheduler: StepScheduler, deliver: DeliverSteps) -> None:
         """Leap for this scheduler; what it brings goes to `deliver`."""
         self._scheduler = scheduler
         self._deliver = deliver
 
-    async def leap(self, plan: StepPlan) -> None:
+    async def skip_steady_steps(self, plan: StepPlan) -> None:
         """`plan` is completed. Returns when a step must be planned anew, maybe at once."""
         steps = self._scheduler.steady_steps(plan)
-        if steps < SHORTEST:
+        if steps < MIN_STEPS:
             return
         seqs = plan.decode_seqs
-        self._ends = self._runner.decode_ends(seqs, plan.decode_context + seqs, steps)
-        self._last, self._done = steps, 0
-        self._landing = asyncio.get_running_loop().create_future()
-        self._arm()
-        self._leaping.add(self)
+        self._step_ends = self._runner.decode_end_times(seqs, plan.decode_context + seqs, steps)
+        self._last_step, self._delivered_steps = steps, 0
+        self._completion = asyncio.get_running_loop().create_future()
+        self._set_timer()
+        self._active.add(self)
         try:
-            await self._landing
+            await self._completion
         finally:
-            self._leaping.discard(self)
-            self._disarm()
-            self._landing = None
-        self._take(self._last)
-        self._runner.skip_to(self._ends[self._last - 1])
+            self._active.discard(self)
+            self._cancel_timer()
+            self._completion = None
+        self._deliver_up_to(self._last_step)
+        self._runner.skip_to(self._step_ends[self._last_step - 1])
 
     def interrupt(self) -> None:
         """The batch is about to change: land at the end of the step that is being computed."""
-        if self._landing is None or self._landing.done():
+        if self._completion is None or self._completion.done():
             return
-        last = bisect_left(self._ends, self._clock.now(), self._done) + 1
+        last = bisect_left(self._step_ends, self._clock.now(), self._delivered_steps) + 1
         self.catch_up()
-        if last < self._last:
-            self._last = last
-            self._disarm()
-            self._arm()
+        if last < self._last_step:
+            self._last_step = last
+            self._cancel_timer()
+            self._set_timer()
 
     def catch_up(self) -> None:
         """Hand out what is computed by now."""
-        if self._landing is not None:
-            self._take(bisect_right(self._ends, self._clock.now(), self._done, self._last))
+        if self._completion is not None:
+            self._deliver_up_to(
+                bisect_right(
+                    self._step_ends, self._clock.now(), self._delivered_steps, self._last_step
+                )
+            )
 
-    def _arm(self) -> None:
-        self._disarm = self._clock.call_at(self._ends[self._last - 1], self._land)
+    def _set_timer(self) -> None:
+        self._cancel_timer = self._clock.call_at(
+            self._step_ends[self._last_step - 1], self._complete
+        )
 
-    def _land(self) -> None:
-        if self._landing is not None and not self._landing.done():
-            self._landing.set_result(None)
+    def _complete(self) -> None:
+        if self._completion is not None and not self._completion.done():
+            self._completion.set_result(None)
 
-    def _take(self, until: int) -> None:
-        steps = until - self._done
+    def _deliver_up_to(self, until: int) -> None:
+        steps = until - self._delivered_steps
         if steps <= 0:
             return
-        self.ends = self._ends[self._done : until]
-        self._done = until
-        sampled = self._runner.decoded(self._scheduler.running, steps)
+        self.delivered_step_ends = self._step_ends[self._delivered_steps : until]
+        self._delivered_steps = until
+        sampled = self._runner.decode_tokens(self._scheduler.running, steps)
         self._scheduler.advance(steps, sampled)
         self._deliver(steps, sampled)
-        self.ends = ()
+        self.delivered_step_ends = ()
 
 
-def _nothing() -> None:
+def _no_timer() -> None:
     """No timer is armed."""

@@ -11,10 +11,10 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.core.reply import Engine, Reply
 from dynamo.core.tasks import run_all
-from dynamo.core.values import EngineInfo, GenerateRequest, Load, together
+from dynamo.core.values import EngineInfo, GenerateRequest, Load, sum_loads
 
 
-class RankedEngine(Engine):
+class DataParallelEngine(Engine):
     """`ranks`: engines of one kind, by rank. A request goes to the rank that it names, else to the
     one with the fewest requests."""
 
@@ -30,32 +30,32 @@ class RankedEngine(Engine):
         return replace(first, num_blocks=blocks, max_num_seqs=places, data_parallel=count)
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        await self._rank_for(request).generate(request, context, reply)
+        await self._choose_rank(request).generate(request, context, reply)
 
-    def holds(self, reply: Reply) -> bool:
-        return all(rank.holds(reply) for rank in self.ranks)
+    def has_request(self, reply: Reply) -> bool:
+        return all(rank.has_request(reply) for rank in self.ranks)
 
-    def load(self) -> Load:
+    def report_load(self) -> Load:
         """Of all ranks together, and of each."""
-        loads = tuple(rank.load() for rank in self.ranks)
-        return replace(together(loads), ranks=loads)
+        loads = tuple(rank.report_load() for rank in self.ranks)
+        return replace(sum_loads(loads), ranks=loads)
 
     async def stop(self) -> None:
         await run_all(*(rank.stop() for rank in self.ranks))
 
-    def _rank_for(self, request: GenerateRequest) -> Engine:
+    def _choose_rank(self, request: GenerateRequest) -> Engine:
         if request.rank is not None and request.rank < len(self.ranks):
             return self.ranks[request.rank]
-        return min(self.ranks, key=_requests)
+        return min(self.ranks, key=_count_requests)
 
 
-def by_rank(engine: Engine) -> Sequence[tuple[int | None, Engine]]:
+def engines_by_rank(engine: Engine) -> Sequence[tuple[int | None, Engine]]:
     """The engines that really compute; with their ranks, where there are several."""
-    if isinstance(engine, RankedEngine):
+    if isinstance(engine, DataParallelEngine):
         return tuple(enumerate(engine.ranks))
     return ((None, engine),)
 
 
-def _requests(engine: Engine) -> int:
-    load = engine.load()
+def _count_requests(engine: Engine) -> int:
+    load = engine.report_load()
     return load.running + load.waiting

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Listed
 import msgspec
 
 from dynamo.core.values import EngineInfo, TokenLogprobs
-from dynamo.inference.sequence import Sequence
+from dynamo.inference.sequence import EngineSequence
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StepChunk(msgspec.Struct, frozen=True):
     """Compute positions `start` to `start + count` of one sequence.
 
     The tokens at those positions are known (`sequence.tokens[start : start + count]`), and the KV
@@ -24,12 +24,12 @@ class Chunk(msgspec.Struct, frozen=True):
     copied out after computing; index i covers positions i * block_tokens and on.
     """
 
-    sequence: Sequence
+    sequence: EngineSequence
     start: int
     count: int
     samples: bool
-    load: tuple[int, ...] = ()
-    save: tuple[tuple[int, int], ...] = ()
+    load_block_ids: tuple[int, ...] = ()
+    save_blocks: tuple[tuple[int, int], ...] = ()
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -42,12 +42,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     `continues`: the engine was not idle between the last step and this one.
     """
 
-    chunks: Listed[Chunk]
-    released: Listed[Sequence] = ()
+    chunks: Listed[StepChunk]
+    released: Listed[EngineSequence] = ()
     new_tokens: int = 0
     decode_seqs: int = 0
     decode_context: int = 0
-    continues: bool = False
+    back_to_back: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class StepResult(msgspec.Struct, frozen=True):
     logprobs: Listed[TokenLogprobs | None] | None = None
 
 
-class Runner(ABC):
+class ModelRunner(ABC):
     """Computes steps. Constructors do no I/O; one step at a time."""
 
     @abstractmethod
@@ -76,16 +76,16 @@ class Runner(ABC):
         """Release everything; a step in hand may be abandoned."""
 
 
-class PredictableRunner(Runner):
+class PredictableModelRunner(ModelRunner):
     """Knows how long steps will take: a simulation may take many of them at once."""
 
     @abstractmethod
-    def decode_ends(self, seqs: int, context: int, steps: int) -> list[float]:
+    def decode_end_times(self, seqs: int, context: int, steps: int) -> list[float]:
         """When (on the engine's clock) each of the next steps would end, were they only to decode
         `seqs` sequences; `context`: the sum of their lengths in the first."""
 
     @abstractmethod
-    def decoded(self, sequences: Listed[Sequence], steps: int) -> Listed[Listed[int]]:
+    def decode_tokens(self, sequences: Listed[EngineSequence], steps: int) -> Listed[Listed[int]]:
         """What the next `steps` steps would sample for each of `sequences`, were they only to
         decode. Asked once: they are taken as computed."""
 

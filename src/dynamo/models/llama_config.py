@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_HF_TYPES = ("llama", "mistral")
-_GGUF_TYPES = ("llama",)
+_HF_ARCHITECTURES = ("llama", "mistral")
+_GGUF_ARCHITECTURES = ("llama",)
 _ACTIVATIONS = ("silu", "swish")
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -76,7 +76,7 @@ def tensor_shape(name: str, config: LlamaConfig) -> tuple[int, ...]:
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """The shape that a GGUF file's metadata tells."""
     kind = file.get("general.architecture", "")
-    _supported(kind, _GGUF_TYPES)
+    _check_architecture(kind, _GGUF_ARCHITECTURES)
     heads = file.get(f"{kind}.attention.head_count")
     embedding = file.tensors.get("token_embd.weight")
     scaling = file.get(f"{kind}.rope.scaling.type", "none")
@@ -96,9 +96,9 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     if scaling != "none":
         factor = file.get(f"{kind}.rope.scaling.factor")
         found["rope_scaling"] = {"kind": scaling, "factor": factor}
-    config = _config(found, file.path)
+    config = _build_config(found, file.path)
     if file.get(f"{kind}.rope.dimension_count", config.head_dim) != config.head_dim:
-        raise _partly_rotated()
+        raise _partial_rotary_error()
     return config
 
 
@@ -110,7 +110,7 @@ def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
         raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
-    _supported(said.get("model_type", ""), _HF_TYPES)
+    _check_architecture(said.get("model_type", ""), _HF_ARCHITECTURES)
     if said.get("sliding_window"):
         raise ModelUnavailable("sliding-window attention is not supported")
     if said.get("hidden_act", "silu") not in _ACTIVATIONS:
@@ -119,7 +119,7 @@ def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
     if not isinstance(rope, dict):
         raise ModelUnavailable(f"{path.name} does not describe a usable model: rope {rope!r}")
     if rope.get("partial_rotary_factor", said.get("partial_rotary_factor", 1)) != 1:
-        raise _partly_rotated()
+        raise _partial_rotary_error()
     tied = said.get("tie_word_embeddings")
     heads = said.get("num_attention_heads")
     found = {
@@ -133,13 +133,13 @@ def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
         "context_tokens": said.get("max_position_embeddings", 2048),
         "norm_eps": said.get("rms_norm_eps", 1e-6),
         "rope_theta": said.get("rope_theta") or rope.get("rope_theta") or 10000.0,
-        "rope_scaling": _json_scaling(rope),
+        "rope_scaling": _parse_rope_scaling(rope),
         "tied": not has_output if tied is None else tied,
     }
-    return _config(found, path)
+    return _build_config(found, path)
 
 
-def _config(found: dict[str, Any], path: Path) -> LlamaConfig:
+def _build_config(found: dict[str, Any], path: Path) -> LlamaConfig:
     hidden, heads = found["hidden_size"], found["num_heads"]
     if found["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
         found["head_dim"] = hidden // heads
@@ -152,11 +152,11 @@ def _config(found: dict[str, Any], path: Path) -> LlamaConfig:
     return config
 
 
-def _partly_rotated() -> ModelUnavailable:
+def _partial_rotary_error() -> ModelUnavailable:
     return ModelUnavailable("rotary embeddings of a part of each head are not supported")
 
 
-def _supported(kind: Any, known: tuple[str, ...]) -> None:
+def _check_architecture(kind: Any, known: tuple[str, ...]) -> None:
     if kind not in known:
         raise ModelUnavailable(
             f"the native engine does not know the architecture {kind or '(none)'!r}",
@@ -164,7 +164,7 @@ def _supported(kind: Any, known: tuple[str, ...]) -> None:
         )
 
 
-def _json_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+def _parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -10,40 +10,42 @@ import msgspec
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models import download, hub
 
-Place = Literal["default", "file", "folder", "hub"]
+LocationKind = Literal["default", "file", "folder", "hub"]
 
 
-class Location(msgspec.Struct, frozen=True):
+class ModelLocation(msgspec.Struct, frozen=True):
     """`name`: what the model is called unless the user names it; `path`: where it is; None: where
     it will be is known once it is fetched. `source`: what it came from."""
 
-    place: Place
+    kind: LocationKind
     name: str
     source: str
     path: Path | None = None
 
 
-def locate(spec: str) -> Location:
+def locate_model(spec: str) -> ModelLocation:
     """`spec`: "" for the default model, a GGUF file, a folder in Hugging Face's layout, or a hub
     name. Looks at names alone: nothing is read or fetched. Raises ModelUnavailable."""
     if not spec:
         model = download.DEFAULT_MODEL
-        return Location("default", model.name, model.requirement, download.cached(model))
+        return ModelLocation(
+            "default", model.name, model.requirement, download.cached_default_model(model)
+        )
     path = Path(spec).expanduser()
     if path.is_file():
-        return Location("file", path.stem, str(path), path)
+        return ModelLocation("file", path.stem, str(path), path)
     if path.is_dir():
-        check_folder(path)
-        return Location("folder", path.resolve().name, str(path), path)
+        check_model_folder(path)
+        return ModelLocation("folder", path.resolve().name, str(path), path)
     if path.suffix == ".gguf" or not hub.is_hub_name(spec):
         raise ModelUnavailable(
             f"there is no file or folder {spec}",
             hint="give a GGUF file, a folder with tokenizer.json, or a hub name",
         )
-    return Location("hub", spec, spec)
+    return ModelLocation("hub", spec, spec)
 
 
-def check_folder(path: Path) -> None:
+def check_model_folder(path: Path) -> None:
     """Raises ModelUnavailable for a folder that can be no model."""
     if not (path / "tokenizer.json").is_file():
         raise ModelUnavailable(

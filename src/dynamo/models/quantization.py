@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
-_LAYOUT = {
+_BLOCK_LAYOUTS = {
     F32: (1, 4),
     F16: (1, 2),
     BF16: (1, 2),
@@ -25,16 +25,16 @@ _LAYOUT = {
     Q5_1: (32, 24),
     Q8_0: (32, 34),
 }
-_NAMES = {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
+_UNSUPPORTED_NAMES = {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
 _CHUNK_BLOCKS = 1 << 15
 
 
 def block_layout(kind: int) -> tuple[int, int]:
     """(values in a block, bytes of a block). Raises ModelUnavailable for an unsupported type."""
-    layout = _LAYOUT.get(kind)
+    layout = _BLOCK_LAYOUTS.get(kind)
     if layout is None:
         raise ModelUnavailable(
-            f"tensors of type {_NAMES.get(kind, kind)} are not supported",
+            f"tensors of type {_UNSUPPORTED_NAMES.get(kind, kind)} are not supported",
             hint="use a file in F32, F16, BF16, Q8_0, Q5_0, Q5_1, Q4_0 or Q4_1",
         )
     return layout
@@ -55,7 +55,7 @@ def dequantize(kind: int, raw: Bytes) -> Floats:
     out = np.empty((len(blocks), per_block), np.float32)
     for start in range(0, len(blocks), _CHUNK_BLOCKS):  # chunks that stay in the cache
         part = slice(start, start + _CHUNK_BLOCKS)
-        _FILL[kind](blocks[part], out[part])
+        _DEQUANTIZERS[kind](blocks[part], out[part])
     return out.reshape(-1)
 
 
@@ -68,68 +68,68 @@ def widen_bf16(raw: Bytes) -> Floats:
     return wide.view(np.float32)
 
 
-def _scales(blocks: Bytes, at: int) -> Floats:
+def _read_scales(blocks: Bytes, at: int) -> Floats:
     import numpy as np
 
     return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
 
 
-def _fill_q8_0(blocks: Bytes, out: Floats) -> None:
+def _dequantize_q8_0(blocks: Bytes, out: Floats) -> None:
     import numpy as np
 
-    np.multiply(blocks[:, 2:].view(np.int8), _scales(blocks, 0), out=out)
+    np.multiply(blocks[:, 2:].view(np.int8), _read_scales(blocks, 0), out=out)
 
 
-def _fill_q4_0(blocks: Bytes, out: Floats) -> None:
+def _dequantize_q4_0(blocks: Bytes, out: Floats) -> None:
     import numpy as np
 
-    _nibbles(blocks[:, 2:], out)
+    _unpack_nibbles(blocks[:, 2:], out)
     np.subtract(out, 8, out=out)
-    np.multiply(out, _scales(blocks, 0), out=out)
+    np.multiply(out, _read_scales(blocks, 0), out=out)
 
 
-def _fill_q4_1(blocks: Bytes, out: Floats) -> None:
+def _dequantize_q4_1(blocks: Bytes, out: Floats) -> None:
     import numpy as np
 
-    _nibbles(blocks[:, 4:], out)
-    np.multiply(out, _scales(blocks, 0), out=out)
-    np.add(out, _scales(blocks, 2), out=out)
+    _unpack_nibbles(blocks[:, 4:], out)
+    np.multiply(out, _read_scales(blocks, 0), out=out)
+    np.add(out, _read_scales(blocks, 2), out=out)
 
 
-def _fill_q5_0(blocks: Bytes, out: Floats) -> None:
+def _dequantize_q5_0(blocks: Bytes, out: Floats) -> None:
     import numpy as np
 
-    _nibbles(blocks[:, 6:], out)
-    out += _fifth_bits(blocks[:, 2:6])
+    _unpack_nibbles(blocks[:, 6:], out)
+    out += _unpack_fifth_bits(blocks[:, 2:6])
     np.subtract(out, 16, out=out)
-    np.multiply(out, _scales(blocks, 0), out=out)
+    np.multiply(out, _read_scales(blocks, 0), out=out)
 
 
-def _fill_q5_1(blocks: Bytes, out: Floats) -> None:
+def _dequantize_q5_1(blocks: Bytes, out: Floats) -> None:
     import numpy as np
 
-    _nibbles(blocks[:, 8:], out)
-    out += _fifth_bits(blocks[:, 4:8])
-    np.multiply(out, _scales(blocks, 0), out=out)
-    np.add(out, _scales(blocks, 2), out=out)
+    _unpack_nibbles(blocks[:, 8:], out)
+    out += _unpack_fifth_bits(blocks[:, 4:8])
+    np.multiply(out, _read_scales(blocks, 0), out=out)
+    np.add(out, _read_scales(blocks, 2), out=out)
 
 
-def _nibbles(packed: Bytes, out: Floats) -> None:
+def _unpack_nibbles(packed: Bytes, out: Floats) -> None:
     """The low halves are a block's first 16 values, the high halves its last 16."""
     out[:, :16] = packed & 0x0F
     out[:, 16:] = packed >> 4
 
 
-def _fifth_bits(packed: Bytes) -> Bytes:
+def _unpack_fifth_bits(packed: Bytes) -> Bytes:
     import numpy as np
 
     return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
 
 
-_FILL: dict[int, Callable[[Bytes, Floats], None]] = {
-    Q8_0: _fill_q8_0,
-    Q4_0: _fill_q4_0,
-    Q4_1: _fill_q4_1,
-    Q5_0: _fill_q5_0,
-    Q5_1: _fill_q5_1,
+_DEQUANTIZERS: dict[int, Callable[[Bytes, Floats], None]] = {
+    Q8_0: _dequantize_q8_0,
+    Q4_0: _dequantize_q4_0,
+    Q4_1: _dequantize_q4_1,
+    Q5_0: _dequantize_q5_0,
+    Q5_1: _dequantize_q5_1,
 }

@@ -12,25 +12,25 @@ from urllib.request import Request, urlopen
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 30.0
-_TRIES = 20
-_PART_BYTES = 1 << 18
-_PARTIAL, _NOTHING_LEFT = 206, 416
+_MAX_ATTEMPTS = 20
+_READ_BYTES = 1 << 18
+_HTTP_PARTIAL_CONTENT, _HTTP_RANGE_NOT_SATISFIABLE = 206, 416
 
 
-def fetch_ranged(url: str, part: Path, told: Callable[[int], None]) -> bool:
+def fetch_resumable(url: str, part: Path, told: Callable[[int], None]) -> bool:
     """Fill `part` from an http(s) `url`; False when the server cannot be had this way.
 
     A broken connection is taken up again as long as each try brings something. `told` hears the
     bytes so far and may raise to stop; what was fetched stays in `part`.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         before = part.stat().st_size if part.is_file() else 0
         try:
-            if _continue(url, part, before, told):
+            if _fetch_rest(url, part, before, told):
                 return True
         except HTTPError as error:
             with error:
-                if error.code == _NOTHING_LEFT and before:
+                if error.code == _HTTP_RANGE_NOT_SATISFIABLE and before:
                     return True
                 log.info("wheel not fetched directly", extra={"fields": {"status": error.code}})
                 return False
@@ -41,14 +41,14 @@ def fetch_ranged(url: str, part: Path, told: Callable[[int], None]) -> bool:
     return False
 
 
-def _continue(url: str, part: Path, start: int, told: Callable[[int], None]) -> bool:
+def _fetch_rest(url: str, part: Path, start: int, told: Callable[[int], None]) -> bool:
     """One try. True when the server has sent all that it announced."""
     ask = Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310
     with urlopen(ask, timeout=_TIMEOUT_S) as answer:  # noqa: S310 (http and https only)
-        start = start if answer.status == _PARTIAL else 0
+        start = start if answer.status == _HTTP_PARTIAL_CONTENT else 0
         length = int(answer.headers.get("Content-Length") or -1)
         with part.open("ab" if start else "wb") as target:
-            while chunk := answer.read1(_PART_BYTES):
+            while chunk := answer.read1(_READ_BYTES):
                 target.write(chunk)
                 told(target.tell())
             return length < 0 or target.tell() == start + length

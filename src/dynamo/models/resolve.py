@@ -14,13 +14,13 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.values import EngineInfo
 from dynamo.models import download, hub
 from dynamo.models.card import ModelCard
-from dynamo.models.encoders import prove, verdict
-from dynamo.models.files import FileRef, Progress, file_ref, no_progress
+from dynamo.models.encoders import cached_verification, verify_encoder
+from dynamo.models.files import FileRef, ProgressCallback, file_ref, ignore_progress
 from dynamo.models.gguf import GgufFile
-from dynamo.models.gguf_tokenizer import tokenizer_json
-from dynamo.models.location import check_folder, locate
-from dynamo.models.origin import ModelFacts, facts_of_folder, facts_of_gguf
-from dynamo.models.weights import Weights, open_weights
+from dynamo.models.gguf_tokenizer import converted_tokenizer_json
+from dynamo.models.location import check_model_folder, locate_model
+from dynamo.models.origin import ModelMetadata, metadata_from_folder, metadata_from_gguf
+from dynamo.models.weights import ModelWeights, open_weights
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -30,14 +30,14 @@ class ModelFiles(msgspec.Struct, frozen=True):
     path: Path
     name: str
     tokenizer: FileRef
-    facts: ModelFacts
+    metadata: ModelMetadata
     source: str = ""
 
-    def open_weights(self) -> Weights:
+    def open_weights(self) -> ModelWeights:
         """The weights, mapped and read when asked for. Raises ModelUnavailable."""
         return open_weights(self.path)
 
-    def card(
+    def build_card(
         self,
         *,
         names: Sequence[str] = (),
@@ -47,7 +47,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
         created: int | None = None,
     ) -> ModelCard:
         """The model's card. `names` and `context_tokens` replace what the model says of itself."""
-        facts = self.facts
+        facts = self.metadata
         return ModelCard(
             names=tuple(names) or (self.name,),
             context_tokens=context_tokens or facts.context_tokens,
@@ -67,10 +67,10 @@ class ModelFiles(msgspec.Struct, frozen=True):
 
 async def resolve_model(
     spec: str = "",
-    progress: Progress = no_progress,
+    progress: ProgressCallback = ignore_progress,
     *,
     with_weights: bool = True,
-    proven: bool = True,
+    ensure_verified: bool = True,
     clock: Clock | None = None,
 ) -> ModelFiles:
     """Find or fetch a model, off the loop. `spec`: "" for the default model, a GGUF file, a folder
@@ -81,47 +81,54 @@ async def resolve_model(
     stopped = Event()
     try:
         return await (clock or SystemClock()).offload(
-            find_model, spec, progress, with_weights=with_weights, proven=proven, stopped=stopped
+            resolve_model_blocking,
+            spec,
+            progress,
+            with_weights=with_weights,
+            ensure_verified=ensure_verified,
+            stopped=stopped,
         )
     except asyncio.CancelledError:
         stopped.set()
         raise
 
 
-def find_model(
+def resolve_model_blocking(
     spec: str = "",
-    progress: Progress = no_progress,
+    progress: ProgressCallback = ignore_progress,
     *,
     with_weights: bool = True,
-    proven: bool = True,
+    ensure_verified: bool = True,
     stopped: Event | None = None,
 ) -> ModelFiles:
     """`resolve_model`, blocking."""
-    found = _find(spec, progress, with_weights, stopped)
+    found = _locate_and_fetch(spec, progress, with_weights, stopped)
     halted = stopped is not None and stopped.is_set()
-    if proven and not halted and verdict(found.tokenizer) is None:
+    if ensure_verified and not halted and cached_verification(found.tokenizer) is None:
         progress("proving the tokenizer's fast encoder", 0, 0)
-        prove(found.tokenizer)
+        verify_encoder(found.tokenizer)
     return found
 
 
-def _find(spec: str, progress: Progress, with_weights: bool, stopped: Event | None) -> ModelFiles:
-    at = locate(spec)
-    if at.place == "default":
-        path = at.path or download.fetch(download.DEFAULT_MODEL, progress, stopped)
+def _locate_and_fetch(
+    spec: str, progress: ProgressCallback, with_weights: bool, stopped: Event | None
+) -> ModelFiles:
+    at = locate_model(spec)
+    if at.kind == "default":
+        path = at.path or download.fetch_default_model(download.DEFAULT_MODEL, progress, stopped)
     else:
-        path = at.path or hub.fetch(at.name, with_weights)
-    make = _gguf if path.is_file() else _folder
+        path = at.path or hub.fetch_hub_model(at.name, with_weights)
+    make = _files_from_gguf if path.is_file() else _files_from_folder
     return make(path, at.name, at.source)
 
 
-def _gguf(path: Path, name: str, source: str) -> ModelFiles:
+def _files_from_gguf(path: Path, name: str, source: str) -> ModelFiles:
     with GgufFile(path) as file:
-        tokenizer = file_ref(tokenizer_json(file))
-        return ModelFiles(path.resolve(), name, tokenizer, facts_of_gguf(file), source)
+        tokenizer = file_ref(converted_tokenizer_json(file))
+        return ModelFiles(path.resolve(), name, tokenizer, metadata_from_gguf(file), source)
 
 
-def _folder(path: Path, name: str, source: str) -> ModelFiles:
-    check_folder(path)
+def _files_from_folder(path: Path, name: str, source: str) -> ModelFiles:
+    check_model_folder(path)
     tokenizer = file_ref(path / "tokenizer.json")
-    return ModelFiles(path.resolve(), name, tokenizer, facts_of_folder(path), source)
+    return ModelFiles(path.resolve(), name, tokenizer, metadata_from_folder(path), source)

@@ -17,25 +17,25 @@ from dynamo.models.quantization import BF16, F16, F32, dequantize
 if TYPE_CHECKING:
     import numpy as np
 
-_KINDS = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (BF16, 2)}
+_DTYPES = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (BF16, 2)}
 _MAX_HEADER_BYTES = 100 << 20
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _TensorEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _ShardIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-class _Tensor(NamedTuple):
+class _MappedTensor(NamedTuple):
     data: mmap.mmap
-    entry: _Entry
+    entry: _TensorEntry
     base: int
 
 
@@ -45,7 +45,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._maps: list[mmap.mmap] = []
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, _MappedTensor] = {}
         for path in weight_files(folder):
             self._read_file(path)
 
@@ -69,17 +69,17 @@ class SafetensorsFolder:
         """A tensor as float32, in its own memory. Raises ModelUnavailable when absent."""
         import numpy as np
 
-        data, entry, base = self._find(name)
-        if entry.dtype not in _KINDS:
+        data, entry, base = self._find_tensor(name)
+        if entry.dtype not in _DTYPES:
             raise ModelUnavailable(
                 f"{name} is of type {entry.dtype}, which is not supported",
                 hint="use weights in F32, F16 or BF16",
             )
         start, end = entry.data_offsets
         raw = np.frombuffer(data, np.uint8, end - start, base + start)
-        return dequantize(_KINDS[entry.dtype][0], raw).reshape(entry.shape)
+        return dequantize(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
 
-    def _find(self, name: str) -> _Tensor:
+    def _find_tensor(self, name: str) -> _MappedTensor:
         found = self._tensors.get(name)
         if found is None:
             raise ModelUnavailable(f"{self.folder.name} holds no tensor {name}")
@@ -94,17 +94,17 @@ class SafetensorsFolder:
         self._maps.append(data)
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > min(_MAX_HEADER_BYTES, len(data) - 8):
-            raise _broken(path, "its header does not fit")
+            raise _damaged_error(path, "its header does not fit")
         try:
             header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
-            entries = {n: msgspec.json.decode(raw, type=_Entry) for n, raw in header.items()}
+            entries = {n: msgspec.json.decode(raw, type=_TensorEntry) for n, raw in header.items()}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _broken(path, f"its header is not valid ({error})") from error
+            raise _damaged_error(path, f"its header is not valid ({error})") from error
         base = 8 + length
         for name, entry in entries.items():
-            _check(path, name, entry, len(data) - base)
-            self._tensors[name] = _Tensor(data, entry, base)
+            _check_entry(path, name, entry, len(data) - base)
+            self._tensors[name] = _MappedTensor(data, entry, base)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -112,33 +112,34 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises ModelUnavailable when a shard that the index names is missing.
     """
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not index.is_file():
-        return [folder / SINGLE] if (folder / SINGLE).is_file() else []
+        return [folder / SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
     try:
-        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        shards = msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _broken(index, str(error)) from error
+        raise _damaged_error(index, str(error)) from error
     paths = [folder / Path(name).name for name in sorted(set(shards))]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ModelUnavailable(
-            f"{folder} lacks {', '.join(missing)}, named in {INDEX}", hint="fetch the model again"
+            f"{folder} lacks {', '.join(missing)}, named in {INDEX_FILE}",
+            hint="fetch the model again",
         )
     return paths
 
 
-def _check(path: Path, name: str, entry: _Entry, room: int) -> None:
+def _check_entry(path: Path, name: str, entry: _TensorEntry, room: int) -> None:
     start, end = entry.data_offsets
     if not 0 <= start <= end <= room or min(entry.shape, default=0) < 0:
-        raise _broken(path, f"{name} lies outside the file")
-    if entry.dtype in _KINDS:
-        size = _KINDS[entry.dtype][1]
+        raise _damaged_error(path, f"{name} lies outside the file")
+    if entry.dtype in _DTYPES:
+        size = _DTYPES[entry.dtype][1]
         for dim in entry.shape:
             size *= dim
         if size != end - start:
-            raise _broken(path, f"{name} has {end - start} bytes for shape {entry.shape}")
+            raise _damaged_error(path, f"{name} has {end - start} bytes for shape {entry.shape}")
 
 
-def _broken(path: Path, what: str) -> ModelUnavailable:
+def _damaged_error(path: Path, what: str) -> ModelUnavailable:
     return ModelUnavailable(f"{path.name} is damaged: {what}", hint="fetch the file again")

@@ -16,30 +16,32 @@ from typing import cast
 
 from dynamo.models.tokenizer import Tokenizer
 
-CUT_CHARS = 2048
-SEARCH_CHARS = 8192
+SEGMENT_CHARS = 2048
+CUT_SEARCH_CHARS = 8192
 _LETTERS = "A-Za-zÀ-ÖØ-öø-ƺΑ-Ωα-ωА-яא-תء-ي一-龥ぁ-ゖァ-ヺ가-힣"
 SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa: RUF001
 """Ends where every pre-tokenizer of byte-level BPE ends one too: after a letter, before white space
 or before a mark that only ends words. Letters are those that every version of Unicode knows."""
-_ENTRY_BYTES = 150  # of a dict that may just have grown
-_LOOK_CHARS = 1 << 18
-SHORT_CHARS = 1280
+_DICT_ENTRY_BYTES = 150  # of a dict that may just have grown
+_MAX_LOOKUP_CHARS = 1 << 18
+UNCACHED_TEXT_CHARS = 1280
 """A text up to this length is encoded as it is: to look for its pieces would pay only where one in
 four of such texts was said before."""
 
 
-class Splitter:
+class TextSplitter:
     """Cuts texts. `specials`: contents of the added tokens."""
 
-    def __init__(self, specials: Iterable[str], cut_chars: int = CUT_CHARS) -> None:
+    def __init__(self, specials: Iterable[str], cut_chars: int = SEGMENT_CHARS) -> None:
         self._cut_chars = cut_chars
         words = sorted(specials, key=len, reverse=True)  # the longest where several begin
-        self._split = re.compile(f"({'|'.join(map(re.escape, words))})").split if words else _whole
+        self._split_at_specials = (
+            re.compile(f"({'|'.join(map(re.escape, words))})").split if words else _as_one_piece
+        )
 
-    def pieces(self, text: str) -> list[str]:
+    def split(self, text: str) -> list[str]:
         """The pieces of `text`, added tokens apart; their concatenation is `text`."""
-        parts = self._split(text)
+        parts = self._split_at_specials(text)
         if len(text) <= self._cut_chars or max(map(len, parts)) <= self._cut_chars:
             return list(filter(None, parts))
         found: list[str] = []
@@ -47,13 +49,15 @@ class Splitter:
             if number % 2:  # an added token
                 found.append(part)
             else:
-                self._cut(part, found)
+                self._split_long_text(part, found)
         return found
 
-    def _cut(self, text: str, found: list[str]) -> None:
+    def _split_long_text(self, text: str, found: list[str]) -> None:
         start, end, size = 0, len(text), self._cut_chars
         while end - start > size:
-            place = SAFE_CUT.search(text, start + size - 1, min(end, start + size + SEARCH_CHARS))
+            place = SAFE_CUT.search(
+                text, start + size - 1, min(end, start + size + CUT_SEARCH_CHARS)
+            )
             if place is None or place.end() == end:
                 break
             found.append(text[start : place.end()])
@@ -62,17 +66,17 @@ class Splitter:
             found.append(text[start:end])
 
 
-def _whole(text: str) -> list[str]:
+def _as_one_piece(text: str) -> list[str]:
     return [text]
 
 
 _SECRET_HASH = sys.flags.hash_randomization and sys.hash_info.algorithm.startswith("siphash")
-_key: Callable[[str], Hashable] = hash if _SECRET_HASH else str
+_segment_key: Callable[[str], Hashable] = hash if _SECRET_HASH else str
 """What stands for a piece: 64 bits of SipHash under a secret of this process, which nobody outside
 can make collide (by chance, one of 10^4 pieces with a new one: 5 in 10^16); else its text."""
 
 
-_Plan = tuple[list[str], list[Hashable], list[bytes | None]]
+_SegmentLookup = tuple[list[str], list[Hashable], list[bytes | None]]
 """A text's pieces, their keys, and the ids of those that were known."""
 
 
@@ -86,16 +90,16 @@ class SegmentCache:
 
     def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 4 << 20) -> None:
         self._encode = tokenizer.encode
-        self._splitter: Splitter | None = None
-        if tokenizer.may_cut:
-            self._splitter = Splitter(token.content for token in tokenizer.added_tokens)
+        self._splitter: TextSplitter | None = None
+        if tokenizer.can_split:
+            self._splitter = TextSplitter(token.content for token in tokenizer.added_tokens)
         self._half_bytes = capacity_bytes // 2
         self._young: dict[Hashable, bytes] = {}
         self._old: dict[Hashable, bytes] = {}
         self._young_bytes = 0
         self._old_bytes = 0
-        self._turning = Lock()
-        self._planned: tuple[str, _Plan] | None = None
+        self._lock = Lock()
+        self._last_lookup: tuple[str, _SegmentLookup] | None = None
         self.hits = 0
         self.misses = 0
 
@@ -106,13 +110,13 @@ class SegmentCache:
 
     def encode(self, text: str) -> bytes:
         """Packed ids of `text`, special tokens read as such; equal to `Tokenizer.encode(text)`."""
-        if len(text) <= SHORT_CHARS:
+        if len(text) <= UNCACHED_TEXT_CHARS:
             return self._encode(text)
-        planned, self._planned = self._planned, None
+        planned, self._last_lookup = self._last_lookup, None
         if planned is not None and planned[0] is text:
             pieces, keys, parts = planned[1]
         else:
-            pieces, keys, parts = self._plan(text)
+            pieces, keys, parts = self._look_up(text)
         fresh: dict[Hashable, bytes] = {}
         for number, ids in enumerate(parts):
             if ids is None:
@@ -123,42 +127,42 @@ class SegmentCache:
         self.misses += len(fresh)
         self.hits += len(pieces) - len(fresh)
         if fresh:
-            self._keep(fresh)
+            self._insert(fresh)
         return b"".join(cast("list[bytes]", parts))
 
-    def missing_chars(self, text: str) -> int:
+    def uncached_chars(self, text: str) -> int:
         """How many characters `encode` would have to encode now: what it will cost.
 
         For a text so long that even looking would delay a loop: all of them.
         """
-        if len(text) > _LOOK_CHARS or len(text) <= SHORT_CHARS:
+        if len(text) > _MAX_LOOKUP_CHARS or len(text) <= UNCACHED_TEXT_CHARS:
             return len(text)
-        plan = self._plan(text)
-        self._planned = (text, plan)
+        plan = self._look_up(text)
+        self._last_lookup = (text, plan)
         pieces, _, parts = plan
         return sum([len(piece) for piece, ids in zip(pieces, parts, strict=True) if ids is None])
 
-    def _plan(self, text: str) -> _Plan:
-        pieces = [text] if self._splitter is None else self._splitter.pieces(text)
-        keys = list(map(_key, pieces))
+    def _look_up(self, text: str) -> _SegmentLookup:
+        pieces = [text] if self._splitter is None else self._splitter.split(text)
+        keys = list(map(_segment_key, pieces))
         parts = list(map(self._young.get, keys))
         if self._old and None in parts:
-            self._look_in_old(keys, parts)
+            self._look_up_old(keys, parts)
         return pieces, keys, parts
 
-    def _look_in_old(self, keys: list[Hashable], parts: list[bytes | None]) -> None:
+    def _look_up_old(self, keys: list[Hashable], parts: list[bytes | None]) -> None:
         used: dict[Hashable, bytes] = {}
         old = self._old
         for number, ids in enumerate(parts):
             if ids is None and (kept := old.get(keys[number])) is not None:
                 parts[number] = used[keys[number]] = kept
         if used:
-            self._keep(used)
+            self._insert(used)
 
-    def _keep(self, fresh: Mapping[Hashable, bytes]) -> None:
-        with self._turning:
+    def _insert(self, fresh: Mapping[Hashable, bytes]) -> None:
+        with self._lock:
             for key, ids in fresh.items():
-                size = getsizeof(key) + getsizeof(ids) + _ENTRY_BYTES
+                size = getsizeof(key) + getsizeof(ids) + _DICT_ENTRY_BYTES
                 if key in self._young or size > self._half_bytes:
                     continue
                 if self._old.pop(key, None) is not None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LOOP = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+SAFE_LOOP_ATTRIBUTES = frozenset(
+    {"first", "last", "index", "index0", "length", "previtem", "nextitem"}
+)
 
 FALLBACK_LABELS = {
     "system": "System",
@@ -31,9 +33,9 @@ class ChatTemplate:
     """A template, compiled once. Without a source: `System: …\\nUser: …\\nAssistant: `."""
 
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        self._template = _compiled(source) if source else None
+        self._template = _compile(source) if source else None
         known = self._template.globals if self._template else {}
-        self._known = {**known, "bos_token": bos_token, "eos_token": eos_token}
+        self._globals = {**known, "bos_token": bos_token, "eos_token": eos_token}
 
     def render(
         self,
@@ -47,9 +49,9 @@ class ChatTemplate:
         Raises InvalidRequest with the template's own message when it refuses the messages.
         """
         if self._template is None:
-            return _plain(messages, add_generation_prompt)
+            return _render_fallback(messages, add_generation_prompt)
         variables = {
-            **self._known,
+            **self._globals,
             **args,
             "messages": messages,
             "tools": tools or None,
@@ -72,7 +74,7 @@ class ChatTemplate:
             ) from error
 
 
-def _plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+def _render_fallback(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
     lines = [
         f"{FALLBACK_LABELS.get(message.get('role', ''), 'User')}: {message.get('content') or ''}"
         for message in messages
@@ -82,15 +84,15 @@ def _plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -
     return "\n".join(lines)
 
 
-def _compiled(source: str) -> Template:
+def _compile(source: str) -> Template:
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
 
-    environment = _sandbox()(
+    environment = _sandbox_class()(
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(source)
@@ -101,7 +103,7 @@ def _compiled(source: str) -> Template:
         ) from error
 
 
-def _sandbox() -> type[ImmutableSandboxedEnvironment]:
+def _sandbox_class() -> type[ImmutableSandboxedEnvironment]:
     from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -109,7 +111,7 @@ def _sandbox() -> type[ImmutableSandboxedEnvironment]:
         """Knows that what every template reads of `loop` is safe, which is costly to find out."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
-            if type(obj) is LoopContext and attribute in LOOP:
+            if type(obj) is LoopContext and attribute in SAFE_LOOP_ATTRIBUTES:
                 return getattr(obj, attribute)
             return super().getattr(obj, attribute)
 
@@ -145,7 +147,7 @@ def _to_json(
     )
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise InvalidRequest(str(message), param="messages")
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 
-_HIGHEST_ID = 1 << 24
+_MAX_TOKEN_ID = 1 << 24
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -24,12 +24,12 @@ class AddedToken(msgspec.Struct, frozen=True):
     normalized: bool = False
 
     @property
-    def plain(self) -> bool:
+    def matches_exactly(self) -> bool:
         """Found exactly where its content stands, whatever stands around it."""
         return not (self.single_word or self.lstrip or self.rstrip or self.normalized)
 
 
-class _Model(msgspec.Struct, frozen=True):
+class _TokenizerModel(msgspec.Struct, frozen=True):
     type: str = "BPE"
     vocab: dict[str, int] | msgspec.Raw = msgspec.Raw(b"{}")
     dropout: float | None = None
@@ -39,7 +39,7 @@ class _Model(msgspec.Struct, frozen=True):
 class TokenizerFile(msgspec.Struct, frozen=True):
     """The parts of a tokenizer.json that matter beside encoding itself."""
 
-    model: _Model
+    model: _TokenizerModel
     added_tokens: tuple[AddedToken, ...] = ()
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ def vocabulary(file: TokenizerFile) -> list[str | None]:
     by_id = {number: text for text, number in vocab.items()}
     by_id.update({token.id: token.content for token in file.added_tokens})
     highest = max(by_id, default=-1)
-    if highest > _HIGHEST_ID:
+    if highest > _MAX_TOKEN_ID:
         raise ModelUnavailable(f"the tokenizer numbers a token {highest}")
     return [by_id.get(number) for number in range(highest + 1)]
 
@@ -72,14 +72,14 @@ def special_ids(file: TokenizerFile) -> frozenset[int]:
     return frozenset(token.id for token in file.added_tokens if token.special)
 
 
-def byte_table(file: TokenizerFile) -> list[bytes | None]:
+def token_bytes_table(file: TokenizerFile) -> list[bytes | None]:
     """The bytes of each token, exact for a ByteLevel decoder: the text of ids is the
     concatenation, decoded as UTF-8 with replacement. None for every id under other decoders."""
     words = vocabulary(file)
     if (file.decoder or {}).get("type") != "ByteLevel":
         return [None] * len(words)
     byte_of = {char: number for number, char in enumerate(byte_alphabet())}
-    return [None if word is None else _raw(word, byte_of) for word in words]
+    return [None if word is None else _token_bytes(word, byte_of) for word in words]
 
 
 def byte_alphabet() -> str:
@@ -89,7 +89,7 @@ def byte_alphabet() -> str:
     return "".join(chr(number if number in kept else next(others)) for number in range(256))
 
 
-def can_be_cut(file: TokenizerFile) -> bool:
+def can_split_text(file: TokenizerFile) -> bool:
     """Whether text may be cut at added tokens and at `segments.SAFE_CUT`.
 
     So it is for byte-level BPE whose pre-tokenizer is made of splits, digits and ByteLevel without
@@ -101,7 +101,7 @@ def can_be_cut(file: TokenizerFile) -> bool:
         and not file.model.dropout
         and not file.model.byte_fallback
         and (file.normalizer is None or file.normalizer.get("type") == "NFC")
-        and all(token.plain for token in file.added_tokens)
+        and all(token.matches_exactly for token in file.added_tokens)
         and _is_byte_level(file.pre_tokenizer)
     )
 
@@ -115,7 +115,7 @@ def _is_byte_level(pre: dict[str, Any] | None) -> bool:
     return len(levels) == 1 and not levels[0].get("add_prefix_space", True) and not others
 
 
-def _raw(word: str, byte_of: dict[str, int]) -> bytes:
+def _token_bytes(word: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[char] for char in word])
     except KeyError:  # an added token outside the alphabet stands for its own text

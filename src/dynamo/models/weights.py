@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class Weights(ABC):
+class ModelWeights(ABC):
     """One model's tensors, read when asked for. Close it when all is read."""
 
     config: LlamaConfig
@@ -52,7 +52,7 @@ class Weights(ABC):
         self.close()
 
 
-class SafetensorsWeights(Weights):
+class SafetensorsWeights(ModelWeights):
     """A Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -63,11 +63,11 @@ class SafetensorsWeights(Weights):
             )
         self._files = SafetensorsFolder(folder)
         names = self._files.names
-        _refuse_biases(names)
+        _reject_biases(names)
         self.config = config_from_json(folder / "config.json", "lm_head.weight" in names)
 
     def tensor(self, name: str) -> Floats:
-        return _shaped(self._files.tensor(name), name, self.config)
+        return _check_shape(self._files.tensor(name), name, self.config)
 
     def rope_divisors(self) -> Floats:
         return rope_divisors(self.config)
@@ -76,20 +76,20 @@ class SafetensorsWeights(Weights):
         self._files.close()
 
 
-class GgufWeights(Weights):
+class GgufWeights(ModelWeights):
     """A GGUF file of the llama architecture."""
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
-        _refuse_biases(self._file.tensors)
+        _reject_biases(self._file.tensors)
         self.config = config_from_gguf(self._file)
 
     def tensor(self, name: str) -> Floats:
-        stored = _shaped(self._file.tensor(gguf_name(name)), name, self.config)
+        stored = _check_shape(self._file.tensor(gguf_tensor_name(name)), name, self.config)
         if ".self_attn.q_proj." in name:
-            return _unpermuted(stored, self.config.num_heads)
+            return _undo_rotary_permutation(stored, self.config.num_heads)
         if ".self_attn.k_proj." in name:
-            return _unpermuted(stored, self.config.num_kv_heads)
+            return _undo_rotary_permutation(stored, self.config.num_kv_heads)
         return stored
 
     def rope_divisors(self) -> Floats:
@@ -101,12 +101,12 @@ class GgufWeights(Weights):
         self._file.close()
 
 
-def open_weights(path: Path) -> Weights:
+def open_weights(path: Path) -> ModelWeights:
     """The weights in a GGUF file or a Hugging Face folder. Raises ModelUnavailable."""
     return GgufWeights(path) if path.is_file() else SafetensorsWeights(path)
 
 
-def _refuse_biases(names: Iterable[str]) -> None:
+def _reject_biases(names: Iterable[str]) -> None:
     biases = [name for name in names if name.endswith(".bias")]
     if biases:
         raise ModelUnavailable(
@@ -114,7 +114,7 @@ def _refuse_biases(names: Iterable[str]) -> None:
         )
 
 
-def _shaped(found: Floats, name: str, config: LlamaConfig) -> Floats:
+def _check_shape(found: Floats, name: str, config: LlamaConfig) -> Floats:
     """Raises ModelUnavailable for another shape than the model's."""
     wanted = tensor_shape(name, config)
     if found.shape != wanted:
@@ -125,7 +125,7 @@ def _shaped(found: Floats, name: str, config: LlamaConfig) -> Floats:
     return found
 
 
-_GGUF_OUTER = {
+_GGUF_TOP_LEVEL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
@@ -141,20 +141,20 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 
-def gguf_name(name: str) -> str:
+def gguf_tensor_name(name: str) -> str:
     """GGUF's name for a Hugging Face tensor name; unknown names stay."""
-    if name in _GGUF_OUTER:
-        return _GGUF_OUTER[name]
-    found = _LAYER.fullmatch(name)
+    if name in _GGUF_TOP_LEVEL:
+        return _GGUF_TOP_LEVEL[name]
+    found = _LAYER_NAME.fullmatch(name)
     if found is None or found[2] not in _GGUF_LAYER:
         return name
     return f"blk.{found[1]}.{_GGUF_LAYER[found[2]]}.weight"
 
 
-def _unpermuted(stored: Floats, heads: int) -> Floats:
+def _undo_rotary_permutation(stored: Floats, heads: int) -> Floats:
     """GGUF interleaves the rotary pairs of each head; put the halves back in a row."""
     import numpy as np
 

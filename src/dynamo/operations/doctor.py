@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from dynamo.core.errors import DynamoError, explained
+from dynamo.core.errors import DynamoError, describe_os_error
 from dynamo.core.settings import Settings
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -26,8 +26,8 @@ Verdict = Literal["ok", "warn", "fail"]
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
-MIN_FILES = 4096
-ANSWER_S = 2.0
+MIN_OPEN_FILES = 4096
+HEALTH_TIMEOUT_S = 2.0
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -42,15 +42,15 @@ class Finding(msgspec.Struct, frozen=True):
 Check = Callable[[Settings], Finding]
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
+def run_checks(settings: Settings) -> Iterator[Finding]:
     """Every check, in order. A check that fails by itself is a finding too."""
     for check in CHECKS:
         try:
             yield check(settings)
         except DynamoError as error:
-            yield Finding(_name(check), "fail", error.message, error.hint or "")
+            yield Finding(_check_name(check), "fail", error.message, error.hint or "")
         except OSError as error:
-            yield Finding(_name(check), "fail", explained(error))
+            yield Finding(_check_name(check), "fail", describe_os_error(error))
 
 
 def python(settings: Settings) -> Finding:
@@ -67,7 +67,7 @@ def dependencies(settings: Settings) -> Finding:
     del settings
     wanted = [name for name in metadata.requires("dynamo-python") or () if "extra ==" not in name]
     names = [name.split(">")[0].split("=")[0].strip() for name in wanted]
-    missing = [name for name in names if not _installed(name)]
+    missing = [name for name in names if not _is_installed(name)]
     if missing:
         return Finding("dependencies", "fail", f"missing: {', '.join(missing)}", "pip install .")
     return Finding("dependencies", "ok", f"all {len(names)} installed")
@@ -93,7 +93,7 @@ def memory(settings: Settings) -> Finding:
 
 def open_files(settings: Settings) -> Finding:
     """The limit of connections."""
-    wanted = max(MIN_FILES, settings.server.max_concurrent_requests + 256)
+    wanted = max(MIN_OPEN_FILES, settings.server.max_concurrent_requests + 256)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= wanted:
         return Finding("open files", "ok", f"limit {soft}")
@@ -105,7 +105,7 @@ def state_folder(settings: Settings) -> Finding:
     from dynamo.runtime.deployment import deployment_of
 
     deployment = deployment_of(settings)
-    parent = _existing(deployment.folder)
+    parent = _nearest_existing_folder(deployment.folder)
     if not os.access(parent, os.W_OK):
         hint = "set XDG_RUNTIME_DIR to a folder of your own"
         return Finding("state folder", "fail", f"{parent} is not writable", hint)
@@ -126,9 +126,9 @@ def cache_folder(settings: Settings) -> Finding:
 
 def model(settings: Settings) -> Finding:
     """Whether the default model is here already."""
-    from dynamo.models.download import DEFAULT_MODEL, cached
+    from dynamo.models.download import DEFAULT_MODEL, cached_default_model
 
-    path = Path(settings.model.path).expanduser() if settings.model.path else cached()
+    path = Path(settings.model.path).expanduser() if settings.model.path else cached_default_model()
     name = settings.model.path or DEFAULT_MODEL.name
     if path is not None and path.exists():
         return Finding("model", "ok", f"{name} is here")
@@ -138,10 +138,10 @@ def model(settings: Settings) -> Finding:
 
 def port(settings: Settings) -> Finding:
     """Whether the HTTP port is free."""
-    from dynamo.runtime.sockets import claim_port
+    from dynamo.runtime.sockets import check_port_free
 
     server = settings.server
-    claim_port(server.http_host, server.http_port)
+    check_port_free(server.http_host, server.http_port)
     return Finding("port", "ok", f"{server.http_host}:{server.http_port} is free")
 
 
@@ -161,14 +161,14 @@ def routing(settings: Settings) -> Finding:
     from dynamo.runtime.deployment import deployment_of, live_deployments
 
     asked_for = deployment_of(settings)
-    addresses = {one.role: one.address for one in asked_for.processes()}
+    addresses = {one.role: one.address for one in asked_for.live_processes()}
     address = addresses.get("frontend", "")
     if not address.startswith("http://"):
         found = f"mode {settings.router.mode}; no frontend of {asked_for.id} runs"
         others = ", ".join(one.id for one in live_deployments() if one.id != asked_for.id)
         hint = f"--deployment looks at another: {others}" if others else ""
         return Finding("routing", "ok", found, hint)
-    told = _health(address)
+    told = _fetch_health(address)
     refused = told.get("refused_workers") or {}
     if refused:
         worker, why = next(iter(refused.items()))
@@ -176,7 +176,7 @@ def routing(settings: Settings) -> Finding:
         hint = "start every worker of a model with the same model and the same --block-size"
         return Finding("routing", "fail", found, hint)
     asked = addresses.get("router", "")  # where there is one, it knows the caches
-    views = (_health(asked) if asked.startswith("http://") else told).get("routing") or {}
+    views = (_fetch_health(asked) if asked.startswith("http://") else told).get("routing") or {}
     modes = Counter(mode for view in views.values() for mode in view.values())
     if not modes:
         return Finding("routing", "ok", f"{address}: not by what workers have cached")
@@ -204,9 +204,9 @@ CHECKS: Sequence[Check] = (
 )
 
 
-def _health(url: str) -> dict[str, Any]:
+def _fetch_health(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
         found: dict[str, Any] = msgspec.json.decode(connection.getresponse().read(), type=dict)
@@ -217,7 +217,7 @@ def _health(url: str) -> dict[str, Any]:
     return found
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -232,11 +232,11 @@ def _available_bytes() -> int:
     return 0
 
 
-def _name(check: Check) -> str:
+def _check_name(check: Check) -> str:
     return check.__name__.replace("_", " ")
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing_folder(folder: Path) -> Path:
     while not os.path.exists(folder):  # noqa: PTH110 - False also where we may not look
         folder = folder.parent
     return folder

@@ -9,12 +9,12 @@ from dynamo.core.errors import Unsupported
 
 SIZE_INCHES = (12.0, 7.5)
 DOTS_PER_INCH = 110
-MOST_LINES = 10
+MAX_LINES = 10
 """More workers than this are rows of a map of colours."""
 
-Worker = Mapping[str, Any]
+WorkerFields = Mapping[str, Any]
 
-PANELS: Sequence[tuple[str, str, Callable[[Worker], float]]] = (
+PANELS: Sequence[tuple[str, str, Callable[[WorkerFields], float]]] = (
     (
         "cache, share of a worker's blocks",
         "%",
@@ -26,7 +26,7 @@ PANELS: Sequence[tuple[str, str, Callable[[Worker], float]]] = (
 )
 
 
-def draw(samples: Sequence[Mapping[str, Any]], path: str, title: str = "") -> None:
+def draw_router_samples(samples: Sequence[Mapping[str, Any]], path: str, title: str = "") -> None:
     """Of samples as /router/timeline gives them. Raises `Unsupported` without matplotlib.
     Blocks."""
     try:
@@ -43,20 +43,22 @@ def draw(samples: Sequence[Mapping[str, Any]], path: str, title: str = "") -> No
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     panels: Any = figure.subplots(2, 2)
     for panel, (about, unit, measure) in zip(panels.flat, PANELS, strict=True):
-        series = _series(samples, names, measure)
-        if len(names) > MOST_LINES:
-            _map(figure, panel, samples, series, unit)
+        series = _series_by_worker(samples, names, measure)
+        if len(names) > MAX_LINES:
+            _plot_heatmap(figure, panel, samples, series, unit)
         else:
-            _lines(panel, samples, series, unit)
+            _plot_lines(panel, samples, series, unit)
         panel.set_title(about)
-    if 0 < len(names) <= MOST_LINES:
+    if 0 < len(names) <= MAX_LINES:
         panels.flat[0].legend(fontsize=8)
     figure.suptitle(title or f"{len(names)} workers", fontsize=11)
     figure.savefig(path, format="png")
 
 
-def _series(
-    samples: Sequence[Mapping[str, Any]], names: Sequence[str], measure: Callable[[Worker], float]
+def _series_by_worker(
+    samples: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    measure: Callable[[WorkerFields], float],
 ) -> dict[str, list[float]]:
     """By worker, one value a sample; NaN where it was not there."""
     return {
@@ -68,28 +70,28 @@ def _series(
     }
 
 
-def _seconds(samples: Sequence[Mapping[str, Any]]) -> list[float]:
+def _elapsed_s(samples: Sequence[Mapping[str, Any]]) -> list[float]:
     return [sample["at"] - samples[0]["at"] for sample in samples]
 
 
-def _lines(
+def _plot_lines(
     panel: Any, samples: Sequence[Mapping[str, Any]], series: Mapping[str, list[float]], unit: str
 ) -> None:
     for name, values in series.items():
-        panel.plot(_seconds(samples), values, label=name, linewidth=1.3)
+        panel.plot(_elapsed_s(samples), values, label=name, linewidth=1.3)
     panel.set(xlabel="seconds", ylabel=unit)
     panel.set_ylim(bottom=0)
     panel.grid(visible=True, alpha=0.3)
 
 
-def _map(
+def _plot_heatmap(
     figure: Any,
     panel: Any,
     samples: Sequence[Mapping[str, Any]],
     series: Mapping[str, list[float]],
     unit: str,
 ) -> None:
-    last = max(_seconds(samples)[-1], 1.0)
+    last = max(_elapsed_s(samples)[-1], 1.0)
     colours = panel.imshow(
         list(series.values()),
         aspect="auto",

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from dynamo.runtime.background import Runtime
     from dynamo.runtime.cancellation import CancellationToken
     from dynamo.runtime.client import Client
-    from dynamo.runtime.component import Component, Endpoint, Namespace, Served
+    from dynamo.runtime.component import Component, Endpoint, Namespace, ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
-    from dynamo.runtime.health import Health
+    from dynamo.runtime.health import ProcessHealth
     from dynamo.runtime.instances import Instance
-    from dynamo.runtime.lifecycle import Lifecycle, State
+    from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
     from dynamo.runtime.registry import ComponentRegistry
-    from dynamo.runtime.streams import Stream
+    from dynamo.runtime.streams import ResponseStream
     from dynamo.runtime.workers import WorkerDiscovery, WorkerInfo
 
 __all__ = [
@@ -25,19 +25,19 @@ __all__ = [
     "ComponentRegistry",
     "DistributedRuntime",
     "Endpoint",
-    "Health",
     "Instance",
     "Lifecycle",
+    "LifecycleState",
     "Namespace",
+    "ProcessHealth",
+    "ResponseStream",
     "Runtime",
-    "Served",
-    "State",
-    "Stream",
+    "ServedEndpoint",
     "WorkerDiscovery",
     "WorkerInfo",
 ]
 
-_HOMES = {
+_MODULE_OF = {
     "CancellationToken": "cancellation",
     "Client": "client",
     "Component": "component",
@@ -60,7 +60,7 @@ if not TYPE_CHECKING:  # so that a name which is not there stays an error to the
 
     def __getattr__(name: str) -> Any:
         """Public names load their module on first use: who only looks at what runs needs none."""
-        home = _HOMES.get(name)
+        home = _MODULE_OF.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)

@@ -42,7 +42,7 @@ class ThreadBackground(Background):
 
     def __init__(self, name: str = "dynamo-background") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -50,12 +50,12 @@ class ThreadBackground(Background):
         """The secondary event loop; use it from other threads by its threadsafe calls alone."""
         return self._loop
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `work` there; the future may be cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self.start(work))
+        return await asyncio.wrap_future(self.submit(work))
 
     async def close(self) -> None:
         if self._loop.is_closed():
@@ -64,7 +64,7 @@ class ThreadBackground(Background):
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
 
-    def _serve(self) -> None:
+    def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

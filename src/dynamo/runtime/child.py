@@ -18,16 +18,16 @@ import msgspec
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import run_all
-from dynamo.runtime.backoff import Backoff
-from dynamo.runtime.exits import describe_exit, oom_kills, starved
-from dynamo.runtime.link import Notice, Report, Start
+from dynamo.runtime.backoff import RestartBackoff
+from dynamo.runtime.exits import count_oom_kills, describe_exit, killed_by_oom
+from dynamo.runtime.link import ChildNotice, ChildReport, ChildStart
 
 log = logging.getLogger(__name__)
 
-LINE_BYTES = 64 << 10
+MAX_LINE_BYTES = 64 << 10
 
 
-class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to keep alive. Lower `stop_order` stops first; `needs_preparation`: it starts when
     the supervisor's preparation is done; `task`: what the role needs to know beside the settings;
     `command`: what to run instead of `dynamo _child ROLE` (it gets the same standard input)."""
@@ -46,34 +46,34 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.command or (sys.executable, "-P", "-m", "dynamo", "_child", self.role)
 
 
-class Child:
+class ChildProcess:
     """Keeps one process alive until it is stopped. `report` is what it told last; `trouble`: why it
     does not get to serve."""
 
     def __init__(
         self,
-        spec: ProcessSpec,
+        spec: ChildSpec,
         clock: Clock,
         *,
-        line: Callable[[str, bytes], None],
-        changed: Callable[[Child], None],
-        died: Callable[[Child], None],
+        on_line: Callable[[str, bytes], None],
+        on_change: Callable[[ChildProcess], None],
+        on_death: Callable[[ChildProcess], None],
     ) -> None:
         self.spec = spec
-        self.report = Report()
+        self.report = ChildReport()
         self.pid = 0
         self.ever_ready = False
-        self.trouble = ""
+        self.crash_loop_reason = ""
         self._clock = clock
-        self._line = line
-        self._changed = changed
-        self._died = died
-        self._backoff = Backoff()
+        self._on_line = on_line
+        self._on_change = on_change
+        self._on_death = on_death
+        self._backoff = RestartBackoff()
         self._stopping = asyncio.Event()
-        self._peak_bytes = 0
+        self._peak_rss_bytes = 0
         self._ready_at: float | None = None
-        self._notice = Notice()
-        self._down: asyncio.StreamWriter | None = None
+        self._notice = ChildNotice()
+        self._stdin_writer: asyncio.StreamWriter | None = None
 
     @property
     def ready(self) -> bool:
@@ -84,34 +84,34 @@ class Child:
         """Start it, and start it again whenever it dies. Returns when it was stopped or told that
         it can never start."""
         while not self._stopping.is_set():
-            how = await self._life()
+            how = await self._run_once()
             served_s = 0.0 if self._ready_at is None else self._clock.now() - self._ready_at
             self.ever_ready |= self._ready_at is not None
             if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
                 return
-            self._died(self)
-            self.report = Report()
-            await self._pause(how, self._backoff.died(served_s))
+            self._on_death(self)
+            self.report = ChildReport()
+            await self._wait_before_restart(how, self._backoff.next_delay_s(served_s))
 
-    def hold(self) -> None:
+    def stop_restarting(self) -> None:
         """Start it no more."""
         self._stopping.set()
 
-    def prepare(self, preparing: str) -> None:
+    def notify_preparing(self, preparing: str) -> None:
         """Tell it what the deployment waits for, now and whenever it starts anew."""
-        self._notify(msgspec.structs.replace(self._notice, preparing=preparing))
+        self._send_notice(msgspec.structs.replace(self._notice, preparing=preparing))
 
-    def reload(self, settings: Settings) -> None:
+    def reload_settings(self, settings: Settings) -> None:
         """Let it run with these settings from now on."""
         self.spec = msgspec.structs.replace(self.spec, settings=settings)
-        self._notify(msgspec.structs.replace(self._notice, settings=settings))
+        self._send_notice(msgspec.structs.replace(self._notice, settings=settings))
 
-    def _notify(self, notice: Notice) -> None:
+    def _send_notice(self, notice: ChildNotice) -> None:
         self._notice = notice
-        if self._down is not None:
-            self._down.write(msgspec.json.encode(notice) + b"\n")
+        if self._stdin_writer is not None:
+            self._stdin_writer.write(msgspec.json.encode(notice) + b"\n")
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to it, and SIGKILL to its whole group."""
         if self.pid == 0:
             return
@@ -121,11 +121,11 @@ class Child:
             else:
                 os.kill(self.pid, number)
 
-    async def _pause(self, how: str, wait_s: float) -> None:
+    async def _wait_before_restart(self, how: str, wait_s: float) -> None:
         fields = {"name": self.spec.name, "exit": how, "restart_s": wait_s}
-        deaths = self._backoff.deaths_unserved
-        if self._backoff.looping:
-            self.trouble = f"died {deaths} times before it served, last by {how}"
+        deaths = self._backoff.deaths_before_ready
+        if self._backoff.crash_looping:
+            self.crash_loop_reason = f"died {deaths} times before it served, last by {how}"
             log.error(
                 "a process dies before it serves, again and again",
                 extra={"fields": fields | {"deaths": deaths}},
@@ -136,17 +136,17 @@ class Child:
             async with asyncio.timeout(wait_s):
                 await self._stopping.wait()
 
-    async def _life(self) -> str:
+    async def _run_once(self) -> str:
         """From start to death; says how it ended."""
         self._ready_at = None
-        kills = oom_kills()
+        kills = count_oom_kills()
         try:
-            code = await self._started()
-            return describe_exit(code, out_of_memory=starved(kills, self._peak_bytes))
+            code = await self._spawn()
+            return describe_exit(code, out_of_memory=killed_by_oom(kills, self._peak_rss_bytes))
         except OSError as error:
             return f"not started: {error}"
 
-    async def _started(self) -> int:
+    async def _spawn(self) -> int:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             # From the main thread: PR_SET_PDEATHSIG counts the death of the thread that forked.
@@ -160,47 +160,49 @@ class Child:
             theirs.close()
             self.pid = process.pid
             try:
-                return await self._attend(process, ours)
+                return await self._supervise(process, ours)
             finally:
-                self.send(signal.SIGKILL)
+                self.send_signal(signal.SIGKILL)
                 process.wait()
                 self.pid = 0
 
-    async def _attend(self, process: subprocess.Popen[bytes], ours: socket.socket) -> int:
+    async def _supervise(self, process: subprocess.Popen[bytes], ours: socket.socket) -> int:
         reader, writer = await asyncio.open_connection(sock=ours)
-        start = Start(self.spec.settings, self.spec.name, os.getpid(), self.spec.task)
+        start = ChildStart(self.spec.settings, self.spec.name, os.getpid(), self.spec.task)
         writer.write(msgspec.json.encode(start) + b"\n")
-        self._down = writer
+        self._stdin_writer = writer
         if self._notice.preparing:
-            self._notify(self._notice)
+            self._send_notice(self._notice)
         try:
-            await run_all(self._logs(process), self._reports(reader), self._death(process))
+            await run_all(
+                self._read_logs(process), self._read_reports(reader), self._wait_for_exit(process)
+            )
         finally:
-            self._down = None
+            self._stdin_writer = None
             writer.close()
         _, status, usage = os.wait4(process.pid, 0)  # noqa: ASYNC222 - it has died
-        self._peak_bytes = usage.ru_maxrss * 1024
+        self._peak_rss_bytes = usage.ru_maxrss * 1024
         process.returncode = os.waitstatus_to_exitcode(status)
         return process.returncode
 
-    async def _death(self, process: subprocess.Popen[bytes]) -> None:
-        await _exit_of(process.pid)
-        self.send(signal.SIGKILL)  # what it left behind in its group
+    async def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> None:
+        await _wait_for_pid(process.pid)
+        self.send_signal(signal.SIGKILL)  # what it left behind in its group
 
-    async def _reports(self, reader: asyncio.StreamReader) -> None:
+    async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 try:
-                    self.report = msgspec.json.decode(line, type=Report)
+                    self.report = msgspec.json.decode(line, type=ChildReport)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     log.warning("unreadable report", extra={"fields": {"name": self.spec.name}})
                     continue
                 if self.report.state == "ready" and self._ready_at is None:
                     self._ready_at = self._clock.now()
-                    self.trouble = ""
-                self._changed(self)
+                    self.crash_loop_reason = ""
+                self._on_change(self)
 
-    async def _logs(self, process: subprocess.Popen[bytes]) -> None:
+    async def _read_logs(self, process: subprocess.Popen[bytes]) -> None:
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
@@ -208,18 +210,18 @@ class Child:
         )
         with contextlib.closing(transport):
             rest = b""
-            while data := await reader.read(LINE_BYTES):
+            while data := await reader.read(MAX_LINE_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._line(self.spec.name, line)
-                if len(rest) > LINE_BYTES:
-                    self._line(self.spec.name, rest)
+                    self._on_line(self.spec.name, line)
+                if len(rest) > MAX_LINE_BYTES:
+                    self._on_line(self.spec.name, rest)
                     rest = b""
             if rest:
-                self._line(self.spec.name, rest)
+                self._on_line(self.spec.name, rest)
 
 
-async def _exit_of(pid: int) -> None:
+async def _wait_for_pid(pid: int) -> None:
     """Return when our child `pid` has died; it is not reaped."""
     loop = asyncio.get_running_loop()
     died = asyncio.Event()

@@ -7,31 +7,31 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.communication.requests import Handler
+from dynamo.communication.requests import RequestHandler
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import (
     Instance,
+    InstanceFilter,
     InstanceView,
-    Where,
     encode_instance,
     instance_key,
     workers_prefix,
 )
-from dynamo.runtime.lifecycle import Lifecycle, State
-from dynamo.runtime.streams import Serves, item_handler
+from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
+from dynamo.runtime.streams import ItemFunction, item_handler
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
-LEAVE_GRACE_S = 0.25
+WITHDRAW_GRACE_S = 0.25
 """Callers hear of a withdrawal a little later; until then their calls are still answered."""
 
-_PART = re.compile(r"[^./\s]+\Z")
-_ENDPOINT = re.compile(r"\S+\Z")
+_NAME_PATTERN = re.compile(r"[^./\s]+\Z")
+_ENDPOINT_PATTERN = re.compile(r"\S+\Z")
 
 
-class Reference(NamedTuple):
+class EndpointReference(NamedTuple):
     """A parsed `namespace.component.endpoint`; the endpoint may hold slashes and dots."""
 
     namespace: str
@@ -39,20 +39,24 @@ class Reference(NamedTuple):
     endpoint: str
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> EndpointReference:
     """`dynamo.Processor.chat/completions` in its parts. Raises `ConfigError`."""
     namespace, _, rest = text.partition(".")
     component, _, endpoint = rest.partition(".")
-    if not (_PART.match(namespace) and _PART.match(component) and _ENDPOINT.match(endpoint)):
+    if not (
+        _NAME_PATTERN.match(namespace)
+        and _NAME_PATTERN.match(component)
+        and _ENDPOINT_PATTERN.match(endpoint)
+    ):
         raise ConfigError(
             f"{text!r} is no endpoint reference",
             hint="write namespace.component.endpoint, e.g. dynamo.Processor.chat/completions",
         )
-    return Reference(namespace, component, endpoint)
+    return EndpointReference(namespace, component, endpoint)
 
 
-def _checked(kind: str, name: str) -> str:
-    if not (_ENDPOINT if kind == "endpoint" else _PART).match(name):
+def _check_name(kind: str, name: str) -> str:
+    if not (_ENDPOINT_PATTERN if kind == "endpoint" else _NAME_PATTERN).match(name):
         raise ConfigError(
             f"{name!r} is no name of a {kind}", hint="no dots, slashes or blanks, at least a letter"
         )
@@ -64,7 +68,7 @@ class Namespace:
 
     def __init__(self, runtime: DistributedRuntime, name: str) -> None:
         self.runtime = runtime
-        self.name = _checked("namespace", name)
+        self.name = _check_name("namespace", name)
 
     def component(self, name: str) -> Component:
         """A component of this namespace."""
@@ -76,7 +80,7 @@ class Component:
 
     def __init__(self, namespace: Namespace, name: str) -> None:
         self.namespace = namespace
-        self.name = _checked("component", name)
+        self.name = _check_name("component", name)
 
     def endpoint(self, name: str) -> Endpoint:
         """An endpoint of this component."""
@@ -88,7 +92,7 @@ class Endpoint:
 
     def __init__(self, component: Component, name: str) -> None:
         self.component = component
-        self.name = _checked("endpoint", name)
+        self.name = _check_name("endpoint", name)
         self.runtime = component.namespace.runtime
 
     @property
@@ -97,38 +101,38 @@ class Endpoint:
         return f"{self.component.namespace.name}.{self.component.name}.{self.name}"
 
     async def serve(
-        self, handler: Handler, *, capabilities: Mapping[str, Any] | None = None
-    ) -> Served:
+        self, handler: RequestHandler, *, capabilities: Mapping[str, Any] | None = None
+    ) -> ServedEndpoint:
         """Answer calls, then announce this instance. It ends with `withdraw` or the runtime.
         Raises `ConfigError` where this process serves it already."""
-        served = Served(self, dict(capabilities or {}))
-        self.runtime.adopt(served)
+        served = ServedEndpoint(self, dict(capabilities or {}))
+        self.runtime.add_served_endpoint(served)
         try:
             await served.start(handler)
         except BaseException:
-            self.runtime.release(served)
+            self.runtime.remove_served_endpoint(served)
             raise
         return served
 
     async def serve_items(
-        self, serves: Serves, *, capabilities: Mapping[str, Any] | None = None
-    ) -> Served:
+        self, serves: ItemFunction, *, capabilities: Mapping[str, Any] | None = None
+    ) -> ServedEndpoint:
         """Like `serve`, with an async generator or coroutine function over msgpack values."""
         return await self.serve(item_handler(serves), capabilities=capabilities)
 
-    async def client(self, where: Where | None = None) -> Client:
+    async def client(self, where: InstanceFilter | None = None) -> Client:
         """A client that knows the present instances (those that `where` answers True for). It ends
         with `close` or the runtime."""
         runtime = self.runtime
         prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
         view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
         await view.start()
-        client = Client(self.path, view, runtime.requests, runtime.rng, runtime.release_client)
-        runtime.adopt_client(client)
+        client = Client(self.path, view, runtime.requests, runtime.rng, runtime.remove_client)
+        runtime.add_client(client)
         return client
 
 
-class Served:
+class ServedEndpoint:
     """This process serving one endpoint."""
 
     def __init__(self, endpoint: Endpoint, capabilities: dict[str, Any]) -> None:
@@ -136,9 +140,9 @@ class Served:
         self.capabilities = capabilities
         self.lifecycle = Lifecycle(endpoint.path)
         self.instance: Instance | None = None
-        self._gone = asyncio.Event()
+        self._withdrawn = asyncio.Event()
 
-    async def start(self, handler: Handler) -> None:
+    async def start(self, handler: RequestHandler) -> None:
         """Created -> Registered -> Running; Healthy follows the process's health."""
         runtime = self.endpoint.runtime
         component = self.endpoint.component
@@ -153,10 +157,10 @@ class Served:
             lease_id=runtime.instance_id,
         )
         await runtime.discovery.put(instance_key(self.instance), encode_instance(self.instance))
-        self.lifecycle.to(State.REGISTERED)
-        self.lifecycle.to(State.RUNNING)
-        runtime.health.on_change(self._follow_health)
-        self._follow_health()
+        self.lifecycle.transition_to(LifecycleState.REGISTERED)
+        self.lifecycle.transition_to(LifecycleState.RUNNING)
+        runtime.health.on_change(self._on_health_change)
+        self._on_health_change()
 
     async def withdraw(self, drain_s: float | None = 0.0) -> None:
         """Leave discovery, let callers hear of it, refuse new calls, wait up to `drain_s` for those
@@ -164,19 +168,19 @@ class Served:
         if self.instance is None:
             return
         if self.lifecycle.stopping:
-            await self._gone.wait()
+            await self._withdrawn.wait()
             return
-        self.lifecycle.to(State.STOPPING)
+        self.lifecycle.transition_to(LifecycleState.STOPPING)
         runtime = self.endpoint.runtime
         await runtime.discovery.delete(instance_key(self.instance))
         if drain_s is None or drain_s > 0:
-            await runtime.clock.sleep(LEAVE_GRACE_S)
+            await runtime.clock.sleep(WITHDRAW_GRACE_S)
         await runtime.requests.withdraw(self.endpoint.path, drain_s)
-        self.lifecycle.to(State.DEREGISTERED)
-        runtime.release(self)
-        self._gone.set()
+        self.lifecycle.transition_to(LifecycleState.DEREGISTERED)
+        runtime.remove_served_endpoint(self)
+        self._withdrawn.set()
 
-    def _follow_health(self) -> None:
+    def _on_health_change(self) -> None:
         if not self.lifecycle.stopping:
-            well = self.endpoint.runtime.health.well
-            self.lifecycle.to(State.HEALTHY if well else State.RUNNING)
+            well = self.endpoint.runtime.health.healthy
+            self.lifecycle.transition_to(LifecycleState.HEALTHY if well else LifecycleState.RUNNING)

@@ -18,24 +18,24 @@ from dynamo.communication.requests import Requests, open_requests
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.background import Background, InlineBackground, Runtime, ThreadBackground
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.client import Client
-from dynamo.runtime.component import Endpoint, Namespace, Served, parse_reference
+from dynamo.runtime.component import Endpoint, Namespace, ServedEndpoint, parse_reference
 from dynamo.runtime.deployment import deployment_of
-from dynamo.runtime.health import Health
-from dynamo.runtime.leases import BackgroundDiscovery, KeptDiscovery
-from dynamo.runtime.lifecycle import Lifecycle, State
+from dynamo.runtime.health import ProcessHealth
+from dynamo.runtime.leases import BackgroundDiscovery, RepublishingDiscovery
+from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.planes import Planes, planes_of
 from dynamo.runtime.registry import ComponentRegistry
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
-PLANES = ("discovery", "requests", "events")
+PLANE_NAMES = ("discovery", "requests", "events")
 
-Leave = Callable[[float], Coroutine[Any, Any, None]]
+ShutdownHook = Callable[[float], Coroutine[Any, Any, None]]
 
 
 class DistributedRuntime:
@@ -66,19 +66,19 @@ class DistributedRuntime:
         self.name = name or f"{role}-{self.instance_id[:6]}"
         self.clock = clock
         self.rng = Random()
-        self.tasks = Tasks()
+        self.tasks = BackgroundTasks()
         self.metrics = Registry()
-        self.health = Health()
+        self.health = ProcessHealth()
         self.lifecycle = Lifecycle(self.name)
         self.stopping = stopping
         self.failure: DynamoError | None = None
         self.public_address = ""
         self.supervised = False
-        self._served: list[Served] = []
+        self._served_endpoints: list[ServedEndpoint] = []
         self._clients: list[Client] = []
-        self._leaving: list[Leave] = []
-        self._reloaded: list[Callable[[Settings], None]] = []
-        self._opened = AsyncExitStack()
+        self._shutdown_hooks: list[ShutdownHook] = []
+        self._settings_listeners: list[Callable[[Settings], None]] = []
+        self._exit_stack = AsyncExitStack()
         self._closed = False
 
     @classmethod
@@ -99,7 +99,7 @@ class DistributedRuntime:
             clock or SystemClock(),
             stopping or CancellationToken(),
         )
-        await runtime._open()
+        await runtime._open_planes()
         return runtime
 
     def namespace(self, name: str | None = None) -> Namespace:
@@ -112,14 +112,14 @@ class DistributedRuntime:
         return self.namespace(namespace).component(component).endpoint(endpoint)
 
     @property
-    def registry(self) -> ComponentRegistry:
+    def component_registry(self) -> ComponentRegistry:
         """Which components there are, as discovery sees it."""
         return ComponentRegistry(self.discovery)
 
     @property
-    def served(self) -> tuple[Served, ...]:
+    def served_endpoints(self) -> tuple[ServedEndpoint, ...]:
         """What this process serves now."""
-        return tuple(self._served)
+        return tuple(self._served_endpoints)
 
     async def shutdown(self, drain_s: float | None = None) -> None:
         """Withdraw what is served, wait up to `drain_s` (None: the settings') for calls in flight,
@@ -129,17 +129,17 @@ class DistributedRuntime:
         self._closed = True
         drain = self.settings.runtime.drain_s if drain_s is None else drain_s
         self.stopping.cancel()
-        self.lifecycle.to(State.STOPPING)
+        self.lifecycle.transition_to(LifecycleState.STOPPING)
         try:
             await run_all(
-                *(served.withdraw(drain) for served in self.served),
-                *(leave(drain) for leave in self._leaving),
+                *(served.withdraw(drain) for served in self.served_endpoints),
+                *(leave(drain) for leave in self._shutdown_hooks),
             )
         finally:
             for client in tuple(self._clients):
                 await client.close()
-            await self._opened.aclose()
-            self.lifecycle.to(State.DEREGISTERED)
+            await self._exit_stack.aclose()
+            self.lifecycle.transition_to(LifecycleState.DEREGISTERED)
 
     def fail(self, error: DynamoError) -> None:
         """This process cannot do its work any more: it stops, with `error`, and may be started
@@ -148,36 +148,36 @@ class DistributedRuntime:
             self.failure = error
         self.stopping.cancel()
 
-    def on_settings(self, listener: Callable[[Settings], None]) -> Callable[[], None]:
+    def on_settings_change(self, listener: Callable[[Settings], None]) -> Callable[[], None]:
         """Call `listener` with the settings when some were changed while this process serves. What
         is returned ends that."""
-        self._reloaded.append(listener)
-        return lambda: self._reloaded.remove(listener)
+        self._settings_listeners.append(listener)
+        return lambda: self._settings_listeners.remove(listener)
 
-    def reload(self, settings: Settings) -> None:
+    def update_settings(self, settings: Settings) -> None:
         """From now on these hold, as far as they may change while a process serves."""
         if settings == self.settings:
             return
         self.settings = settings
-        for listener in tuple(self._reloaded):
+        for listener in tuple(self._settings_listeners):
             listener(settings)
 
-    def adopt(self, served: Served) -> None:
+    def add_served_endpoint(self, served: ServedEndpoint) -> None:
         """From now on `served` ends with this runtime. Raises `ConfigError` for a second one."""
-        if any(one.endpoint.path == served.endpoint.path for one in self._served):
+        if any(one.endpoint.path == served.endpoint.path for one in self._served_endpoints):
             raise ConfigError(f"{served.endpoint.path} is already served by this process")
-        self._served.append(served)
+        self._served_endpoints.append(served)
 
-    def release(self, served: Served) -> None:
+    def remove_served_endpoint(self, served: ServedEndpoint) -> None:
         """`served` has ended."""
-        if served in self._served:
-            self._served.remove(served)
+        if served in self._served_endpoints:
+            self._served_endpoints.remove(served)
 
-    def adopt_client(self, client: Client) -> None:
+    def add_client(self, client: Client) -> None:
         """From now on `client` ends with this runtime."""
         self._clients.append(client)
 
-    def release_client(self, client: Client) -> None:
+    def remove_client(self, client: Client) -> None:
         """`client` was closed."""
         if client in self._clients:
             self._clients.remove(client)
@@ -188,68 +188,76 @@ class DistributedRuntime:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    def at_shutdown(self, leave: Leave) -> None:
+    def add_shutdown_hook(self, leave: ShutdownHook) -> None:
         """Run `leave(drain_s)` beside the draining of what is served, before the planes close."""
-        self._leaving.append(leave)
+        self._shutdown_hooks.append(leave)
 
-    async def _open(self) -> None:
+    async def _open_planes(self) -> None:
         self.planes = planes = planes_of(self.settings)
         async with AsyncExitStack() as opened:
             background = await self._open_discovery(opened, planes)
             self.runtime = Runtime(
                 self.instance_id, asyncio.get_running_loop(), background, self.stopping
             )
-            options = replace(planes.options, lines={})
+            options = replace(planes.messaging_options, lines={})
             self.requests = await open_requests(planes.requests, options)
             opened.push_async_callback(self.requests.close)
             self.events = await open_events(planes.events, self.discovery, options)
             opened.push_async_callback(self.events.close)
             opened.push_async_callback(self.tasks.close)
-            self._opened = opened.pop_all()
+            self._exit_stack = opened.pop_all()
         self.metrics.gauge(
             "dynamo_plane_up_ratio",
             "1: the plane's server is there (or it needs none); 0: it is away",
             ("plane",),
-            callback=lambda: {(name,): float(name not in self.troubles()) for name in PLANES},
+            callback=lambda: {
+                (name,): float(name not in self.unreachable_planes()) for name in PLANE_NAMES
+            },
             merge="max",
         )
-        self.lifecycle.to(State.REGISTERED)
-        self.lifecycle.to(State.RUNNING)
-        self.health.on_change(self._follow_health)
+        self.lifecycle.transition_to(LifecycleState.REGISTERED)
+        self.lifecycle.transition_to(LifecycleState.RUNNING)
+        self.health.on_change(self._on_health_change)
 
-    def plane_facts(self) -> Mapping[str, Any]:
+    def plane_status(self) -> Mapping[str, Any]:
         """For /health: where the planes are, and by plane why its server is `away`."""
-        named = self.planes.shown()
-        away = self.troubles()
+        named = self.planes.redacted_urls()
+        away = self.unreachable_planes()
         return {**named, "away": away} if away else named
 
-    def troubles(self) -> Mapping[str, str]:
+    def unreachable_planes(self) -> Mapping[str, str]:
         """By plane, why its server cannot be reached now. Serving goes on without it."""
         planes: dict[str, Discovery | Requests | Events] = {
             "discovery": self.discovery,
             "requests": self.requests,
             "events": self.events,
         }
-        return {name: plane.trouble for name, plane in planes.items() if plane.trouble}
+        return {
+            name: plane.connection_error for name, plane in planes.items() if plane.connection_error
+        }
 
     async def _open_discovery(self, opened: AsyncExitStack, planes: Planes) -> Background:
         """The plane, and where it runs: a memory plane has no I/O and stays on this loop."""
         if planes.discovery.startswith("memory:"):
-            self.discovery = await _open_kept(planes)
+            self.discovery = await _open_republishing(planes)
             opened.push_async_callback(self.discovery.close)
             return InlineBackground()
         background = ThreadBackground()
         opened.push_async_callback(background.close)
         if planes.discovery.startswith("file:"):
-            await self.clock.offload(deployment_of(self.settings).prepare)
-        self.discovery = BackgroundDiscovery(await background.run(_open_kept(planes)), background)
+            await self.clock.offload(deployment_of(self.settings).create_folder)
+        self.discovery = BackgroundDiscovery(
+            await background.run(_open_republishing(planes)), background
+        )
         opened.push_async_callback(self.discovery.close)
         return background
 
-    def _follow_health(self) -> None:
+    def _on_health_change(self) -> None:
         if not self.lifecycle.stopping:
-            self.lifecycle.to(State.HEALTHY if self.health.well else State.RUNNING)
+            self.lifecycle.transition_to(
+                LifecycleState.HEALTHY if self.health.healthy else LifecycleState.RUNNING
+            )
 
 
-async def _open_kept(planes: Planes) -> KeptDiscovery:
-    return KeptDiscovery(await open_discovery(planes.discovery, planes.etcd))
+async def _open_republishing(planes: Planes) -> RepublishingDiscovery:
+    return RepublishingDiscovery(await open_discovery(planes.discovery, planes.discovery_options))

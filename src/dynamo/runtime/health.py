@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-PREPARATION = "preparation"
+PREPARATION_REASON = "preparation"
 """The reason's name while the deployment fetches its model."""
 
 
-class Health:
+class ProcessHealth:
     """Reasons, set and taken back by whoever knows them, and checks asked when somebody looks."""
 
     def __init__(self) -> None:
@@ -16,19 +16,19 @@ class Health:
         self._checks: dict[str, Callable[[], str]] = {}
         self._listeners: list[Callable[[], None]] = []
 
-    def unwell(self, name: str, reason: str) -> None:
+    def set_unhealthy(self, name: str, reason: str) -> None:
         """`name` is not well, and why."""
         changed = self._reasons.get(name) != reason
         self._reasons[name] = reason
         if changed:
-            self._tell()
+            self._notify()
 
-    def well_again(self, name: str) -> None:
+    def set_healthy(self, name: str) -> None:
         """`name` has nothing to say any more."""
         if self._reasons.pop(name, None) is not None:
-            self._tell()
+            self._notify()
 
-    def check(self, name: str, ask: Callable[[], str]) -> None:
+    def add_check(self, name: str, ask: Callable[[], str]) -> None:
         """Ask `ask()` at every look; it answers a reason, or "" when well. For what may break
         later: nobody is told when its answer changes."""
         self._checks[name] = ask
@@ -44,10 +44,10 @@ class Health:
         return self._reasons | asked
 
     @property
-    def well(self) -> bool:
+    def healthy(self) -> bool:
         """Nothing is wrong."""
         return not self.reasons
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()

@@ -11,20 +11,20 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.communication.discovery import Change, Discovery
+from dynamo.communication.discovery import Discovery, RecordChange
 from dynamo.communication.requests import Requests
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, NotFound
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-PING = "_ping"
-PROBE_S = 0.02
-PROBE_CAP_S = 2.0
+PING_ENDPOINT = "_ping"
+PROBE_INTERVAL_S = 0.02
+MAX_PROBE_INTERVAL_S = 2.0
 PROBE_TIMEOUT_S = 2.0
-REWATCH_S = 0.5
+WATCH_RETRY_S = 0.5
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Instance(msgspec.Struct, frozen=True):
     lease_id: str = ""
 
 
-TRANSPORTS = {"nats": "nats_tcp"}
+TRANSPORT_RECORD_NAMES = {"nats": "nats_tcp"}
 """Names of transports in records, where they are not the address's scheme."""
 
 
@@ -55,7 +55,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     nixl_metadata: Any = None
 
 
-Where = Callable[[Instance], bool]
+InstanceFilter = Callable[[Instance], bool]
 
 _decode = msgspec.json.Decoder(InstanceRecord, strict=False).decode
 
@@ -81,7 +81,7 @@ def encode_instance(instance: Instance) -> bytes:
             endpoint=instance.endpoint,
             namespace=instance.namespace,
             lease_id=instance.lease_id,
-            transport={TRANSPORTS.get(scheme, scheme): instance.address},
+            transport={TRANSPORT_RECORD_NAMES.get(scheme, scheme): instance.address},
             capabilities=instance.capabilities,
         )
     )
@@ -117,35 +117,35 @@ class InstanceView:
         requests: Requests,
         prefix: str,
         clock: Clock,
-        where: Where | None = None,
+        where: InstanceFilter | None = None,
     ) -> None:
         self._discovery = discovery
         self._requests = requests
         self._prefix = prefix
-        self._where = where
+        self._filter = where
         self._clock = clock
-        self._tasks = Tasks()
+        self._tasks = BackgroundTasks()
         self._known: dict[str, Instance] = {}
-        self._withheld: set[str] = set()
+        self._unreachable: set[str] = set()
         self._ejected: set[str] = set()
         self._probing: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
-        self._mourners: list[Callable[[Instance], None]] = []
-        self._seen = asyncio.Event()
+        self._removal_listeners: list[Callable[[Instance], None]] = []
+        self._synced = asyncio.Event()
         self._closed = False
-        self._stop_listening: Callable[[], None] | None = None
+        self._remove_broken_listener: Callable[[], None] | None = None
         self.live: Mapping[str, Instance] = {}
 
     async def start(self) -> None:
         """Returns when the present state is known."""
-        self._stop_listening = self._requests.on_broken(self.withhold)
-        self._tasks.start(self._follow(), f"watch {self._prefix}")
-        await self._seen.wait()
+        self._remove_broken_listener = self._requests.on_connection_broken(self.mark_unreachable)
+        self._tasks.start(self._watch_forever(), f"watch {self._prefix}")
+        await self._synced.wait()
 
     async def close(self) -> None:
         """Stop watching and probing; what is known stays as it is."""
-        if self._stop_listening is not None and not self._closed:
-            self._stop_listening()
+        if self._remove_broken_listener is not None and not self._closed:
+            self._remove_broken_listener()
         self._closed = True
         await self._tasks.close()
 
@@ -154,19 +154,19 @@ class InstanceView:
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
-    def on_left(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
+    def on_instance_removed(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
         """Call `callback` with every instance that discovery names no more, after `live` changed.
         Returns the way to stop that."""
-        self._mourners.append(callback)
-        return lambda: self._mourners.remove(callback)
+        self._removal_listeners.append(callback)
+        return lambda: self._removal_listeners.remove(callback)
 
-    def withhold(self, address: str) -> None:
+    def mark_unreachable(self, address: str) -> None:
         """Leave out every instance at `address` for now."""
         broken = {one.id for one in self._known.values() if one.address == address}
-        if self._closed or not broken - self._withheld:
+        if self._closed or not broken - self._unreachable:
             return
         log.warning("instance withheld", extra={"fields": {"address": address}})
-        self._withheld |= broken
+        self._unreachable |= broken
         self._refresh()
         if address not in self._probing:
             self._probing.add(address)
@@ -188,23 +188,23 @@ class InstanceView:
         self._ejected.discard(instance_id)
         self._refresh()
 
-    def absence(self) -> str:
+    def describe_unavailable(self) -> str:
         """Why those that discovery names are not called, in words; "" where it names none."""
-        counts = Counter(map(self._absence, self._known))
+        counts = Counter(map(self._unavailable_reason, self._known))
         return ", ".join(f"{count} {why}" for why, count in sorted(counts.items()))
 
-    def _absence(self, name: str) -> str:
-        if name in self._withheld:
+    def _unavailable_reason(self, name: str) -> str:
+        if name in self._unreachable:
             return "not answering"
         return "unhealthy" if name in self._ejected else "not wanted for this call"
 
-    async def _follow(self) -> None:
+    async def _watch_forever(self) -> None:
         while True:
             try:
                 await self._watch()
             except Exception as error:  # noqa: BLE001 - what was known stays until it is back
                 log.warning("discovery watch failed", extra={"fields": {"error": str(error)}})
-            await self._clock.sleep(REWATCH_S)
+            await self._clock.sleep(WATCH_RETRY_S)
 
     async def _watch(self) -> None:
         async with self._discovery.watch(self._prefix) as changes:
@@ -213,29 +213,29 @@ class InstanceView:
                 self._apply(batch, replace=first)
                 first = False
 
-    def _apply(self, batch: Sequence[Change], *, replace: bool) -> None:
+    def _apply(self, batch: Sequence[RecordChange], *, replace: bool) -> None:
         before = self._known
         known = {} if replace else dict(before)
         for change in batch:
             name = change.key.rsplit("/", 1)[-1]
             found = None if change.value is None else decode_instance(change.key, change.value)
-            if found is None or not (self._where is None or self._where(found)):
+            if found is None or not (self._filter is None or self._filter(found)):
                 known.pop(name, None)
             else:
                 known[name] = found
             if not replace or before.get(name) != found:
-                self._withheld.discard(name)
+                self._unreachable.discard(name)
         self._known = known
-        self._withheld &= known.keys()
+        self._unreachable &= known.keys()
         self._ejected &= known.keys()
-        self._seen.set()
+        self._synced.set()
         self._refresh()
         for name in before.keys() - known.keys():
-            for mourner in tuple(self._mourners):
+            for mourner in tuple(self._removal_listeners):
                 mourner(before[name])
 
     def _refresh(self) -> None:
-        out = self._withheld | self._ejected
+        out = self._unreachable | self._ejected
         live = {name: one for name, one in self._known.items() if name not in out}
         if live == self.live:
             return
@@ -244,25 +244,25 @@ class InstanceView:
             listener()
 
     async def _probe(self, address: str) -> None:
-        delay_s = PROBE_S
+        delay_s = PROBE_INTERVAL_S
         try:
-            while any(self._known[name].address == address for name in self._withheld):
+            while any(self._known[name].address == address for name in self._unreachable):
                 await self._clock.sleep(delay_s)
-                if await self._answers(address):
+                if await self._is_reachable(address):
                     back = {one.id for one in self._known.values() if one.address == address}
-                    self._withheld -= back
+                    self._unreachable -= back
                     log.info("instance answers again", extra={"fields": {"address": address}})
                     self._refresh()
-                delay_s = min(delay_s * 2, PROBE_CAP_S)
+                delay_s = min(delay_s * 2, MAX_PROBE_INTERVAL_S)
         finally:
             self._probing.discard(address)
 
-    async def _answers(self, address: str) -> bool:
+    async def _is_reachable(self, address: str) -> bool:
         """Whether the process is there: any answer counts, "no such endpoint" too."""
         context = Context(request_id="probe")
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await self._requests.call(address, PING, b"", context, lambda _: True)
+                await self._requests.call(address, PING_ENDPOINT, b"", context, lambda _: True)
         except NotFound:
             return True
         except (DynamoError, OSError, TimeoutError):

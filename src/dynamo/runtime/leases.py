@@ -10,28 +10,28 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
-from dynamo.communication.discovery import Change, Discovery, Watch
-from dynamo.core.tasks import Tasks
+from dynamo.communication.discovery import Discovery, RecordChange, RecordWatch
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.background import ThreadBackground
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
-RETRY_CAP_S = 5.0
+MAX_RETRY_S = 5.0
 
 
-class KeptDiscovery(Discovery):
+class RepublishingDiscovery(Discovery):
     """Remembers what was put, and puts it again when the lease was lost."""
 
     def __init__(self, inner: Discovery) -> None:
         self._inner = inner
         self._records: dict[str, bytes] = {}
-        self._tasks = Tasks()
-        self._lost: list[Callable[[], None]] = []
-        inner.on_lease_lost(self._lease_lost)
+        self._tasks = BackgroundTasks()
+        self._lease_lost_listeners: list[Callable[[], None]] = []
+        inner.on_lease_lost(self._on_lease_lost)
 
     @property
-    def trouble(self) -> str:
-        return self._inner.trouble
+    def connection_error(self) -> str:
+        return self._inner.connection_error
 
     async def put(self, key: str, value: bytes) -> None:
         self._records[key] = value
@@ -44,23 +44,23 @@ class KeptDiscovery(Discovery):
     async def get(self, prefix: str) -> Mapping[str, bytes]:
         return await self._inner.get(prefix)
 
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
         return self._inner.watch(prefix)
 
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._lost.append(callback)
+        self._lease_lost_listeners.append(callback)
 
     async def close(self) -> None:
         await self._tasks.close()
         await self._inner.close()
 
-    def _lease_lost(self) -> None:
+    def _on_lease_lost(self) -> None:
         log.warning("lease lost", extra={"fields": {"records": len(self._records)}})
-        self._tasks.start(self._put_again(), "put-again")
-        for callback in self._lost:
+        self._tasks.start(self._republish(), "put-again")
+        for callback in self._lease_lost_listeners:
             callback()
 
-    async def _put_again(self) -> None:
+    async def _republish(self) -> None:
         delay_s = RETRY_S
         waiting = set(self._records)
         while waiting:
@@ -72,7 +72,7 @@ class KeptDiscovery(Discovery):
             except Exception as error:  # noqa: BLE001 - retried until the plane is back
                 log.warning("cannot announce again", extra={"fields": {"error": str(error)}})
                 await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 2, RETRY_CAP_S)
+                delay_s = min(delay_s * 2, MAX_RETRY_S)
 
 
 class BackgroundDiscovery(Discovery):
@@ -84,8 +84,8 @@ class BackgroundDiscovery(Discovery):
         self._loop = asyncio.get_running_loop()
 
     @property
-    def trouble(self) -> str:
-        return self._inner.trouble
+    def connection_error(self) -> str:
+        return self._inner.connection_error
 
     async def put(self, key: str, value: bytes) -> None:
         await self._background.run(self._inner.put(key, value))
@@ -97,36 +97,36 @@ class BackgroundDiscovery(Discovery):
         return await self._background.run(self._inner.get(prefix))
 
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._inner.on_lease_lost(lambda: self._post(callback))
+        self._inner.on_lease_lost(lambda: self._call_on_primary(callback))
 
     async def close(self) -> None:
         await self._background.run(self._inner.close())
 
     @asynccontextmanager
-    async def watch(self, prefix: str) -> AsyncIterator[Watch]:
-        arrived: asyncio.Queue[Sequence[Change] | None] = asyncio.Queue()
+    async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
+        arrived: asyncio.Queue[Sequence[RecordChange] | None] = asyncio.Queue()
 
         async def pump() -> None:
             async with self._inner.watch(prefix) as changes:
                 async for batch in changes:
-                    self._post(arrived.put_nowait, batch)
+                    self._call_on_primary(arrived.put_nowait, batch)
 
-        pumping = self._background.start(pump())
-        pumping.add_done_callback(lambda _: self._post(arrived.put_nowait, None))
+        pumping = self._background.submit(pump())
+        pumping.add_done_callback(lambda _: self._call_on_primary(arrived.put_nowait, None))
         try:
             async with aclosing(_batches(arrived, pumping)) as batches:
                 yield batches
         finally:
             pumping.cancel()
 
-    def _post(self, callback: Callable[..., object], *args: object) -> None:
+    def _call_on_primary(self, callback: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the primary loop has closed
             self._loop.call_soon_threadsafe(callback, *args)
 
 
 async def _batches(
-    arrived: asyncio.Queue[Sequence[Change] | None], pumping: Future[None]
-) -> AsyncGenerator[Sequence[Change], None]:
+    arrived: asyncio.Queue[Sequence[RecordChange] | None], pumping: Future[None]
+) -> AsyncGenerator[Sequence[RecordChange], None]:
     while (batch := await arrived.get()) is not None:
         yield batch
     if not pumping.cancelled():

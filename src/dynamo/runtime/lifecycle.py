@@ -11,7 +11,7 @@ from dynamo.core.errors import InternalError
 log = logging.getLogger(__name__)
 
 
-class State(StrEnum):
+class LifecycleState(StrEnum):
     """Created -> Registered -> Running <-> Healthy -> Stopping -> Deregistered."""
 
     CREATED = "created"
@@ -22,13 +22,13 @@ class State(StrEnum):
     DEREGISTERED = "deregistered"
 
 
-NEXT: dict[State, tuple[State, ...]] = {
-    State.CREATED: (State.REGISTERED, State.STOPPING),
-    State.REGISTERED: (State.RUNNING, State.STOPPING),
-    State.RUNNING: (State.HEALTHY, State.STOPPING),
-    State.HEALTHY: (State.RUNNING, State.STOPPING),
-    State.STOPPING: (State.DEREGISTERED,),
-    State.DEREGISTERED: (),
+TRANSITIONS: dict[LifecycleState, tuple[LifecycleState, ...]] = {
+    LifecycleState.CREATED: (LifecycleState.REGISTERED, LifecycleState.STOPPING),
+    LifecycleState.REGISTERED: (LifecycleState.RUNNING, LifecycleState.STOPPING),
+    LifecycleState.RUNNING: (LifecycleState.HEALTHY, LifecycleState.STOPPING),
+    LifecycleState.HEALTHY: (LifecycleState.RUNNING, LifecycleState.STOPPING),
+    LifecycleState.STOPPING: (LifecycleState.DEREGISTERED,),
+    LifecycleState.DEREGISTERED: (),
 }
 
 
@@ -36,26 +36,26 @@ class Lifecycle:
     """Where one component stands. Listeners are told of every change."""
 
     def __init__(self, what: str) -> None:
-        self.what = what
-        self.state = State.CREATED
-        self._listeners: list[Callable[[State], None]] = []
+        self.name = what
+        self.state = LifecycleState.CREATED
+        self._listeners: list[Callable[[LifecycleState], None]] = []
 
-    def on_change(self, listener: Callable[[State], None]) -> None:
+    def on_change(self, listener: Callable[[LifecycleState], None]) -> None:
         """Call `listener(state)` after every change."""
         self._listeners.append(listener)
 
-    def to(self, state: State) -> None:
+    def transition_to(self, state: LifecycleState) -> None:
         """Enter `state`; staying is no change. Raises `InternalError` where it may not follow."""
         if state is self.state:
             return
-        if state not in NEXT[self.state]:
-            raise InternalError(f"{self.what} cannot go from {self.state} to {state}")
+        if state not in TRANSITIONS[self.state]:
+            raise InternalError(f"{self.name} cannot go from {self.state} to {state}")
         self.state = state
-        log.debug("state", extra={"fields": {"what": self.what, "state": str(state)}})
+        log.debug("state", extra={"fields": {"what": self.name, "state": str(state)}})
         for listener in self._listeners:
             listener(state)
 
     @property
     def stopping(self) -> bool:
         """No new work is taken."""
-        return self.state in {State.STOPPING, State.DEREGISTERED}
+        return self.state in {LifecycleState.STOPPING, LifecycleState.DEREGISTERED}

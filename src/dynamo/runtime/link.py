@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
-from dynamo.core.parent import die_with_parent
+from dynamo.core.parent import set_parent_death_signal
 from dynamo.core.settings import Settings
 from dynamo.runtime.deployment import ProcessState
 
 if TYPE_CHECKING:
     import asyncio
 
-USAGE = 2
+EXIT_USAGE = 2
 """Exit code of a command that was given something impossible."""
-FOR_SUPERVISOR = "this command is for the supervisor; use `dynamo run`"
+SUPERVISOR_ONLY_HINT = "this command is for the supervisor; use `dynamo run`"
 
 
-class Start(msgspec.Struct, frozen=True):
+class ChildStart(msgspec.Struct, frozen=True):
     """What a child is told first. `task`: what its role needs to know beside the settings."""
 
     settings: Settings
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, frozen=True):
     task: dict[str, Any] = {}
 
 
-class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a child is told later. `preparing`: what the deployment still waits for, "" = nothing;
     `settings`: those that hold from now on, None = those of the start."""
 
@@ -42,7 +42,7 @@ class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
     settings: Settings | None = None
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a child tells. `fatal`: it cannot start, and trying again would not help; `code` is the
     exit code that the command should end with. `key`: of its process record in discovery."""
 
@@ -54,27 +54,27 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     hint: str = ""
     code: int = 1
 
-    def error(self) -> DynamoError:
+    def to_error(self) -> DynamoError:
         """What `fatal` was when it was raised, as far as the command is concerned."""
-        kind = ConfigError if self.code == USAGE else ModelUnavailable
+        kind = ConfigError if self.code == EXIT_USAGE else ModelUnavailable
         return kind(self.fatal, hint=self.hint)
 
 
-class ParentLink:
+class ParentPipe:
     """The child's end."""
 
-    def __init__(self, fd: int, start: Start, rest: bytes = b"") -> None:
+    def __init__(self, fd: int, start: ChildStart, rest: bytes = b"") -> None:
         self._fd = fd
-        self._rest = rest
-        self._told: Callable[[Notice], None] | None = None
-        self._notice = Notice()
-        self.start = start
+        self._buffer = rest
+        self._notice_listener: Callable[[ChildNotice], None] | None = None
+        self._last_notice = ChildNotice()
+        self.start_message = start
 
     @classmethod
-    def from_stdin(cls) -> ParentLink:
+    def from_stdin(cls) -> ParentPipe:
         """Take over standard input and read the first line. Raises `ConfigError`. Blocks."""
         if os.isatty(0):
-            raise ConfigError("nobody types to this command", hint=FOR_SUPERVISOR)
+            raise ConfigError("nobody types to this command", hint=SUPERVISOR_ONLY_HINT)
         fd = os.dup(0)  # not inherited, unlike 0 itself
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -82,43 +82,43 @@ class ParentLink:
         return cls.from_fd(fd)
 
     @classmethod
-    def from_fd(cls, fd: int) -> ParentLink:
+    def from_fd(cls, fd: int) -> ParentPipe:
         """Read the first line. Raises `ConfigError`. Blocks."""
         data = b""
         while b"\n" not in data and (more := os.read(fd, 1 << 16)):
             data += more
         line, _, rest = data.partition(b"\n")
         try:
-            return cls(fd, msgspec.json.decode(line, type=Start), rest)
+            return cls(fd, msgspec.json.decode(line, type=ChildStart), rest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"no start line on standard input: {error}",
-                hint=FOR_SUPERVISOR,
+                hint=SUPERVISOR_ONLY_HINT,
             ) from None
 
     def die_with_parent(self) -> None:
         """Be killed when the supervisor dies; exits at once if that has happened already."""
-        die_with_parent()
-        if os.getppid() != self.start.supervisor:
+        set_parent_death_signal()
+        if os.getppid() != self.start_message.supervisor:
             os._exit(1)
 
-    def watch(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+    def watch_parent(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
         """Call `gone` when the supervisor's end closes."""
         os.set_blocking(self._fd, False)
-        self._take(b"")
-        loop.add_reader(self._fd, self._readable, loop, gone)
+        self._parse_notices(b"")
+        loop.add_reader(self._fd, self._on_readable, loop, gone)
 
-    def on_notice(self, told: Callable[[Notice], None]) -> None:
+    def on_notice(self, told: Callable[[ChildNotice], None]) -> None:
         """Call `told` with the last notice, and with every later one."""
-        self._told = told
-        told(self._notice)
+        self._notice_listener = told
+        told(self._last_notice)
 
-    def tell(self, report: Report) -> None:
+    def send_report(self, report: ChildReport) -> None:
         """Send one report; a supervisor that is gone hears nothing."""
         with contextlib.suppress(OSError):
             os.write(self._fd, msgspec.json.encode(report) + b"\n")
 
-    def _readable(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+    def _on_readable(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
         try:
             data = os.read(self._fd, 1 << 12)
         except BlockingIOError:
@@ -128,11 +128,11 @@ class ParentLink:
         if not data:
             loop.remove_reader(self._fd)
             gone()
-        self._take(data)
+        self._parse_notices(data)
 
-    def _take(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def _parse_notices(self, data: bytes) -> None:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            self._notice = msgspec.json.decode(line, type=Notice)
-            if self._told is not None:
-                self._told(self._notice)
+            self._last_notice = msgspec.json.decode(line, type=ChildNotice)
+            if self._notice_listener is not None:
+                self._notice_listener(self._last_notice)

@@ -13,24 +13,24 @@ from dynamo.core.errors import ConfigError
 from dynamo.runtime.instances import Instance
 from dynamo.runtime.interruptible import Interruptible
 
-ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
+MODE_ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
 
 
-class Slot:
+class InstanceLoad:
     """One instance as the picks see it. `calls`: those of this client that it works on, `in_flight`
     their number; `live`: it is a candidate; `weight`: its capability of that name (1 where it has
     none)."""
 
-    __slots__ = ("calls", "credit", "in_flight", "instance", "live", "weight")
+    __slots__ = ("calls", "current_weight", "in_flight", "instance", "live", "weight")
 
     def __init__(self, instance: Instance) -> None:
         self.calls: set[Interruptible] = set()
         self.in_flight = 0
         self.live = False
-        self.credit = 0.0
-        self.announce(instance)
+        self.current_weight = 0.0
+        self.update_instance(instance)
 
-    def announce(self, instance: Instance) -> None:
+    def update_instance(self, instance: Instance) -> None:
         """Discovery says (again) what it is."""
         self.instance = instance
         self.weight = weight_of(instance)
@@ -42,43 +42,43 @@ def weight_of(instance: Instance) -> float:
     return float(weight) if isinstance(weight, int | float) and weight > 0 else 1.0
 
 
-class Picks:
+class LoadBalancer:
     """Candidates and how one is chosen of them."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
-        self._slots: list[Slot] = []
+        self._candidates: list[InstanceLoad] = []
         self._cursor = 0
 
-    def replace(self, slots: Sequence[Slot]) -> None:
+    def set_candidates(self, slots: Sequence[InstanceLoad]) -> None:
         """These are the candidates from now on."""
-        for slot in self._slots:
+        for slot in self._candidates:
             slot.live = False
-        self._slots = list(slots)
-        for slot in self._slots:
+        self._candidates = list(slots)
+        for slot in self._candidates:
             slot.live = True
 
-    def pick(self, mode: str, allowed: Container[str] | None = None) -> Slot:
+    def pick(self, mode: str, allowed: Container[str] | None = None) -> InstanceLoad:
         """One candidate (of those in `allowed`). Raises `LookupError` where there is none;
         `ConfigError` for a mode that does not exist."""
-        choose = MODES.get(mode) or MODES[mode_name(mode)]
-        slots = self._slots
+        choose = MODES.get(mode) or MODES[canonical_mode(mode)]
+        slots = self._candidates
         if allowed is not None:
             slots = [slot for slot in slots if slot.instance.id in allowed]
         if not slots:
             raise LookupError("no candidate")
         return choose(self, slots)
 
-    def round_robin(self, slots: list[Slot]) -> Slot:
+    def round_robin(self, slots: list[InstanceLoad]) -> InstanceLoad:
         """The next in turn."""
         self._cursor += 1
         return slots[self._cursor % len(slots)]
 
-    def random(self, slots: list[Slot]) -> Slot:
+    def random(self, slots: list[InstanceLoad]) -> InstanceLoad:
         """Any, with equal chances."""
         return slots[int(self._rng.random() * len(slots))]
 
-    def least_loaded(self, slots: list[Slot]) -> Slot:
+    def least_loaded(self, slots: list[InstanceLoad]) -> InstanceLoad:
         """The fewest in flight; among equals the next in turn."""
         counts = [slot.in_flight for slot in slots]
         fewest = min(counts)
@@ -91,7 +91,7 @@ class Picks:
         except ValueError:
             return slots[counts.index(fewest)]
 
-    def power_of_two(self, slots: list[Slot]) -> Slot:
+    def power_of_two(self, slots: list[InstanceLoad]) -> InstanceLoad:
         """The less loaded of two different ones, drawn at random."""
         size = len(slots)
         first = int(self._rng.random() * size)
@@ -102,32 +102,32 @@ class Picks:
         one, other = slots[first], slots[second]
         return one if one.in_flight <= other.in_flight else other
 
-    def weighted(self, slots: list[Slot]) -> Slot:
+    def weighted(self, slots: list[InstanceLoad]) -> InstanceLoad:
         """Smooth weighted round robin (nginx): shares follow the weights, turns are spread."""
         total = 0.0
         best = slots[0]
         for slot in slots:
-            slot.credit += slot.weight
+            slot.current_weight += slot.weight
             total += slot.weight
-            if slot.credit > best.credit:
+            if slot.current_weight > best.current_weight:
                 best = slot
-        best.credit -= total
+        best.current_weight -= total
         return best
 
 
-MODES: dict[str, Callable[[Picks, list[Slot]], Slot]] = {
-    "round_robin": Picks.round_robin,
-    "random": Picks.random,
-    "least_loaded": Picks.least_loaded,
-    "power_of_two": Picks.power_of_two,
-    "weighted_round_robin": Picks.weighted,
+MODES: dict[str, Callable[[LoadBalancer, list[InstanceLoad]], InstanceLoad]] = {
+    "round_robin": LoadBalancer.round_robin,
+    "random": LoadBalancer.random,
+    "least_loaded": LoadBalancer.least_loaded,
+    "power_of_two": LoadBalancer.power_of_two,
+    "weighted_round_robin": LoadBalancer.weighted,
 }
 
 
-def mode_name(mode: str) -> str:
+def canonical_mode(mode: str) -> str:
     """The key of `MODES` that is meant; `-` and `_` are alike. Raises `ConfigError`."""
     plain = mode.strip().lower().replace("-", "_")
-    name = ALIASES.get(plain, plain)
+    name = MODE_ALIASES.get(plain, plain)
     if name not in MODES:
         near = difflib.get_close_matches(plain, MODES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(MODES)}"

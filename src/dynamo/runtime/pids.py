@@ -13,12 +13,12 @@ PARENT_FIELD, START_TIME_FIELD = 3, 21
 def start_ticks(pid: int) -> int:
     """When `pid` started, in clock ticks since boot; 0 where there is no such process, or it is
     only a zombie."""
-    return _stat(pid, START_TIME_FIELD)
+    return _read_stat_field(pid, START_TIME_FIELD)
 
 
 def ancestors(pid: int) -> Iterator[int]:
     """Its parent, that one's parent, and so on, as far as they can be seen."""
-    while pid := _stat(pid, PARENT_FIELD):
+    while pid := _read_stat_field(pid, PARENT_FIELD):
         yield pid
 
 
@@ -27,7 +27,7 @@ def is_alive(pid: int, ticks: int) -> bool:
     return ticks != 0 and start_ticks(pid) == ticks
 
 
-def command(pid: int) -> str:
+def command_line(pid: int) -> str:
     """The command line of `pid`, blanks between its words; "" where it cannot be read."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -41,7 +41,7 @@ def own_start_ticks() -> int:
     return start_ticks(os.getpid())
 
 
-def _stat(pid: int, field: int) -> int:
+def _read_stat_field(pid: int, field: int) -> int:
     """One number of /proc/PID/stat; 0 where there is no such process, or it is only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")

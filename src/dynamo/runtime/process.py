@@ -16,36 +16,41 @@ import msgspec
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import first_of
+from dynamo.core.tasks import wait_for_first
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.deployment import (
     Deployment,
     ProcessRecord,
     ProcessState,
     deployment_of,
-    process_key,
+    process_record_key,
 )
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.health import PREPARATION
-from dynamo.runtime.link import Notice, ParentLink, Report
-from dynamo.runtime.pauses import LoopPauses
+from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.runtime.link import ChildNotice, ChildReport, ParentPipe
+from dynamo.runtime.pauses import LoopLagMonitor
 from dynamo.runtime.pids import own_start_ticks
-from dynamo.runtime.sockets import name_owner
-from dynamo.runtime.standing import Standing
-from dynamo.runtime.status import status_of
-from dynamo.telemetry.logs import configure, set_levels
+from dynamo.runtime.sockets import add_port_owner
+from dynamo.runtime.standing import ProcessRecordWriter
+from dynamo.runtime.status import status_server_of
+from dynamo.telemetry.logs import configure_logging, set_levels
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-Main = Callable[[DistributedRuntime], Awaitable[None]]
-STARTING = "start"
+ProcessMain = Callable[[DistributedRuntime], Awaitable[None]]
+STARTING_REASON = "start"
 GC_THRESHOLDS = (50_000, 20, 50)
 """A young collection costs the loop a pause; what lives long is frozen when ready."""
 
 
 def run_process(
-    main: Main, settings: Settings, role: str, name: str = "", *, parent: ParentLink | None = None
+    main: ProcessMain,
+    settings: Settings,
+    role: str,
+    name: str = "",
+    *,
+    parent: ParentPipe | None = None,
 ) -> int:
     """Run one process and return its exit code: 0, 1 failure, 2 usage.
 
@@ -55,7 +60,7 @@ def run_process(
     """
     import uvloop
 
-    configure(settings.logging.level, settings.logging.format, name or role)
+    configure_logging(settings.logging.level, settings.logging.format, name or role)
     if parent is not None:
         parent.die_with_parent()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -71,17 +76,17 @@ def run_on_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _run(
-    main: Main, settings: Settings, role: str, name: str, parent: ParentLink | None
+    main: ProcessMain, settings: Settings, role: str, name: str, parent: ParentPipe | None
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = CancellationToken()
-    _listen(loop, stopping, parent)
+    _add_signal_handlers(loop, stopping, parent)
     try:
         created = DistributedRuntime.create(settings, role=role, name=name, stopping=stopping)
         async with await created as runtime:
-            await Process(runtime, parent).live(main)
+            await ProcessRunner(runtime, parent).run(main)
     except DynamoError as error:
-        return _failed(error, parent)
+        return _report_failure(error, parent)
     except OSError as error:  # the disk is full, say: what the machine lacks
         log.error("process failed", extra={"fields": {"error": str(error)}})  # noqa: TRY400
         return 1
@@ -91,8 +96,8 @@ async def _run(
     return 0
 
 
-def _listen(
-    loop: asyncio.AbstractEventLoop, stopping: CancellationToken, parent: ParentLink | None
+def _add_signal_handlers(
+    loop: asyncio.AbstractEventLoop, stopping: CancellationToken, parent: ParentPipe | None
 ) -> None:
     signals = itertools.count()
 
@@ -104,29 +109,29 @@ def _listen(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_or_exit)
     if parent is not None:
-        parent.watch(loop, lambda: os._exit(1))
+        parent.watch_parent(loop, lambda: os._exit(1))
 
 
-def _failed(error: DynamoError, parent: ParentLink | None) -> int:
+def _report_failure(error: DynamoError, parent: ParentPipe | None) -> int:
     """Tell why the process ends; what trying again cannot mend is fatal."""
     usage = isinstance(error, ConfigError)
     if isinstance(error, PortInUse):
-        name_owner(error)
+        add_port_owner(error)
         usage = False
     code = 2 if usage else 1
     log.error("cannot go on", extra={"fields": {"error": error.message, "hint": error.hint}})
     if parent is not None and isinstance(error, ConfigError | ModelUnavailable):
-        parent.tell(Report(fatal=error.message, hint=error.hint, code=code))
+        parent.send_report(ChildReport(fatal=error.message, hint=error.hint, code=code))
     return code
 
 
-class Process:
+class ProcessRunner:
     """What surrounds `main`: status port, record, readiness, the way down."""
 
-    def __init__(self, runtime: DistributedRuntime, parent: ParentLink | None) -> None:
+    def __init__(self, runtime: DistributedRuntime, parent: ParentPipe | None) -> None:
         self._runtime = runtime
         self._parent = parent
-        self._status = status_of(runtime)
+        self._status = status_server_of(runtime)
         self._deployment: Deployment = deployment_of(runtime.settings)
         record = ProcessRecord(
             deployment=self._deployment.id,
@@ -137,28 +142,28 @@ class Process:
             instance=runtime.instance_id,
             start_ticks=own_start_ticks(),
         )
-        self._standing = Standing(self._deployment, record, runtime.clock)
+        self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
 
-    async def live(self, main: Main) -> None:
+    async def run(self, main: ProcessMain) -> None:
         """From status port to drained. Raises what `main` raises, and the runtime's failure."""
         runtime = self._runtime
         runtime.supervised = self._parent is not None
-        runtime.health.unwell(STARTING, "the process is starting")
-        runtime.on_settings(lambda settings: set_levels(settings.logging.level))
+        runtime.health.set_unhealthy(STARTING_REASON, "the process is starting")
+        runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
         if self._parent is not None:
-            self._parent.on_notice(self._noticed)
+            self._parent.on_notice(self._on_notice)
         await self._status.start()
-        pauses = LoopPauses(runtime.metrics)
-        keeping = runtime.tasks.start(self._standing.keep(), "process record")
+        pauses = LoopLagMonitor(runtime.metrics)
+        keeping = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
         try:
-            await runtime.clock.offload(self._deployment.prepare)
-            await self._tell("starting")
+            await runtime.clock.offload(self._deployment.create_folder)
+            await self._publish_state("starting")
             stopped = runtime.stopping.wait
-            await first_of(self._set_up(main), stopped())
-            await first_of(self._ready(), stopped())
+            await wait_for_first(self._set_up(main), stopped())
+            await wait_for_first(self._become_ready(), stopped())
             pauses.start()
             await stopped()
-            await self._say_draining()
+            await self._announce_draining()
             await runtime.shutdown()
             if runtime.failure is not None:
                 raise runtime.failure
@@ -166,47 +171,49 @@ class Process:
             pauses.stop()
             keeping.cancel()
             await self._status.stop()
-            await self._standing.end()
+            await self._record_writer.remove()
 
-    def _noticed(self, notice: Notice) -> None:
+    def _on_notice(self, notice: ChildNotice) -> None:
         if notice.settings is not None:
-            self._runtime.reload(notice.settings)
+            self._runtime.update_settings(notice.settings)
         if notice.preparing:
-            self._runtime.health.unwell(PREPARATION, notice.preparing)
+            self._runtime.health.set_unhealthy(PREPARATION_REASON, notice.preparing)
         else:
-            self._runtime.health.well_again(PREPARATION)
+            self._runtime.health.set_healthy(PREPARATION_REASON)
 
-    async def _set_up(self, main: Main) -> None:
+    async def _set_up(self, main: ProcessMain) -> None:
         await main(self._runtime)
-        self._runtime.health.well_again(STARTING)
+        self._runtime.health.set_healthy(STARTING_REASON)
 
-    async def _ready(self) -> None:
+    async def _become_ready(self) -> None:
         """Wait until the process is well for the first time, and say so."""
         health = self._runtime.health
         changed = asyncio.Event()
         health.on_change(changed.set)
-        while not health.well:
+        while not health.healthy:
             changed.clear()
             await changed.wait()
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        await self._tell("ready")
+        await self._publish_state("ready")
 
-    async def _say_draining(self) -> None:
+    async def _announce_draining(self) -> None:
         try:
-            await self._tell("draining")
+            await self._publish_state("draining")
         except (ConfigError, OSError) as error:  # a full disk keeps nobody from draining
             log.warning("draining untold", extra={"fields": {"error": str(error)}})
 
-    async def _tell(self, state: ProcessState) -> None:
+    async def _publish_state(self, state: ProcessState) -> None:
         """The same to the state folder, to discovery and to the supervisor."""
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
-        await self._standing.tell(state=state, status_url=self._status.url, address=address)
-        record = self._standing.record
-        key = process_key(record)
+        await self._record_writer.update(state=state, status_url=self._status.url, address=address)
+        record = self._record_writer.record
+        key = process_record_key(record)
         await runtime.discovery.put(key, msgspec.json.encode(record))
         if self._parent is not None:
             url = self._status.url
-            self._parent.tell(Report(state=state, address=address, status_url=url, key=key))
+            self._parent.send_report(
+                ChildReport(state=state, address=address, status_url=url, key=key)
+            )

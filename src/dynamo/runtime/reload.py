@@ -11,71 +11,71 @@ from pathlib import Path
 
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError
-from dynamo.core.settings.reload import Change, reloaded
-from dynamo.runtime.child import Child, ProcessSpec
-from dynamo.runtime.crew import Crew
+from dynamo.core.settings.reload import SettingChange, apply_reload
+from dynamo.runtime.child import ChildProcess, ChildSpec
+from dynamo.runtime.crew import ProcessGroup
 from dynamo.telemetry.logs import set_levels
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 
-Read = Callable[[], Sequence[ProcessSpec]]
+ReadSpecs = Callable[[], Sequence[ChildSpec]]
 """The processes as the settings describe them now. Raises `DynamoError`. Blocks."""
-Stamp = tuple[int, int, int]
+FileStamp = tuple[int, int, int]
 
 
-class Reload:
+class SettingsReloader:
     """Gives running processes what may change of their settings, and tells what may not; those that
     replace them get it all. `file`: looked at now and then; "" = none."""
 
-    def __init__(self, read: Read, file: str = "") -> None:
-        self._read = read
+    def __init__(self, read: ReadSpecs, file: str = "") -> None:
+        self._read_specs = read
         self._file = file
-        self._seen: Stamp | None = None
-        self._asked = asyncio.Event()
-        self._one_at_a_time = asyncio.Lock()
+        self._last_stamp: FileStamp | None = None
+        self._requested = asyncio.Event()
+        self._lock = asyncio.Lock()
 
-    def ask(self) -> None:
+    def request_reload(self) -> None:
         """Read again soon, whether the file changed or not."""
-        self._asked.set()
+        self._requested.set()
 
-    async def follow(self, crew: Crew, clock: Clock) -> None:
+    async def watch(self, crew: ProcessGroup, clock: Clock) -> None:
         """For ever."""
-        self._seen = await clock.offload(stamp, self._file)
+        self._last_stamp = await clock.offload(file_stamp, self._file)
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_EVERY_S if self._file else None):
-                    await self._asked.wait()
-            await self.look(crew, clock)
+                async with asyncio.timeout(POLL_INTERVAL_S if self._file else None):
+                    await self._requested.wait()
+            await self.refresh(crew, clock)
 
-    async def look(self, crew: Crew, clock: Clock) -> None:
+    async def refresh(self, crew: ProcessGroup, clock: Clock) -> None:
         """Read again, if somebody asked or the file changed."""
-        async with self._one_at_a_time:
-            now = await clock.offload(stamp, self._file)
-            asked = self._asked.is_set()
-            self._asked.clear()
-            if asked or (now is not None and now != self._seen):
-                self._seen = now
-                await self._again(crew, clock)
+        async with self._lock:
+            now = await clock.offload(file_stamp, self._file)
+            asked = self._requested.is_set()
+            self._requested.clear()
+            if asked or (now is not None and now != self._last_stamp):
+                self._last_stamp = now
+                await self._reload(crew, clock)
 
-    async def _again(self, crew: Crew, clock: Clock) -> None:
+    async def _reload(self, crew: ProcessGroup, clock: Clock) -> None:
         try:
-            specs = await clock.offload(self._read)
+            specs = await clock.offload(self._read_specs)
         except DynamoError as error:
-            _refuse(error)
+            _log_error(error)
             return
-        crew.want(specs)
+        crew.update_specs(specs)
         wanted = {(spec.role, spec.stop_order): spec for spec in specs}
-        changes: dict[str, Change] = {}
+        changes: dict[str, SettingChange] = {}
         for child in crew.children:
             spec = wanted.get((child.spec.role, child.spec.stop_order))
             if spec is not None:
-                changes |= {one.key: one for one in _give(child, spec)}
-        _tell(list(changes.values()))
+                changes |= {one.key: one for one in _apply(child, spec)}
+        _log_changes(list(changes.values()))
 
 
-def stamp(file: str) -> Stamp | None:
+def file_stamp(file: str) -> FileStamp | None:
     """What differs when a file was written or replaced; None: it is not there. Blocks."""
     try:
         found = Path(file).stat() if file else None
@@ -93,22 +93,25 @@ def has_terminal() -> bool:
     return True
 
 
-def _give(child: Child, spec: ProcessSpec) -> Sequence[Change]:
-    settings, changes = reloaded(child.spec.settings, spec.settings)
+def _apply(child: ChildProcess, spec: ChildSpec) -> Sequence[SettingChange]:
+    settings, changes = apply_reload(child.spec.settings, spec.settings)
     if settings != child.spec.settings:
-        child.reload(settings)
+        child.reload_settings(settings)
         set_levels(settings.logging.level)
     if spec.task != child.spec.task:
-        return [*changes, Change(f"configuration of {child.spec.name}", "", "", applied=False)]
+        return [
+            *changes,
+            SettingChange(f"configuration of {child.spec.name}", "", "", applied=False),
+        ]
     return changes
 
 
-def _refuse(error: DynamoError) -> None:
+def _log_error(error: DynamoError) -> None:
     fields = {"error": error.message, "hint": error.hint}
     log.error("settings cannot be read again; all stays as it was", extra={"fields": fields})
 
 
-def _tell(changes: Sequence[Change]) -> None:
+def _log_changes(changes: Sequence[SettingChange]) -> None:
     if not changes:
         log.info("settings read again: nothing changed")
     for one in changes:

@@ -13,35 +13,35 @@ from typing import Any, NamedTuple
 from dynamo.communication.http.errors import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.deployment import ProcessRecord, live_processes
-from dynamo.runtime.pids import command
+from dynamo.runtime.pids import command_line
 
-LISTEN = "0A"
+TCP_LISTEN = "0A"
 """TCP_LISTEN in /proc/net/tcp."""
 
 
-class Owner(NamedTuple):
+class PortOwner(NamedTuple):
     """The process that listens on a port."""
 
     pid: int
     command: str
 
 
-def port_owner(port: int) -> Owner | None:
+def port_owner(port: int) -> PortOwner | None:
     """Who listens on TCP `port` of this host; None where nobody does or it is not ours to see."""
-    inodes = set(_listening(port))
+    inodes = set(_listening_inodes(port))
     if not inodes:
         return None
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and inodes & set(_sockets(entry)):
+        if entry.name.isdigit() and inodes & set(_process_sockets(entry)):
             pid = int(entry.name)
-            return Owner(pid, command(pid))
+            return PortOwner(pid, command_line(pid))
     return None
 
 
-def name_owner(error: PortInUse) -> PortInUse:
+def add_port_owner(error: PortInUse) -> PortInUse:
     """The same error, which says who has the port, where that can be seen."""
     owner = port_owner(error.port)
-    ours = _deployment_at(error.port, owner)
+    ours = _find_process(error.port, owner)
     if ours is not None:
         error.message += f": deployment {ours.deployment} (process {ours.pid}) serves there"
         hint = f"choose another with --http-port, or end that one: `dynamo stop {ours.deployment}`"
@@ -52,7 +52,7 @@ def name_owner(error: PortInUse) -> PortInUse:
     return error
 
 
-def _deployment_at(port: int, owner: Owner | None) -> ProcessRecord | None:
+def _find_process(port: int, owner: PortOwner | None) -> ProcessRecord | None:
     """The process of a deployment that is `owner`; the supervisor that holds the port where nobody
     listens yet."""
     for one in live_processes():
@@ -62,7 +62,7 @@ def _deployment_at(port: int, owner: Owner | None) -> ProcessRecord | None:
     return None
 
 
-def claim_port(host: str, port: int) -> int:
+def check_port_free(host: str, port: int) -> int:
     """Check that nobody, sharing or not, has `host:port`, and answer the port; a free one for 0.
     Raises `PortInUse`, which names the owner, or `ConfigError`."""
     with reserve_port(host, port) as held:
@@ -81,14 +81,16 @@ def reserve_port(host: str, port: int) -> socket.socket:
         )
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         try:
-            return _bound(family, address, reuse=False)
+            return _bind_exclusively(family, address, reuse=False)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            return _bound(family, address, reuse=True)  # of old connections in TIME_WAIT only
+            return _bind_exclusively(
+                family, address, reuse=True
+            )  # of old connections in TIME_WAIT only
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise name_owner(PortInUse(host, port)) from None
+            raise add_port_owner(PortInUse(host, port)) from None
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
             hint="ports below 1024 need privileges" if error.errno == errno.EACCES else "",
@@ -96,7 +98,7 @@ def reserve_port(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _bound(family: int, address: Any, *, reuse: bool) -> socket.socket:
+def _bind_exclusively(family: int, address: Any, *, reuse: bool) -> socket.socket:
     """Bound alone, then opened to sharers. Raises OSError."""
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -110,16 +112,16 @@ def _bound(family: int, address: Any, *, reuse: bool) -> socket.socket:
     return held
 
 
-def _listening(port: int) -> Iterator[str]:
+def _listening_inodes(port: int) -> Iterator[str]:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                if fields[3] == TCP_LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
                     yield f"socket:[{fields[9]}]"
 
 
-def _sockets(process: Path) -> Iterator[str]:
+def _process_sockets(process: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for descriptor in os.scandir(process / "fd"):
             with contextlib.suppress(OSError):

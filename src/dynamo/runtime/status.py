@@ -13,12 +13,12 @@ from dynamo.core.settings import Settings
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.telemetry import Registry
 from dynamo.telemetry.health import HealthReport
-from dynamo.telemetry.metrics import PROMETHEUS
+from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
 from dynamo.telemetry.process import add_process_metrics
 
-JSON = (("content-type", "application/json"),)
-RETRY_S = 1
-PORTS = 256
+JSON_HEADERS = (("content-type", "application/json"),)
+RETRY_AFTER_S = 1
+PORT_ATTEMPTS = 256
 """How many are tried from `runtime.status_port` on."""
 
 
@@ -32,23 +32,23 @@ class StatusServer:
         metrics: Registry,
         *,
         reasons: Callable[[], Mapping[str, str]],
-        about: Callable[[], Mapping[str, Any]],
+        details: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._host = settings.runtime.status_host
         self._port = settings.runtime.status_port
         self._metrics = metrics
-        self._report = HealthReport(clock, reasons, about)
-        self._http = HttpServer(self._answer, HttpLimits.of(settings.server), clock)
+        self._report = HealthReport(clock, reasons, details)
+        self._http = HttpServer(self._handle, HttpLimits.from_settings(settings.server), clock)
         self.url = ""
         add_process_metrics(metrics)
 
     async def start(self) -> None:
         """Listen at `runtime.status_host`, on `runtime.status_port` or the next free port above it
         (0: any free one); `url` says where. Raises `PortInUse`."""
-        self.url = f"http://{_bracketed(self._host)}:{await self._listen()}"
+        self.url = f"http://{_bracket_ipv6(self._host)}:{await self._listen()}"
 
     async def _listen(self) -> int:
-        for port in range(self._port, self._port + PORTS if self._port else 1):
+        for port in range(self._port, self._port + PORT_ATTEMPTS if self._port else 1):
             try:
                 return await self._http.start(self._host, port)
             except PortInUse:
@@ -59,23 +59,25 @@ class StatusServer:
         """Close the port."""
         await self._http.stop(0)
 
-    async def _answer(self, request: Request, response: Response) -> None:
+    async def _handle(self, request: Request, response: Response) -> None:
         if request.method not in {"GET", "HEAD"}:
-            response.send(405, (*JSON, ("allow", "GET")), b'{"error": "only GET"}')
+            response.send(405, (*JSON_HEADERS, ("allow", "GET")), b'{"error": "only GET"}')
         elif request.path == "/live":
-            response.send(200, JSON, b'{"status": "live"}')
+            response.send(200, JSON_HEADERS, b'{"status": "live"}')
         elif request.path == "/health":
             body = self._report.body()
             status = 503 if body["reasons"] else 200
-            again = (("retry-after", str(RETRY_S)),) if status == 503 else ()
-            response.send(status, (*JSON, *again), msgspec.json.encode(body))
+            again = (("retry-after", str(RETRY_AFTER_S)),) if status == 503 else ()
+            response.send(status, (*JSON_HEADERS, *again), msgspec.json.encode(body))
         elif request.path == "/metrics":
-            response.send(200, (("content-type", PROMETHEUS),), self._metrics.render().encode())
+            response.send(
+                200, (("content-type", PROMETHEUS_CONTENT_TYPE),), self._metrics.render().encode()
+            )
         else:
-            response.send(404, JSON, b'{"error": "/health, /live and /metrics are here"}')
+            response.send(404, JSON_HEADERS, b'{"error": "/health, /live and /metrics are here"}')
 
 
-def status_of(runtime: DistributedRuntime) -> StatusServer:
+def status_server_of(runtime: DistributedRuntime) -> StatusServer:
     """The status port of a process with a runtime."""
 
     def reasons() -> Mapping[str, str]:
@@ -88,16 +90,17 @@ def status_of(runtime: DistributedRuntime) -> StatusServer:
             "role": runtime.role,
             "name": runtime.name,
             "instance": runtime.instance_id,
-            "planes": runtime.plane_facts(),
+            "planes": runtime.plane_status(),
             "endpoints": {
-                served.endpoint.path: str(served.lifecycle.state) for served in runtime.served
+                served.endpoint.path: str(served.lifecycle.state)
+                for served in runtime.served_endpoints
             },
         }
 
     return StatusServer(
-        runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, about=about
+        runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, details=about
     )
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -12,20 +12,20 @@ from typing import Any, Self
 
 import msgspec
 
-from dynamo.communication.requests import Handler, Outgoing, Sink, Window
+from dynamo.communication.requests import FlowWindow, RequestHandler, ResponseWriter, Sink
 from dynamo.core.errors import ProtocolError
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 WINDOW_BYTES = 256 << 10
 
 encode_item = msgspec.msgpack.Encoder().encode
 decode_item = msgspec.msgpack.Decoder().decode
 
-Start = Callable[[Sink, Window], Coroutine[Any, Any, None]]
-Serves = Callable[[Any], AsyncGenerator[Any, None] | Awaitable[Any]]
+StartCall = Callable[[Sink, FlowWindow], Coroutine[Any, Any, None]]
+ItemFunction = Callable[[Any], AsyncGenerator[Any, None] | Awaitable[Any]]
 
 
-class Inbox:
+class ReceiveQueue:
     """What has arrived and was not taken yet."""
 
     __slots__ = ("error", "items", "open", "waiter")
@@ -36,19 +36,19 @@ class Inbox:
         self.open = True
         self.error: BaseException | None = None
 
-    def sink(self, payload: bytes) -> bool:
+    def push(self, payload: bytes) -> bool:
         """The plane's end."""
         self.items.append(payload)
         self._wake()
         return self.open
 
-    def ended(self, task: asyncio.Task[None]) -> None:
+    def on_call_ended(self, task: asyncio.Task[None]) -> None:
         """The call is over."""
         self.open = False
         self.error = None if task.cancelled() else task.exception()
         self._wake()
 
-    async def arrival(self) -> None:
+    async def wait_for_item(self) -> None:
         """Wait for the next payload or the end."""
         self.waiter = asyncio.get_running_loop().create_future()
         await self.waiter
@@ -58,7 +58,7 @@ class Inbox:
             self.waiter.set_result(None)
 
 
-class Stream(AsyncIterator[Any]):
+class ResponseStream(AsyncIterator[Any]):
     """One call's answer. `async with stream: async for item in stream` streams; `await stream` is
     the unary form: the only item, None where there is none.
 
@@ -68,38 +68,38 @@ class Stream(AsyncIterator[Any]):
 
     def __init__(
         self,
-        start: Start,
+        start: StartCall,
         window_bytes: int = WINDOW_BYTES,
         decode: Callable[[bytes], Any] = decode_item,
     ) -> None:
-        self._start = start
+        self._start_call = start
         self._decode = decode
-        self._window = Window(window_bytes)
-        self._inbox = Inbox()
-        self._tasks = Tasks(on_failure=lambda _: None)
+        self._window = FlowWindow(window_bytes)
+        self._received = ReceiveQueue()
+        self._tasks = BackgroundTasks(on_failure=lambda _: None)
         self._call: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
-        inbox = self._inbox
+        inbox = self._received
         if self._call is None and inbox.open:
-            self._call = self._tasks.start(self._start(inbox.sink, self._window), "stream")
-            self._call.add_done_callback(inbox.ended)
+            self._call = self._tasks.start(self._start_call(inbox.push, self._window), "stream")
+            self._call.add_done_callback(inbox.on_call_ended)
         while not inbox.items:
             if not inbox.open:
                 if inbox.error is not None:
                     raise inbox.error
                 raise StopAsyncIteration
-            await inbox.arrival()
+            await inbox.wait_for_item()
         payload = inbox.items.popleft()
         self._window.release(len(payload))
         return self._decode(payload)
 
     async def aclose(self) -> None:
         """Cancel what is left of the call."""
-        self._inbox.open = False
+        self._received.open = False
         await self._tasks.close()
 
     async def __aenter__(self) -> Self:
@@ -109,7 +109,7 @@ class Stream(AsyncIterator[Any]):
         await self.aclose()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._only().__await__()
+        return self._single_item().__await__()
 
     def __del__(self) -> None:
         if self._call is not None and not self._call.done():
@@ -117,7 +117,7 @@ class Stream(AsyncIterator[Any]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._call.cancel)
 
-    async def _only(self) -> Any:
+    async def _single_item(self) -> Any:
         async with aclosing(self):
             only = None
             async for item in self:
@@ -129,16 +129,16 @@ class Stream(AsyncIterator[Any]):
             return only
 
 
-def item_handler(serves: Serves) -> Handler:
+def item_handler(serves: ItemFunction) -> RequestHandler:
     """A request-plane handler of `serves(request)`: an async generator function streams its items,
     a coroutine function answers one; requests and items are msgpack values."""
 
-    async def handle(payload: bytes, out: Outgoing) -> None:
+    async def handle(payload: bytes, out: ResponseWriter) -> None:
         answer = serves(decode_item(payload))
         if inspect.isasyncgen(answer):
             async with aclosing(answer) as items:
                 async for item in items:
-                    await out.credit()
+                    await out.wait_for_window()
                     if not out.send(encode_item(item)):
                         return
         elif inspect.isawaitable(answer):

@@ -15,20 +15,20 @@ from itertools import groupby
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks, first_of
-from dynamo.runtime.burials import Burials
-from dynamo.runtime.child import Child, ProcessSpec
-from dynamo.runtime.control import Control
-from dynamo.runtime.crew import Crew
+from dynamo.core.tasks import BackgroundTasks, wait_for_first
+from dynamo.runtime.burials import DeadRecords
+from dynamo.runtime.child import ChildProcess, ChildSpec
+from dynamo.runtime.control import ControlServer
+from dynamo.runtime.crew import ProcessGroup
 from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
-from dynamo.runtime.health import PREPARATION
-from dynamo.runtime.link import Report
+from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.runtime.link import ChildReport
 from dynamo.runtime.pids import own_start_ticks
-from dynamo.runtime.reload import Reload, has_terminal
-from dynamo.runtime.standing import Standing
+from dynamo.runtime.reload import SettingsReloader, has_terminal
+from dynamo.runtime.standing import ProcessRecordWriter
 from dynamo.runtime.status import StatusServer
 from dynamo.telemetry import Registry
-from dynamo.telemetry.logs import Terminal
+from dynamo.telemetry.logs import LogStream
 
 log = logging.getLogger(__name__)
 
@@ -40,29 +40,29 @@ where it cannot be done, which ends the deployment."""
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
-class LogLines:
+class PrefixedLogWriter:
     """Prefixes every line of a child with its name; coloured on a terminal. `bare`: without,
     for lines that are JSON and say their component themselves."""
 
-    def __init__(self, names: Sequence[str], out: Terminal, *, bare: bool = False) -> None:
+    def __init__(self, names: Sequence[str], out: LogStream, *, bare: bool = False) -> None:
         self._out = out
         self._bare = bare
         self._tty = out.isatty()
         self._width = max(map(len, names), default=0)
         self._prefixes: dict[str, str] = {}
         for name in names:
-            self._add(name)
+            self._add_prefix(name)
 
     def __call__(self, name: str, line: bytes) -> None:
         """Write one line; a reader that went away hears nothing."""
         prefix = self._prefixes.get(name)
         if prefix is None:
-            prefix = self._add(name)
+            prefix = self._add_prefix(name)
         with contextlib.suppress(OSError):
             self._out.write(f"{prefix}{line.decode(errors='replace')}\n")
             self._out.flush()
 
-    def _add(self, name: str) -> str:
+    def _add_prefix(self, name: str) -> str:
         prefix = "" if self._bare else f"{name:<{self._width}} | "
         if self._tty and prefix:
             colour = COLOURS[len(self._prefixes) % len(COLOURS)]
@@ -80,201 +80,218 @@ class Supervisor:
 
     def __init__(
         self,
-        specs: Sequence[ProcessSpec],
+        specs: Sequence[ChildSpec],
         deployment: Deployment,
         settings: Settings,
         *,
         address: str = "",
         clock: Clock | None = None,
-        out: Terminal | None = None,
+        out: LogStream | None = None,
         prepare: Prepare | None = None,
-        reload: Reload | None = None,
+        reload: SettingsReloader | None = None,
     ) -> None:
         metrics = Registry()
-        self._reload = reload
-        self._terminal = has_terminal()
+        self._reloader = reload
+        self._had_terminal = has_terminal()
         self.ready = asyncio.Event()
-        self.failure: Report | None = None
+        self.failure: ChildReport | None = None
         self._prepare = prepare
-        self._preparing = ""
-        self._prepared = asyncio.Event()
-        self._unprepared: Exception | None = None
+        self._preparation_status = ""
+        self._preparation_done = asyncio.Event()
+        self._preparation_error: Exception | None = None
         self._deployment = deployment
         self._address = address
         self._clock = clock or SystemClock()
-        self._stop = asyncio.Event()
-        self._at_once = asyncio.Event()
-        self._standing: Standing | None = None
+        self._stop_requested = asyncio.Event()
+        self._kill_requested = asyncio.Event()
+        self._record_writer: ProcessRecordWriter | None = None
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
         )
         self._status = StatusServer(
-            settings, self._clock, metrics, reasons=self._reasons, about=self._about
+            settings,
+            self._clock,
+            metrics,
+            reasons=self._unhealthy_reasons,
+            details=self._health_details,
         )
         bare = settings.logging.format == "json"
-        self._line = LogLines([spec.name for spec in specs], out or sys.stderr, bare=bare)
-        self._tasks = Tasks()
-        self._burials = Burials(settings)
+        self._log_writer = PrefixedLogWriter(
+            [spec.name for spec in specs], out or sys.stderr, bare=bare
+        )
+        self._tasks = BackgroundTasks()
+        self._dead_records = DeadRecords(settings)
         self._drain_s = settings.runtime.drain_s
-        self._crew = Crew(specs, self._child, self._start, self._drain_s, self._look)
-        self._control = Control(self._crew, deployment.folder)
-        self.children = self._crew.children
+        self._group = ProcessGroup(
+            specs, self._create_child, self._start_child, self._drain_s, self._refresh_settings
+        )
+        self._control = ControlServer(self._group, deployment.folder)
+        self.children = self._group.children
 
     async def run(self) -> int:
         """Until stopped. Returns the exit code: 0, or that of `failure`. When all have stopped, it
         raises what `prepare` raised."""
-        await self._clock.offload(self._deployment.prepare)
-        self._signals(asyncio.get_running_loop())
+        await self._clock.offload(self._deployment.create_folder)
+        self._add_signal_handlers(asyncio.get_running_loop())
         await self._status.start()
         try:
             async with self._tasks as tasks:
-                self._crew.start()
-                preparation = tasks.start(self._do_prepare(), PREPARATION)
-                standing = await self._tell("starting")
+                self._group.start()
+                preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
+                standing = await self._update_record("starting")
                 await self._control.start()
                 beside = [
                     preparation,
-                    tasks.start(self._follow(), "reload"),
-                    tasks.start(standing.keep(self._control.keep), "process record"),
+                    tasks.start(self._watch_settings(), "reload"),
+                    tasks.start(
+                        standing.keep_alive(self._control.refresh_socket), "process record"
+                    ),
                 ]
-                await self._serve()
+                await self._wait_for_stop()
                 for task in beside:
                     task.cancel()
                 await self._control.stop()
-                await self._say_stopping()
+                await self._announce_draining()
                 for child in self.children:
-                    child.hold()
-                await first_of(self._stop_all(), self._at_once.wait())
+                    child.stop_restarting()
+                await wait_for_first(self._stop_in_order(), self._kill_requested.wait())
                 for child in self.children:
-                    child.send(signal.SIGKILL)
+                    child.send_signal(signal.SIGKILL)
                 await tasks.join()
         finally:
             await self._status.stop()
-            await self._burials.close()
-            if self._standing is not None:
-                await self._standing.end()
-                await self._clock.offload(self._deployment.clear)
-        if self._unprepared is not None:
-            raise self._unprepared
+            await self._dead_records.close()
+            if self._record_writer is not None:
+                await self._record_writer.remove()
+                await self._clock.offload(self._deployment.remove_if_unused)
+        if self._preparation_error is not None:
+            raise self._preparation_error
         return 0 if self.failure is None else self.failure.code
 
     def stop(self) -> None:
         """Stop in order; called again, at once."""
-        (self._at_once if self._stop.is_set() else self._stop).set()
+        (self._kill_requested if self._stop_requested.is_set() else self._stop_requested).set()
 
     @property
     def stopping(self) -> asyncio.Event:
         """Set from the first request to stop; others only wait for it."""
-        return self._stop
+        return self._stop_requested
 
-    def _signals(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _add_signal_handlers(self, loop: asyncio.AbstractEventLoop) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
-        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
 
-    async def _follow(self) -> None:
-        if self._reload is not None:
-            await self._reload.follow(self._crew, self._clock)
+    async def _watch_settings(self) -> None:
+        if self._reloader is not None:
+            await self._reloader.watch(self._group, self._clock)
 
-    async def _look(self) -> None:
-        if self._reload is not None:
-            await self._reload.look(self._crew, self._clock)
+    async def _refresh_settings(self) -> None:
+        if self._reloader is not None:
+            await self._reloader.refresh(self._group, self._clock)
 
-    def _hung_up(self) -> None:
-        if self._reload is None or (self._terminal and not has_terminal()):
+    def _on_hangup(self) -> None:
+        if self._reloader is None or (self._had_terminal and not has_terminal()):
             self.stop()
         else:
-            self._reload.ask()
+            self._reloader.request_reload()
 
-    async def _keep(self, child: Child) -> None:
+    async def _run_child(self, child: ChildProcess) -> None:
         if child.spec.needs_preparation:
-            await first_of(self._prepared.wait(), self._stop.wait())
-        if not self._stop.is_set():
+            await wait_for_first(self._preparation_done.wait(), self._stop_requested.wait())
+        if not self._stop_requested.is_set():
             await child.run()
-        if not self._stop.is_set():
-            self._burials.bury(child.report.key)
+        if not self._stop_requested.is_set():
+            self._dead_records.delete(child.report.key)
 
-    async def _do_prepare(self) -> None:
+    async def _run_preparation(self) -> None:
         try:
             if self._prepare is not None:
-                await self._prepare(self._note)
+                await self._prepare(self._set_preparation_status)
         except Exception as error:  # noqa: BLE001 - raised again when all have stopped
-            if not self._stop.is_set():
-                self._unprepared = error
-                self._stop.set()
+            if not self._stop_requested.is_set():
+                self._preparation_error = error
+                self._stop_requested.set()
         else:
-            self._prepared.set()
-            self._note("")
+            self._preparation_done.set()
+            self._set_preparation_status("")
 
-    def _note(self, preparing: str) -> None:
-        if preparing == self._preparing:
+    def _set_preparation_status(self, preparing: str) -> None:
+        if preparing == self._preparation_status:
             return
-        self._preparing = preparing
+        self._preparation_status = preparing
         for child in self.children:
-            child.prepare(preparing)
+            child.notify_preparing(preparing)
 
-    async def _serve(self) -> None:
-        await first_of(self._stop.wait(), self.ready.wait())
-        if not self._stop.is_set():
-            await self._tell("ready")
-            await self._stop.wait()
+    async def _wait_for_stop(self) -> None:
+        await wait_for_first(self._stop_requested.wait(), self.ready.wait())
+        if not self._stop_requested.is_set():
+            await self._update_record("ready")
+            await self._stop_requested.wait()
 
-    async def _say_stopping(self) -> None:
-        if self.failure is None and self._unprepared is None:
+    async def _announce_draining(self) -> None:
+        if self.failure is None and self._preparation_error is None:
             fields = {"drain_s": self._drain_s}
             log.info(
                 "stopping; a second Ctrl-C or signal ends it at once", extra={"fields": fields}
             )
         try:
-            await self._tell("draining")
+            await self._update_record("draining")
         except ConfigError as error:  # a full disk keeps nobody from draining
             log.warning("draining untold", extra={"fields": {"error": error.message}})
 
-    async def _stop_all(self) -> None:
+    async def _stop_in_order(self) -> None:
         order = sorted(self.children, key=lambda child: child.spec.stop_order)
         for _, group in groupby(order, key=lambda child: child.spec.stop_order):
-            await self._crew.retire(list(group))
+            await self._group.stop_children(list(group))
 
-    def _reasons(self) -> Mapping[str, str]:
-        own = {PREPARATION: self._preparing} if self._preparing else {}
-        if self._stop.is_set():
+    def _unhealthy_reasons(self) -> Mapping[str, str]:
+        own = {PREPARATION_REASON: self._preparation_status} if self._preparation_status else {}
+        if self._stop_requested.is_set():
             own["stopping"] = "the deployment is draining"
         waiting = {
-            child.spec.name: child.trouble or (child.report.state if child.pid else "not running")
+            child.spec.name: child.crash_loop_reason
+            or (child.report.state if child.pid else "not running")
             for child in self.children
             if not child.ready
         }
         return waiting | own
 
-    def _about(self) -> Mapping[str, object]:
+    def _health_details(self) -> Mapping[str, object]:
         return {
             "role": SUPERVISOR,
             "deployment": self._deployment.id,
             "processes": {child.spec.name: child.pid for child in self.children},
         }
 
-    def _child(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self._clock, line=self._line, changed=self._changed, died=self._died)
+    def _create_child(self, spec: ChildSpec) -> ChildProcess:
+        return ChildProcess(
+            spec,
+            self._clock,
+            on_line=self._log_writer,
+            on_change=self._on_child_change,
+            on_death=self._on_child_death,
+        )
 
-    def _start(self, child: Child) -> asyncio.Task[None]:
-        return self._tasks.start(self._keep(child), child.spec.name)
+    def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
+        return self._tasks.start(self._run_child(child), child.spec.name)
 
-    def _died(self, child: Child) -> None:
-        self._burials.bury(child.report.key)
-        self._crew.changed()
+    def _on_child_death(self, child: ChildProcess) -> None:
+        self._dead_records.delete(child.report.key)
+        self._group.on_child_change()
         self._restarts.labels(child.spec.name).inc()
 
-    def _changed(self, child: Child) -> None:
+    def _on_child_change(self, child: ChildProcess) -> None:
         serving = self.ready.is_set()  # who fails later was added to what serves without it
         if child.report.fatal and not (child.ever_ready or serving) and self.failure is None:
             self.failure = child.report
-            self._stop.set()
-        self._crew.changed()
+            self._stop_requested.set()
+        self._group.on_child_change()
         if all(one.ready for one in self.children):
             self.ready.set()
 
-    async def _tell(self, state: ProcessState) -> Standing:
-        if self._standing is None:
+    async def _update_record(self, state: ProcessState) -> ProcessRecordWriter:
+        if self._record_writer is None:
             record = ProcessRecord(
                 deployment=self._deployment.id,
                 role=SUPERVISOR,
@@ -285,16 +302,16 @@ class Supervisor:
                 instance=secrets.token_hex(8),
                 start_ticks=own_start_ticks(),
             )
-            self._standing = Standing(self._deployment, record, self._clock)
-        await self._standing.tell(state=state)
-        return self._standing
+            self._record_writer = ProcessRecordWriter(self._deployment, record, self._clock)
+        await self._record_writer.update(state=state)
+        return self._record_writer
 
 
 def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
     """Run it on an event loop of its own, and call `on_ready` once when all serve."""
 
     async def announced() -> int:
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             tasks.start(_announce(supervisor, on_ready), "announce")
             return await supervisor.run()
 

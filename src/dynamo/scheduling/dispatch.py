@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.core.codec import ReplyReader, encode_request
+from dynamo.core.codec import ReplyDecoder, encode_request
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, NotFound, WorkerFailed
 from dynamo.core.reply import Reply
@@ -22,9 +22,9 @@ class Dispatch:
     ) -> None:
         """Returns when the answer is complete or the Reply had enough. Raises what the instance
         raised; `InstanceGone` where it did nothing; `WorkerFailed` for an answer without an end."""
-        reader = ReplyReader(reply)
+        reader = ReplyDecoder(reply)
         try:
-            await self._client.call(instance, encode_request(request), context, reader.item)
+            await self._client.call(instance, encode_request(request), context, reader.feed)
         except NotFound as error:
             gone = InstanceGone(f"instance {instance.id}: {error.message}")
             gone.instance = instance.id

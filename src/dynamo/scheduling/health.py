@@ -20,11 +20,11 @@ from dynamo.core.errors import (
     InstanceGone,
     InternalError,
     ProtocolError,
+    WorkerDraining,
     WorkerFailed,
-    WorkerLeaving,
 )
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import Beat
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import ProbeResult
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.breaker import Breaker
@@ -32,34 +32,34 @@ from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 60.0
+ENGINE_STALL_S = 60.0
 """An engine that has work and computes no step for so long will not."""
-FAILURES = 3
+FAILURE_THRESHOLD = 3
 """So many failed requests in a row, none answered between them, open a worker's breaker."""
-PROBE = "probe"
+PROBE_REQUEST_ID = "probe"
 
-_decode = msgspec.msgpack.Decoder(Beat).decode
+_decode_probe_reply = msgspec.msgpack.Decoder(ProbeResult).decode
 
 
-class Patient:
+class ProbedWorker:
     """What is known of one worker."""
 
-    __slots__ = ("breaker", "missed", "moved_at", "steps")
+    __slots__ = ("breaker", "last_progress_s", "last_steps", "missed_probes")
 
     def __init__(self, now: float) -> None:
-        self.breaker = Breaker(FAILURES)
-        self.missed = 0
-        self.steps = -1
-        self.moved_at = now
+        self.breaker = Breaker(FAILURE_THRESHOLD)
+        self.missed_probes = 0
+        self.last_steps = -1
+        self.last_progress_s = now
 
-    def stuck(self, beat: Beat, now: float) -> bool:
+    def check_stalled(self, beat: ProbeResult, now: float) -> bool:
         """It has had work and has computed nothing since `STUCK_S`."""
-        if beat.steps != self.steps or not beat.requests:
-            self.steps, self.moved_at = beat.steps, now
-        return now - self.moved_at >= STUCK_S
+        if beat.steps != self.last_steps or not beat.requests:
+            self.last_steps, self.last_progress_s = beat.steps, now
+        return now - self.last_progress_s >= ENGINE_STALL_S
 
 
-class Health:
+class WorkerHealth:
     """Follows the instances of one client: a probe each `interval_s`, ejected after `threshold`
     probes without an answer."""
 
@@ -78,69 +78,69 @@ class Health:
         self._rng = rng
         self._interval_s = interval_s
         self._threshold = threshold
-        self._tasks = Tasks()
-        self._patients: dict[str, Patient] = {}
+        self._tasks = BackgroundTasks()
+        self._workers: dict[str, ProbedWorker] = {}
         registry = metrics or Registry()
-        self._ejected = registry.counter(
+        self._ejection_counter = registry.counter(
             "dynamo_workers_ejected_total",
             "Workers left out because their requests or probes failed",
             ("reason",),
         )
-        self._stop = client.on_left(self._forget)
+        self._unsubscribe = client.on_instance_removed(self._on_instance_removed)
 
     def start(self) -> None:
         """Probe from now on."""
-        self._tasks.start(self._rounds(), "probe workers")
+        self._tasks.start(self._probe_loop(), "probe workers")
 
     async def close(self) -> None:
         """Probe no more. Who is ejected stays so."""
-        self._stop()
+        self._unsubscribe()
         await self._tasks.close()
 
-    def left(self, instance: Instance, error: BaseException | None) -> None:
+    def on_attempt_ended(self, instance: Instance, error: BaseException | None) -> None:
         """For the router's `left`: requests tell how their workers are."""
         if error is None:
-            if (patient := self._patients.get(instance.id)) is not None:
-                patient.breaker.succeeded()
+            if (patient := self._workers.get(instance.id)) is not None:
+                patient.breaker.record_success()
         elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
-            error, InstanceGone | WorkerLeaving
+            error, InstanceGone | WorkerDraining
         ):
-            self._failed(instance, error)
+            self._record_failure(instance, error)
 
-    async def _rounds(self) -> None:
+    async def _probe_loop(self) -> None:
         while True:
             await self._clock.sleep(self._interval_s * (0.9 + 0.2 * self._rng.random()))
             for instance in tuple(self._client.instances.values()):
-                self._tasks.start(self._visit(instance), f"probe {instance.id}")
+                self._tasks.start(self._check_worker(instance), f"probe {instance.id}")
 
-    async def _visit(self, instance: Instance) -> None:
-        patient = self._patient(instance)
+    async def _check_worker(self, instance: Instance) -> None:
+        patient = self._get_worker(instance)
         beat = await self._probe(instance)
         if beat is None:
-            patient.missed += 1
-            if patient.missed >= self._threshold:
+            patient.missed_probes += 1
+            if patient.missed_probes >= self._threshold:
                 self._eject(instance, patient, "probe", "does not answer probes")
-        elif patient.stuck(beat, self._clock.now()):
+        elif patient.check_stalled(beat, self._clock.now()):
             self._eject(instance, patient, "stuck", "has work and computes nothing")
             self._client.interrupt(
                 instance.id, WorkerFailed(f"the engine of instance {instance.id} is stuck")
             )
         else:
-            patient.missed = 0
+            patient.missed_probes = 0
 
-    async def _probe(self, instance: Instance) -> Beat | None:
+    async def _probe(self, instance: Instance) -> ProbeResult | None:
         """None: it failed, or answered nothing in time."""
-        found: list[Beat] = []
+        found: list[ProbeResult] = []
 
         def sink(payload: bytes) -> bool:
-            found.append(_decode(payload))
+            found.append(_decode_probe_reply(payload))
             return True
 
         try:
             async with asyncio.timeout(self._interval_s):
-                await self._client.call(instance, b"", Context(request_id=PROBE), sink)
+                await self._client.call(instance, b"", Context(request_id=PROBE_REQUEST_ID), sink)
         except ProtocolError:
-            return Beat()  # an older worker, which knows no probes
+            return ProbeResult()  # an older worker, which knows no probes
         except (
             DynamoError,
             OSError,
@@ -153,38 +153,42 @@ class Health:
             return None
         return found[0] if found else None
 
-    def _failed(self, instance: Instance, error: DynamoError) -> None:
-        patient = self._patient(instance)
-        if patient.breaker.failed(self._clock.now()):
+    def _record_failure(self, instance: Instance, error: DynamoError) -> None:
+        patient = self._get_worker(instance)
+        if patient.breaker.record_failure(self._clock.now()):
             self._eject(instance, patient, "failures", error.message)
 
-    def _eject(self, instance: Instance, patient: Patient, reason: str, why: str) -> None:
+    def _eject(self, instance: Instance, patient: ProbedWorker, reason: str, why: str) -> None:
         if patient.breaker.open or not self._client.eject(instance.id):
             return
-        pause_s = patient.breaker.opened(self._rng)
-        self._ejected.labels(reason).inc()
+        pause_s = patient.breaker.trip(self._rng)
+        self._ejection_counter.labels(reason).inc()
         fields = {"worker": instance.id, "reason": why, "probe_s": round(pause_s, 2)}
         log.warning("worker ejected", extra={"fields": fields})
-        self._tasks.start(self._heal(instance, patient, pause_s), f"heal {instance.id}")
+        self._tasks.start(
+            self._probe_until_healthy(instance, patient, pause_s), f"heal {instance.id}"
+        )
 
-    async def _heal(self, instance: Instance, patient: Patient, pause_s: float) -> None:
+    async def _probe_until_healthy(
+        self, instance: Instance, patient: ProbedWorker, pause_s: float
+    ) -> None:
         """Open until a probe is answered, and that by an engine that gets on."""
-        while self._patients.get(instance.id) is patient:
+        while self._workers.get(instance.id) is patient:
             await self._clock.sleep(pause_s)
             beat = await self._probe(instance)
-            if beat is not None and not patient.stuck(beat, self._clock.now()):
-                patient.breaker.tried()
-                patient.missed = 0
+            if beat is not None and not patient.check_stalled(beat, self._clock.now()):
+                patient.breaker.enter_half_open()
+                patient.missed_probes = 0
                 self._client.readmit(instance.id)
                 log.info("worker readmitted", extra={"fields": {"worker": instance.id}})
                 return
-            pause_s = patient.breaker.opened(self._rng)
+            pause_s = patient.breaker.trip(self._rng)
 
-    def _patient(self, instance: Instance) -> Patient:
-        patient = self._patients.get(instance.id)
+    def _get_worker(self, instance: Instance) -> ProbedWorker:
+        patient = self._workers.get(instance.id)
         if patient is None:
-            patient = self._patients[instance.id] = Patient(self._clock.now())
+            patient = self._workers[instance.id] = ProbedWorker(self._clock.now())
         return patient
 
-    def _forget(self, instance: Instance) -> None:
-        self._patients.pop(instance.id, None)
+    def _on_instance_removed(self, instance: Instance) -> None:
+        self._workers.pop(instance.id, None)

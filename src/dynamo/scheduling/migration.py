@@ -17,34 +17,34 @@ from dynamo.core.errors import (
     InstanceGone,
     NoWorkers,
     PoisonedRequest,
+    WorkerDraining,
     WorkerFailed,
-    WorkerLeaving,
 )
-from dynamo.core.reply import Extra, Operator, Reply, Send, Shortcut
+from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest, SendToken
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
-DEADLY = 3
+MAX_WORKER_DEATHS = 3
 """So many workers may die of one request."""
-RECOVERY_S = 30.0
+REPLACEMENT_TIMEOUT_S = 30.0
 """A request that lost its worker waits so long for another to be there."""
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
-ATTEMPTS_APART = 16
+INITIAL_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+ATTEMPT_STRIDE = 16
 """A router below may number tries of its own between two of ours."""
 
 
-class Said(Reply):
+class ResumableReply(Reply):
     """What one request has been answered so far, by however many workers."""
 
-    __slots__ = ("_reply", "admitted", "before", "complete", "ids", "started")
+    __slots__ = ("_reply", "admitted", "complete", "resumed_tokens", "started", "token_ids")
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
-        self.ids = array("I")
-        self.before = 0
+        self.token_ids = array("I")
+        self.resumed_tokens = 0
         self.started = False
         self.admitted = False
         self.complete = False
@@ -55,61 +55,61 @@ class Said(Reply):
             self.started = True
             self._reply.begin(started)
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         if len(ids) == 1:
-            self.ids.append(ids[0])
+            self.token_ids.append(ids[0])
         else:
-            self.ids.extend(ids)
+            self.token_ids.extend(ids)
         reply = self._reply  # calling a slot directly is slower in CPython 3.11
         return reply.tokens(ids, extra)
 
     @property
-    def kept(self) -> array[int]:
-        return self.ids
+    def token_log(self) -> array[int]:
+        return self.token_ids
 
-    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
-        return self._reply.shortcut(self.ids) if kept is None else None
+    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
+        return self._reply.open_fast_path(self.token_ids) if kept is None else None
 
     def finish(self, end: Finish) -> None:
         self.complete = True
-        if self.before:
-            end = replace(end, completion_tokens=self.before + end.completion_tokens)
+        if self.resumed_tokens:
+            end = replace(end, completion_tokens=self.resumed_tokens + end.completion_tokens)
         self._reply.finish(end)
 
-    def finish_for_length(self) -> None:
+    def finish_at_length(self) -> None:
         """All that was wanted is there; who would have said so is not."""
-        self._reply.finish(Finish("length", len(self.ids)))
+        self._reply.finish(Finish("length", len(self.token_ids)))
 
 
-class Failures:
+class FailureHistory:
     """What one request has been through: whether it may go on, and after which pause."""
 
-    __slots__ = ("avoid", "deaths", "idle_tries", "tries")
+    __slots__ = ("attempts", "attempts_without_progress", "avoided_workers", "worker_deaths")
 
     def __init__(self) -> None:
-        self.tries = 0
-        self.idle_tries = 0
-        self.deaths = 0
-        self.avoid: tuple[str, ...] = ()
+        self.attempts = 0
+        self.attempts_without_progress = 0
+        self.worker_deaths = 0
+        self.avoided_workers: tuple[str, ...] = ()
 
-    def failed(self, error: WorkerFailed, *, progress: bool, admitted: bool) -> None:
+    def record_failure(self, error: WorkerFailed, *, progress: bool, admitted: bool) -> None:
         """An attempt ended. `admitted`: it was in the worker's running batch, as far as is known;
         `progress`: it brought tokens."""
-        self.tries += 1
-        self.idle_tries = 0 if progress else self.idle_tries + 1
+        self.attempts += 1
+        self.attempts_without_progress = 0 if progress else self.attempts_without_progress + 1
         if progress:
-            self.deaths = 0
-        if admitted and not isinstance(error, InstanceGone | WorkerLeaving):
-            self.deaths += 1
-        if error.instance and error.instance not in self.avoid:
-            self.avoid = (*self.avoid[-2:], error.instance)
+            self.worker_deaths = 0
+        if admitted and not isinstance(error, InstanceGone | WorkerDraining):
+            self.worker_deaths += 1
+        if error.instance and error.instance not in self.avoided_workers:
+            self.avoided_workers = (*self.avoided_workers[-2:], error.instance)
 
-    def pause_s(self, rng: Random) -> float:
+    def draw_backoff_s(self, rng: Random) -> float:
         """Nothing after a try that brought tokens, else full jitter under a bound that doubles."""
-        if not self.idle_tries:
+        if not self.attempts_without_progress:
             return 0.0
-        bound = FIRST_PAUSE_S * 2.0 ** min(self.idle_tries, 10)
-        return rng.random() * min(bound, LONGEST_PAUSE_S)
+        bound = INITIAL_BACKOFF_S * 2.0 ** min(self.attempts_without_progress, 10)
+        return rng.random() * min(bound, MAX_BACKOFF_S)
 
 
 class Migration(Operator):
@@ -123,57 +123,59 @@ class Migration(Operator):
         self._rng = rng
         self._limit = limit
         registry = metrics or Registry()
-        self._moved = registry.counter(
+        self._migration_counter = registry.counter(
             "dynamo_migrations_total", "Requests that went on at another worker", ("reason",)
         )
-        self._lost = registry.counter(
+        self._failed_migration_counter = registry.counter(
             "dynamo_migrations_failed_total", "Requests that could not go on", ("reason",)
         )
 
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
     ) -> None:
         """Raises `PoisonedRequest` when workers die of it, `WorkerFailed` when the limit is reached
         or no worker comes back, `NoWorkers` only where there was none to begin with."""
         if not self._limit:
             return await onward(request, context, reply)
-        said = Said(reply)
+        said = ResumableReply(reply)
         try:
             await onward(request, context, said)
         except WorkerFailed as error:
-            await self._go_on(request, context, said, onward, error)
+            await self._migrate(request, context, said, onward, error)
 
-    async def _go_on(
+    async def _migrate(
         self,
         request: GenerateRequest,
         context: Context,
-        said: Said,
-        onward: Send,
+        said: ResumableReply,
+        onward: SendRequest,
         error: WorkerFailed,
     ) -> None:
         began = self._clock.now()
-        failures = Failures()
+        failures = FailureHistory()
         said.admitted = True  # what has not failed before does not say when it is admitted
         while not said.complete:
-            self._note(request, said, failures, error)
-            if len(said.ids) >= request.stops.max_tokens:
-                said.finish_for_length()
+            self._record_failure(request, said, failures, error)
+            if len(said.token_ids) >= request.stops.max_tokens:
+                said.finish_at_length()
                 return
-            await self._clock.sleep(failures.pause_s(self._rng))
+            await self._clock.sleep(failures.draw_backoff_s(self._rng))
             attempt = replace(
                 context,
-                attempt=context.attempt + failures.tries * ATTEMPTS_APART,
-                timeout_s=_left(context.timeout_s, self._clock.now() - began),
-                avoid=failures.avoid,
+                attempt=context.attempt + failures.attempts * ATTEMPT_STRIDE,
+                timeout_s=_remaining_s(context.timeout_s, self._clock.now() - began),
+                avoid=failures.avoided_workers,
             )
-            said.before, said.admitted = len(said.ids), False
-            again = await self._attempt(resumed(request, said.ids), attempt, said, onward)
+            said.resumed_tokens, said.admitted = len(said.token_ids), False
+            again = await self._retry(
+                resume_request(request, said.token_ids), attempt, said, onward
+            )
             if again is None:
                 return
             error = again
 
-    async def _attempt(
-        self, request: GenerateRequest, context: Context, said: Said, onward: Send
+    async def _retry(
+        self, request: GenerateRequest, context: Context, said: ResumableReply, onward: SendRequest
     ) -> WorkerFailed | None:
         """One try, which waits while no worker is there: how its worker failed, if it did. Raises
         `WorkerFailed` where no worker comes."""
@@ -185,52 +187,56 @@ class Migration(Operator):
             except WorkerFailed as error:
                 return error
             except NoWorkers as error:
-                if self._clock.now() - since >= RECOVERY_S:
-                    self._lost.labels("no_workers").inc()
+                if self._clock.now() - since >= REPLACEMENT_TIMEOUT_S:
+                    self._failed_migration_counter.labels("no_workers").inc()
                     raise WorkerFailed(
-                        f"the worker was lost, and none came in {RECOVERY_S:g} s: {error.message}"
+                        f"the worker was lost, and none came in {REPLACEMENT_TIMEOUT_S:g} s: {error.message}"
                     ) from error
             except ContextLengthExceeded:
-                if not said.ids:
+                if not said.token_ids:
                     raise
-                said.finish_for_length()
+                said.finish_at_length()
                 return None
             if context.avoid:
                 context = replace(context, avoid=())
             else:
-                await self._clock.sleep(FIRST_PAUSE_S * (1 + self._rng.random()))
+                await self._clock.sleep(INITIAL_BACKOFF_S * (1 + self._rng.random()))
 
-    def _note(
-        self, request: GenerateRequest, said: Said, failures: Failures, error: WorkerFailed
+    def _record_failure(
+        self,
+        request: GenerateRequest,
+        said: ResumableReply,
+        failures: FailureHistory,
+        error: WorkerFailed,
     ) -> None:
         """Count the failure. Raises where it was the last that this request may have."""
-        progress = len(said.ids) > said.before
-        failures.failed(error, progress=progress, admitted=said.admitted)
-        if failures.deaths >= DEADLY:
-            self._lost.labels(PoisonedRequest.code).inc()
+        progress = len(said.token_ids) > said.resumed_tokens
+        failures.record_failure(error, progress=progress, admitted=said.admitted)
+        if failures.worker_deaths >= MAX_WORKER_DEATHS:
+            self._failed_migration_counter.labels(PoisonedRequest.code).inc()
             raise PoisonedRequest(
-                f"{failures.deaths} workers failed one after the other while they had this request "
+                f"{failures.worker_deaths} workers failed one after the other while they had this request "
                 f"in work, the last one: {error.message}",
                 hint="this request seems to crash the engine; it is not tried again",
             ) from error
-        if failures.tries > self._limit:
-            self._lost.labels("limit").inc()
+        if failures.attempts > self._limit:
+            self._failed_migration_counter.labels("limit").inc()
             raise error
-        self._moved.labels(error.code).inc()
+        self._migration_counter.labels(error.code).inc()
         log.debug(
             "request goes on elsewhere",
             extra={
                 "fields": {
                     "request": request.request_id,
-                    "tokens": len(said.ids),
-                    "tries": failures.tries,
+                    "tokens": len(said.token_ids),
+                    "tries": failures.attempts,
                     "error": error.message,
                 }
             },
         )
 
 
-def resumed(request: GenerateRequest, ids: array[int]) -> GenerateRequest:
+def resume_request(request: GenerateRequest, ids: array[int]) -> GenerateRequest:
     """`request` as a worker takes it up that is to continue after `ids`; ahead of its equals, for
     its reader waits already."""
     count, stops = len(ids), request.stops
@@ -247,5 +253,5 @@ def resumed(request: GenerateRequest, ids: array[int]) -> GenerateRequest:
     )
 
 
-def _left(timeout_s: float | None, elapsed_s: float) -> float | None:
+def _remaining_s(timeout_s: float | None, elapsed_s: float) -> float | None:
     return None if timeout_s is None else max(0.0, timeout_s - elapsed_s)

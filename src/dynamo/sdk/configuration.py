@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.sdk.declare import near, spec_of
+from dynamo.sdk.declare import nearest_name_hint, spec_of
 
-ARGS = "ServiceArgs"
-ATTRIBUTE = "config"
+SERVICE_ARGS_KEY = "ServiceArgs"
+CONFIG_ATTRIBUTE = "config"
 
 
 class ServiceArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,10 +21,10 @@ class ServiceArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resources: dict[str, Any] | None = None
 
 
-def configuration_of(service: type[Any], section: Mapping[str, Any]) -> Any:
+def build_config(service: type[Any], section: Mapping[str, Any]) -> Any:
     """What the service's `config` becomes: of the type that the class annotates it with, or a
     plain dict. Raises `ConfigError` that names the key."""
-    own = own_part(section)
+    own = without_service_args(section)
     kind = config_type(service)
     if kind is None:
         return own
@@ -39,54 +39,60 @@ def configuration_of(service: type[Any], section: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
+def parse_service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
     """Replicas and resources as the section gives them. Raises `ConfigError`."""
-    given = section.get(ARGS) or {}
+    given = section.get(SERVICE_ARGS_KEY) or {}
     name = spec_of(service).name
     for key in given.keys() - set(ServiceArgs.__struct_fields__):
         known = ServiceArgs.__struct_fields__
-        raise ConfigError(f"{name}.{ARGS}: unknown key {key!r}", hint=near(key, known))
+        raise ConfigError(
+            f"{name}.{SERVICE_ARGS_KEY}: unknown key {key!r}", hint=nearest_name_hint(key, known)
+        )
     try:
         args = msgspec.convert(given, ServiceArgs, strict=False)
     except msgspec.ValidationError as error:
         wanted, _, at = str(error).partition(" - at `$")
-        raise ConfigError(f"{name}.{ARGS}{at.rstrip('`')}: {wanted}") from None
+        raise ConfigError(f"{name}.{SERVICE_ARGS_KEY}{at.rstrip('`')}: {wanted}") from None
     if args.workers is not None and args.workers < 1:
-        raise ConfigError(f"{name}.{ARGS}.workers = {args.workers}: at least 1")
+        raise ConfigError(f"{name}.{SERVICE_ARGS_KEY}.workers = {args.workers}: at least 1")
     return args
 
 
-def own_part(section: Mapping[str, Any]) -> dict[str, Any]:
+def without_service_args(section: Mapping[str, Any]) -> dict[str, Any]:
     """The section without what says how the service runs."""
-    return {key: value for key, value in section.items() if key != ARGS}
+    return {key: value for key, value in section.items() if key != SERVICE_ARGS_KEY}
 
 
 def config_type(service: type[Any]) -> type[Any] | None:
     """The annotation of `config`; None without one, or for dict."""
-    if not any(ATTRIBUTE in vars(cls).get("__annotations__", {}) for cls in service.__mro__):
+    if not any(CONFIG_ATTRIBUTE in vars(cls).get("__annotations__", {}) for cls in service.__mro__):
         return None
     try:
-        kind = get_type_hints(service)[ATTRIBUTE]
+        kind = get_type_hints(service)[CONFIG_ATTRIBUTE]
     except NameError as error:
         raise ConfigError(
-            f"{service.__name__}.{ATTRIBUTE}: {error}", hint="its type must be importable"
+            f"{service.__name__}.{CONFIG_ATTRIBUTE}: {error}", hint="its type must be importable"
         ) from None
     return kind if isinstance(kind, type) and kind is not dict else None
 
 
-def full_key(service: type[Any], key: str) -> str:
+def qualify_key(service: type[Any], key: str) -> str:
     """`workers` and `resources` mean those of `ServiceArgs`, unless the service has such keys."""
     kind = config_type(service)
     own = kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
     head = key.partition(".")[0]
-    return f"{ARGS}.{key}" if head in ServiceArgs.__struct_fields__ and head not in own else key
+    return (
+        f"{SERVICE_ARGS_KEY}.{key}"
+        if head in ServiceArgs.__struct_fields__ and head not in own
+        else key
+    )
 
 
 def _check_keys(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str) -> None:
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in given.items():
         if key not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}", hint=near(key, fields))
+            raise ConfigError(f"{where}: unknown key {key!r}", hint=nearest_name_hint(key, fields))
         inner = fields[key]
         if (
             isinstance(inner, type)

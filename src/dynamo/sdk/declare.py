@@ -15,12 +15,12 @@ T = TypeVar("T")
 C = TypeVar("C", bound=type[Any])
 F = TypeVar("F", bound=Callable[..., Any])
 
-SPEC = "__dynamo_service__"
-ENDPOINT = "__dynamo_endpoint__"
-HOOK = "__dynamo_hook__"
-ROLE = "dynamo_role"
+SPEC_ATTRIBUTE = "__dynamo_service__"
+ENDPOINT_ATTRIBUTE = "__dynamo_endpoint__"
+HOOK_ATTRIBUTE = "__dynamo_hook__"
+ROLE_ATTRIBUTE = "dynamo_role"
 """A class attribute of the services that come with this project: which process they are."""
-ABOUT_KEYS = ("namespace", "model")
+DYNAMO_KEYS = ("namespace", "model")
 
 
 class EndpointSpec(msgspec.Struct, frozen=True):
@@ -46,8 +46,8 @@ class ServiceSpec(msgspec.Struct):
     resources: Mapping[str, Any]
     endpoints: Mapping[str, EndpointSpec]
     dependencies: Mapping[str, type[Any]]
-    starts: tuple[str, ...]
-    stops: tuple[str, ...]
+    start_hooks: tuple[str, ...]
+    stop_hooks: tuple[str, ...]
     links: list[type[Any]]
 
 
@@ -81,26 +81,28 @@ def service(
     `workers`: replicas, a process each. `resources` ("gpu", "cpu", "memory"): what a replica needs,
     for those that place it. Raises `ConfigError`."""
     about = dict(dynamo or {})
-    for key in about.keys() - set(ABOUT_KEYS):
-        raise ConfigError(f"service(dynamo=...): unknown key {key!r}", hint=near(key, ABOUT_KEYS))
+    for key in about.keys() - set(DYNAMO_KEYS):
+        raise ConfigError(
+            f"service(dynamo=...): unknown key {key!r}", hint=nearest_name_hint(key, DYNAMO_KEYS)
+        )
     if workers < 1:
         raise ConfigError(f"service(workers={workers}): at least 1")
 
     def declare(cls: C) -> C:
         spec = ServiceSpec(
             name=cls.__name__,
-            component=ready_made(cls).__name__,
+            component=builtin_service(cls).__name__,
             namespace=about.get("namespace", ""),
             model=about.get("model", ""),
             workers=workers,
             resources=dict(resources or {}),
-            endpoints=_endpoints(cls),
-            dependencies=_dependencies(cls),
-            starts=_hooks(cls, "start"),
-            stops=_hooks(cls, "stop"),
+            endpoints=_collect_endpoints(cls),
+            dependencies=_collect_dependencies(cls),
+            start_hooks=_collect_hooks(cls, "start"),
+            stop_hooks=_collect_hooks(cls, "stop"),
             links=[],
         )
-        setattr(cls, SPEC, spec)
+        setattr(cls, SPEC_ATTRIBUTE, spec)
         cls.link = classmethod(_link)
         return cls
 
@@ -127,7 +129,9 @@ def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
                 hint="put what it needs into one dict or msgspec.Struct",
             )
         method = function.__name__
-        setattr(function, ENDPOINT, EndpointSpec(name or method, method, streams, function))
+        setattr(
+            function, ENDPOINT_ATTRIBUTE, EndpointSpec(name or method, method, streams, function)
+        )
         return function
 
     return mark
@@ -142,19 +146,19 @@ def depends(service: type[T]) -> T:
 
 def on_start(function: F) -> F:
     """Run this method (plain or `async`) before the first call; dependencies can be called."""
-    setattr(function, HOOK, "start")
+    setattr(function, HOOK_ATTRIBUTE, "start")
     return function
 
 
 def on_stop(function: F) -> F:
     """Run this method (plain or `async`) after the last call was answered."""
-    setattr(function, HOOK, "stop")
+    setattr(function, HOOK_ATTRIBUTE, "stop")
     return function
 
 
 def is_service(found: Any) -> bool:
     """Is it a class with the decorator of its own?"""
-    return isinstance(found, type) and SPEC in vars(found)
+    return isinstance(found, type) and SPEC_ATTRIBUTE in vars(found)
 
 
 def spec_of(service: type[Any]) -> ServiceSpec:
@@ -162,20 +166,20 @@ def spec_of(service: type[Any]) -> ServiceSpec:
     if not is_service(service):
         name = getattr(service, "__name__", repr(service))
         raise ConfigError(f"{name} is no service", hint=f"put @service(...) above class {name}")
-    return cast("ServiceSpec", vars(service)[SPEC])
+    return cast("ServiceSpec", vars(service)[SPEC_ATTRIBUTE])
 
 
 def role_of(service: type[Any]) -> str:
     """The role of a ready-made service, or of a class made of one; "" for a user's own."""
-    return str(getattr(service, ROLE, ""))
+    return str(getattr(service, ROLE_ATTRIBUTE, ""))
 
 
-def ready_made(service: type[Any]) -> type[Any]:
+def builtin_service(service: type[Any]) -> type[Any]:
     """The ready-made service that a class is, or is made of; a user's own is itself."""
-    return next((one for one in service.__mro__ if ROLE in vars(one)), service)
+    return next((one for one in service.__mro__ if ROLE_ATTRIBUTE in vars(one)), service)
 
 
-def near(wrong: str, known: Any) -> str:
+def nearest_name_hint(wrong: str, known: Any) -> str:
     """A hint that names the known word nearest to a wrong one."""
     known = list(known)
     found = difflib.get_close_matches(wrong, known, n=1)
@@ -193,11 +197,11 @@ def _link(cls: type[Any], other: type[T]) -> type[T]:
     return other
 
 
-def _endpoints(cls: type[Any]) -> dict[str, EndpointSpec]:
+def _collect_endpoints(cls: type[Any]) -> dict[str, EndpointSpec]:
     found = {
-        name: getattr(value, ENDPOINT)
+        name: getattr(value, ENDPOINT_ATTRIBUTE)
         for name, value in inspect.getmembers(cls)
-        if hasattr(value, ENDPOINT)
+        if hasattr(value, ENDPOINT_ATTRIBUTE)
     }
     names = [endpoint.name for endpoint in found.values()]
     for name in names:
@@ -206,7 +210,7 @@ def _endpoints(cls: type[Any]) -> dict[str, EndpointSpec]:
     return found
 
 
-def _dependencies(cls: type[Any]) -> dict[str, type[Any]]:
+def _collect_dependencies(cls: type[Any]) -> dict[str, type[Any]]:
     return {
         name: value.service
         for name, value in inspect.getmembers(cls)
@@ -214,7 +218,9 @@ def _dependencies(cls: type[Any]) -> dict[str, type[Any]]:
     }
 
 
-def _hooks(cls: type[Any], moment: str) -> tuple[str, ...]:
+def _collect_hooks(cls: type[Any], moment: str) -> tuple[str, ...]:
     return tuple(
-        name for name, value in inspect.getmembers(cls) if getattr(value, HOOK, "") == moment
+        name
+        for name, value in inspect.getmembers(cls)
+        if getattr(value, HOOK_ATTRIBUTE, "") == moment
     )

@@ -9,7 +9,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.sdk.declare import spec_of
 
 
-def needs(service: type[Any]) -> Sequence[type[Any]]:
+def direct_dependencies(service: type[Any]) -> Sequence[type[Any]]:
     """What a service depends on or is linked to, directly."""
     spec = spec_of(service)
     return list(dict.fromkeys([*spec.dependencies.values(), *spec.links]))
@@ -25,7 +25,7 @@ def walk(root: type[Any]) -> Sequence[type[Any]]:
         if service in entered:
             return
         entered.add(service)
-        for other in reversed(needs(service)):
+        for other in reversed(direct_dependencies(service)):
             visit(other)
         done[service] = None
 

@@ -5,41 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dynamo.communication.requests import Sink, Window
+from dynamo.communication.requests import FlowWindow, Sink
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, NoWorkers, ProtocolError
-from dynamo.runtime import Client, DistributedRuntime, Stream
-from dynamo.sdk.declare import EndpointSpec, near, spec_of
-from dynamo.sdk.messages import answer_decoder, encode
-from dynamo.sdk.request import onward
+from dynamo.runtime import Client, DistributedRuntime, ResponseStream
+from dynamo.sdk.declare import EndpointSpec, nearest_name_hint, spec_of
+from dynamo.sdk.messages import encode, response_decoder
+from dynamo.sdk.request import derive_context
 
-PATIENCE_S = 10.0
+INSTANCE_WAIT_S = 10.0
 """A call waits so long for somebody to serve it: a replica that died is back sooner."""
-MAX_TRIES = 3
-WINDOW_BYTES = 64 << 10
-MODE = "least_loaded"
+MAX_ATTEMPTS = 3
+STREAM_WINDOW_BYTES = 64 << 10
+LOAD_BALANCING_MODE = "least_loaded"
 
 
-class Handle:
+class ServiceHandle:
     """What `depends` becomes in a running service. `clients`: by method, for those who look."""
 
     def __init__(self, service: type[Any], clients: dict[str, Client]) -> None:
         self._service = service
         self._clients = clients
         for method, endpoint in spec_of(service).endpoints.items():
-            call = Streaming if endpoint.streams else Unary
+            call = StreamingStub if endpoint.streams else UnaryStub
             setattr(self, method, call(endpoint, clients[method]))
 
     def __getattr__(self, name: str) -> NoReturn:
         spec = spec_of(self._service)
         raise AttributeError(
-            f"{spec.name} has no endpoint {name!r}; {near(name, spec.endpoints)}",
+            f"{spec.name} has no endpoint {name!r}; {nearest_name_hint(name, spec.endpoints)}",
             name=name,
             obj=self,
         )
 
     @property
-    def missing(self) -> str:
+    def unavailable_reason(self) -> str:
         """Why a call would have to wait now; "" where it would not."""
         for client in self._clients.values():
             if not client.instances:
@@ -52,7 +52,7 @@ class Handle:
             client.on_change(callback)
 
 
-async def connect(service: type[Any], runtime: DistributedRuntime) -> Handle:
+async def connect_service(service: type[Any], runtime: DistributedRuntime) -> ServiceHandle:
     """A handle that knows who serves `service` now; it ends with the runtime."""
     spec = spec_of(service)
     component = runtime.namespace(spec.namespace).component(spec.component)
@@ -60,40 +60,40 @@ async def connect(service: type[Any], runtime: DistributedRuntime) -> Handle:
         method: await component.endpoint(endpoint.name).client()
         for method, endpoint in spec.endpoints.items()
     }
-    return Handle(service, clients)
+    return ServiceHandle(service, clients)
 
 
-async def deliver(
-    client: Client, payload: bytes, context: Context, sink: Sink, window: Window | None = None
+async def call_with_retries(
+    client: Client, payload: bytes, context: Context, sink: Sink, window: FlowWindow | None = None
 ) -> None:
     """Call whichever instance has the least to do. One that is gone did nothing, so another is
     asked. Raises `NoWorkers`, and whatever the instance raised."""
     tries = 0
     while True:
         try:
-            instance = client.pick(MODE)
+            instance = client.pick(LOAD_BALANCING_MODE)
         except NoWorkers:
-            await client.wait_for_instances(timeout_s=PATIENCE_S)
-            instance = client.pick(MODE)
+            await client.wait_for_instances(timeout_s=INSTANCE_WAIT_S)
+            instance = client.pick(LOAD_BALANCING_MODE)
         try:
             return await client.call(instance, payload, context, sink, window=window)
         except InstanceGone:
             tries += 1
-            if tries == MAX_TRIES:
+            if tries == MAX_ATTEMPTS:
                 raise
 
 
-class Caller:
+class EndpointStub:
     """One endpoint of another service."""
 
     __slots__ = ("_client", "_decode")
 
     def __init__(self, endpoint: EndpointSpec, client: Client) -> None:
         self._client = client
-        self._decode = answer_decoder(endpoint)
+        self._decode = response_decoder(endpoint)
 
 
-class Unary(Caller):
+class UnaryStub(EndpointStub):
     """`await handle.method(request)`."""
 
     __slots__ = ()
@@ -105,21 +105,21 @@ class Unary(Caller):
             answers.append(payload)
             return True
 
-        await deliver(self._client, encode(request), onward(), sink)
+        await call_with_retries(self._client, encode(request), derive_context(), sink)
         if len(answers) != 1:
             raise ProtocolError(f"{len(answers)} answers to a call that has one")
         return self._decode(answers[0])
 
 
-class Streaming(Caller):
+class StreamingStub(EndpointStub):
     """`async for item in handle.method(request)`. At most `WINDOW_BYTES` wait for a slow reader."""
 
     __slots__ = ()
 
-    def __call__(self, request: Any = None) -> Stream:
-        payload, context = encode(request), onward()
+    def __call__(self, request: Any = None) -> ResponseStream:
+        payload, context = encode(request), derive_context()
 
-        async def start(sink: Sink, window: Window) -> None:
-            await deliver(self._client, payload, context, sink, window)
+        async def start(sink: Sink, window: FlowWindow) -> None:
+            await call_with_retries(self._client, payload, context, sink, window)
 
-        return Stream(start, WINDOW_BYTES, self._decode)
+        return ResponseStream(start, STREAM_WINDOW_BYTES, self._decode)

@@ -11,17 +11,17 @@ from dynamo.core.errors import ConfigError, InvalidRequest
 from dynamo.sdk.declare import EndpointSpec
 
 encode = msgspec.msgpack.Encoder().encode
-Decode = Callable[[bytes], Any]
-STREAMS = (AsyncGenerator, AsyncIterator)
+DecodeMessage = Callable[[bytes], Any]
+STREAM_TYPES = (AsyncGenerator, AsyncIterator)
 
 
-def request_decoder(endpoint: EndpointSpec) -> Decode | None:
+def request_decoder(endpoint: EndpointSpec) -> DecodeMessage | None:
     """What reads a request, by the annotation of the endpoint's parameter; None: it takes none.
     The decoder raises `InvalidRequest`."""
-    names = list(_parameters(endpoint))
+    names = list(_parameter_names(endpoint))
     if not names:
         return None
-    read = _decoder(endpoint, _hints(endpoint).get(names[0], Any)).decode
+    read = _build_decoder(endpoint, _type_hints(endpoint).get(names[0], Any)).decode
 
     def decode(payload: bytes) -> Any:
         try:
@@ -32,21 +32,21 @@ def request_decoder(endpoint: EndpointSpec) -> Decode | None:
     return decode
 
 
-def answer_decoder(endpoint: EndpointSpec) -> Decode:
+def response_decoder(endpoint: EndpointSpec) -> DecodeMessage:
     """What reads an answer, or an item of one, by the annotation of what the endpoint returns."""
-    kind = _hints(endpoint).get("return", Any)
+    kind = _type_hints(endpoint).get("return", Any)
     if endpoint.streams:
-        kind = get_args(kind)[0] if get_origin(kind) in STREAMS else Any
-    return _decoder(endpoint, kind).decode
+        kind = get_args(kind)[0] if get_origin(kind) in STREAM_TYPES else Any
+    return _build_decoder(endpoint, kind).decode
 
 
-def _parameters(endpoint: EndpointSpec) -> tuple[str, ...]:
+def _parameter_names(endpoint: EndpointSpec) -> tuple[str, ...]:
     import inspect
 
     return tuple(inspect.signature(endpoint.function).parameters)[1:]
 
 
-def _hints(endpoint: EndpointSpec) -> dict[str, Any]:
+def _type_hints(endpoint: EndpointSpec) -> dict[str, Any]:
     try:
         return get_type_hints(endpoint.function)
     except NameError as error:
@@ -56,7 +56,7 @@ def _hints(endpoint: EndpointSpec) -> dict[str, Any]:
         ) from None
 
 
-def _decoder(endpoint: EndpointSpec, kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def _build_decoder(endpoint: EndpointSpec, kind: Any) -> msgspec.msgpack.Decoder[Any]:
     try:
         return msgspec.msgpack.Decoder(kind)
     except TypeError as error:

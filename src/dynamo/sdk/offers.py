@@ -11,10 +11,10 @@ from dynamo.core.errors import ConfigError
 from dynamo.sdk.declare import role_of, spec_of
 from dynamo.sdk.graph import walk
 
-CHAT = "chat"
+CHAT_ENDPOINT = "chat"
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ServiceModelRecord(msgspec.Struct, frozen=True):
     """`model` is answered by the endpoint of that component; `streams`: piece by piece;
     `derived`: with the help of models that are served otherwise."""
 
@@ -26,24 +26,24 @@ class Offer(msgspec.Struct, frozen=True):
     derived: bool
 
     @classmethod
-    def of(cls, service: type[Any], namespace: str) -> Self:
+    def from_service(cls, service: type[Any], namespace: str) -> Self:
         """What a service with a model offers. Raises `ConfigError` where it has no `chat`."""
         spec = spec_of(service)
-        chat = spec.endpoints.get(CHAT)
+        chat = spec.endpoints.get(CHAT_ENDPOINT)
         if chat is None:
             raise ConfigError(
-                f"{spec.name} is to answer as model {spec.model!r} and has no endpoint {CHAT!r}",
+                f"{spec.name} is to answer as model {spec.model!r} and has no endpoint {CHAT_ENDPOINT!r}",
                 hint="write `@dynamo_endpoint()` above `async def chat(self, request)`",
             )
         derived = any(role_of(one) for one in walk(service))
         return cls(spec.model, namespace, spec.name, chat.name, chat.streams, derived)
 
 
-def offers_prefix(namespace: str) -> str:
+def service_models_prefix(namespace: str) -> str:
     """Below it stands `{model}/{instance}` for every instance that offers a model."""
     return f"/{namespace}/offers/"
 
 
-def offer_key(namespace: str, model: str, instance: str) -> str:
+def service_model_key(namespace: str, model: str, instance: str) -> str:
     """Where one instance's offer stands; a slash in the model's name is %2F."""
-    return f"{offers_prefix(namespace)}{quote(model, safe='')}/{instance}"
+    return f"{service_models_prefix(namespace)}{quote(model, safe='')}/{instance}"

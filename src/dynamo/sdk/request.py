@@ -14,33 +14,33 @@ from dynamo.core.context import Context
 from dynamo.core.errors import DeadlineExceeded
 
 
-class _Answering(NamedTuple):
+class _CurrentRequest(NamedTuple):
     """`until`: by the clock `now` the time when it must be over; None: any."""
 
     context: Context
-    until: float | None
+    deadline_s: float | None
     now: Callable[[], float]
 
 
-_PROCESS = secrets.token_hex(8)
-_numbers = itertools.count(1)
-_current: ContextVar[_Answering | None] = ContextVar("dynamo_request", default=None)
+_REQUEST_ID_PREFIX = secrets.token_hex(8)
+_request_counter = itertools.count(1)
+_current_request: ContextVar[_CurrentRequest | None] = ContextVar("dynamo_request", default=None)
 
 
-def enter(context: Context, now: Callable[[], float]) -> None:
+def set_current_request(context: Context, now: Callable[[], float]) -> None:
     """This task answers that request."""
     limit = context.timeout_s
-    _current.set(_Answering(context, None if limit is None else now() + limit, now))
+    _current_request.set(_CurrentRequest(context, None if limit is None else now() + limit, now))
 
 
-def onward() -> Context:
+def derive_context() -> Context:
     """What accompanies a call made now: the request being answered, with the time that is left of
     it, else a new one. Raises `DeadlineExceeded` where none is left."""
-    answering = _current.get()
+    answering = _current_request.get()
     if answering is None:
-        return Context(request_id=f"{_PROCESS}{next(_numbers):08x}")
+        return Context(request_id=f"{_REQUEST_ID_PREFIX}{next(_request_counter):08x}")
     context = answering.context
-    if not context.attempt and answering.until is None:
+    if not context.attempt and answering.deadline_s is None:
         return context
     left = time_left()
     if left is not None and left <= 0:
@@ -50,13 +50,13 @@ def onward() -> Context:
 
 def request_id() -> str:
     """The id of the request being answered; "" outside of one."""
-    answering = _current.get()
+    answering = _current_request.get()
     return "" if answering is None else answering.context.request_id
 
 
 def time_left() -> float | None:
     """Seconds until the request being answered must be over; None: nobody said."""
-    answering = _current.get()
-    if answering is None or answering.until is None:
+    answering = _current_request.get()
+    if answering is None or answering.deadline_s is None:
         return None
-    return answering.until - answering.now()
+    return answering.deadline_s - answering.now()

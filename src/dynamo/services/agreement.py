@@ -11,24 +11,24 @@ from dynamo.runtime.instances import Instance
 
 log = logging.getLogger(__name__)
 
-BLOCKS = "blocks"
+BLOCK_IDENTITY_CAPABILITY = "blocks"
 
 
-class Agreement:
+class CardCompatibility:
     """`serves` is a `Where`: instances of the card's model that agree with the card. One that does
     not is refused, with an error in the log each time it is announced."""
 
     def __init__(self, card: ModelCard) -> None:
-        self._name = card.name
-        self._card = block_identity(card)
+        self._model_name = card.name
+        self._block_identity = block_identity(card)
 
-    def serves(self, instance: Instance) -> bool:
+    def accepts(self, instance: Instance) -> bool:
         """Whether requests of this model may go to the instance."""
-        if instance.capabilities.get("model") != self._name:
+        if instance.capabilities.get("model") != self._model_name:
             return False
         different = self._differences(instance)
         if different:
-            fields = {"worker": instance.id, "model": self._name, "different": different}
+            fields = {"worker": instance.id, "model": self._model_name, "different": different}
             log.error(
                 "worker refused: it does not agree with the model's card", extra={"fields": fields}
             )
@@ -36,7 +36,9 @@ class Agreement:
 
     def _differences(self, instance: Instance) -> str:
         try:
-            told = msgspec.convert(instance.capabilities.get(BLOCKS, {}), BlockIdentity)
+            told = msgspec.convert(
+                instance.capabilities.get(BLOCK_IDENTITY_CAPABILITY, {}), BlockIdentity
+            )
         except msgspec.ValidationError as error:
             return f"unreadable: {error}"
-        return self._card.differences(told)
+        return self._block_identity.describe_differences(told)

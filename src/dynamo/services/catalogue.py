@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from dynamo.communication.discovery import Change
+from dynamo.communication.discovery import RecordChange
 from dynamo.core.errors import DynamoError
 from dynamo.models.card import ModelCard, block_identity
 from dynamo.runtime.distributed import DistributedRuntime
@@ -17,14 +17,14 @@ from dynamo.runtime.distributed import DistributedRuntime
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-RETRY_CAP_S = 15.0
+MAX_RETRY_S = 15.0
 
-Open = Callable[[ModelCard], Awaitable[None]]
+OpenModel = Callable[[ModelCard], Awaitable[None]]
 """Opens the model of a card, in place of one of that name that is open. Raises DynamoError."""
-Tell = Callable[[str, str], None]
+ReportNotOpen = Callable[[str, str], None]
 """(model, reason): why it is not open yet."""
 
-_decode = msgspec.json.Decoder(ModelCard).decode
+_decode_card = msgspec.json.Decoder(ModelCard).decode
 
 
 def models_prefix(namespace: str) -> str:
@@ -32,21 +32,21 @@ def models_prefix(namespace: str) -> str:
     return f"/{namespace}/models/"
 
 
-def identity(card: ModelCard) -> ModelCard:
+def model_identity(card: ModelCard) -> ModelCard:
     """What two workers of the same model have in common."""
     tokenizer = msgspec.structs.replace(card.tokenizer, path="")
     return msgspec.structs.replace(card, tokenizer=tokenizer, engine=None, created=0, source="")
 
 
-def most_announced(cards: Collection[ModelCard], opened: ModelCard | None = None) -> ModelCard:
+def majority_card(cards: Collection[ModelCard], opened: ModelCard | None = None) -> ModelCard:
     """The card that most workers announce, so that one worker of another kind takes no model away
     from those that serve it; of equals the one that is `opened`, else the newest."""
     same: defaultdict[bytes, list[ModelCard]] = defaultdict(list)
     for card in cards:
-        same[msgspec.json.encode(identity(card))].append(card)
+        same[msgspec.json.encode(model_identity(card))].append(card)
     newest = [(alike, max(alike, key=lambda one: one.created)) for alike in same.values()]
     _, found = max(
-        newest, key=lambda one: (len(one[0]), identity(one[1]) == opened, one[1].created)
+        newest, key=lambda one: (len(one[0]), model_identity(one[1]) == opened, one[1].created)
     )
     return found
 
@@ -55,27 +55,29 @@ class Catalogue:
     """A model is opened with its first card and again when most of its workers have come to
     announce another; it stays open while its workers are away."""
 
-    def __init__(self, runtime: DistributedRuntime, open_model: Open, tell: Tell) -> None:
+    def __init__(
+        self, runtime: DistributedRuntime, open_model: OpenModel, tell: ReportNotOpen
+    ) -> None:
         self._runtime = runtime
         self._open_model = open_model
-        self._tell = tell
+        self._report_not_open = tell
         self._prefix = models_prefix(runtime.settings.runtime.namespace)
         self._cards: defaultdict[str, dict[str, ModelCard]] = defaultdict(dict)
-        self._open: dict[str, ModelCard] = {}
+        self._opened_cards: dict[str, ModelCard] = {}
         self._opening: set[str] = set()
 
-    def refused(self) -> dict[str, str]:
+    def incompatible_workers(self) -> dict[str, str]:
         """Workers that do not agree with the card that their model was opened with: what is
         different, by instance."""
         found = {}
-        for name, opened in self._open.items():
+        for name, opened in self._opened_cards.items():
             for instance, card in self._cards[name].items():
-                different = block_identity(opened).differences(block_identity(card))
+                different = block_identity(opened).describe_differences(block_identity(card))
                 if different:
                     found[instance] = f"{name}: {different}"
         return found
 
-    async def follow(self) -> None:
+    async def run(self) -> None:
         """For ever; a broken watch is taken up again."""
         while True:
             try:
@@ -88,10 +90,10 @@ class Catalogue:
         async with self._runtime.discovery.watch(self._prefix) as changes:
             self._cards.clear()
             async for batch in changes:
-                for name in self._take(batch):
-                    self._attend(name)
+                for name in self._apply_changes(batch):
+                    self._open_if_changed(name)
 
-    def _take(self, batch: Sequence[Change]) -> set[str]:
+    def _apply_changes(self, batch: Sequence[RecordChange]) -> set[str]:
         changed = set()
         for change in batch:
             quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
@@ -100,36 +102,36 @@ class Catalogue:
             changed.add(name)
             try:
                 if change.value is not None:
-                    self._cards[name][instance] = _decode(change.value)
+                    self._cards[name][instance] = _decode_card(change.value)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("bad model card", extra={"fields": fields})
         return changed
 
-    def _attend(self, name: str) -> None:
-        cards, opened = self._cards[name].values(), self._open.get(name)
+    def _open_if_changed(self, name: str) -> None:
+        cards, opened = self._cards[name].values(), self._opened_cards.get(name)
         if not cards or name in self._opening:
             return
-        if identity(most_announced(cards, opened)) != opened:
+        if model_identity(majority_card(cards, opened)) != opened:
             self._opening.add(name)
-            self._runtime.tasks.start(self._open_until_done(name), f"open {name}")
+            self._runtime.tasks.start(self._open_with_retries(name), f"open {name}")
 
-    async def _open_until_done(self, name: str) -> None:
+    async def _open_with_retries(self, name: str) -> None:
         delay_s = RETRY_S
         try:
             while cards := self._cards[name]:
-                card = most_announced(cards.values(), self._open.get(name))
+                card = majority_card(cards.values(), self._opened_cards.get(name))
                 try:
                     await self._open_model(card)
                 except DynamoError as error:
-                    self._tell(name, error.message)
+                    self._report_not_open(name, error.message)
                     fields = {"model": name, "error": error.message}
                     log.warning("model cannot be opened yet", extra={"fields": fields})
                     await self._runtime.clock.sleep(delay_s)
-                    delay_s = min(delay_s * 2, RETRY_CAP_S)
+                    delay_s = min(delay_s * 2, MAX_RETRY_S)
                 else:
-                    self._open[name] = identity(card)
+                    self._opened_cards[name] = model_identity(card)
                     break
         finally:
             self._opening.discard(name)
-        self._attend(name)
+        self._open_if_changed(name)

@@ -30,13 +30,13 @@ class Processor:
     async def chat(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """OpenAI's chat request (`model` may be left out: the first one), answered by its chunks:
         the first carries the prompt's length under `usage`, the last the whole usage."""
-        for chunk in _elsewhere(request):
+        for chunk in _not_running(request):
             yield chunk
 
     @dynamo_endpoint("chat/answer")
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The same request, answered at once: `content`, `finish_reason`, `usage`."""
-        answer: dict[str, Any] = _elsewhere(request)
+        answer: dict[str, Any] = _not_running(request)
         return answer
 
 
@@ -55,7 +55,7 @@ class Worker:
     dynamo_role: ClassVar[str] = "worker"
 
 
-def _elsewhere(request: dict[str, Any]) -> Any:
+def _not_running(request: dict[str, Any]) -> Any:
     raise Unsupported(
         f"a request with {', '.join(request)} at a Processor that nobody runs",
         hint="let `dynamo serve` start it, or give a fake to dynamo.testing.local",

@@ -13,41 +13,41 @@ from typing import TextIO
 from msgspec.structs import replace
 
 from dynamo.application import Gateway
-from dynamo.application.gateway import DEFAULT
+from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks
-from dynamo.core.text import ChatRequest, TextFinish, TextReply, TokenText
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.text import ChatRequest, DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.supervisor import Supervisor
 from dynamo.services.launch import deployment_specs
-from dynamo.services.models import Models
-from dynamo.services.routing import Routing
-from dynamo.services.way import WORKER
+from dynamo.services.models import ModelWatcher
+from dynamo.services.routing import ProcessRouting
+from dynamo.services.way import WORKER_COMPONENT
 from dynamo.telemetry.logs import set_levels
 
-Write = Callable[[str], None]
-Lines = Callable[[], AsyncGenerator[str, None]]
+WriteText = Callable[[str], None]
+ReadMessages = Callable[[], AsyncGenerator[str, None]]
 """Called once when a model is ready; what the user says, a message each."""
 
-DEFAULT_LEVEL = "info"
-QUIET_LEVEL = "warn"
+DEFAULT_LOG_LEVEL = "info"
+QUIET_LOG_LEVEL = "warn"
 
 
 async def converse(
-    settings: Settings, lines: Lines, write: Write, logs: TextIO = sys.stderr
+    settings: Settings, lines: ReadMessages, write: WriteText, logs: TextIO = sys.stderr
 ) -> int:
     """Answer every message of `lines`, with what was said before it, until they end. Returns the
     exit code. Raises what an answer raises, and what keeps a worker from ever starting."""
-    settings = _own_deployment(settings)
+    settings = _private_deployment(settings)
     set_levels(settings.logging.level)
-    specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER]
+    specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER_COMPONENT]
     supervisor = Supervisor(specs, deployment_of(settings), settings, out=logs)
-    async with Tasks(on_failure=lambda _: None) as tasks:  # both results are taken below
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # both results are taken below
         ends = tasks.start(supervisor.run(), "supervisor")
-        talk = tasks.start(_talk(settings, lines, write), "conversation")
+        talk = tasks.start(_run_conversation(settings, lines, write), "conversation")
         stopped = tasks.start(supervisor.stopping.wait(), "stopped")  # Ctrl-C ends an answer, too
         await asyncio.wait([ends, talk, stopped], return_when=asyncio.FIRST_COMPLETED)
         talk.cancel()
@@ -56,27 +56,31 @@ async def converse(
             supervisor.stop()
         code = await ends
     if supervisor.failure is not None:
-        raise supervisor.failure.error()
+        raise supervisor.failure.to_error()
     if not talk.cancelled():
         talk.result()
     return code
 
 
-async def _talk(settings: Settings, lines: Lines, write: Write) -> None:
+async def _run_conversation(settings: Settings, lines: ReadMessages, write: WriteText) -> None:
     async with await DistributedRuntime.create(settings, role="console") as runtime:
         gateway = Gateway()
-        Models(runtime, gateway, Routing(runtime)).follow()
-        await _until_well(runtime)
+        ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
+        await _wait_until_healthy(runtime)
         said: list[dict[str, str]] = []
         async with aclosing(lines()) as messages:
             async for message in messages:
                 said.append({"role": "user", "content": message})
-                said.append({"role": "assistant", "content": await _answer(gateway, said, write)})
+                said.append(
+                    {"role": "assistant", "content": await _answer_message(gateway, said, write)}
+                )
 
 
-async def _answer(gateway: Gateway, said: Sequence[dict[str, str]], write: Write) -> str:
-    name, served = gateway.find(DEFAULT)
-    reply = Spoken(write)
+async def _answer_message(
+    gateway: Gateway, said: Sequence[dict[str, str]], write: WriteText
+) -> str:
+    name, served = gateway.find(DEFAULT_MODEL)
+    reply = CollectedTextReply(write)
     request = ChatRequest(model=name, messages=tuple(said))
     try:
         await served.processor.chat(request, Context(request_id=secrets.token_hex(8)), reply)
@@ -85,29 +89,31 @@ async def _answer(gateway: Gateway, said: Sequence[dict[str, str]], write: Write
     return "".join(reply.parts)
 
 
-async def _until_well(runtime: DistributedRuntime) -> None:
+async def _wait_until_healthy(runtime: DistributedRuntime) -> None:
     changed = asyncio.Event()
     runtime.health.on_change(changed.set)
-    while not runtime.health.well:
+    while not runtime.health.healthy:
         changed.clear()
         await changed.wait()
 
 
-def _own_deployment(settings: Settings) -> Settings:
+def _private_deployment(settings: Settings) -> Settings:
     """A name that no other conversation has, and quiet logs unless asked otherwise."""
     name = settings.runtime.deployment or f"text-{os.getpid()}"
     level = settings.logging.level
     return replace(
         settings,
         runtime=replace(settings.runtime, deployment=name),
-        logging=replace(settings.logging, level=QUIET_LEVEL if level == DEFAULT_LEVEL else level),
+        logging=replace(
+            settings.logging, level=QUIET_LOG_LEVEL if level == DEFAULT_LOG_LEVEL else level
+        ),
     )
 
 
-class Spoken(TextReply):
+class CollectedTextReply(TextReply):
     """Text as it comes, and all of it afterwards."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: WriteText) -> None:
         self._write = write
         self.parts: list[str] = []
 
@@ -117,7 +123,9 @@ class Spoken(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         """Nothing to tell."""
 
-    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+    def text(
+        self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
+    ) -> bool:
         """Write it at once."""
         del choice, logprobs
         self._write(delta)

@@ -10,20 +10,24 @@ from typing import Any
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.sockets import reserve_port
 from dynamo.runtime.supervisor import Prepare, Supervisor
 from dynamo.services.launch import deployment_specs
-from dynamo.telemetry.logs import Terminal
+from dynamo.telemetry.logs import LogStream
 
-Work = Callable[[str], Coroutine[Any, Any, int]]
+DeploymentJob = Callable[[str], Coroutine[Any, Any, int]]
 """Called with the URL when all serve: an exit code. Cancelled when the deployment stops."""
 LOOPBACK = "127.0.0.1"
 
 
-def serve_while(
-    settings: Settings, work: Work, *, prepare: Prepare | None = None, logs: Terminal | None = None
+def run_with_temporary_deployment(
+    settings: Settings,
+    work: DeploymentJob,
+    *,
+    prepare: Prepare | None = None,
+    logs: LogStream | None = None,
 ) -> int:
     """Run a deployment on a free port of this host until `work` is done. Returns its exit code;
     the deployment's where that stops first. Raises what `work` and `prepare` raise."""
@@ -42,13 +46,13 @@ def serve_while(
             out=logs,
             prepare=prepare,
         )
-        return asyncio.run(_run(supervisor, work, url))
+        return asyncio.run(_run_until_done(supervisor, work, url))
 
 
-async def _run(supervisor: Supervisor, work: Work, url: str) -> int:
-    async with Tasks(on_failure=lambda _: None) as tasks:  # all results are taken below
+async def _run_until_done(supervisor: Supervisor, work: DeploymentJob, url: str) -> int:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # all results are taken below
         serves = tasks.start(supervisor.run(), "supervisor")
-        errand = tasks.start(_when_ready(supervisor, work, url), "errand")
+        errand = tasks.start(_start_when_ready(supervisor, work, url), "errand")
         told = tasks.start(supervisor.stopping.wait(), "stopping")
         await asyncio.wait([serves, errand, told], return_when=asyncio.FIRST_COMPLETED)
         errand.cancel()
@@ -59,6 +63,6 @@ async def _run(supervisor: Supervisor, work: Work, url: str) -> int:
     return code if errand.cancelled() else errand.result()
 
 
-async def _when_ready(supervisor: Supervisor, work: Work, url: str) -> int:
+async def _start_when_ready(supervisor: Supervisor, work: DeploymentJob, url: str) -> int:
     await supervisor.ready.wait()
     return await work(url)

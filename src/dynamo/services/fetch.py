@@ -6,7 +6,7 @@ import secrets
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ModelUnavailable, NotFound, WorkerFailed
-from dynamo.models.files import FileRef, find, keep
+from dynamo.models.files import FileRef, find_file, store_file
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 
@@ -15,7 +15,7 @@ async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) 
     """The file on this host: the publisher's path, the user's cache, or fetched into that through
     the `files` endpoint. Raises `ModelUnavailable`."""
     offload = runtime.clock.offload
-    if await offload(find, ref) is not None:
+    if await offload(find_file, ref) is not None:
         return ref
     for instance in list(files.instances.values()):
         parts: list[bytes] = []
@@ -29,6 +29,6 @@ async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) 
             await files.call(instance, ref.sha256.encode(), context, take)
         except (NotFound, WorkerFailed):
             continue
-        await offload(keep, ref, b"".join(parts))
+        await offload(store_file, ref, b"".join(parts))
         return ref
     raise ModelUnavailable(f"no worker offers {ref.name}", hint="it is tried again")

@@ -9,29 +9,29 @@ from typing import Any
 from dynamo.application import Application, Gateway
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.services.models import Models
-from dynamo.services.offered import Offers
-from dynamo.services.processing import Processing
-from dynamo.services.routing import Routing
-from dynamo.services.routing_answers import RoutingAnswers
-from dynamo.services.siblings import Siblings
+from dynamo.services.models import ModelWatcher
+from dynamo.services.offered import ServiceModelWatcher
+from dynamo.services.processing import ProcessorEndpoints
+from dynamo.services.routing import ProcessRouting
+from dynamo.services.routing_answers import RoutingQueries
+from dynamo.services.siblings import SharedPortMetrics
 
 log = logging.getLogger(__name__)
 
 
-PATIENCE_S = 10.0
+MODELS_TIMEOUT_S = 10.0
 
 
-class Frontend:
+class FrontendService:
     """Listens, follows the models, serves them until the runtime shuts down."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         gateway = Gateway()
-        self._routing = routing = Routing(runtime)
-        answers = RoutingAnswers(runtime, routing)
-        self._models = Models(runtime, gateway, routing)
+        self._routing = routing = ProcessRouting(runtime)
+        answers = RoutingQueries(runtime, routing)
+        self._model_watcher = ModelWatcher(runtime, gateway, routing)
         server = runtime.settings.server
         application = Application(
             server,
@@ -39,43 +39,45 @@ class Frontend:
             runtime.clock,
             runtime.metrics,
             reasons=lambda: runtime.health.reasons,
-            facts=self._facts,
-            metrics_text=Siblings(runtime).metrics,
+            facts=self._health_facts,
+            metrics_text=SharedPortMetrics(runtime).render,
             routing=answers,
         )
-        runtime.on_settings(lambda settings: application.limit(settings.server))
+        runtime.on_settings_change(lambda settings: application.update_settings(settings.server))
         http = HttpServer(
             application.handle,
-            HttpLimits.of(server),
+            HttpLimits.from_settings(server),
             runtime.clock,
             on_error=application.on_error,
         )
         host = server.http_host
-        self._models.follow()
+        self._model_watcher.start()
         if runtime.supervised:  # others may share the port and answer what this one cannot yet
-            await self._models.opened(PATIENCE_S)
+            await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         port = await http.start(host, server.http_port, reuse_port=runtime.supervised)
-        runtime.at_shutdown(http.stop)
+        runtime.add_shutdown_hook(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        Offers(runtime, gateway).follow()
-        await Processing(runtime, gateway).start()
+        ServiceModelWatcher(runtime, gateway).start()
+        await ProcessorEndpoints(runtime, gateway).start()
         await answers.start()
         runtime.metrics.gauge(
             "dynamo_frontend_workers",
             "Instances that serve a model",
             ("model",),
-            callback=lambda: {(name,): count for name, count in self._models.workers().items()},
+            callback=lambda: {
+                (name,): count for name, count in self._model_watcher.count_workers().items()
+            },
             merge="max",
         )
         log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
 
-    def _facts(self) -> Mapping[str, Any]:
+    def _health_facts(self) -> Mapping[str, Any]:
         """What only this process knows, for /health."""
         return {
-            "workers": self._models.workers(),
-            "refused_workers": self._models.refused(),
-            "routing": self._routing.views(),
-            "routers": self._routing.routers(),
-            "planes": self._runtime.plane_facts(),
+            "workers": self._model_watcher.count_workers(),
+            "refused_workers": self._model_watcher.incompatible_workers(),
+            "routing": self._routing.view_modes(),
+            "routers": self._routing.router_states(),
+            "planes": self._runtime.plane_status(),
             "instance": self._runtime.instance_id,
         }

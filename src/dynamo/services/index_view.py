@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dynamo.core.kv_events import KV_EVENTS
+from dynamo.core.kv_events import KV_EVENTS_SUBJECT
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.index.remote import INDEXER, MATCH, MODES, RemoteIndex
+from dynamo.scheduling.index.remote import (
+    INDEXER_COMPONENT,
+    MATCH_ENDPOINT,
+    MODES_ENDPOINT,
+    RemoteIndex,
+)
 
 
-def new_view(runtime: DistributedRuntime, block_tokens: int = 0) -> CacheView:
+def create_cache_view(runtime: DistributedRuntime, block_tokens: int = 0) -> CacheView:
     """One that knows nothing yet. `block_tokens` 0: those of the settings."""
     about = runtime.settings.index
     return CacheView(
@@ -19,24 +24,26 @@ def new_view(runtime: DistributedRuntime, block_tokens: int = 0) -> CacheView:
     )
 
 
-async def follow_workers(runtime: DistributedRuntime, view: CacheView, component: str) -> None:
+async def follow_kv_events(runtime: DistributedRuntime, view: CacheView, component: str) -> None:
     """Hear the KV events of all workers of "namespace.component"."""
-    await view.follow(runtime.events, f"{component}.{KV_EVENTS}")
+    await view.subscribe(runtime.events, f"{component}.{KV_EVENTS_SUBJECT}")
 
 
-async def open_view(runtime: DistributedRuntime, block_tokens: int, component: str) -> CacheView:
+async def open_cache_view(
+    runtime: DistributedRuntime, block_tokens: int, component: str
+) -> CacheView:
     """Of the workers of "namespace.component": with an index of its own or, with `index.shared`,
     asking `dynamo indexer`."""
-    view = new_view(runtime, block_tokens)
+    view = create_cache_view(runtime, block_tokens)
     if not runtime.settings.index.shared:
-        await follow_workers(runtime, view, component)
+        await follow_kv_events(runtime, view, component)
         return view
-    indexer = runtime.namespace().component(INDEXER)
+    indexer = runtime.namespace().component(INDEXER_COMPONENT)
     remote = RemoteIndex(
-        await indexer.endpoint(MATCH).client(),
-        await indexer.endpoint(MODES).client(),
+        await indexer.endpoint(MATCH_ENDPOINT).client(),
+        await indexer.endpoint(MODES_ENDPOINT).client(),
         runtime.clock,
     )
-    view.ask(remote.match)
-    runtime.tasks.start(remote.follow(view), "trust in the shared index")
+    view.use_remote_index(remote.match)
+    runtime.tasks.start(remote.poll_modes(view), "trust in the shared index")
     return view

@@ -12,17 +12,17 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.child import ChildSpec
 from dynamo.runtime.crew import check_replicas
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.link import ParentLink
-from dynamo.runtime.reload import Reload
+from dynamo.runtime.link import ParentPipe
+from dynamo.runtime.reload import SettingsReloader
 from dynamo.runtime.sockets import reserve_port
 from dynamo.runtime.supervisor import Prepare, Supervisor, run_supervisor
-from dynamo.telemetry.logs import Terminal
+from dynamo.telemetry.logs import LogStream
 
-ROLES = {
+SERVICE_BY_ROLE = {
     "frontend": "dynamo.services.frontend:Frontend",
     "processor": "dynamo.services.processor:Processor",
     "router": "dynamo.services.router:Router",
@@ -30,53 +30,53 @@ ROLES = {
 }
 
 
-Specs = Callable[[Settings], Sequence[ProcessSpec]]
+MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
 """The processes, given the settings with the port and the deployment's name filled in."""
 
 
-class Source(NamedTuple):
+class SettingsSource(NamedTuple):
     """Where the settings come from: `read` reads them again; `file`: that they name, "" = none."""
 
-    read: Callable[[], tuple[Settings, Specs]]
+    read: Callable[[], tuple[Settings, MakeProcessSpecs]]
     file: str = ""
 
 
-class Service(Protocol):
+class ProcessService(Protocol):
     """What a process of some role runs."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Set everything up; it serves until the runtime shuts down."""
 
 
-def open_service(role: str) -> Service:
+def create_service(role: str) -> ProcessService:
     """The service of a role. Raises `ConfigError`."""
-    target = ROLES.get(role)
+    target = SERVICE_BY_ROLE.get(role)
     if target is None:
-        near = difflib.get_close_matches(role, ROLES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(ROLES)}"
+        near = difflib.get_close_matches(role, SERVICE_BY_ROLE, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SERVICE_BY_ROLE)}"
         raise ConfigError(f"no role is called {role!r}", hint=hint)
     module, _, name = target.partition(":")
-    service: Service = getattr(import_module(module), name)()
+    service: ProcessService = getattr(import_module(module), name)()
     return service
 
 
 def run_child(role: str, settings: Settings | None = None, name: str = "") -> int:
     """Run one process of a deployment; returns its exit code. Without settings it takes them, and
     its name, from the supervisor on standard input, and dies with it."""
-    from dynamo.runtime.heap import keep_small
+    from dynamo.runtime.heap import tune_malloc
     from dynamo.runtime.process import run_process
 
     if role != "worker":
-        keep_small()
-    service = open_service(role)
+        tune_malloc()
+    service = create_service(role)
     if settings is not None:
         return run_process(service.attach, settings, role, name)
-    parent = ParentLink.from_stdin()
-    start = parent.start
+    parent = ParentPipe.from_stdin()
+    start = parent.start_message
     return run_process(service.attach, start.settings, role, start.name, parent=parent)
 
 
-def deployment_specs(settings: Settings) -> list[ProcessSpec]:
+def deployment_specs(settings: Settings) -> list[ChildSpec]:
     """Frontends, which stop first, routers of their own, workers."""
     counts = {
         "frontend": settings.server.http_workers,
@@ -84,7 +84,7 @@ def deployment_specs(settings: Settings) -> list[ProcessSpec]:
         "worker": settings.engine.workers,
     }
     return [
-        ProcessSpec(
+        ChildSpec(
             role=role,
             name=name,
             settings=settings,
@@ -101,9 +101,9 @@ def serve(
     on_ready: Callable[[str], None],
     *,
     prepare: Prepare | None = None,
-    logs: Terminal | None = None,
-    specs: Specs | None = None,
-    source: Source | None = None,
+    logs: LogStream | None = None,
+    specs: MakeProcessSpecs | None = None,
+    source: SettingsSource | None = None,
 ) -> int:
     """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
     serves; workers wait for `prepare`; `specs`: which processes, else `deployment_specs`; `source`:
@@ -112,8 +112,8 @@ def serve(
     host = settings.server.http_host
     with reserve_port(host, settings.server.http_port) as held:
         port = held.getsockname()[1]
-        deployment = deployment_of(complete(settings, port))
-        settings = complete(settings, port, deployment.id)
+        deployment = deployment_of(with_port_and_deployment(settings, port))
+        settings = with_port_and_deployment(settings, port, deployment.id)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         supervisor = Supervisor(
             (specs or deployment_specs)(settings),
@@ -122,61 +122,61 @@ def serve(
             address=url,
             out=logs,
             prepare=prepare,
-            reload=source and reload_of(source, port, deployment.id),
+            reload=source and make_reload(source, port, deployment.id),
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
-        raise supervisor.failure.error()  # the last line says why, not one amid the logs
+        raise supervisor.failure.to_error()  # the last line says why, not one amid the logs
     return code
 
 
-def serve_unheard(
+def serve_without_http(
     settings: Settings,
-    specs: Specs,
+    specs: MakeProcessSpecs,
     on_ready: Callable[[str], None],
     *,
     prepare: Prepare | None = None,
-    logs: Terminal | None = None,
-    source: Source | None = None,
+    logs: LogStream | None = None,
+    source: SettingsSource | None = None,
 ) -> int:
     """Like `serve`, for processes of which none speaks HTTP: no port is held, the URL is ""."""
     deployment = deployment_of(settings)
     port = settings.server.http_port
-    settings = complete(settings, port, deployment.id)
+    settings = with_port_and_deployment(settings, port, deployment.id)
     supervisor = Supervisor(
         specs(settings),
         deployment,
         settings,
         out=logs,
         prepare=prepare,
-        reload=source and reload_of(source, port, deployment.id),
+        reload=source and make_reload(source, port, deployment.id),
     )
     code = run_supervisor(supervisor, lambda: on_ready(""))
     if supervisor.failure is not None:
-        raise supervisor.failure.error()
+        raise supervisor.failure.to_error()
     return code
 
 
-def worker_specs(settings: Settings) -> list[ProcessSpec]:
+def worker_specs(settings: Settings) -> list[ChildSpec]:
     """Workers alone, for frontends that run elsewhere."""
     return [spec for spec in deployment_specs(settings) if spec.role == "worker"]
 
 
-def complete(settings: Settings, port: int, deployment: str = "") -> Settings:
+def with_port_and_deployment(settings: Settings, port: int, deployment: str = "") -> Settings:
     """With the port that is listened on and the deployment's name (else as it was)."""
     name = deployment or settings.runtime.deployment
     server = replace(settings.server, http_port=port)
     return replace(settings, server=server, runtime=replace(settings.runtime, deployment=name))
 
 
-def reload_of(source: Source, port: int, deployment: str) -> Reload:
+def make_reload(source: SettingsSource, port: int, deployment: str) -> SettingsReloader:
     """How a deployment's settings are read again."""
 
-    def read() -> Sequence[ProcessSpec]:
+    def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()
-        return specs(complete(settings, port, deployment))
+        return specs(with_port_and_deployment(settings, port, deployment))
 
-    return Reload(read, source.file)
+    return SettingsReloader(read, source.file)
 
 
 def replica_names(role: str, count: int) -> list[str]:

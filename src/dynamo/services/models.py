@@ -6,115 +6,133 @@ import logging
 from collections.abc import Mapping
 from urllib.parse import unquote
 
-from dynamo.application import Gateway, Served
-from dynamo.core.errors import PlaneAway
+from dynamo.application import Gateway, ServedModel
+from dynamo.core.errors import PlaneUnavailable
 from dynamo.models.card import ModelCard
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import load_tokenizer
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.health import PREPARATION
-from dynamo.runtime.watch import Watch
-from dynamo.scheduling.processor import Processor
+from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.runtime.watch import FailureDetector
+from dynamo.scheduling.processor import ChatProcessor
 from dynamo.services.catalogue import Catalogue, models_prefix
 from dynamo.services.fetch import ensure_file
-from dynamo.services.model_names import MODELS
-from dynamo.services.routing import Routing
-from dynamo.services.way import WORKER, Way
+from dynamo.services.model_names import MODELS_HEALTH_KEY
+from dynamo.services.routing import ProcessRouting
+from dynamo.services.way import WORKER_COMPONENT, ModelPipeline
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 
-WAITING = "no worker has announced a model yet"
-NO_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
+NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
+NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
 
 
-class Models:
+class ModelWatcher:
     """Follows what workers announce and gives it to a gateway; the runtime's health says what is
     still missing."""
 
-    def __init__(self, runtime: DistributedRuntime, gateway: Gateway, routing: Routing) -> None:
+    def __init__(
+        self, runtime: DistributedRuntime, gateway: Gateway, routing: ProcessRouting
+    ) -> None:
         self._runtime = runtime
         self._gateway = gateway
         self._routing = routing
-        self._ways: dict[str, Way] = {}
-        self._watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
-        self._idle = WAITING if runtime.settings.engine.workers else NO_WORKERS
-        if self._idle is NO_WORKERS:
+        self._pipelines: dict[str, ModelPipeline] = {}
+        self._failure_detector = FailureDetector(
+            runtime.requests, runtime.clock, runtime.tasks, runtime.metrics
+        )
+        self._no_models_reason = (
+            NO_MODEL_ANNOUNCED if runtime.settings.engine.workers else NO_LOCAL_WORKERS
+        )
+        if self._no_models_reason is NO_LOCAL_WORKERS:
             log.warning("no workers are started here", extra={"fields": {"engine.workers": 0}})
-        self._catalogue = Catalogue(runtime, self._open, self._waiting)
-        self._waiting("", self._idle)
-        runtime.health.on_change(self._heard)
+        self._catalogue = Catalogue(runtime, self._open_model, self._set_pending)
+        self._set_pending("", self._no_models_reason)
+        runtime.health.on_change(self._on_health_change)
 
-    def follow(self) -> None:
+    def start(self) -> None:
         """From now on until the runtime shuts down."""
-        self._runtime.tasks.start(self._catalogue.follow(), MODELS)
+        self._runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
 
-    async def opened(self, within_s: float) -> None:
+    async def wait_until_opened(self, within_s: float) -> None:
         """Return when the models that workers announce already are open, or after `within_s`."""
         runtime = self._runtime
         try:
             cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
-        except PlaneAway:  # nobody can say which
+        except PlaneUnavailable:  # nobody can say which
             return
         wanted = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
         until = runtime.clock.now() + within_s
-        while not wanted <= self._ways.keys() and runtime.clock.now() < until:
-            await runtime.clock.sleep(LOOK_S)
+        while not wanted <= self._pipelines.keys() and runtime.clock.now() < until:
+            await runtime.clock.sleep(POLL_INTERVAL_S)
 
-    def workers(self) -> Mapping[str, int]:
+    def count_workers(self) -> Mapping[str, int]:
         """How many instances serve each model."""
-        return {name: len(way.client.instances) for name, way in self._ways.items()}
+        return {name: len(way.client.instances) for name, way in self._pipelines.items()}
 
-    def refused(self) -> Mapping[str, str]:
+    def incompatible_workers(self) -> Mapping[str, str]:
         """Workers that do not agree with their model's card, and in what."""
-        return self._catalogue.refused()
+        return self._catalogue.incompatible_workers()
 
-    async def _open(self, card: ModelCard) -> None:
+    async def _open_model(self, card: ModelCard) -> None:
         """Everything that turns a model's requests into calls of its workers."""
         runtime, name = self._runtime, card.name
-        component = runtime.namespace().component(WORKER)
+        component = runtime.namespace().component(WORKER_COMPONENT)
         files = await component.endpoint("files").client()
         try:
             tokenizer_file = await ensure_file(runtime, files, card.tokenizer)
         finally:
             await files.close()
-        tokenizer = await load_tokenizer(tokenizer_file, clock=runtime.clock, proven=True)
+        tokenizer = await load_tokenizer(tokenizer_file, clock=runtime.clock, ensure_verified=True)
         template = await runtime.clock.offload(
             ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
         )
 
-        way = await Way.open(runtime, self._watch, self._routing, card)
+        way = await ModelPipeline.open(runtime, self._failure_detector, self._routing, card)
         processor = await runtime.clock.offload(
-            Processor, card, tokenizer, template, way.send, runtime.settings.sampling, runtime.clock
+            ChatProcessor,
+            card,
+            tokenizer,
+            template,
+            way.send,
+            runtime.settings.sampling,
+            runtime.clock,
         )
-        self._gateway.add(Served(card.names, processor, card.created, card.context_tokens))
-        before = self._ways.pop(name, None)
-        self._ways[name] = way
-        way.client.on_change(lambda: self._look(name, way))
-        self._look(name, way)
-        runtime.health.well_again(MODELS)
+        self._gateway.add(ServedModel(card.names, processor, card.created, card.context_tokens))
+        before = self._pipelines.pop(name, None)
+        self._pipelines[name] = way
+        way.client.on_change(lambda: self._update_health(name, way))
+        self._update_health(name, way)
+        runtime.health.set_healthy(MODELS_HEALTH_KEY)
         if before is not None:
             await before.close()
-        log.info("model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder}})
+        log.info(
+            "model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder_name}}
+        )
 
-    def _heard(self) -> None:
+    def _on_health_change(self) -> None:
         """Requests are told what health tells of the deployment."""
-        self._gateway.waiting(self._runtime.health.reasons.get(PREPARATION, self._idle))
+        self._gateway.set_no_models_reason(
+            self._runtime.health.reasons.get(PREPARATION_REASON, self._no_models_reason)
+        )
 
-    def _waiting(self, name: str, reason: str) -> None:
+    def _set_pending(self, name: str, reason: str) -> None:
         """No model is open yet, or `name` is not, and why."""
         if name:
-            self._gateway.prepare(name, reason)
+            self._gateway.set_pending(name, reason)
         else:
-            self._gateway.waiting(reason)
+            self._gateway.set_no_models_reason(reason)
         if not self._gateway.models:
-            self._runtime.health.unwell(MODELS, f"{name}: {reason}" if name else reason)
+            self._runtime.health.set_unhealthy(
+                MODELS_HEALTH_KEY, f"{name}: {reason}" if name else reason
+            )
 
-    def _look(self, name: str, way: Way) -> None:
-        if self._ways.get(name) is not way:
+    def _update_health(self, name: str, way: ModelPipeline) -> None:
+        if self._pipelines.get(name) is not way:
             return
         if way.client.instances:
-            self._runtime.health.well_again(name)
+            self._runtime.health.set_healthy(name)
         else:
-            self._runtime.health.unwell(name, "no worker of this model can be reached now")
+            self._runtime.health.set_unhealthy(name, "no worker of this model can be reached now")

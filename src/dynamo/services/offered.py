@@ -10,55 +10,55 @@ from urllib.parse import unquote
 
 import msgspec
 
-from dynamo.application import Gateway, Served
-from dynamo.application.pieces import PieceReader, plain_request, read_plain
-from dynamo.communication.discovery import Change
+from dynamo.application import Gateway, ServedModel
+from dynamo.application.pieces import ChatChunkReader, chat_request_from_dict, chat_request_to_dict
+from dynamo.communication.discovery import RecordChange
 from dynamo.core.context import Context
 from dynamo.core.errors import Unsupported
 from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.sdk.handle import deliver
-from dynamo.sdk.offers import Offer, offers_prefix
-from dynamo.services.model_names import MODELS, plain_model
+from dynamo.sdk.handle import call_with_retries
+from dynamo.sdk.offers import ServiceModelRecord, service_models_prefix
+from dynamo.services.model_names import MODELS_HEALTH_KEY, find_worker_model
 
 log = logging.getLogger(__name__)
 
-REWATCH_S = 1.0
-OWNER = "service"
+WATCH_RETRY_S = 1.0
+SERVICE_OWNER = "service"
 
-_decode_offer = msgspec.json.Decoder(Offer).decode
+_decode_offer = msgspec.json.Decoder(ServiceModelRecord).decode
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
 
-class Offers:
+class ServiceModelWatcher:
     """Follows the offers of a namespace and gives them to a gateway. A model stays there while its
     services are away: calls wait for them, then tell so."""
 
     def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
         self._runtime = runtime
         self._gateway = gateway
-        self._prefix = offers_prefix(runtime.settings.runtime.namespace)
-        self._offers: defaultdict[str, dict[str, Offer]] = defaultdict(dict)
-        self._served: dict[str, tuple[Offer, Client]] = {}
+        self._prefix = service_models_prefix(runtime.settings.runtime.namespace)
+        self._offers: defaultdict[str, dict[str, ServiceModelRecord]] = defaultdict(dict)
+        self._open_models: dict[str, tuple[ServiceModelRecord, Client]] = {}
 
-    def follow(self) -> None:
+    def start(self) -> None:
         """From now on until the runtime shuts down."""
-        self._runtime.tasks.start(self._follow(), "offers")
+        self._runtime.tasks.start(self._run(), "offers")
 
-    async def _follow(self) -> None:
+    async def _run(self) -> None:
         while True:
             try:
                 async with self._runtime.discovery.watch(self._prefix) as changes:
                     self._offers.clear()
                     async for batch in changes:
-                        await self._take(batch)
+                        await self._apply_changes(batch)
             except Exception as error:  # noqa: BLE001 - what is served stays so meanwhile
                 log.warning("offers watch failed", extra={"fields": {"error": str(error)}})
-            await self._runtime.clock.sleep(REWATCH_S)
+            await self._runtime.clock.sleep(WATCH_RETRY_S)
 
-    async def _take(self, batch: Sequence[Change]) -> None:
+    async def _apply_changes(self, batch: Sequence[RecordChange]) -> None:
         changed = set()
         for change in batch:
             quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
@@ -72,16 +72,16 @@ class Offers:
                 fields = {"key": change.key, "error": str(error)}
                 log.warning("bad offer", extra={"fields": fields})
         for model in changed:
-            await self._attend(model)
+            await self._open_if_changed(model)
 
-    async def _attend(self, model: str) -> None:
+    async def _open_if_changed(self, model: str) -> None:
         offers = self._offers[model]
-        before = self._served.get(model)
+        before = self._open_models.get(model)
         if not offers or (before is not None and before[0] in offers.values()):
             return
         offer = next(iter(offers.values()))
         there = self._gateway.models.get(model)
-        if there is not None and there.owned_by != OWNER:
+        if there is not None and there.owned_by != SERVICE_OWNER:
             log.error(
                 "a service offers a model that workers serve", extra={"fields": {"model": model}}
             )
@@ -89,22 +89,26 @@ class Offers:
         runtime = self._runtime
         component = runtime.namespace(offer.namespace).component(offer.component)
         client = await component.endpoint(offer.endpoint).client()
-        processor = Offered(offer, client, self._gateway, runtime.settings.server.unknown_roles)
-        self._served[model] = (offer, client)
+        processor = ServiceModelProcessor(
+            offer, client, self._gateway, runtime.settings.server.unknown_roles
+        )
+        self._open_models[model] = (offer, client)
         made = int(runtime.clock.wall())
-        self._gateway.add(Served((model,), processor, made, 0, OWNER, offer.derived))
+        self._gateway.add(ServedModel((model,), processor, made, 0, SERVICE_OWNER, offer.derived))
         if not offer.derived:
-            runtime.health.well_again(MODELS)
+            runtime.health.set_healthy(MODELS_HEALTH_KEY)
         if before is not None:
             await before[1].close()
         log.info("model offered", extra={"fields": {"model": model, "service": offer.component}})
 
 
-class Offered:
+class ServiceModelProcessor:
     """One model that a service answers for. Its `chat` streams texts or chunks, or answers once:
     a text, a completion, or another request, which then goes to the model by the usual way."""
 
-    def __init__(self, offer: Offer, client: Client, gateway: Gateway, unknown_roles: str) -> None:
+    def __init__(
+        self, offer: ServiceModelRecord, client: Client, gateway: Gateway, unknown_roles: str
+    ) -> None:
         self._offer = offer
         self._client = client
         self._gateway = gateway
@@ -112,11 +116,11 @@ class Offered:
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
         """Ask the service."""
-        body = plain_request(request)
-        reader = PieceReader(reply)
+        body = chat_request_to_dict(request)
+        reader = ChatChunkReader(reply)
         if self._offer.streams:
-            await deliver(
-                self._client, _encode(body), context, lambda item: reader.take(_decode(item))
+            await call_with_retries(
+                self._client, _encode(body), context, lambda item: reader.receive(_decode(item))
             )
             reader.end()
             return
@@ -126,12 +130,12 @@ class Offered:
             answers.append(payload)
             return True
 
-        await deliver(self._client, _encode(body), context, sink)
+        await call_with_retries(self._client, _encode(body), context, sink)
         answer = _decode(answers[0]) if answers else ""
         if isinstance(answer, dict) and "messages" in answer:
-            await self._go_on(answer, context, reply)
+            await self._forward_request(answer, context, reply)
         else:
-            reader.take(answer)
+            reader.receive(answer)
             reader.end()
 
     async def complete(
@@ -140,7 +144,7 @@ class Offered:
         """Ask the service, the prompt being what a user says. Raises `Unsupported` for what only a
         model can do with a prompt."""
         if request.echo or isinstance(request.prompt, bytes):
-            raise self._chat_only()
+            raise self._chat_only_error()
         said = {"role": "user", "content": request.prompt}
         await self.chat(ChatRequest(request.model, (said,), request.options), context, reply)
 
@@ -149,24 +153,26 @@ class Offered:
     ) -> list[int]:
         """Raises `Unsupported`."""
         del prompt, add_special
-        raise self._chat_only()
+        raise self._chat_only_error()
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Raises `Unsupported`."""
         del ids
-        raise self._chat_only()
+        raise self._chat_only_error()
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
         """Raises `Unsupported`."""
         del ids
-        raise self._chat_only()
+        raise self._chat_only_error()
 
-    async def _go_on(self, body: dict[str, Any], context: Context, reply: TextReply) -> None:
-        name, served = plain_model(self._gateway, body.get("model"))
-        request = read_plain(body, name, self._unknown_roles)
+    async def _forward_request(
+        self, body: dict[str, Any], context: Context, reply: TextReply
+    ) -> None:
+        name, served = find_worker_model(self._gateway, body.get("model"))
+        request = chat_request_from_dict(body, name, self._unknown_roles)
         await served.processor.chat(request, context, reply)
 
-    def _chat_only(self) -> Unsupported:
+    def _chat_only_error(self) -> Unsupported:
         return Unsupported(
             f"model {self._offer.model!r} is a service: it has no tokens and echoes no prompt",
             hint="POST /v1/chat/completions",

@@ -12,19 +12,19 @@ import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.link import ParentLink
-from dynamo.sdk.declare import is_service, near
-from dynamo.sdk.serving import attach
+from dynamo.runtime.link import ParentPipe
+from dynamo.sdk.declare import is_service, nearest_name_hint
+from dynamo.sdk.serving import start_service
 
-SERVICE = "service"
+USER_SERVICE_ROLE = "service"
 """The role of such a process."""
 DISAGGREGATED = "disagg"
-NOT_YET = (
+DISAGGREGATED_HINT = (
     "prefill and decode in workers of their own are not there yet; graphs.agg:Frontend serves both"
 )
 
 
-class Task(msgspec.Struct, frozen=True):
+class UserServiceSpec(msgspec.Struct, frozen=True):
     """`target`: MODULE:Service, to be found from `folder`; `section`: its configuration."""
 
     target: str
@@ -32,18 +32,18 @@ class Task(msgspec.Struct, frozen=True):
     section: dict[str, Any] = {}
 
 
-def run_service() -> int:
+def run_user_service() -> int:
     """Run one process as the supervisor tells it; returns its exit code."""
     from dynamo.runtime.process import run_process
 
-    parent = ParentLink.from_stdin()
-    start = parent.start
-    task = msgspec.convert(start.task, Task)
+    parent = ParentPipe.from_stdin()
+    start = parent.start_message
+    task = msgspec.convert(start.task, UserServiceSpec)
 
     async def main(runtime: DistributedRuntime) -> None:
-        await attach(load_service(task.target, task.folder), runtime, task.section)
+        await start_service(load_service(task.target, task.folder), runtime, task.section)
 
-    return run_process(main, start.settings, SERVICE, start.name, parent=parent)
+    return run_process(main, start.settings, USER_SERVICE_ROLE, start.name, parent=parent)
 
 
 def load_service(target: str, folder: str) -> type[Any]:
@@ -56,33 +56,35 @@ def load_service(target: str, folder: str) -> type[Any]:
         )
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module = _imported(module_name, folder)
+    module = _import_module(module_name, folder)
     found = getattr(module, name, None)
     if found is None:
         known = [key for key, value in vars(module).items() if is_service(value)]
-        raise ConfigError(f"{module_name} has no service {name!r}", hint=near(name, known))
+        raise ConfigError(
+            f"{module_name} has no service {name!r}", hint=nearest_name_hint(name, known)
+        )
     if not is_service(found):
         raise ConfigError(f"{target} is no service", hint="put @service(...) above its class")
     service: type[Any] = found
     return service
 
 
-def _imported(name: str, folder: str) -> Any:
+def _import_module(name: str, folder: str) -> Any:
     try:
         return importlib.import_module(name)
     except DynamoError:
         raise
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise _broken(name, error) from error
+            raise _import_error(name, error) from error
         raise ConfigError(
-            f"there is no module {name!r} in {folder}", hint=_neighbours(name, Path(folder))
+            f"there is no module {name!r} in {folder}", hint=_suggest_modules(name, Path(folder))
         ) from None
     except Exception as error:
-        raise _broken(name, error) from error
+        raise _import_error(name, error) from error
 
 
-def _broken(name: str, error: Exception) -> ConfigError:
+def _import_error(name: str, error: Exception) -> ConfigError:
     """What is wrong inside a user's module, and where."""
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}"
@@ -93,14 +95,14 @@ def _broken(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error}{at}")
 
 
-def _neighbours(name: str, folder: Path) -> str:
+def _suggest_modules(name: str, folder: Path) -> str:
     """What may have been meant."""
     if DISAGGREGATED in name:
-        return NOT_YET
+        return DISAGGREGATED_HINT
     packages = name.split(".")[:-1]
     place = folder.joinpath(*packages)
     known = [path.stem for path in sorted(place.glob("*.py")) if not path.stem.startswith("_")]
     if not known:
         return "run it in the folder of your modules, e.g. `cd examples/llm`"
     prefix = "".join(f"{package}." for package in packages)
-    return near(name, [f"{prefix}{one}" for one in known])
+    return nearest_name_hint(name, [f"{prefix}{one}" for one in known])

@@ -8,26 +8,28 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from dynamo.core.settings import Settings
-from dynamo.models.files import Progress as ModelProgress
-from dynamo.models.location import locate
+from dynamo.models.files import ProgressCallback as ModelProgress
+from dynamo.models.location import locate_model
 from dynamo.runtime.supervisor import Prepare
-from dynamo.services.progress import Progress
+from dynamo.services.progress import ThreadSafeProgress
 
-PATIENCE_S = 3.0
+CANCEL_TIMEOUT_S = 3.0
 """So long a fetch that was told to stop may take to do so; the process does not wait longer."""
-GETTING_READY = "the model is getting ready"
+PREPARING_REASON = "the model is getting ready"
 
 
-def preparation(settings: Settings, shown: AbstractContextManager[ModelProgress]) -> Prepare | None:
+def make_preparation(
+    settings: Settings, shown: AbstractContextManager[ModelProgress]
+) -> Prepare | None:
     """What fetches the model that `settings` name, with a progress that is entered meanwhile; None
     where the model is here. Raises `ModelUnavailable` where it cannot be anywhere."""
-    if locate(settings.model.path).path is not None:
+    if locate_model(settings.model.path).path is not None:
         return None
 
     async def fetch(tell: Callable[[str], None]) -> None:
-        tell(GETTING_READY)
+        tell(PREPARING_REASON)
         with shown as progress:
-            told = Progress(lambda how: tell(f"{GETTING_READY}: {how}"))
+            told = ThreadSafeProgress(lambda how: tell(f"{PREPARING_REASON}: {how}"))
             await fetch_model(settings, progress, told)
 
     return fetch
@@ -40,23 +42,23 @@ async def fetch_model(settings: Settings, *told: ModelProgress) -> None:
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     arguments = (settings, told, stopped, done)
     # A daemon: what hangs in the network must not hold up the end of the process.
-    thread = threading.Thread(target=_fetch, args=arguments, name="fetch", daemon=True)
+    thread = threading.Thread(target=_fetch_in_thread, args=arguments, name="fetch", daemon=True)
     thread.start()
     try:
         await done
     except asyncio.CancelledError:
         stopped.set()
-        await asyncio.to_thread(thread.join, PATIENCE_S)
+        await asyncio.to_thread(thread.join, CANCEL_TIMEOUT_S)
         raise
 
 
-def _fetch(
+def _fetch_in_thread(
     settings: Settings,
     told: tuple[ModelProgress, ...],
     stopped: threading.Event,
     done: asyncio.Future[None],
 ) -> None:
-    from dynamo.models.resolve import find_model
+    from dynamo.models.resolve import resolve_model_blocking
 
     def progress(what: str, at: int, total: int) -> None:
         for one in told:
@@ -65,13 +67,15 @@ def _fetch(
     failure: Exception | None = None
     try:
         with_weights = settings.engine.kind == "native"
-        find_model(settings.model.path, progress, with_weights=with_weights, stopped=stopped)
+        resolve_model_blocking(
+            settings.model.path, progress, with_weights=with_weights, stopped=stopped
+        )
     except Exception as error:  # noqa: BLE001 - raised again where it is awaited
         failure = error
-    done.get_loop().call_soon_threadsafe(_end, done, failure)
+    done.get_loop().call_soon_threadsafe(_resolve_future, done, failure)
 
 
-def _end(done: asyncio.Future[None], failure: Exception | None) -> None:
+def _resolve_future(done: asyncio.Future[None], failure: Exception | None) -> None:
     if done.done():
         return
     if failure is None:

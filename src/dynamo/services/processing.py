@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 
 from dynamo.application import Gateway
-from dynamo.application.pieces import PieceReply, WholeReply, read_plain
-from dynamo.communication.requests import Outgoing
+from dynamo.application.pieces import ChatAnswerReply, ChatChunkReply, chat_request_from_dict
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.text import ChatRequest
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.declare import spec_of
 from dynamo.services.components import Processor
-from dynamo.services.model_names import plain_model
+from dynamo.services.model_names import find_worker_model
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
 
-class Processing:
+class ProcessorEndpoints:
     """Answers `Processor.chat` and `Processor.answer` over the request plane."""
 
     def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
@@ -31,11 +31,11 @@ class Processing:
         """Serve both until the runtime shuts down."""
         spec = spec_of(Processor)
         component = self._runtime.namespace().component(spec.name)
-        await component.endpoint(spec.endpoints["chat"].name).serve(self._chat)
-        await component.endpoint(spec.endpoints["answer"].name).serve(self._answer)
+        await component.endpoint(spec.endpoints["chat"].name).serve(self._handle_chat)
+        await component.endpoint(spec.endpoints["answer"].name).serve(self._handle_answer)
 
-    async def _chat(self, payload: bytes, out: Outgoing) -> None:
-        request, processor = self._read(payload)
+    async def _handle_chat(self, payload: bytes, out: ResponseWriter) -> None:
+        request, processor = self._decode_request(payload)
         head = {
             "id": f"chatcmpl-{out.context.request_id}",
             "created": int(self._runtime.clock.wall()),
@@ -45,17 +45,17 @@ class Processing:
         def send(chunk: dict[str, Any]) -> bool:
             return out.send(_encode(chunk))
 
-        await processor.chat(request, out.context, PieceReply(send, head, request.options.n))
+        await processor.chat(request, out.context, ChatChunkReply(send, head, request.options.n))
 
-    async def _answer(self, payload: bytes, out: Outgoing) -> None:
-        request, processor = self._read(payload)
+    async def _handle_answer(self, payload: bytes, out: ResponseWriter) -> None:
+        request, processor = self._decode_request(payload)
         options = msgspec.structs.replace(request.options, n=1)
-        reply = WholeReply()
+        reply = ChatAnswerReply()
         await processor.chat(msgspec.structs.replace(request, options=options), out.context, reply)
         out.send(_encode(reply.answer))
 
-    def _read(self, payload: bytes) -> tuple[ChatRequest, Any]:
+    def _decode_request(self, payload: bytes) -> tuple[ChatRequest, Any]:
         body = _decode(payload)
         wanted = body.get("model") if isinstance(body, dict) else None
-        name, served = plain_model(self._gateway, wanted)
-        return read_plain(body, name, self._unknown_roles), served.processor
+        name, served = find_worker_model(self._gateway, wanted)
+        return chat_request_from_dict(body, name, self._unknown_roles), served.processor

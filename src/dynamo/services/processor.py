@@ -6,22 +6,22 @@ import logging
 
 from dynamo.application import Gateway
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.services.models import Models
-from dynamo.services.offered import Offers
-from dynamo.services.processing import Processing
-from dynamo.services.routing import Routing
+from dynamo.services.models import ModelWatcher
+from dynamo.services.offered import ServiceModelWatcher
+from dynamo.services.processing import ProcessorEndpoints
+from dynamo.services.routing import ProcessRouting
 
 log = logging.getLogger(__name__)
 
 
-class Processor:
+class ProcessorService:
     """Follows the models and answers for them over the request plane until the runtime shuts
     down."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Set it up."""
         gateway = Gateway()
-        Models(runtime, gateway, Routing(runtime)).follow()
-        Offers(runtime, gateway).follow()
-        await Processing(runtime, gateway).start()
+        ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
+        ServiceModelWatcher(runtime, gateway).start()
+        await ProcessorEndpoints(runtime, gateway).start()
         log.info("processor serves", extra={"fields": {"id": runtime.instance_id}})

@@ -8,42 +8,42 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Load
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.index.cache_view import NO_CACHE, CacheView
-from dynamo.scheduling.index.view_metrics import declare_view
+from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE, CacheView
+from dynamo.scheduling.index.view_metrics import declare_cache_view_metrics
 from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
-from dynamo.scheduling.router.explain.timeline import EVERY_S, Timeline
-from dynamo.scheduling.router.explain.watch import RoutingWatch
+from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
+from dynamo.scheduling.router.explain.watch import RoutingRecorder
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
 from dynamo.scheduling.router.opening import KV, make_cost, open_policy
 from dynamo.scheduling.router.policy import Observer, Policy
-from dynamo.scheduling.router.prompt import prompt_reader
-from dynamo.scheduling.router.remote.messages import CHOOSE, read_asked
+from dynamo.scheduling.router.prompt import make_prompt_reader
+from dynamo.scheduling.router.remote.messages import CHOOSE_ENDPOINT, read_query_prompt
 from dynamo.scheduling.router.remote.remote import RemotePolicy
-from dynamo.scheduling.router.replicas.follower import BookFollower
-from dynamo.scheduling.router.replicas.replicas import Replicas
+from dynamo.scheduling.router.replicas.follower import PeerRequests
+from dynamo.scheduling.router.replicas.replicas import ReplicaSync
 from dynamo.scheduling.router.selectors import make_selector
 from dynamo.sdk.declare import spec_of
 from dynamo.services.components import Router
-from dynamo.services.index_view import open_view
+from dynamo.services.index_view import open_cache_view
 
 COMPOSITE = "composite"
-WATCHED = (KV, ADAPTIVE)
+EXPLAINABLE_MODES = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
-LEAST_KNOWN_LAST = ("exact", "stale", "approximate", NO_CACHE)
+VIEW_MODES_BEST_FIRST = ("exact", "stale", "approximate", NO_PREFIX_CACHE)
 
 
-def by_instance(views: Mapping[str, str]) -> dict[str, str]:
+def worst_view_by_instance(views: Mapping[str, str]) -> dict[str, str]:
     """Of several data-parallel ranks the least that is known."""
     found: dict[str, str] = {}
     for name, view in views.items():
         instance = name.partition("/")[0]
-        found[instance] = max(found.get(instance, view), view, key=LEAST_KNOWN_LAST.index)
+        found[instance] = max(found.get(instance, view), view, key=VIEW_MODES_BEST_FIRST.index)
     return found
 
 
@@ -56,49 +56,52 @@ class ModelRouting:
         client: Client,
         *,
         loads: LoadView | None = None,
-        replicas: Replicas | None = None,
-        follower: BookFollower | None = None,
+        replicas: ReplicaSync | None = None,
+        routing_listener: PeerRequests | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.policy = policy
         self.client = client
-        self.follower = follower
+        self.routing_listener = routing_listener
         self.observers = observers
         self._loads = loads
         self._replicas = replicas
 
     @property
-    def workers(self) -> Sequence[str]:
+    def worker_ids(self) -> Sequence[str]:
         """Ids of the instances that it chooses among."""
         return tuple(self.client.instances)
 
     @property
-    def waiting(self) -> int:
+    def queued_requests(self) -> int:
         """Requests that are held for a better moment."""
-        return len(self.policy.placement) if isinstance(self.policy, KvPolicy) else 0
+        return len(self.policy.solver) if isinstance(self.policy, KvPolicy) else 0
 
     @property
     def loads(self) -> Mapping[str, Load]:
         """What workers reported last."""
         return self._loads.loads if self._loads is not None else {}
 
-    def views(self) -> Mapping[str, str]:
+    def view_modes(self) -> Mapping[str, str]:
         """How each worker's cache is known."""
         if isinstance(self.policy, RemotePolicy):
-            return self.policy.views()
+            return self.policy.cache_views()
         if not isinstance(self.policy, KvPolicy):
             return {}
-        placement = self.policy.placement
-        return {book.name: placement.view.mode(book.name) for book in placement.fleet.books}
+        placement = self.policy.solver
+        return {
+            book.name: placement.view.get_mode(book.name)
+            for book in placement.worker_states.workers
+        }
 
-    def routers(self) -> Mapping[str, str]:
+    def router_states(self) -> Mapping[str, str]:
         """How each router of its own fares, where those choose."""
-        return self.policy.routers() if isinstance(self.policy, RemotePolicy) else {}
+        return self.policy.router_states() if isinstance(self.policy, RemotePolicy) else {}
 
-    def weigh(self, settings: RouterSettings) -> None:
+    def update_weights(self, settings: RouterSettings) -> None:
         """Score by these weights from now on, where weights decide."""
         if isinstance(self.policy, KvPolicy) and settings.policy == COMPOSITE:
-            self.policy.placement.cost = make_cost(settings)
+            self.policy.solver.cost = make_cost(settings)
 
     async def close(self) -> None:
         """Route no more."""
@@ -109,7 +112,7 @@ class ModelRouting:
             self._loads.close()
 
 
-class Routing:
+class ProcessRouting:
     """One for a process."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
@@ -120,60 +123,64 @@ class Routing:
         self._runtime = runtime
         self._models: dict[str, ModelRouting] = {}
         self._cache_views: dict[str, CacheView] = {}
-        self.watch = RoutingWatch(
-            runtime.clock, runtime.metrics, runtime.name, waiting=self._waiting
+        self.observer = RoutingRecorder(
+            runtime.clock, runtime.metrics, runtime.name, waiting=self._queued_requests
         )
-        self.timeline = Timeline(self.watch)
-        self._sampling = False
-        runtime.on_settings(self._reloaded)
+        self.timeline = RoutingTimeline(self.observer)
+        self._sampling_started = False
+        runtime.on_settings_change(self._update_settings)
         if runtime.settings.router.mode == KV:
-            declare_view(runtime.metrics, self._cache_views.values)
+            declare_cache_view_metrics(runtime.metrics, self._cache_views.values)
 
     @property
-    def explains(self) -> bool:
+    def records_decisions(self) -> bool:
         """Whether decisions are remembered in the mode that is set."""
-        return self._runtime.settings.router.mode in WATCHED
+        return self._runtime.settings.router.mode in EXPLAINABLE_MODES
 
-    def _reloaded(self, settings: Settings) -> None:
+    def _update_settings(self, settings: Settings) -> None:
         for one in self._models.values():
-            one.weigh(settings.router)
+            one.update_weights(settings.router)
 
     async def open(self, card: ModelCard, client: Client) -> ModelRouting:
         """Route a model's requests among `client`'s instances from now on, in place of what was
         open under its name (which stays open until it is closed). Raises `ConfigError`."""
         settings = self._runtime.settings.router
         if settings.mode == KV and settings.replicas:
-            made = await self._remote(card, client)
+            made = await self._open_remote(card, client)
         else:
-            made = await self.own(card, client)
-        self.add(card.name, made)
+            made = await self.open_local(card, client)
+        self.add_model(card.name, made)
         return made
 
-    def add(self, model: str, made: ModelRouting) -> None:
+    def add_model(self, model: str, made: ModelRouting) -> None:
         """Keep samples of its workers from now on."""
         self._models[model] = made
-        if self.explains and not self._sampling:
-            self._sampling = True
-            self._runtime.tasks.start(self._sample(), "routing samples")
+        if self.records_decisions and not self._sampling_started:
+            self._sampling_started = True
+            self._runtime.tasks.start(self._sample_every_second(), "routing samples")
 
-    def views(self) -> Mapping[str, Mapping[str, str]]:
+    def view_modes(self) -> Mapping[str, Mapping[str, str]]:
         """By model: how each worker's cache is known."""
-        return {model: views for model, one in self._models.items() if (views := one.views())}
+        return {model: views for model, one in self._models.items() if (views := one.view_modes())}
 
-    def routers(self) -> Mapping[str, Mapping[str, str]]:
+    def router_states(self) -> Mapping[str, Mapping[str, str]]:
         """By model: how each router that is asked fares; empty where this process chooses."""
-        return {model: found for model, one in self._models.items() if (found := one.routers())}
+        return {
+            model: found for model, one in self._models.items() if (found := one.router_states())
+        }
 
-    async def _open_view(self, card: ModelCard, client: Client) -> CacheView | None:
+    async def _open_cache_view(self, card: ModelCard, client: Client) -> CacheView | None:
         """What mode `kv` knows of the workers' caches; None in other modes."""
         if self._runtime.settings.router.mode != KV:
             return None
         component = client.path.rsplit(".", 1)[0]
-        view = await open_view(self._runtime, card.block_tokens, component)
+        view = await open_cache_view(self._runtime, card.block_tokens, component)
         self._cache_views[card.name] = view
         return view
 
-    async def own(self, card: ModelCard, client: Client, *, asked: bool = False) -> ModelRouting:
+    async def open_local(
+        self, card: ModelCard, client: Client, *, standalone: bool = False
+    ) -> ModelRouting:
         """Choose in this process, in step with the others. `asked`: by frontends, which send hashes
         in place of tokens, and tell the others what goes out themselves."""
         runtime = self._runtime
@@ -183,71 +190,71 @@ class Routing:
             runtime.events,
             runtime.clock,
             block_tokens=card.block_tokens,
-            read=read_asked if asked else None,
-            view=await self._open_view(card, client),
+            read_prompt=read_query_prompt if standalone else None,
+            view=await self._open_cache_view(card, client),
         )
-        observers = (self.watch,) if self.explains else ()
+        observers = (self.observer,) if self.records_decisions else ()
         if not isinstance(policy, KvPolicy):
             return ModelRouting(policy, client, observers=observers)
-        follower = BookFollower(policy.placement, runtime.clock, policy.look_again)
-        replicas = Replicas(runtime.clock, runtime.instance_id, follower)
-        if not asked:
-            policy.replicas = replicas
-        await replicas.start(runtime.events, self._subject(card))
+        follower = PeerRequests(policy.solver, runtime.clock, policy.on_worker_freed)
+        replicas = ReplicaSync(runtime.clock, runtime.instance_id, follower)
+        if not standalone:
+            policy.replica_sync = replicas
+        await replicas.start(runtime.events, self._routing_subject(card))
         return ModelRouting(
             policy,
             client,
             loads=await self.follow_loads(policy, client),
             replicas=replicas,
-            follower=follower,
+            routing_listener=follower,
             observers=observers,
         )
 
     async def follow_loads(self, policy: KvPolicy, client: Client) -> LoadView:
         """Workers' reports, into the policy's books."""
         loads = LoadView(self._runtime.clock)
-        loads.on_report(policy.placement.fleet.reported)
-        await loads.follow(self._runtime.events, client.path.rsplit(".", 1)[0])
+        loads.add_listener(policy.solver.worker_states.on_load_report)
+        await loads.subscribe(self._runtime.events, client.path.rsplit(".", 1)[0])
         return loads
 
-    async def _remote(self, card: ModelCard, client: Client) -> ModelRouting:
+    async def _open_remote(self, card: ModelCard, client: Client) -> ModelRouting:
         """Ask a router of its own."""
         runtime = self._runtime
         component = runtime.namespace().component(spec_of(Router).name)
-        replicas = Replicas(runtime.clock, runtime.instance_id)
-        await replicas.start(runtime.events, self._subject(card))
+        replicas = ReplicaSync(runtime.clock, runtime.instance_id)
+        await replicas.start(runtime.events, self._routing_subject(card))
         policy = RemotePolicy(
             client,
-            await component.endpoint(CHOOSE).client(),
+            await component.endpoint(CHOOSE_ENDPOINT).client(),
             replicas,
-            prompt_reader(card.block_tokens),
+            make_prompt_reader(card.block_tokens),
             runtime.clock,
             block_tokens=card.block_tokens,
             metrics=runtime.metrics,
         )
-        return ModelRouting(policy, client, observers=(self.watch,))
+        return ModelRouting(policy, client, observers=(self.observer,))
 
-    def _subject(self, card: ModelCard) -> str:
+    def _routing_subject(self, card: ModelCard) -> str:
         """Where routers tell each other what they send out."""
         return f"{self._runtime.settings.runtime.namespace}.router/{quote(card.name, safe='')}"
 
-    def _waiting(self) -> int:
+    def _queued_requests(self) -> int:
         waiting = 0
         for one in self._models.values():  # this runs once a request
-            waiting += one.waiting
+            waiting += one.queued_requests
         return waiting
 
-    async def _sample(self) -> None:
+    async def _sample_every_second(self) -> None:
         """On every whole second, so that the samples of several processes can be laid together."""
         clock = self._runtime.clock
         while True:
-            await clock.sleep(EVERY_S - clock.wall() % EVERY_S)
+            await clock.sleep(SAMPLE_INTERVAL_S - clock.wall() % SAMPLE_INTERVAL_S)
             models = self._models.values()
-            self.watch.collector.workers = sum(len(one.workers) for one in models)
-            self.timeline.sample(
-                round(clock.wall() / EVERY_S) * EVERY_S,
-                [name for one in models for name in one.workers],
+            self.observer.collector.workers = sum(len(one.worker_ids) for one in models)
+            self.timeline.record(
+                round(clock.wall() / SAMPLE_INTERVAL_S) * SAMPLE_INTERVAL_S,
+                [name for one in models for name in one.worker_ids],
                 ChainMap(*(dict(one.loads) for one in models)),
-                views=ChainMap(*(by_instance(one.views()) for one in models)),
-                waiting=self._waiting(),
+                views=ChainMap(*(worst_view_by_instance(one.view_modes()) for one in models)),
+                waiting=self._queued_requests(),
             )

@@ -14,29 +14,29 @@ from dynamo.telemetry import render_merged
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 2.0
-MAX_BYTES = 8 << 20
+SCRAPE_TIMEOUT_S = 2.0
+MAX_RESPONSE_BYTES = 8 << 20
 
 
-class Siblings:
+class SharedPortMetrics:
     """The other frontends of this deployment on this host, found by their records."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._runtime = runtime
         self._deployment = deployment_of(runtime.settings)
 
-    async def metrics(self) -> str:
+    async def render(self) -> str:
         """This process's metrics and theirs, as if of one process. One that does not answer in time
         is left out, with a warning."""
         own = self._runtime.metrics.render()
         if self._runtime.settings.server.http_workers == 1:
             return own
-        others = await self._others()
-        texts = await run_all(*(self._text(other.status_url) for other in others))
+        others = await self._other_frontends()
+        texts = await run_all(*(self._scrape(other.status_url) for other in others))
         return render_merged([own, *filter(None, texts)])
 
-    async def _others(self) -> Sequence[ProcessRecord]:
-        processes = await self._runtime.clock.offload(self._deployment.processes)
+    async def _other_frontends(self) -> Sequence[ProcessRecord]:
+        processes = await self._runtime.clock.offload(self._deployment.live_processes)
         mine = self._runtime.instance_id
         return [
             one
@@ -44,10 +44,10 @@ class Siblings:
             if one.role == "frontend" and one.instance != mine and one.status_url
         ]
 
-    async def _text(self, status_url: str) -> str:
+    async def _scrape(self, status_url: str) -> str:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await get_text(status_url, "/metrics")
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                return await http_get_text(status_url, "/metrics")
         except (OSError, TimeoutError, ValueError) as error:
             log.warning(
                 "a frontend's metrics are missing",
@@ -56,10 +56,12 @@ class Siblings:
             return ""
 
 
-async def get_text(url: str, path: str) -> str:
+async def http_get_text(url: str, path: str) -> str:
     """The body of one GET to one of our own status ports. Raises OSError, `ValueError`."""
     where = urlsplit(url)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=MAX_BYTES)
+    reader, writer = await asyncio.open_connection(
+        where.hostname, where.port, limit=MAX_RESPONSE_BYTES
+    )
     try:
         head = f"GET {path} HTTP/1.1\r\nhost: {where.netloc}\r\nconnection: close\r\n\r\n"
         writer.write(head.encode())

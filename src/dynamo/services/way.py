@@ -5,41 +5,45 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Self
 
-from dynamo.core.reply import Send
+from dynamo.core.reply import SendRequest
 from dynamo.models.card import ModelCard
 from dynamo.runtime.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.watch import Watch
-from dynamo.scheduling.admission import Admission, Promise
+from dynamo.runtime.watch import FailureDetector
+from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.assembly import standard_pipeline
-from dynamo.scheduling.health import Health
+from dynamo.scheduling.health import WorkerHealth
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.services.agreement import Agreement
-from dynamo.services.routing import Routing
+from dynamo.services.agreement import CardCompatibility
+from dynamo.services.routing import ProcessRouting
 
-WORKER = "worker"
+WORKER_COMPONENT = "worker"
 
 
-class Way:
+class ModelPipeline:
     """Made by `open`; `close` it when the model is served in another way."""
 
-    def __init__(self, client: Client, send: Send, held: AsyncExitStack) -> None:
+    def __init__(self, client: Client, send: SendRequest, held: AsyncExitStack) -> None:
         self.client = client
         self.send = send
-        self._held = held
+        self._resources = held
 
     @classmethod
     async def open(
-        cls, runtime: DistributedRuntime, watch: Watch, routing: Routing, card: ModelCard
+        cls,
+        runtime: DistributedRuntime,
+        watch: FailureDetector,
+        routing: ProcessRouting,
+        card: ModelCard,
     ) -> Self:
         """To the workers that serve the card's model. Raises `ConfigError`."""
         settings = runtime.settings.router
         async with AsyncExitStack() as held:
-            endpoint = runtime.namespace().component(WORKER).endpoint("generate")
-            client = await endpoint.client(Agreement(card).serves)
+            endpoint = runtime.namespace().component(WORKER_COMPONENT).endpoint("generate")
+            client = await endpoint.client(CardCompatibility(card).accepts)
             held.push_async_callback(client.close)
-            held.callback(watch.follow(client))
-            health = Health(
+            held.callback(watch.watch(client))
+            health = WorkerHealth(
                 client,
                 runtime.clock,
                 runtime.rng,
@@ -54,16 +58,18 @@ class Way:
                 client,
                 routed.policy,
                 runtime.clock,
-                Promise.of(settings),
+                SloLimits.from_settings(settings),
                 runtime.metrics,
             )
             held.callback(admission.close)
             held.callback(
-                runtime.on_settings(lambda now: admission.keep_to(Promise.of(now.router)))
+                runtime.on_settings_change(
+                    lambda now: admission.update(SloLimits.from_settings(now.router))
+                )
             )
             loads = LoadView(runtime.clock)
-            loads.on_report(admission.reported)
-            await loads.follow(runtime.events, client.path.rsplit(".", 1)[0])
+            loads.add_listener(admission.on_load_report)
+            await loads.subscribe(runtime.events, client.path.rsplit(".", 1)[0])
             held.callback(loads.close)
             send = standard_pipeline(
                 client,
@@ -80,4 +86,4 @@ class Way:
 
     async def close(self) -> None:
         """Calls under way go on."""
-        await self._held.aclose()
+        await self._resources.aclose()

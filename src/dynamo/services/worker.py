@@ -7,43 +7,46 @@ import logging
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.settings import Settings
 from dynamo.inference import worker as inference_worker
-from dynamo.inference.engines import EngineInputs, check_kind, open_engine
+from dynamo.inference.engines import EngineInputs, check_engine_kind, open_engine
 from dynamo.models.card import ModelCard
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.services.preparation import GETTING_READY
-from dynamo.services.progress import Progress
+from dynamo.services.preparation import PREPARING_REASON
+from dynamo.services.progress import ThreadSafeProgress
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
-MODEL = "model"
-ENGINE = "engine"
+ENGINE_CHECK_INTERVAL_S = 1.0
+MODEL_HEALTH_KEY = "model"
+ENGINE_HEALTH_KEY = "engine"
 
 
-class Worker:
+class WorkerService:
     """Opens the model that the settings name and serves it until the runtime shuts down."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
         """Raises `ModelUnavailable`, `ConfigError`."""
         settings = runtime.settings
         kind = settings.engine.kind
-        check_kind(kind)
+        check_engine_kind(kind)
 
         def tell(how: str) -> None:
-            runtime.health.unwell(MODEL, f"{GETTING_READY}: {how}")
+            runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {how}")
             log.info("getting the model ready", extra={"fields": {"step": how}})
 
         files = await resolve_model(
-            settings.model.path, Progress(tell), with_weights=kind == "native", clock=runtime.clock
+            settings.model.path,
+            ThreadSafeProgress(tell),
+            with_weights=kind == "native",
+            clock=runtime.clock,
         )
-        runtime.health.unwell(MODEL, "the engine is starting")
-        card = card_of(files, settings)
+        runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the engine is starting")
+        card = make_card(files, settings)
         engine = await open_engine(kind, EngineInputs(settings, card, files, runtime.clock))
-        worker = inference_worker.Worker(engine, card)
+        worker = inference_worker.EngineWorker(engine, card)
         announced = await worker.attach(runtime)
-        runtime.at_shutdown(worker.close)
-        runtime.health.well_again(MODEL)
+        runtime.add_shutdown_hook(worker.close)
+        runtime.health.set_healthy(MODEL_HEALTH_KEY)
         runtime.tasks.start(_watch_engine(runtime), "engine watch")
         log.info(
             "worker serves",
@@ -53,14 +56,14 @@ class Worker:
 
 async def _watch_engine(runtime: DistributedRuntime) -> None:
     """A worker whose engine has died is of no use: it leaves, and the supervisor starts another."""
-    while not (reason := runtime.health.reasons.get(ENGINE)):
-        await runtime.clock.sleep(LOOK_EVERY_S)
+    while not (reason := runtime.health.reasons.get(ENGINE_HEALTH_KEY)):
+        await runtime.clock.sleep(ENGINE_CHECK_INTERVAL_S)
     runtime.fail(WorkerFailed(f"the engine died: {reason}"))
 
 
-def card_of(files: ModelFiles, settings: Settings) -> ModelCard:
+def make_card(files: ModelFiles, settings: Settings) -> ModelCard:
     """The model's card under the names and limits of the settings."""
-    return files.card(
+    return files.build_card(
         names=settings.model.names,
         context_tokens=settings.model.context_tokens,
         block_tokens=settings.engine.block_size,

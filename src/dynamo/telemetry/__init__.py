@@ -1,6 +1,6 @@
 """Logs and metrics."""
 
 from dynamo.telemetry.merge import render_merged
-from dynamo.telemetry.metrics import Counter, Family, Gauge, Histogram, Registry
+from dynamo.telemetry.metrics import Counter, Gauge, Histogram, MetricFamily, Registry
 
-__all__ = ["Counter", "Family", "Gauge", "Histogram", "Registry", "render_merged"]
+__all__ = ["Counter", "Gauge", "Histogram", "MetricFamily", "Registry", "render_merged"]

@@ -30,13 +30,13 @@ LEVELS = {
     "critical": logging.CRITICAL,
     "off": OFF,
 }
-_NAMES = {TRACE: "TRACE", logging.WARNING: "WARN"}
+_LEVEL_NAMES = {TRACE: "TRACE", logging.WARNING: "WARN"}
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Set by whoever takes a request in hand; every line of its task then carries it."""
 
 
-class Terminal(Protocol):
+class LogStream(Protocol):
     """What lines are written to; whole lines a call."""
 
     def write(self, text: str, /) -> object:
@@ -73,96 +73,100 @@ def parse_levels(spec: str) -> dict[str, int]:
 def set_levels(spec: str) -> None:
     """Apply `spec` to the running process; modules that it does not name follow the rest."""
     levels = parse_levels(spec)
-    for module in _named:
+    for module in _modules_with_level:
         logging.getLogger(module).setLevel(logging.NOTSET)
-    _named.clear()
+    _modules_with_level.clear()
     logging.getLogger().setLevel(levels.pop("", logging.INFO))
     for module, level in levels.items():
         logging.getLogger(module).setLevel(level)
-        _named.add(module)
+        _modules_with_level.add(module)
 
 
-_named: set[str] = set()
+_modules_with_level: set[str] = set()
 
 
-def configure(level: str, fmt: str, component: str, stream: Terminal | None = None) -> None:
+def configure_logging(
+    level: str, fmt: str, component: str, stream: LogStream | None = None
+) -> None:
     """Log to `stream` (stderr) from now on, as "text" or "json".
 
     Raises `ConfigError` for an unknown level.
     """
     set_levels(level)
-    handler = _Handler(stream or sys.stderr)
-    handler.setFormatter(JsonLines(component) if fmt == "json" else TextLines(component))
+    handler = _StderrHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(component) if fmt == "json" else TextFormatter(component))
     logging.getLogger().handlers[:] = [handler]
     logging.captureWarnings(True)
     for unused in ("logThreads", "logProcesses", "logMultiprocessing", "logAsyncioTasks"):
         setattr(logging, unused, False)
 
 
-class _Handler(logging.StreamHandler[Any]):
+class _StderrHandler(logging.StreamHandler[Any]):
     """A reader of stderr that went away must not stop a server."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
         del record
 
 
-class _Lines(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     """What text and JSON have in common."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
         self.component = component
-        self._second = -1
-        self._stamp = ""
+        self._cached_second = -1
+        self._cached_timestamp = ""
 
-    def time(self, record: logging.LogRecord) -> str:
+    def format_timestamp(self, record: logging.LogRecord) -> str:
         """RFC 3339, UTC, milliseconds."""
         second = int(record.created)
-        if second != self._second:
-            self._second = second
-            self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._stamp}.{int(record.msecs):03d}Z"
+        if second != self._cached_second:
+            self._cached_second = second
+            self._cached_timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._cached_timestamp}.{int(record.msecs):03d}Z"
 
-    def trace(self, record: logging.LogRecord) -> str:
+    def format_traceback(self, record: logging.LogRecord) -> str:
         """The traceback, if there is one."""
         return self.formatException(record.exc_info) if record.exc_info else ""
 
 
-class TextLines(_Lines):
+class TextFormatter(_LineFormatter):
     """`TIME LEVEL component module: message key=value request_id=...`"""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, and a traceback below it where there is one."""
-        level = _NAMES.get(record.levelno, record.levelname)
+        level = _LEVEL_NAMES.get(record.levelno, record.levelname)
         name = record.name
-        line = f"{self.time(record)} {level:<5} {self.component} {name}: {record.getMessage()}"
-        fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
-        trace = self.trace(record)
+        line = f"{self.format_timestamp(record)} {level:<5} {self.component} {name}: {record.getMessage()}"
+        fields = "".join(
+            f" {key}={_format_field(value)}" for key, value in _record_fields(record).items()
+        )
+        trace = self.format_traceback(record)
         return f"{line}{fields}\n{trace}" if trace else f"{line}{fields}"
 
 
-class JsonLines(_Lines):
+class JsonFormatter(_LineFormatter):
     """One JSON object a line: time, level, component, target, message, request_id, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
-        line: dict[str, Any] = dict(_fields(record))
+        line: dict[str, Any] = dict(_record_fields(record))
         line |= {
-            "time": self.time(record),
-            "level": _NAMES.get(record.levelno, record.levelname).lower(),
+            "time": self.format_timestamp(record),
+            "level": _LEVEL_NAMES.get(record.levelno, record.levelname).lower(),
             "component": self.component,
             "target": record.name,
             "message": record.getMessage(),
         }
-        if trace := self.trace(record):
+        if trace := self.format_traceback(record):
             line["trace"] = trace
-        return _json.encode(line).decode()
+        return _json_encoder.encode(line).decode()
 
 
-_json = msgspec.json.Encoder(enc_hook=str)
+_json_encoder = msgspec.json.Encoder(enc_hook=str)
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+def _record_fields(record: logging.LogRecord) -> Mapping[str, Any]:
     fields: Mapping[str, Any] = getattr(record, "fields", {})
     current = request_id.get()
     if current and "request_id" not in fields:
@@ -170,7 +174,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
     return fields
 
 
-def _plain(value: Any) -> str:
+def _format_field(value: Any) -> str:
     text = str(value)
     quoted = not text or any(sign in text for sign in ' ="\n\r\t')
     return msgspec.json.encode(text).decode() if quoted else text

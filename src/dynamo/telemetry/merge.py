@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.telemetry.metrics import number
+from dynamo.telemetry.metrics import format_number
 
 
 def render_merged(texts: Sequence[str]) -> str:
@@ -20,28 +20,30 @@ def render_merged(texts: Sequence[str]) -> str:
         for line in text.splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
-                _head(heads, family, line)
+                _add_header(heads, family, line)
             elif line.startswith("# "):
-                _head(heads, family, line)
+                _add_header(heads, family, line)
                 if line == f"# MERGE {family} max":
                     largest.add(family)
             elif line:
                 name, _, value = line.rpartition(" ")
-                _add(samples.setdefault(family, {}), name, float(value), family in largest)
+                _merge_sample(samples.setdefault(family, {}), name, float(value), family in largest)
     lines: list[str] = []
     for family, head in heads.items():
         lines += head
-        lines += [f"{name} {number(value)}" for name, value in samples.get(family, {}).items()]
+        lines += [
+            f"{name} {format_number(value)}" for name, value in samples.get(family, {}).items()
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _head(heads: dict[str, list[str]], family: str, line: str) -> None:
+def _add_header(heads: dict[str, list[str]], family: str, line: str) -> None:
     known = heads.setdefault(family, [])
     if line not in known:
         known.append(line)
 
 
-def _add(family: dict[str, float], name: str, value: float, largest: bool) -> None:
+def _merge_sample(family: dict[str, float], name: str, value: float, largest: bool) -> None:
     if name not in family:
         family[name] = value
     elif largest:

@@ -10,15 +10,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
-Callback = Callable[[], float | Mapping[tuple[str, ...], float]]
+ScrapeCallback = Callable[[], float | Mapping[tuple[str, ...], float]]
 """Asked at scrape: one value, or values by label values."""
 
-Merge = Literal["sum", "max"]
+MergeMode = Literal["sum", "max"]
 
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of what `Registry.render` gives."""
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 class Counter:
@@ -73,7 +73,7 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def observe_each(self, values: Iterable[float]) -> None:
+    def observe_all(self, values: Iterable[float]) -> None:
         """Count every one of `values`: bound by bound, which for many values takes less than one
         by one."""
         ordered, counts, below = sorted(values), self.counts, 0
@@ -86,7 +86,7 @@ class Histogram:
                 return
         counts[-1] += len(ordered) - below
 
-    def observe_many(self, value: float, times: int) -> None:
+    def observe_repeated(self, value: float, times: int) -> None:
         """Count the same value `times` times (a step's tokens)."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
@@ -96,21 +96,21 @@ Metric = Counter | Gauge | Histogram
 M = TypeVar("M", bound=Metric)
 
 
-class Family(Generic[M]):
+class MetricFamily(Generic[M]):
     """One metric with labels: `labels("a", "b")` is its child, to be kept on hot paths."""
 
     def __init__(self, names: Sequence[str], make: Callable[[], M]) -> None:
-        self.names = tuple(names)
-        self._make = make
+        self.label_names = tuple(names)
+        self._new_child = make
         self.children: dict[tuple[str, ...], M] = {}
 
     def labels(self, *values: str) -> M:
         """The child of these label values, made at first use."""
         child = self.children.get(values)
         if child is None:
-            if len(values) != len(self.names):
-                raise ValueError(f"labels {self.names} wanted, {values} given")
-            child = self.children[values] = self._make()
+            if len(values) != len(self.label_names):
+                raise ValueError(f"labels {self.label_names} wanted, {values} given")
+            child = self.children[values] = self._new_child()
         return child
 
     def remove(self, *values: str) -> None:
@@ -118,7 +118,7 @@ class Family(Generic[M]):
         self.children.pop(values, None)
 
 
-class _Entry:
+class _RegisteredMetric:
     __slots__ = ("callback", "help", "kind", "labels", "merge", "metric", "name")
 
     def __init__(
@@ -129,8 +129,8 @@ class _Entry:
         *,
         kind: str,
         labels: tuple[str, ...],
-        callback: Callback | None,
-        merge: Merge,
+        callback: ScrapeCallback | None,
+        merge: MergeMode,
     ) -> None:
         self.name = name
         self.help = text
@@ -145,31 +145,33 @@ class Registry:
     """The metrics of one process. Declaring a name again returns the metric that is there."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._metrics: dict[str, _RegisteredMetric] = {}
 
     @overload
-    def counter(self, name: str, help: str, *, callback: Callback | None = ...) -> Counter: ...
+    def counter(
+        self, name: str, help: str, *, callback: ScrapeCallback | None = ...
+    ) -> Counter: ...
     @overload
     def counter(
-        self, name: str, help: str, labels: Sequence[str], *, callback: Callback | None = ...
-    ) -> Family[Counter]: ...
+        self, name: str, help: str, labels: Sequence[str], *, callback: ScrapeCallback | None = ...
+    ) -> MetricFamily[Counter]: ...
     def counter(
         self,
         name: str,
         help: str,  # noqa: A002 - Prometheus' word
         labels: Sequence[str] = (),
         *,
-        callback: Callback | None = None,
-    ) -> Counter | Family[Counter]:
+        callback: ScrapeCallback | None = None,
+    ) -> Counter | MetricFamily[Counter]:
         """Declare a counter; `name` ends in `_total`."""
-        found: Counter | Family[Counter] = self._add(
+        found: Counter | MetricFamily[Counter] = self._register(
             name, help, Counter, labels, "counter", callback=callback
         )
         return found
 
     @overload
     def gauge(
-        self, name: str, help: str, *, callback: Callback | None = ..., merge: Merge = ...
+        self, name: str, help: str, *, callback: ScrapeCallback | None = ..., merge: MergeMode = ...
     ) -> Gauge: ...
     @overload
     def gauge(
@@ -178,21 +180,21 @@ class Registry:
         help: str,
         labels: Sequence[str],
         *,
-        callback: Callback | None = ...,
-        merge: Merge = ...,
-    ) -> Family[Gauge]: ...
+        callback: ScrapeCallback | None = ...,
+        merge: MergeMode = ...,
+    ) -> MetricFamily[Gauge]: ...
     def gauge(
         self,
         name: str,
         help: str,  # noqa: A002
         labels: Sequence[str] = (),
         *,
-        callback: Callback | None = None,
-        merge: Merge = "sum",
-    ) -> Gauge | Family[Gauge]:
+        callback: ScrapeCallback | None = None,
+        merge: MergeMode = "sum",
+    ) -> Gauge | MetricFamily[Gauge]:
         """Declare a gauge. `merge`: how the values of several processes become one; "max" for
         what every process sees alike (workers known)."""
-        found: Gauge | Family[Gauge] = self._add(
+        found: Gauge | MetricFamily[Gauge] = self._register(
             name, help, Gauge, labels, "gauge", callback=callback, merge=merge
         )
         return found
@@ -202,23 +204,23 @@ class Registry:
     @overload
     def histogram(
         self, name: str, help: str, buckets: Sequence[float], labels: Sequence[str]
-    ) -> Family[Histogram]: ...
+    ) -> MetricFamily[Histogram]: ...
     def histogram(
         self,
         name: str,
         help: str,  # noqa: A002
         buckets: Sequence[float],
         labels: Sequence[str] = (),
-    ) -> Histogram | Family[Histogram]:
+    ) -> Histogram | MetricFamily[Histogram]:
         """Declare a histogram with ascending upper bounds, without +Inf."""
         if list(buckets) != sorted(set(buckets)):
             raise ValueError(f"{name}: bounds must ascend")
-        found: Histogram | Family[Histogram] = self._add(
+        found: Histogram | MetricFamily[Histogram] = self._register(
             name, help, lambda: Histogram(buckets), labels, "histogram"
         )
         return found
 
-    def _add(
+    def _register(
         self,
         name: str,
         text: str,
@@ -226,20 +228,20 @@ class Registry:
         labels: Sequence[str],
         kind: str,
         *,
-        callback: Callback | None = None,
-        merge: Merge = "sum",
+        callback: ScrapeCallback | None = None,
+        merge: MergeMode = "sum",
     ) -> Any:
         names = tuple(labels)
-        there = self._entries.get(name)
+        there = self._metrics.get(name)
         if there is not None:
             if (there.kind, there.labels) != (kind, names):
                 raise ValueError(f"{name} is already a {there.kind} with labels {there.labels}")
             there.callback = callback or there.callback
             return there.metric
-        if not _NAME.match(name):
+        if not _METRIC_NAME.match(name):
             raise ValueError(f"{name!r} is no metric name")
-        metric = Family(names, make) if names else make()
-        self._entries[name] = _Entry(
+        metric = MetricFamily(names, make) if names else make()
+        self._metrics[name] = _RegisteredMetric(
             name, text, metric, kind=kind, labels=names, callback=callback, merge=merge
         )
         return metric
@@ -247,17 +249,17 @@ class Registry:
     def render(self) -> str:
         """Everything in Prometheus' text format 0.0.4."""
         lines: list[str] = []
-        for entry in self._entries.values():
+        for entry in self._metrics.values():
             lines.append(f"# HELP {entry.name} {_escape_help(entry.help)}")
             lines.append(f"# TYPE {entry.name} {entry.kind}")
             if entry.merge != "sum":
                 lines.append(f"# MERGE {entry.name} {entry.merge}")
-            for values, child in _children(entry):
-                lines += _samples(entry, values, child)
+            for values, child in _label_values(entry):
+                lines += _sample_lines(entry, values, child)
         return "\n".join(lines) + "\n"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A value as Prometheus writes it."""
     if value == float("inf"):
         return "+Inf"
@@ -266,7 +268,7 @@ def number(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1 << 53 else repr(value)
 
 
-def _children(entry: _Entry) -> list[tuple[tuple[str, ...], Metric | float]]:
+def _label_values(entry: _RegisteredMetric) -> list[tuple[tuple[str, ...], Metric | float]]:
     if entry.callback is not None:
         asked = entry.callback()
         return list(asked.items()) if isinstance(asked, Mapping) else [((), asked)]
@@ -275,23 +277,25 @@ def _children(entry: _Entry) -> list[tuple[tuple[str, ...], Metric | float]]:
     return [((), entry.metric)]
 
 
-def _samples(entry: _Entry, values: tuple[str, ...], child: Metric | float) -> list[str]:
+def _sample_lines(
+    entry: _RegisteredMetric, values: tuple[str, ...], child: Metric | float
+) -> list[str]:
     pairs = [f'{name}="{_escape(value)}"' for name, value in zip(entry.labels, values, strict=True)]
     if not isinstance(child, Histogram):
         value = child if isinstance(child, int | float) else child.value
-        return [f"{_sample(entry.name, pairs)} {number(value)}"]
+        return [f"{_series_name(entry.name, pairs)} {format_number(value)}"]
     lines = []
     total = 0
     for bound, count in zip([*child.bounds, float("inf")], child.counts, strict=True):
         total += count
-        where = _sample(f"{entry.name}_bucket", [*pairs, f'le="{number(bound)}"'])
+        where = _series_name(f"{entry.name}_bucket", [*pairs, f'le="{format_number(bound)}"'])
         lines.append(f"{where} {total}")
-    lines.append(f"{_sample(f'{entry.name}_sum', pairs)} {number(child.sum)}")
-    lines.append(f"{_sample(f'{entry.name}_count', pairs)} {total}")
+    lines.append(f"{_series_name(f'{entry.name}_sum', pairs)} {format_number(child.sum)}")
+    lines.append(f"{_series_name(f'{entry.name}_count', pairs)} {total}")
     return lines
 
 
-def _sample(name: str, pairs: Sequence[str]) -> str:
+def _series_name(name: str, pairs: Sequence[str]) -> str:
     return f"{name}{{{','.join(pairs)}}}" if pairs else name
 
 

@@ -3,7 +3,7 @@
 The suites are in `dynamo.testing.conformance.{discovery,requests,events}`; they need pytest.
 """
 
-from dynamo.testing.local import Local, local
+from dynamo.testing.local import LocalGraph, local
 from dynamo.testing.replies import CollectedReply, ScriptedEngine
 
-__all__ = ["CollectedReply", "Local", "ScriptedEngine", "local"]
+__all__ = ["CollectedReply", "LocalGraph", "ScriptedEngine", "local"]

@@ -8,30 +8,30 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar, cast
 
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
 from dynamo.sdk import walk
-from dynamo.sdk.handle import connect
-from dynamo.sdk.serving import attach
+from dynamo.sdk.handle import connect_service
+from dynamo.sdk.serving import start_service
 
 T = TypeVar("T")
-_numbers = itertools.count()
+_graph_numbers = itertools.count()
 
 
-class Local:
+class LocalGraph:
     """A graph that runs. `graph[Service]` is called as a handle is; `objects(Service)` are the
     instances themselves, one a replica."""
 
     def __init__(self, handles: Mapping[type[Any], Any], made: Mapping[type[Any], list[Any]]):
         self._handles = handles
-        self._made = made
+        self._instances = made
 
     def __getitem__(self, service: type[T]) -> T:
         return cast("T", self._handles[service])
 
-    def objects(self, service: type[T]) -> list[T]:
+    def instances(self, service: type[T]) -> list[T]:
         """What answers for `service`."""
-        return list(self._made[service])
+        return list(self._instances[service])
 
 
 @asynccontextmanager
@@ -41,15 +41,17 @@ async def local(
     config: Mapping[str, Mapping[str, Any]] | None = None,
     fakes: Mapping[type[Any], Any] | None = None,
     replicas: int = 1,
-) -> AsyncIterator[Local]:
+) -> AsyncIterator[LocalGraph]:
     """Run `root` and all that it depends on or links to, each in a runtime of its own over memory
     planes: the same calls, streams, credit and errors as between processes. `config`: sections by
     service name. `fakes`: objects that answer in place of a service, with methods of its endpoints'
     names; what only a fake needs is not started. `replicas`: of every service."""
-    place = f"memory:local-{next(_numbers)}"
-    settings = Settings(runtime=Runtime(discovery=place, requests="memory:", events="memory:"))
+    place = f"memory:local-{next(_graph_numbers)}"
+    settings = Settings(
+        runtime=RuntimeSettings(discovery=place, requests="memory:", events="memory:")
+    )
     stand_ins = dict(fakes or {})
-    services = _reached(root, stand_ins)
+    services = _reachable_services(root, stand_ins)
     made: dict[type[Any], list[Any]] = {}
     async with AsyncExitStack() as stack:
 
@@ -63,20 +65,20 @@ async def local(
             for _ in range(1 if service in stand_ins else replicas):
                 runtime = await open_runtime(service.__name__)
                 fake = stand_ins.get(service)
-                attached = await attach(service, runtime, section, made=fake)
+                attached = await start_service(service, runtime, section, service_object=fake)
                 made.setdefault(service, []).append(attached.service)
         caller = await open_runtime("test")
-        handles = {service: await connect(service, caller) for service in services}
-        yield Local(handles, made)
+        handles = {service: await connect_service(service, caller) for service in services}
+        yield LocalGraph(handles, made)
 
 
-def _reached(root: type[Any], fakes: Mapping[type[Any], Any]) -> list[type[Any]]:
+def _reachable_services(root: type[Any], fakes: Mapping[type[Any], Any]) -> list[type[Any]]:
     """The graph in calling order, without what only fakes would call."""
-    from dynamo.sdk.graph import needs
+    from dynamo.sdk.graph import direct_dependencies
 
     reached = {root}
     order = walk(root)
     for service in order:
         if service in reached and service not in fakes:
-            reached.update(needs(service))
+            reached.update(direct_dependencies(service))
     return [service for service in order if service in reached]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 
 class Relay:
@@ -18,12 +18,12 @@ class Relay:
     """
 
     def __init__(self, port: int = 0) -> None:
-        self.to = port
-        self.dialled = 0
-        self._tasks = Tasks(on_failure=lambda _: None)
+        self.target_port = port
+        self.connection_count = 0
+        self._tasks = BackgroundTasks(on_failure=lambda _: None)
         self._writers: set[asyncio.StreamWriter] = set()
-        self._passing = asyncio.Event()
-        self._passing.set()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self._server: asyncio.Server | None = None
         self.delay_s = 0.0
         self.port = 0
@@ -31,27 +31,27 @@ class Relay:
     @property
     def silent(self) -> bool:
         """Nothing passes now."""
-        return not self._passing.is_set()
+        return not self._flowing.is_set()
 
     @silent.setter
     def silent(self, silent: bool) -> None:
         if silent:
-            self._passing.clear()
+            self._flowing.clear()
         else:
-            self._passing.set()
+            self._flowing.set()
 
-    def forget(self) -> None:
+    def blackhole_connections(self) -> None:
         """Nothing passes over the connections there are, ever; new ones are well."""
-        self._passing.clear()
-        self._passing = asyncio.Event()
-        self._passing.set()
+        self._flowing.clear()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
 
-    def cut(self) -> None:
+    def abort_connections(self) -> None:
         """Break every connection."""
         for writer in tuple(self._writers):
             writer.transport.abort()
 
-    def back(self) -> Callable[[bytes], bytes]:
+    def make_reply_filter(self) -> Callable[[bytes], bytes]:
         """What becomes of that which comes back over one new connection."""
         return bytes
 
@@ -63,27 +63,27 @@ class Relay:
     async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
             self._server.close()
-        self.cut()
+        self.abort_connections()
         await self._tasks.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.dialled += 1
+        self.connection_count += 1
         self._writers.add(writer)
-        self._tasks.start(self._join(reader, writer))
+        self._tasks.start(self._connect(reader, writer))
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        passing = self._passing
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = self._flowing
         await passing.wait()
         try:
-            back, forth = await asyncio.open_connection("127.0.0.1", self.to)
+            back, forth = await asyncio.open_connection("127.0.0.1", self.target_port)
         except OSError:
             writer.transport.abort()
             return
         self._writers.add(forth)
-        self._tasks.start(self._pump(reader, forth, passing, bytes))
-        self._tasks.start(self._pump(back, writer, passing, self.back()))
+        self._tasks.start(self._forward(reader, forth, passing, bytes))
+        self._tasks.start(self._forward(back, writer, passing, self.make_reply_filter()))
 
-    async def _pump(
+    async def _forward(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,

@@ -7,27 +7,27 @@ from collections.abc import Sequence
 
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
-from dynamo.core.reply import Engine, Extra, Reply
+from dynamo.core.reply import Engine, LogprobsPerToken, Reply
 from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Load, Started
 
 
 class CollectedReply(Reply):
     """Keeps what it is told; `enough`: answers False once it has so many tokens."""
 
-    def __init__(self, enough: int | None = None) -> None:
+    def __init__(self, token_limit: int | None = None) -> None:
         self.started: Started | None = None
         self.ids: list[int] = []
-        self.extras: list[Extra | None] = []
+        self.extras: list[LogprobsPerToken | None] = []
         self.end: Finish | None = None
-        self._enough = enough
+        self._token_limit = token_limit
 
     def begin(self, started: Started) -> None:
         self.started = started
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         self.ids += ids
         self.extras.append(extra)
-        return self._enough is None or len(self.ids) < self._enough
+        return self._token_limit is None or len(self.ids) < self._token_limit
 
     def finish(self, end: Finish) -> None:
         self.end = end
@@ -66,18 +66,18 @@ class ScriptedEngine(Engine):
         self.requests.append(request)
         self.contexts.append(context)
         try:
-            await self._answer(reply)
+            await self._play_script(reply)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
 
-    def load(self) -> Load:
+    def report_load(self) -> Load:
         return Load()
 
     async def stop(self) -> None:
         """There is nothing to release."""
 
-    async def _answer(self, reply: Reply) -> None:
+    async def _play_script(self, reply: Reply) -> None:
         reply.begin(self._started)
         for one in self._ids:
             if not reply.tokens((one,)):

@@ -15,15 +15,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, Self
 
-START_S: Final = 20.0
-_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+START_TIMEOUT_S: Final = 20.0
+_TMPFS: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
 
 
 class ServerProcess:
     """One server that can be killed, frozen and started again on the same port and data."""
 
     def __init__(self) -> None:
-        root = _MEMORY if _MEMORY.is_dir() else None
+        root = _TMPFS if _TMPFS.is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="dynamo-test-", dir=root))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -38,8 +38,8 @@ class ServerProcess:
             self._process = subprocess.Popen(  # noqa: S603 - a command of our own
                 self.command(), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
             )
-        end = time.monotonic() + START_S
-        while not _answers(self.port):
+        end = time.monotonic() + START_TIMEOUT_S
+        while not _accepts_connections(self.port):
             if self._process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError((self.folder / "log").read_text())
             time.sleep(0.02)
@@ -62,7 +62,7 @@ class ServerProcess:
         if self._process is not None:
             self._process.send_signal(number)
 
-    def forget(self) -> None:
+    def delete_data(self) -> None:
         """Remove its data, between `kill` and `start`. Blocks."""
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -110,7 +110,7 @@ class EtcdProcess(ServerProcess):
             "--log-level": "error",
         }
         words = [word for pair in flags.items() for word in pair]
-        return [program("etcd"), *words, "--unsafe-no-fsync", *self._extra]
+        return [find_program("etcd"), *words, "--unsafe-no-fsync", *self._extra]
 
 
 class NatsProcess(ServerProcess):
@@ -126,11 +126,11 @@ class NatsProcess(ServerProcess):
         return f"nats://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        words = [program("nats-server"), "--addr", "127.0.0.1", "--port", str(self.port)]
+        words = [find_program("nats-server"), "--addr", "127.0.0.1", "--port", str(self.port)]
         return [*words, "--jetstream", "--store_dir", str(self.folder / "data"), *self._extra]
 
 
-def program(name: str) -> str:
+def find_program(name: str) -> str:
     """Beside this Python, or on the path."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
@@ -146,7 +146,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _answers(port: int) -> bool:
+def _accepts_connections(port: int) -> bool:
     with closing(socket.socket()) as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

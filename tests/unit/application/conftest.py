@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from dynamo.application import Application, Gateway, Served
+from dynamo.application import Application, Gateway, ServedModel
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, NoWorkers, WorkerFailed
-from dynamo.core.settings.schema import Server
-from dynamo.core.text import ChatRequest, CompletionRequest, TextFinish, TextReply, TokenText
+from dynamo.core.settings.schema import ServerSettings
+from dynamo.core.text import (
+    ChatRequest,
+    CompletionRequest,
+    DecodedTokenLogprob,
+    TextFinish,
+    TextReply,
+)
 from dynamo.core.values import Started
 from dynamo.telemetry.metrics import Registry
 
@@ -113,10 +119,10 @@ class WordProcessor:
             reply.finish(choice, TextFinish("length", count))
 
     @staticmethod
-    def _token(word: str, options: Any, offset: int) -> TokenText:
+    def _token(word: str, options: Any, offset: int) -> DecodedTokenLogprob:
         raw = word.encode()
         top = tuple((word + str(n), raw, -float(n)) for n in range(options.top_logprobs))
-        return TokenText(word, raw, -0.5, top, offset)
+        return DecodedTokenLogprob(word, raw, -0.5, top, offset)
 
 
 class Site:
@@ -133,7 +139,7 @@ class Site:
         self.url = f"http://127.0.0.1:{port}"
 
     def add(self, *names: str) -> None:
-        self.gateway.add(Served(names, self.processor, 1_700_000_000, CONTEXT_TOKENS))
+        self.gateway.add(ServedModel(names, self.processor, 1_700_000_000, CONTEXT_TOKENS))
 
 
 Open = Callable[..., Awaitable[Site]]
@@ -145,11 +151,14 @@ async def open_site() -> AsyncIterator[Open]:
     running: list[tuple[HttpServer, Application]] = []
 
     async def start(*, empty: bool = False, **settings: Any) -> Site:
-        server = Server(**settings)
+        server = ServerSettings(**settings)
         clock, gateway, registry = SystemClock(), Gateway(), Registry()
         application = Application(server, gateway, clock, registry)
         http = HttpServer(
-            application.handle, HttpLimits.of(server), clock, on_error=application.on_error
+            application.handle,
+            HttpLimits.from_settings(server),
+            clock,
+            on_error=application.on_error,
         )
         site = Site(application, gateway, await http.start("127.0.0.1", 0), http)
         running.append((http, application))

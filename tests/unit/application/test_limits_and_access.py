@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.admission import Admission
-from dynamo.application.ids import RequestIds, sanitised
+from dynamo.application.admission import ConcurrencyLimit
+from dynamo.application.ids import RequestIds, sanitise_request_id
 from dynamo.core.errors import Overloaded
-from dynamo.core.settings.schema import Server
+from dynamo.core.settings.schema import ServerSettings
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "words", "messages": [{"role": "user", "content": "one two three"}]}
@@ -55,20 +55,20 @@ async def test_leaving_the_queue_frees_the_place(open_site: Any, connect: Any) -
 
 
 async def test_a_place_handed_to_a_cancelled_waiter_is_passed_on() -> None:
-    admission = Admission(1, 4)
-    await admission.enter()
-    first = asyncio.create_task(admission.enter())
-    second = asyncio.create_task(admission.enter())
+    admission = ConcurrencyLimit(1, 4)
+    await admission.acquire()
+    first = asyncio.create_task(admission.acquire())
+    second = asyncio.create_task(admission.acquire())
     await asyncio.sleep(0)
-    admission.leave()
+    admission.release()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     await second
     assert (admission.running, admission.waiting) == (1, 0)
-    full = Admission(0, 0)
+    full = ConcurrencyLimit(0, 0)
     with pytest.raises(Overloaded):
-        await full.enter()
+        await full.acquire()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -176,9 +176,9 @@ async def test_request_ids(site: Any, connect: Any) -> None:
         assert (await one.answer()).error["request_id"] == "bad"
         one.ask("GET", "/live")
         assert len((await one.answer()).headers["x-request-id"]) == 24
-    assert RequestIds().unique("a") != RequestIds().unique("a")
-    assert sanitised("a b<script>\x00é" + "x" * 200) == ("abscript" + "x" * 200)[:128]
-    assert sanitised(None) == ""
+    assert RequestIds().make_unique("a") != RequestIds().make_unique("a")
+    assert sanitise_request_id("a b<script>\x00é" + "x" * 200) == ("abscript" + "x" * 200)[:128]
+    assert sanitise_request_id(None) == ""
 
 
 async def test_metrics(site: Any, connect: Any) -> None:
@@ -255,7 +255,7 @@ async def test_limits_change_while_it_serves(open_site: Any, connect: Any) -> No
         await site.processor.entered.wait()
         two.ask("POST", CHAT, BODY)
         assert (await two.answer()).status == 503
-        site.application.limit(Server(max_concurrent_requests=2, request_timeout=0.01))
+        site.application.limit(ServerSettings(max_concurrent_requests=2, request_timeout=0.01))
         two.ask("POST", CHAT, BODY)
         three.ask("POST", CHAT, BODY)
         assert (await two.answer()).error["code"] == "deadline_exceeded"
@@ -273,7 +273,7 @@ async def test_a_higher_limit_lets_in_who_waits(open_site: Any, connect: Any) ->
         two.ask("POST", CHAT, BODY)
         while not site.application.generation.admission.waiting:
             await asyncio.sleep(0)
-        site.application.limit(Server(max_concurrent_requests=2))
+        site.application.limit(ServerSettings(max_concurrent_requests=2))
         assert site.application.generation.admission.running == 2
         site.processor.gate.set()
         assert {(await one.answer()).status, (await two.answer()).status} == {200}

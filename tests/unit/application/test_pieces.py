@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from dynamo.application.pieces import (
-    PieceReader,
-    PieceReply,
-    WholeReply,
-    plain_request,
-    read_plain,
+    ChatAnswerReply,
+    ChatChunkReader,
+    ChatChunkReply,
+    chat_request_from_dict,
+    chat_request_to_dict,
 )
 from dynamo.core.errors import InvalidRequest, ProtocolError, Unsupported
-from dynamo.core.text import TextFinish, TextReply, TokenText
+from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 
 
@@ -31,7 +31,9 @@ class Told(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self.calls.append(("begin", choice))
 
-    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+    def text(
+        self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
+    ) -> bool:
         self.calls.append((choice, delta))
         return True
 
@@ -49,11 +51,11 @@ def say(reply: TextReply) -> None:
 
 def test_chunks_there_and_back() -> None:
     chunks: list[dict[str, Any]] = []
-    say(PieceReply(lambda chunk: not chunks.append(chunk), {"id": "x", "model": "m"}, 1))
+    say(ChatChunkReply(lambda chunk: not chunks.append(chunk), {"id": "x", "model": "m"}, 1))
     told = Told()
-    reader = PieceReader(told)
+    reader = ChatChunkReader(told)
     for chunk in chunks:
-        assert reader.take(chunk)
+        assert reader.receive(chunk)
     reader.end()
 
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -65,10 +67,10 @@ def test_chunks_there_and_back() -> None:
 
 def test_texts_of_a_service_stand_around_the_models() -> None:
     told = Told()
-    reader = PieceReader(told)
-    reader.take("first ")
-    say(PieceReply(reader.take, {}, 1))
-    reader.take(" last")
+    reader = ChatChunkReader(told)
+    reader.receive("first ")
+    say(ChatChunkReply(reader.receive, {}, 1))
+    reader.receive(" last")
     reader.end()
 
     assert told.calls == [
@@ -79,11 +81,11 @@ def test_texts_of_a_service_stand_around_the_models() -> None:
 
 def test_a_completion_and_an_empty_answer() -> None:
     told = Told()
-    reader = PieceReader(told)
-    reader.take({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+    reader = ChatChunkReader(told)
+    reader.receive({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
     reader.end()
     empty = Told()
-    PieceReader(empty).end()
+    ChatChunkReader(empty).end()
 
     assert (0, "yes") in told.calls
     assert empty.calls == [("begin", 0), ("prompt", 0), ("finish", 0, "stop", 0)]
@@ -92,11 +94,11 @@ def test_a_completion_and_an_empty_answer() -> None:
 @pytest.mark.parametrize("piece", [7, None, {"choices": 1}, {"choices": [{"delta": "x"}]}])
 def test_what_is_no_piece_is_told(piece: Any) -> None:
     with pytest.raises(ProtocolError, match="texts or with OpenAI's chunks"):
-        PieceReader(Told()).take(piece)
+        ChatChunkReader(Told()).receive(piece)
 
 
 def test_the_whole_at_once() -> None:
-    reply = WholeReply()
+    reply = ChatAnswerReply()
     say(reply)
 
     assert reply.answer["content"] == "hello"
@@ -116,17 +118,17 @@ def test_a_request_there_and_back_is_the_same() -> None:
         "logit_bias": {5: 1.5},
         "include_stop_str_in_output": True,
     }
-    request = read_plain(body, "m", "reject")
+    request = chat_request_from_dict(body, "m", "reject")
 
-    assert read_plain(plain_request(request), "m", "reject") == request
-    assert plain_request(request)["temperature"] == 0.5
+    assert chat_request_from_dict(chat_request_to_dict(request), "m", "reject") == request
+    assert chat_request_to_dict(request)["temperature"] == 0.5
 
 
 def test_wrong_requests_name_the_field() -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
-        read_plain({"messages": [], "temperature": 9}, "m", "reject")
+        chat_request_from_dict({"messages": [], "temperature": 9}, "m", "reject")
     with pytest.raises(InvalidRequest, match="a mapping"):
-        read_plain([1], "m", "reject")
+        chat_request_from_dict([1], "m", "reject")
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(Unsupported, match="logprobs"):
-        read_plain({"messages": messages, "logprobs": True}, "m", "reject")
+        chat_request_from_dict({"messages": messages, "logprobs": True}, "m", "reject")

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.completions import COMPLETION
+from dynamo.application.completions import COMPLETION_RESPONSE
 from dynamo.application.exchange import Exchange
-from dynamo.application.format import Format
+from dynamo.application.format import ResponseEncoder
 from dynamo.application.metrics import FrontendMetrics
-from dynamo.application.pace import Pace
-from dynamo.application.replies import AnswerReply, OffsetReply, StreamReply
-from dynamo.application.sse import Escapes
-from dynamo.application.usage import Tally
+from dynamo.application.pace import TokenTiming
+from dynamo.application.replies import OffsetReply, StreamReply, UnaryReply
+from dynamo.application.sse import JsonStringCache
+from dynamo.application.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.text import TextFinish, Words
+from dynamo.core.text import TextFinish, TextTable
 from dynamo.core.values import Started
 from dynamo.telemetry.metrics import Registry
 
@@ -52,19 +52,19 @@ class Answer:
         self.wire = Wire()
         self.response = Response(self.wire, "POST", "1.1", keep_alive=True, backlog_limit=limit)
         ticks = itertools.count(1)
-        metrics = FrontendMetrics(Registry()).model("m")
-        pace = Pace(metrics, lambda: float(next(ticks)), 0.0, choices)
+        metrics = FrontendMetrics(Registry()).for_model("m")
+        pace = TokenTiming(metrics, lambda: float(next(ticks)), 0.0, choices)
         request: Any = None
         exchange = Exchange(request, self.response, "1", "1", ())
-        form = Format(COMPLETION, "1", "m", 0, usage=stream)
-        tally = self.tally = Tally(choices)
-        self.reply: StreamReply | AnswerReply
+        form = ResponseEncoder(COMPLETION_RESPONSE, "1", "m", 0, include_usage=stream)
+        tally = self.tally = UsageCounter(choices)
+        self.reply: StreamReply | UnaryReply
         if stream:
             self.reply = StreamReply(
-                exchange, form, tally, pace, Escapes(), choices=choices, usage=True
+                exchange, form, tally, pace, JsonStringCache(), choices=choices, include_usage=True
             )
         else:
-            self.reply = AnswerReply(exchange, form, tally, pace, choices=choices)
+            self.reply = UnaryReply(exchange, form, tally, pace, choices=choices)
         self.reply.prompt(5)
         for choice in range(choices):
             self.reply.begin(choice, Started("w"))
@@ -89,7 +89,7 @@ class Answer:
 def test_a_stream_without_text_has_a_head_and_an_end() -> None:
     one = Answer()
     one.reply.finish(0, END)
-    one.reply.close()
+    one.reply.check_complete()
     assert one.response.status == 200
     assert one.told == [(0, "", "stop"), 3, "[DONE]"]
 
@@ -109,7 +109,7 @@ def test_a_stream_is_done_when_its_last_choice_is() -> None:
         6,
         "[DONE]",
     ]
-    one.reply.close()
+    one.reply.check_complete()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -118,9 +118,9 @@ def test_an_answer_that_ended_early_is_an_error_unless_its_reader_left(stream: b
     one.reply.text(0, "a")
     one.reply.finish(0, END)
     with pytest.raises(InternalError, match="ended early"):
-        one.reply.close()
+        one.reply.check_complete()
     one.response.open = False
-    one.reply.close()
+    one.reply.check_complete()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -141,8 +141,8 @@ def test_what_a_congested_client_has_not_read_comes_before_the_end() -> None:
     one.reply.finish(0, END)
     assert one.told == [(0, "a", None), (0, "bc", None), (0, "", "stop")]
     one.response.congested = False
-    assert one.response.on_relief is not None
-    one.response.on_relief()
+    assert one.response.on_writable is not None
+    one.response.on_writable()
     assert one.reply.text(1, "D")
     one.reply.finish(1, END)
     assert one.told[3:] == [(1, "BC", None), (1, "D", None), (1, "", "stop"), 6, "[DONE]"]
@@ -160,7 +160,7 @@ def test_past_its_backlog_a_stream_is_given_up_and_says_so() -> None:
     one.reply.finish(0, END)
     assert not one.response.ended
     with pytest.raises(SlowReader):
-        one.reply.close()
+        one.reply.check_complete()
 
 
 def test_a_whole_answer_has_every_choice() -> None:
@@ -170,7 +170,7 @@ def test_a_whole_answer_has_every_choice() -> None:
     one.reply.finish(0, END)
     assert not one.wire.out
     one.reply.finish(1, TextFinish("length", 4))
-    one.reply.close()
+    one.reply.check_complete()
     head, body = one.wire.out
     assert b"x-dynamo-worker: w" in head
     read = json.loads(body)
@@ -217,17 +217,17 @@ def test_choices_of_a_later_prompt_are_counted_on() -> None:
 def test_the_short_way_of_a_later_prompt_is_its_own() -> None:
     one = Answer(2)
     second = OffsetReply(one.reply, 1)
-    words = Words(["x"])
-    assert second.lane(0, words, None) is None
+    words = TextTable(["x"])
+    assert second.open_fast_path(0, words, None) is None
     one.reply.text(0, "a")
     second.text(0, "b")
     one.wire.join()
     kept = array("I")
-    lane = second.lane(0, words, kept)
+    lane = second.open_fast_path(0, words, kept)
     assert lane is not None
-    assert lane.token(0)
+    assert lane.send_token(0)
     assert (one.told[-1], kept.tolist()) == ((1, "x", None), [0])
-    other = second.lane(0, words, None)
+    other = second.open_fast_path(0, words, None)
     assert other is not None
-    assert other.token(0)
+    assert other.send_token(0)
     assert kept.tolist() == [0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import dynamo
 from dynamo.application.logprobs import completion_logprobs
-from dynamo.core.text import TokenText
+from dynamo.core.text import DecodedTokenLogprob
 
 
 async def get(connect: Any, site: Any, path: str, method: str = "GET", body: Any = None) -> Any:
@@ -181,7 +181,7 @@ async def test_completions_stream(site: Any, connect: Any) -> None:
 def test_completions_name_tokens_that_are_no_text_by_their_bytes() -> None:
     whole = "\ufffd".encode()
     top = (("\ufffd", b"\xf0\x9f", -0.5), ("\ufffd", b"\xe6", -1.0), ("\ufffd", whole, -2.0))
-    told = completion_logprobs([TokenText("\ufffd", b"\x98", -3.0, top, 4)])
+    told = completion_logprobs([DecodedTokenLogprob("\ufffd", b"\x98", -3.0, top, 4)])
     assert told.tokens == ["bytes:\\x98"]
     assert told.text_offset == [4]
     assert told.top_logprobs == [

@@ -26,8 +26,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         child = subprocess.Popen(["sleep", "60"])
         running.append(child)
         place = Deployment(deployment, tmp_path / "dynamo" / deployment)
-        place.prepare()
-        place.write(
+        place.create_folder()
+        place.write_record(
             ProcessRecord(
                 deployment=deployment,
                 role=role,
@@ -78,10 +78,10 @@ def test_stop_gives_up_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(stop, "_signal", lambda process, number: None)
+    monkeypatch.setattr(stop, "_send_signal", lambda process, number: None)
     place = Deployment("stubborn", tmp_path / "dynamo" / "stubborn")
-    place.prepare()
-    place.write(
+    place.create_folder()
+    place.write_record(
         ProcessRecord(
             deployment="stubborn",
             role="supervisor",
@@ -99,16 +99,16 @@ def test_stop_gives_up_in_time(
 def test_which_deployment_is_meant() -> None:
     one, two = (Deployment(name, Path("/nowhere")) for name in ("http-1", "two"))
 
-    assert stop.choose([one], None) == [one]
-    assert stop.choose([one, two], "1") == [one]
-    assert stop.choose([one, two], "two") == [two]
+    assert stop.select_deployments([one], None) == [one]
+    assert stop.select_deployments([one, two], "1") == [one]
+    assert stop.select_deployments([one, two], "two") == [two]
     with pytest.raises(ConfigError, match="several") as caught:
-        stop.choose([one, two], None)
+        stop.select_deployments([one, two], None)
     assert caught.value.hint == f"--deployment names one of: {one.id}, {two.id}"
     with pytest.raises(NotFound, match="no deployment is called 'x'"):
-        stop.choose([one, two], "x")
+        stop.select_deployments([one, two], "x")
     with pytest.raises(NotFound, match="no deployment runs"):
-        stop.choose([], None)
+        stop.select_deployments([], None)
 
 
 def test_where_several_run_each_command_says_how_to_name_one(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main
-from dynamo.cli.router_view import as_text, run
+from dynamo.cli.router_view import format_report, run
 from dynamo.core.errors import ConfigError, InvalidRequest
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_url_is_told(url: str) -> None:
 def test_a_report_of_nothing_says_so() -> None:
     parts: dict[str, dict[str, float]] = {"latency": {}, "cache_hit": {}, "load_balance": {}}
     report = {"aggregated_metrics": parts | {"throughput": {"requests": 0.0}}}
-    assert as_text(report) == "no request was routed in that time"
+    assert format_report(report) == "no request was routed in that time"
 
 
 def test_a_url_may_lack_its_scheme(refusing: str) -> None:

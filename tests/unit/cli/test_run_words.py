@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import run
-from dynamo.cli.bar import CLEAR, Bar, bar_line
+from dynamo.cli.bar import CLEAR_LINE, ProgressBar, format_byte_progress
 from dynamo.cli.flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -17,7 +17,7 @@ from dynamo.core.settings import Settings
 
 def settings_of(line: str, environ: dict[str, str] | None = None) -> Settings:
     found = run.parser().parse(line.split())
-    _, extra = run.read_words(found.words)
+    _, extra = run.parse_words(found.words)
     return load_settings(found, environ or {}, extra).settings
 
 
@@ -37,7 +37,7 @@ def test_words_and_flags_stand_in_any_order() -> None:
 
 
 def test_plain_run_serves_the_default_model_by_http() -> None:
-    assert run.read_words([]) == ("http", {})
+    assert run.parse_words([]) == ("http", {})
     assert settings_of("") == Settings()
 
 
@@ -101,41 +101,43 @@ class Terminal(io.StringIO):
 
 def test_the_bar_is_redrawn_on_a_terminal_and_removed() -> None:
     out = Terminal()
-    with Bar(out) as bar:
+    with ProgressBar(out) as bar:
         bar("fetching", 50_000_000, 100_000_000)
         bar("fetching", 50_000_001, 100_000_000)
         bar("fetching", 100_000_000, 100_000_000)
 
     assert out.getvalue().count("\r") == 3
     assert " 50%  50 of 100 MB" in out.getvalue()
-    assert out.getvalue().endswith(CLEAR)
+    assert out.getvalue().endswith(CLEAR_LINE)
 
 
 def test_the_bar_is_few_lines_elsewhere() -> None:
     out = io.StringIO()
-    with Bar(out) as bar:
+    with ProgressBar(out) as bar:
         bar("proving", 0, 0)
         bar("fetching", 0, 2_000_000)
         bar("fetching", 1, 2_000_000)
 
-    assert out.getvalue().splitlines() == [bar_line("fetching", 0, 2_000_000)]
+    assert out.getvalue().splitlines() == [format_byte_progress("fetching", 0, 2_000_000)]
 
 
 def test_what_is_written_meanwhile_stands_above_the_bar() -> None:
     out = Terminal()
-    with Bar(out) as bar:
+    with ProgressBar(out) as bar:
         bar.write("before\n")
         bar("fetching", 50, 100)
         bar.write("meanwhile\n")
     bar.write("after\n")
 
-    half = bar_line("fetching", 50, 100)
-    assert out.getvalue() == (f"before\n{CLEAR}{half}{CLEAR}meanwhile\n{half}{CLEAR}after\n")
+    half = format_byte_progress("fetching", 50, 100)
+    assert out.getvalue() == (
+        f"before\n{CLEAR_LINE}{half}{CLEAR_LINE}meanwhile\n{half}{CLEAR_LINE}after\n"
+    )
 
 
 def test_programs_read_progress_as_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     out = Terminal()
-    with caplog.at_level("INFO"), Bar(out, as_logs=True) as bar:
+    with caplog.at_level("INFO"), ProgressBar(out, as_logs=True) as bar:
         bar("fetching", 1, 2)
 
     assert out.getvalue() == ""
@@ -146,11 +148,11 @@ def test_programs_read_progress_as_log_lines(caplog: pytest.LogCaptureFixture) -
 def test_a_bar_keeps_to_its_line_in_a_narrow_terminal() -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (4, 12))
-    with os.fdopen(theirs, "w") as out, Bar(out) as bar:
+    with os.fdopen(theirs, "w") as out, ProgressBar(out) as bar:
         bar("fetching a model", 5, 10)
         bar.write("a line\n")
-    fits = bar_line("fetching a model", 5, 10)[:11]
-    wanted = f"{CLEAR}{fits}{CLEAR}a line\r\n{fits}{CLEAR}"
+    fits = format_byte_progress("fetching a model", 5, 10)[:11]
+    wanted = f"{CLEAR_LINE}{fits}{CLEAR_LINE}a line\r\n{fits}{CLEAR_LINE}"
     seen = ""
     while len(seen) < len(wanted):
         seen += os.read(ours, 1000).decode()

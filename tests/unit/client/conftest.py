@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from dynamo_client import DynamoClient, DynamoConfig, SyncDynamoClient
-from dynamo_client.aio import AsyncNetwork
-from dynamo_client.blocking import BlockingNetwork
-from dynamo_client.session import Session
+from dynamo_client.aio import AsyncNetworkBackend
+from dynamo_client.blocking import BlockingNetworkBackend
+from dynamo_client.session import ClientSession
 
 RESET = object()
 CLOSE = object()
@@ -144,21 +144,21 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[ScriptedServer
     await listening.wait_closed()
 
 
-class Patient(AsyncNetwork):
+class Patient(AsyncNetworkBackend):
     """Notes the pauses and takes none."""
 
     def __init__(self) -> None:
         self.pauses: list[float] = []
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
 
-class PatientBlocking(BlockingNetwork):
+class PatientBlocking(BlockingNetworkBackend):
     def __init__(self) -> None:
         self.pauses: list[float] = []
 
-    async def pause(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
 
 
@@ -170,12 +170,12 @@ class Both:
         if kind == "async":
             self.network = Patient()
             self._async: DynamoClient | None = DynamoClient(config)
-            self._async._session = Session(config, self.network)
+            self._async._session = ClientSession(config, self.network)
         else:
             self.network = PatientBlocking()
             self._async = None
             self._sync = SyncDynamoClient(config)
-            self._sync._session = Session(config, self.network)
+            self._sync._session = ClientSession(config, self.network)
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if self._async is not None:

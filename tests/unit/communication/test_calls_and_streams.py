@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from dynamo.communication.frames import MAX_PAYLOAD_BYTES, Item
-from dynamo.communication.requests.calls import Calls, Remote
-from dynamo.communication.requests.plane import Window
-from dynamo.communication.requests.streams import Outbox, Stream
+from dynamo.communication.requests.calls import CallSender, ClientStreams
+from dynamo.communication.requests.plane import FlowWindow
+from dynamo.communication.requests.streams import SendQueue, ServerStream
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, TooLarge, WorkerFailed, decode_error
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 HERE = Context("r")
 END = 1 << 31
 
 
-class Told(Remote):
+class Told(CallSender):
     """What the handlers' end is told."""
 
     def __init__(self) -> None:
@@ -27,28 +27,28 @@ class Told(Remote):
         self.cancelled: list[int] = []
         self.credits: list[tuple[int, int]] = []
 
-    def open(
+    def send_open(
         self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
     ) -> None:
         self.opened.append((stream, window_bytes))
 
-    def cancel(self, stream: int) -> None:
+    def send_cancel(self, stream: int) -> None:
         self.cancelled.append(stream)
 
-    def credit(self, stream: int, size_bytes: int) -> None:
+    def send_credit(self, stream: int, size_bytes: int) -> None:
         self.credits.append((stream, size_bytes))
 
 
 class Side:
     """The callers' end, and what each call heard."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: BackgroundTasks) -> None:
         self.tasks = tasks
         self.told = Told()
-        self.calls = Calls(self.told)
+        self.calls = ClientStreams(self.told)
         self.heard: dict[int, list[bytes]] = {}
 
-    async def call(self, window: Window | None = None) -> asyncio.Task[None]:
+    async def call(self, window: FlowWindow | None = None) -> asyncio.Task[None]:
         heard = self.heard[len(self.heard) + 1] = []
 
         def sink(payload: bytes) -> bool:
@@ -68,7 +68,7 @@ class Side:
 
 @pytest.fixture
 async def side() -> Any:
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         yield Side(tasks)
 
 
@@ -95,34 +95,34 @@ async def test_after_a_loss_nothing_is_opened(side: Side) -> None:
 async def test_silent_is_who_brought_nothing_since_the_last_look(side: Side) -> None:
     for _ in range(3):
         await side.call()
-    assert side.calls.silent() == []
+    assert side.calls.find_silent_streams() == []
     side.item(2)
-    assert side.calls.silent() == [1, 3]
+    assert side.calls.find_silent_streams() == [1, 3]
     side.item(1)
     side.item(1)
-    assert side.calls.silent() == [2, 3]
-    assert side.calls.silent() == [1, 2, 3]
+    assert side.calls.find_silent_streams() == [2, 3]
+    assert side.calls.find_silent_streams() == [1, 2, 3]
     side.item(3, b"", END)
-    assert side.calls.silent() == [1, 2]
+    assert side.calls.find_silent_streams() == [1, 2]
     assert side.heard == {1: [b"x", b"x"], 2: [b"x"], 3: []}
 
 
 async def test_who_was_silent_may_say_that_it_is_enough(side: Side) -> None:
     call = await side.call()
-    side.calls.silent()
+    side.calls.find_silent_streams()
     side.item(1, b"enough")
     await call
-    assert (side.told.cancelled, side.calls.silent(), len(side.calls)) == ([1], [], 0)
+    assert (side.told.cancelled, side.calls.find_silent_streams(), len(side.calls)) == ([1], [], 0)
 
 
 async def test_a_window_of_nothing_is_a_window(side: Side) -> None:
-    await side.call(Window(0))
+    await side.call(FlowWindow(0))
     await side.call()
     assert side.told.opened == [(1, 1), (2, 0)]
 
 
 async def test_what_was_taken_is_told_in_steps_until_the_end(side: Side) -> None:
-    window = Window(100)
+    window = FlowWindow(100)
     call = await side.call(window)
     for _ in range(6):
         window.release(10)
@@ -139,7 +139,7 @@ async def test_a_bug_of_a_sink_ends_its_own_call_alone(side: Side) -> None:
     with pytest.raises(ZeroDivisionError):
         await call
     assert side.heard == {1: [b"bug"], 2: [b"x"]}
-    assert (side.told.cancelled, len(side.calls), side.calls.frames) == ([1], 1, 1)
+    assert (side.told.cancelled, len(side.calls), side.calls.frames_received) == ([1], 1, 1)
 
 
 async def test_a_caller_that_leaves_is_told_once(side: Side) -> None:
@@ -154,10 +154,10 @@ async def test_a_caller_that_leaves_is_told_once(side: Side) -> None:
 class Handling:
     """One stream at the handlers' end, with a handler that works for ever."""
 
-    def __init__(self, tasks: Tasks, window_bytes: int = 0) -> None:
+    def __init__(self, tasks: BackgroundTasks, window_bytes: int = 0) -> None:
         self.armed = 0
-        self.outbox = Outbox(self._arm)
-        self.stream = Stream(self.outbox, 7, HERE, window_bytes)
+        self.outbox = SendQueue(self._arm)
+        self.stream = ServerStream(self.outbox, 7, HERE, window_bytes)
         self.stream.task = tasks.start(asyncio.Event().wait())
 
     def _arm(self) -> None:
@@ -166,7 +166,7 @@ class Handling:
 
 @pytest.fixture
 async def handling() -> Any:
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         yield Handling(tasks)
 
 
@@ -181,9 +181,9 @@ async def test_an_item_over_the_limit_is_refused_alone(handling: Handling) -> No
 
 async def test_asked_after_who_works_on_says_nothing(handling: Handling) -> None:
     stream = handling.stream
-    stream.asked_after()
-    stream.alive = lambda: True
-    stream.asked_after()
+    stream.on_silence_query()
+    stream.is_alive = lambda: True
+    stream.on_silence_query()
     assert stream.send(b"x")
     assert handling.outbox.ends == []
     assert stream.task is not None
@@ -192,9 +192,9 @@ async def test_asked_after_who_works_on_says_nothing(handling: Handling) -> None
 
 async def test_asked_after_who_forgot_the_call_ends_it(handling: Handling) -> None:
     stream = handling.stream
-    stream.alive = lambda: False
+    stream.is_alive = lambda: False
     stream.send(b"x")
-    stream.asked_after()
+    stream.on_silence_query()
     assert handling.outbox.ends == [1]
     told = decode_error(handling.outbox.payloads[1])
     assert isinstance(told, WorkerFailed)
@@ -203,21 +203,21 @@ async def test_asked_after_who_forgot_the_call_ends_it(handling: Handling) -> No
     assert stream.task.cancelling()
     assert not stream.send(b"y")
     stream.end()
-    assert (handling.outbox.ends, handling.outbox.open) == ([1], {})
+    assert (handling.outbox.ends, handling.outbox.open_streams) == ([1], {})
 
 
 async def test_who_has_no_window_never_waits(handling: Handling) -> None:
     handling.stream.send(bytes(1 << 20))
-    await handling.stream.credit()
+    await handling.stream.wait_for_window()
 
 
 async def test_a_full_window_waits_for_what_is_taken_or_for_the_end() -> None:
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         stream = Handling(tasks, window_bytes=10).stream
         stream.send(bytes(9))
-        await stream.credit()
+        await stream.wait_for_window()
         stream.send(bytes(6))
-        waiting = tasks.start(stream.credit())
+        waiting = tasks.start(stream.wait_for_window())
         await asyncio.sleep(0)
         stream.release(5)
         await asyncio.sleep(0)
@@ -225,7 +225,7 @@ async def test_a_full_window_waits_for_what_is_taken_or_for_the_end() -> None:
         stream.release(1)
         await waiting
         stream.send(bytes(10))
-        waiting = tasks.start(stream.credit())
+        waiting = tasks.start(stream.wait_for_window())
         await asyncio.sleep(0)
-        stream.leave()
+        stream.cancel()
         await waiting

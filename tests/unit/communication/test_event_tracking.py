@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from dynamo.communication.events import outlet
-from dynamo.communication.events.outlet import CatchUp, Outlet, new_epoch
+from dynamo.communication.events.outlet import BufferedEventSource, CatchUp, new_epoch
 from dynamo.communication.events.plane import Dump, Event
-from dynamo.communication.events.tracker import Tracker
+from dynamo.communication.events.tracker import SequenceTracker
 
 
 async def nothing() -> None:
@@ -20,8 +20,8 @@ def now(flush: Callable[[], None]) -> None:
     """Arms nothing: the tests flush."""
 
 
-def filled(count: int, dump: Dump | None = None) -> Outlet:
-    source = Outlet(dump, now, lambda first, payloads: None, nothing)
+def filled(count: int, dump: Dump | None = None) -> BufferedEventSource:
+    source = BufferedEventSource(dump, now, lambda first, payloads: None, nothing)
     for number in range(1, count + 1):
         source.publish(b"%d" % number)
     source.flush()
@@ -34,7 +34,7 @@ class Follower:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.asked: list[int] = []
-        self.tracker = Tracker("s", "p", 7, self.events.append, self.asked.append)
+        self.tracker = SequenceTracker("s", "p", 7, self.events.append, self.asked.append)
 
     def told(self) -> list[tuple[str, int, bytes]]:
         told = [(event.kind, event.sequence, event.payload) for event in self.events]
@@ -50,7 +50,7 @@ def test_epochs_grow() -> None:
 def test_what_is_published_in_a_turn_is_sent_together() -> None:
     sent: list[tuple[int, list[bytes]]] = []
     armed: list[Callable[[], None]] = []
-    source = Outlet(
+    source = BufferedEventSource(
         None, armed.append, lambda first, batch: sent.append((first, [*batch])), nothing
     )
     source.publish(b"a")
@@ -73,21 +73,21 @@ def test_a_whole_ring_answers_any_place(after: int, first: int, payloads: list[b
 
 
 def test_a_full_ring_forgets_and_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "RING_EVENTS", 2 * outlet.DUMP_SHARE)
+    monkeypatch.setattr(outlet, "MAX_RING_EVENTS", 2 * outlet.RING_DIVISOR_WITH_DUMP)
     assert filled(5, lambda: [b"state"]).catch_up(1) == CatchUp(5, 5, (b"state",), dump=True)
     assert filled(5, lambda: [b"state"]).catch_up(3).payloads == [b"4", b"5"]
-    monkeypatch.setattr(outlet, "RING_EVENTS", 2)
+    monkeypatch.setattr(outlet, "MAX_RING_EVENTS", 2)
     assert filled(5).catch_up(1) == CatchUp(5, 4, [b"4", b"5"])
     assert filled(5).catch_up(-1) == CatchUp(5, 6, ())
 
 
 def test_a_ring_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "RING_BYTES", 10)
+    monkeypatch.setattr(outlet, "MAX_RING_BYTES", 10)
     assert [*filled(100)._ring] == [b"97", b"98", b"99", b"100"]
 
 
 def test_where_every_event_tells_the_state_the_newest_is_kept() -> None:
-    source = Outlet(None, now, lambda first, payloads: None, nothing, latest=True)
+    source = BufferedEventSource(None, now, lambda first, payloads: None, nothing, latest=True)
     assert source.catch_up(-1) == CatchUp(0, 0, (), dump=True)
     for number in range(1, 100):
         source.publish(b"%d" % number)
@@ -108,68 +108,68 @@ def test_the_last_of_the_turn_is_in_the_answer() -> None:
 def test_doubled_events_are_passed_once() -> None:
     one = Follower()
     one.tracker.start()
-    one.tracker.repair(CatchUp(0, 1, ()))
-    one.tracker.events(1, [b"1", b"2"])
-    one.tracker.events(1, [b"1", b"2", b"3"])
-    one.tracker.events(2, [b"2"])
+    one.tracker.on_catch_up(CatchUp(0, 1, ()))
+    one.tracker.on_events(1, [b"1", b"2"])
+    one.tracker.on_events(1, [b"1", b"2", b"3"])
+    one.tracker.on_events(2, [b"2"])
     assert one.told() == [("event", 1, b"1"), ("event", 2, b"2"), ("event", 3, b"3")]
 
 
 def test_a_gap_asks_once_for_what_is_missing() -> None:
     one = Follower()
     one.tracker.start()
-    one.tracker.repair(CatchUp(1, 1, [b"1"]))
-    one.tracker.events(4, [b"4"])
-    one.tracker.events(5, [b"5"])
-    one.tracker.skipped(5)
+    one.tracker.on_catch_up(CatchUp(1, 1, [b"1"]))
+    one.tracker.on_events(4, [b"4"])
+    one.tracker.on_events(5, [b"5"])
+    one.tracker.on_skipped(5)
     assert one.asked == [-1, 1]
-    one.tracker.repair(CatchUp(5, 2, [b"2", b"3", b"4", b"5"]))
-    one.tracker.events(6, [b"6"])
+    one.tracker.on_catch_up(CatchUp(5, 2, [b"2", b"3", b"4", b"5"]))
+    one.tracker.on_events(6, [b"6"])
     told = one.told()
     assert told.pop(1) == ("stale", 1, b"")
     assert told == [("event", n, b"%d" % n) for n in range(1, 7)]
-    assert one.tracker.lost == 0
+    assert one.tracker.lost_events == 0
 
 
 def test_what_nobody_has_any_more_is_counted() -> None:
     one = Follower()
     one.tracker.start()
-    one.tracker.repair(CatchUp(1, 1, [b"1"]))
-    one.tracker.skipped(9)
-    one.tracker.repair(CatchUp(9, 8, [b"8", b"9"]))
-    assert one.tracker.lost == 6
+    one.tracker.on_catch_up(CatchUp(1, 1, [b"1"]))
+    one.tracker.on_skipped(9)
+    one.tracker.on_catch_up(CatchUp(9, 8, [b"8", b"9"]))
+    assert one.tracker.lost_events == 6
     assert [sequence for kind, sequence, _ in one.told() if kind == "event"] == [1, 8, 9]
 
 
 def test_a_dump_replaces_and_events_go_on_after_it() -> None:
     one = Follower()
     one.tracker.start()
-    one.tracker.repair(CatchUp(5, 5, [b"x", b"y"], dump=True))
-    one.tracker.events(4, [b"4", b"5", b"6"])
+    one.tracker.on_catch_up(CatchUp(5, 5, [b"x", b"y"], dump=True))
+    one.tracker.on_events(4, [b"4", b"5", b"6"])
     assert one.told() == [("dump", 5, b"x"), ("event", 5, b"y"), ("event", 6, b"6")]
-    assert one.tracker.lost == 0
+    assert one.tracker.lost_events == 0
 
 
 def test_a_new_epoch_without_a_dump_ends_the_old_one() -> None:
     old = Follower()
     events: list[Event] = []
-    new = Tracker("s", "p", 8, events.append, lambda after: None, old.tracker)
+    new = SequenceTracker("s", "p", 8, events.append, lambda after: None, old.tracker)
     new.start()
-    new.repair(CatchUp(1, 1, [b"1"]))
+    new.on_catch_up(CatchUp(1, 1, [b"1"]))
     assert [(event.kind, event.epoch) for event in events] == [("gone", 7), ("event", 8)]
 
 
 def test_who_came_back_under_its_name_is_not_told_gone_again() -> None:
     """The state of the new epoch replaces the old one's at once; a repair later is just that."""
     follower = Follower()
-    before = Tracker("s", "p", 6, follower.events.append, follower.asked.append)
+    before = SequenceTracker("s", "p", 6, follower.events.append, follower.asked.append)
     before.start()
-    before.repair(CatchUp(1, 1, (b"a",), dump=True))
-    after = Tracker("s", "p", 7, follower.events.append, follower.asked.append, before)
+    before.on_catch_up(CatchUp(1, 1, (b"a",), dump=True))
+    after = SequenceTracker("s", "p", 7, follower.events.append, follower.asked.append, before)
     after.start()
-    after.repair(CatchUp(0, 0, (b"",), dump=True))
+    after.on_catch_up(CatchUp(0, 0, (b"",), dump=True))
     follower.told()
-    after.interrupted()
+    after.on_disconnected()
     after.start()
-    after.repair(CatchUp(1, 1, (b"1",)))
+    after.on_catch_up(CatchUp(1, 1, (b"1",)))
     assert follower.told() == [("stale", 0, b""), ("event", 1, b"1")]

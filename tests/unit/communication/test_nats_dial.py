@@ -9,17 +9,17 @@ import pytest
 
 pytest.importorskip("nats")
 
-from dynamo.communication.nats_link import NatsLink
+from dynamo.communication.nats_link import NatsClient
 
 
-class Counted(NatsLink):
+class Counted(NatsClient):
     """Counts what the library complains of: once a dial."""
 
     complaints = 0
 
-    async def _error(self, error: Exception) -> None:
+    async def _on_library_error(self, error: Exception) -> None:
         self.complaints += 1
-        await super()._error(error)
+        await super()._on_library_error(error)
 
 
 async def test_a_server_that_is_not_there_is_not_dialled_without_a_pause() -> None:
@@ -29,7 +29,7 @@ async def test_a_server_that_is_not_there_is_not_dialled_without_a_pause() -> No
         port = server.getsockname()[1]
     link = await Counted.open(f"nats://127.0.0.1:{port}")
     async with asyncio.timeout(30):
-        await link.tried.wait()
+        await link.first_attempt_done.wait()
     await link.close()
-    assert "Connect call failed" in link.trouble
+    assert "Connect call failed" in link.connection_error
     assert 1 <= link.complaints <= 2

@@ -9,22 +9,22 @@ import pytest
 
 from dynamo.communication.events import Event
 from dynamo.communication.events.memory import MemoryEvents
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.communication.requests.memory import MemoryRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 
 class Served:
     """A worker that says what it is told to, a caller, and one call between them."""
 
     def __init__(self) -> None:
-        self.outgoing: Outgoing | None = None
+        self.outgoing: ResponseWriter | None = None
         self.begun, self.over = asyncio.Event(), asyncio.Event()
         self.heard: list[bytes] = []
 
-    async def start(self, tasks: Tasks) -> None:
+    async def start(self, tasks: BackgroundTasks) -> None:
         self.here = await MemoryRequests.open("memory:")
         self.there = await MemoryRequests.open("memory:")
         await self.there.serve("say", self._say)
@@ -38,7 +38,7 @@ class Served:
 
         await self.here.call(self.there.address, "say", b"", Context("r"), sink)
 
-    async def _say(self, payload: bytes, outgoing: Outgoing) -> None:
+    async def _say(self, payload: bytes, outgoing: ResponseWriter) -> None:
         self.outgoing = outgoing
         self.begun.set()
         try:
@@ -56,7 +56,7 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     made = Served()
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         await made.start(tasks)
         yield made
         await made.there.close()
@@ -77,7 +77,7 @@ async def test_what_is_said_meanwhile_arrives_in_order(served: Served) -> None:
 async def test_who_gives_up_fails_at_once_and_the_other_end_learns_later(served: Served) -> None:
     served.there.sever()
     await served.say(b"late")
-    served.here.break_off(served.there.address)
+    served.here.disconnect(served.there.address)
     with pytest.raises(WorkerFailed):
         await served.call
     await served.say(b"later")
@@ -102,7 +102,7 @@ async def test_a_death_meanwhile_is_heard_of_later(served: Served) -> None:
 async def test_events_that_were_lost_are_asked_for() -> None:
     here, there = MemoryEvents("severed"), MemoryEvents("severed")
     events: list[Event] = []
-    source = await there.source("s", "p")
+    source = await there.open_source("s", "p")
     await here.subscribe("s", events.append)
 
     async def told(payload: bytes) -> list[tuple[str, bytes]]:

@@ -6,12 +6,19 @@ import pytest
 
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import (
+    EngineInfo,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    StopConditions,
+)
 from dynamo.testing import CollectedReply, ScriptedEngine
 
 INFO = EngineInfo("scripted", 16, 4, 64, 1, 64)
-REQUEST = GenerateRequest("r", "m", b"", Sampling(), Stops())
+REQUEST = GenerateRequest("r", "m", b"", SamplingParams(), StopConditions())
 STARTED, END = Started("w"), Finish("stop", 3)
 
 
@@ -24,7 +31,7 @@ async def test_a_script_is_played_whole() -> None:
 
 
 async def test_enough_ends_without_a_finish() -> None:
-    engine, reply = ScriptedEngine(INFO, STARTED, [1, 2, 3], END), CollectedReply(enough=2)
+    engine, reply = ScriptedEngine(INFO, STARTED, [1, 2, 3], END), CollectedReply(token_limit=2)
     await engine.generate(REQUEST, Context("r"), reply)
     assert (reply.ids, reply.end) == ([1, 2], None)
 
@@ -38,8 +45,11 @@ async def test_an_error_comes_after_the_tokens() -> None:
 
 
 async def test_an_endless_script_is_cancelled() -> None:
-    engine, reply = ScriptedEngine(INFO, STARTED, [1], END, endless=True), CollectedReply(enough=9)
-    async with Tasks() as tasks:
+    engine, reply = (
+        ScriptedEngine(INFO, STARTED, [1], END, endless=True),
+        CollectedReply(token_limit=9),
+    )
+    async with BackgroundTasks() as tasks:
         tasks.start(engine.generate(REQUEST, Context("r"), reply))
         while not reply.ids:
             await tasks.start(engine.start())

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Given, Loaded, load
-from dynamo.core.settings.explain import explain
+from dynamo.core.settings import LoadedSettings, SourcedValue, resolve_settings
+from dynamo.core.settings.explain import effective_settings
 from dynamo.core.settings.json_schema import json_schema
 
 PUBLISHED = Path(__file__).parents[2] / "data" / "configurations"
 
 
-def read(text: str) -> Loaded:
-    return load(document=(text, "f.yaml"))
+def read(text: str) -> LoadedSettings:
+    return resolve_settings(document=(text, "f.yaml"))
 
 
-def published(name: str) -> Loaded:
+def published(name: str) -> LoadedSettings:
     return read((PUBLISHED / name).read_text())
 
 
@@ -94,20 +94,22 @@ def test_replicas_on_several_hosts() -> None:
 def test_frontends_of_a_host_are_processes_that_share_its_port() -> None:
     document = ("frontend: {replicas: 3}", "f.yaml")
 
-    loaded = load({}, {}, document)
+    loaded = resolve_settings({}, {}, document)
     assert loaded.settings.server.http_workers == 3
     assert loaded.origins["server.http_workers"] == "frontend.replicas, f.yaml:1"
     assert "share the port" in loaded.notes["frontend.replicas"]
-    loaded = load({"server.http_workers": Given("2", "flag --http-workers")}, {}, document)
+    loaded = resolve_settings(
+        {"server.http_workers": SourcedValue("2", "flag --http-workers")}, {}, document
+    )
     assert loaded.settings.server.http_workers == 2
     assert "server.http_workers is given" in loaded.notes["frontend.replicas"]
     with pytest.raises(ConfigError, match="at least 1"):
-        load({}, {}, ("frontend: {replicas: 0}", "f.yaml"))
+        resolve_settings({}, {}, ("frontend: {replicas: 0}", "f.yaml"))
 
 
 def test_another_model_takes_the_place_of_a_hub_name() -> None:
-    flag = {"model.path": Given("./mine", "flag --model-path")}
-    settings = load(flag, {}, ("model: {name: org/hub}", "f.yaml")).settings
+    flag = {"model.path": SourcedValue("./mine", "flag --model-path")}
+    settings = resolve_settings(flag, {}, ("model: {name: org/hub}", "f.yaml")).settings
 
     assert settings.model.path == "./mine"
     assert settings.model.names == ()
@@ -151,19 +153,19 @@ def test_units_of_cores_and_memory() -> None:
 def test_options_of_services_keep_their_lines() -> None:
     services = read("server: {port: 1}\nRetriever:\n  top_k: 3\nOther:\n").services
 
-    assert services["Retriever"]["top_k"] == Given(3, "f.yaml:3")
+    assert services["Retriever"]["top_k"] == SourcedValue(3, "f.yaml:3")
     assert services["Other"] == {}
 
 
 def test_lists_of_sections_in_the_environment_are_json() -> None:
     name = "DYNAMO_MONITORING__CUSTOM_METRICS"
-    found = load(environ={name: '[{"name": "a"}]'})
+    found = resolve_settings(environ={name: '[{"name": "a"}]'})
 
     assert found.settings.monitoring.custom_metrics[0].name == "a"
 
 
 def test_servers_have_short_names_in_the_environment() -> None:
-    found = load(
+    found = resolve_settings(
         environ={"DYNAMO_ETCD_ENDPOINTS": "http://a,http://b", "DYNAMO_NATS_URL": "nats://c"}
     )
 
@@ -172,7 +174,9 @@ def test_servers_have_short_names_in_the_environment() -> None:
 
 
 def test_everything_is_explained_and_secrets_are_not() -> None:
-    rows = {one.key: one for one in explain(read("server: {api_keys: [s3cret], port: 1}"))}
+    rows = {
+        one.key: one for one in effective_settings(read("server: {api_keys: [s3cret], port: 1}"))
+    }
 
     assert rows["server.api_keys"].value == "***"
     assert rows["server.http_port"].origin == "f.yaml:1"

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Declared, Given, Settings, load
-from dynamo.core.settings.names import declared_settings, environment_name
+from dynamo.core.settings import Settings, SettingSpec, SourcedValue, resolve_settings
+from dynamo.core.settings.names import environment_name, setting_specs_by_key
 
 
 def document(text: str) -> tuple[str, str]:
@@ -14,15 +14,15 @@ def document(text: str) -> tuple[str, str]:
 
 
 def test_nothing_given_is_the_defaults() -> None:
-    loaded = load()
+    loaded = resolve_settings()
 
     assert loaded.settings == Settings()
     assert set(loaded.origins.values()) == {"default"}
 
 
 def test_flag_beats_environment_beats_file_beats_default() -> None:
-    loaded = load(
-        {"server.http_port": Given("1", "flag --http-port")},
+    loaded = resolve_settings(
+        {"server.http_port": SourcedValue("1", "flag --http-port")},
         {"DYNAMO_SERVER__HTTP_PORT": "2", "DYNAMO_SERVER__HTTP_HOST": "::1", "PATH": "/bin"},
         document(
             "server:\n  http_port: 3\n  http_host: 0.0.0.0\n  log_requests: yes\nrouter:\n"
@@ -62,7 +62,7 @@ def test_flag_beats_environment_beats_file_beats_default() -> None:
     ],
 )
 def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
-    found: Any = load(document=document(text)).settings
+    found: Any = resolve_settings(document=document(text)).settings
     for part in key.split("."):
         found = getattr(found, part)
 
@@ -97,32 +97,34 @@ def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
 )
 def test_what_is_wrong_is_named(text: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(document=document(text))
+        resolve_settings(document=document(text))
 
     assert message in caught.value.message
     assert hint in caught.value.hint
 
 
 def test_the_environment_names_every_setting() -> None:
-    for key, declared in declared_settings().items():
+    for key, declared in setting_specs_by_key().items():
         if "." not in key:
             continue
         given = {environment_name(key): _example(declared)}
-        assert load(environ=given).origins[key] == f"environment {environment_name(key)}"
+        assert (
+            resolve_settings(environ=given).origins[key] == f"environment {environment_name(key)}"
+        )
 
 
-def _example(declared: Declared) -> str:
+def _example(declared: SettingSpec) -> str:
     default = declared.default
     if isinstance(default, tuple):
         return ",".join(default)
     if default is None:
-        return declared.about.choices[0] if declared.about.choices else "1"
+        return declared.meta.choices[0] if declared.meta.choices else "1"
     return str(default)
 
 
 def test_the_nearest_environment_name_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(environ={"DYNAMO_SERVER__HTTP_PROT": "1"})
+        resolve_settings(environ={"DYNAMO_SERVER__HTTP_PROT": "1"})
 
     assert "environment DYNAMO_SERVER__HTTP_PROT" in caught.value.message
     assert caught.value.hint == "did you mean DYNAMO_SERVER__HTTP_PORT?"
@@ -131,12 +133,15 @@ def test_the_nearest_environment_name_is_told() -> None:
 def test_short_names_of_the_log_level() -> None:
     both = {"RUST_LOG": "warn", "DYNAMO_LOG": "debug"}
 
-    assert load(environ={"RUST_LOG": "warn"}).settings.logging.level == "warn"
-    assert load(environ=both).settings.logging.level == "debug"
+    assert resolve_settings(environ={"RUST_LOG": "warn"}).settings.logging.level == "warn"
+    assert resolve_settings(environ=both).settings.logging.level == "debug"
     assert (
-        load(environ={**both, "DYNAMO_LOGGING__LEVEL": "error"}).settings.logging.level == "error"
+        resolve_settings(environ={**both, "DYNAMO_LOGGING__LEVEL": "error"}).settings.logging.level
+        == "error"
     )
 
 
 def test_other_names_of_the_environment_are_left_alone() -> None:
-    assert load(environ={"DYNAMO_FRONTEND_SERVICE_PORT": "tcp://x"}).settings == Settings()
+    assert (
+        resolve_settings(environ={"DYNAMO_FRONTEND_SERVICE_PORT": "tcp://x"}).settings == Settings()
+    )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from dynamo.core.settings import Settings, load
-from dynamo.core.settings.names import declared_settings
-from dynamo.core.settings.reload import Change, reloaded
+from dynamo.core.settings import Settings, resolve_settings
+from dynamo.core.settings.names import setting_specs_by_key
+from dynamo.core.settings.reload import SettingChange, apply_reload
 
 BASE = Settings()
 
 
 def settings(text: str) -> Settings:
-    return load(document=(text, "a.yaml")).settings
+    return resolve_settings(document=(text, "a.yaml")).settings
 
 
 def test_what_is_safe_is_taken_and_the_rest_told() -> None:
@@ -20,7 +20,7 @@ def test_what_is_safe_is_taken_and_the_rest_told() -> None:
         "logging: {level: debug}\nserver: {max_concurrent_requests: 5, stall_s: 9, http_port: 1}"
     )
 
-    now, changes = reloaded(BASE, wanted)
+    now, changes = apply_reload(BASE, wanted)
 
     server = replace(BASE.server, max_concurrent_requests=5)
     assert now == replace(BASE, server=server, logging=replace(BASE.logging, level="debug"))
@@ -33,17 +33,17 @@ def test_what_is_safe_is_taken_and_the_rest_told() -> None:
 
 
 def test_no_difference_is_no_change() -> None:
-    assert reloaded(BASE, settings("logging: {level: info}")) == (BASE, ())
+    assert apply_reload(BASE, settings("logging: {level: info}")) == (BASE, ())
 
 
 def test_secrets_are_not_shown() -> None:
-    _, changes = reloaded(BASE, settings("server: {api_keys: [swordfish]}"))
+    _, changes = apply_reload(BASE, settings("server: {api_keys: [swordfish]}"))
 
-    assert changes == (Change("server.api_keys", "***", "***", applied=False),)
+    assert changes == (SettingChange("server.api_keys", "***", "***", applied=False),)
 
 
 def test_log_level_and_limits_may_change() -> None:
-    safe = {key for key, one in declared_settings().items() if one.about.reload}
+    safe = {key for key, one in setting_specs_by_key().items() if one.meta.reload}
 
     assert safe >= {
         "logging.level",

@@ -68,13 +68,13 @@ def test_answers_are_predicted_as_long_as_they_were() -> None:
 def test_a_faster_worker_has_more_to_give() -> None:
     balancer = AdaptiveLoadBalancer()
     for _ in range(20):
-        balancer.completed("quick", 100, 100, 1.0)
-        balancer.completed("slow", 100, 100, 4.0)
+        balancer.on_completed("quick", 100, 100, 1.0)
+        balancer.on_completed("slow", 100, 100, 4.0)
     assert balancer.assign([worker("slow", 0.2), worker("quick", 0.4)], request()).worker_id == (
         "quick"
     )
-    balancer.forget("quick")
-    balancer.forget("slow")
+    balancer.remove_worker("quick")
+    balancer.remove_worker("slow")
     assert balancer.assign([worker("slow", 0.2), worker("quick", 0.4)], request()).worker_id == (
         "slow"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.scheduling.index.cache_view import NO_CACHE
+from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.collector.collector import (
     Alert,
     CollectorConfig,
@@ -15,7 +15,7 @@ from dynamo.scheduling.router.collector.collector import (
     RoutingMetricsCollector,
 )
 from dynamo.scheduling.router.collector.record import RoutingRecord
-from dynamo.scheduling.router.collector.rules import RULES
+from dynamo.scheduling.router.collector.rules import ALERT_RULES
 
 
 def record(at: float, worker: str = "a", **more: Any) -> RoutingRecord:
@@ -112,18 +112,20 @@ def test_the_busiest_worker_and_the_idle_are_seen() -> None:
 
 def test_an_alert_begins_once_and_ends() -> None:
     heard: list[Alert] = []
-    config = CollectorConfig(check_s=1.0, window_s=10.0, least=2, thresholds={"failures": 0.3})
+    config = CollectorConfig(
+        check_s=1.0, window_s=10.0, min_decisions=2, thresholds={"failures": 0.3}
+    )
     collector = RoutingMetricsCollector(config, wall=lambda: 0.0)
     collector.on_alert(heard.append)
     for at in range(5):
         collector.record(record(float(at), failed=True))
     assert [one.name for one in heard] == ["failures"]
     assert collector.alerts[0].value == 1.0
-    assert collector.active()["failures",] == pytest.approx(1 / 0.3)
+    assert collector.alert_ratios()["failures",] == pytest.approx(1 / 0.3)
     for at in range(20, 25):
         collector.record(record(float(at)))
     assert collector.alerts == ()
-    assert set(collector.active().values()) == {0.0}
+    assert set(collector.alert_ratios().values()) == {0.0}
 
 
 def test_nothing_recorded_is_a_report_too() -> None:
@@ -133,7 +135,7 @@ def test_nothing_recorded_is_a_report_too() -> None:
 
 
 def test_every_rule_says_what_to_do() -> None:
-    for rule in RULES.values():
+    for rule in ALERT_RULES.values():
         assert rule.evidence.format(1.0)
         assert rule.advice.endswith(".")
 
@@ -160,7 +162,13 @@ def test_first_tokens_that_are_soon_anyway_are_no_alert_however_they_were_predic
 def test_workers_without_a_cache_are_told_and_not_taken_for_losses() -> None:
     """A cache that is not there loses nothing, and more memory would not help it."""
     records = [
-        record(float(at), cache_hit_ratio=0.0, reachable_ratio=0.0, seen_ratio=0.9, view=NO_CACHE)
+        record(
+            float(at),
+            cache_hit_ratio=0.0,
+            reachable_ratio=0.0,
+            seen_ratio=0.9,
+            view=NO_PREFIX_CACHE,
+        )
         for at in range(20)
     ]
     report = collector_of(*records).report()

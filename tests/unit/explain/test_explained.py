@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from dynamo.core.clock import SystemClock
-from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.explain.explained import Explained, Explanation
-from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Ticket
+from dynamo.scheduling.router.explain.explained import DecisionLog, Explanation
+from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Placement
 
 
 def request(name: str, choice: int = 0) -> GenerateRequest:
-    return GenerateRequest(name, "tiny", b"", Sampling(), Stops(), choice=choice)
+    return GenerateRequest(name, "tiny", b"", SamplingParams(), StopConditions(), choice=choice)
 
 
 def decision(worker: str = "w1", **more: Any) -> Decision:
@@ -30,13 +30,13 @@ TABLE = (
 
 
 def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
-    kept = Explained(SystemClock(), "frontend-1")
+    kept = DecisionLog(SystemClock(), "frontend-1")
     made = decision(
-        table=TABLE, overlap_blocks=3, prompt_blocks=4, best_overlap_blocks=3, ticket=Ticket()
+        table=TABLE, overlap_blocks=3, prompt_blocks=4, best_overlap_blocks=3, ticket=Placement()
     )
-    entry = kept.keep(request("abc"), made)
+    entry = kept.add(request("abc"), made)
     assert kept.find("abc")[0].outcome is None
-    entry.ended(OUTCOME)
+    entry.set_outcome(OUTCOME)
     (found,) = kept.find("abc")
     assert found.outcome == OUTCOME
     assert found.costs == TABLE
@@ -49,10 +49,10 @@ def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
 
 
 def test_choices_and_attempts_of_a_request_stand_together() -> None:
-    kept = Explained(SystemClock())
+    kept = DecisionLog(SystemClock())
     for choice in range(2):
-        kept.keep(request("abc", choice), decision())
-    kept.keep(request("abc", 1), decision("w2"))
+        kept.add(request("abc", choice), decision())
+    kept.add(request("abc", 1), decision("w2"))
     assert [(one.choice, one.worker) for one in kept.find("abc")] == [
         (0, "w1"),
         (1, "w1"),
@@ -61,26 +61,26 @@ def test_choices_and_attempts_of_a_request_stand_together() -> None:
 
 
 def test_a_clients_own_id_finds_its_last_request() -> None:
-    kept = Explained(SystemClock())
+    kept = DecisionLog(SystemClock())
     for name in ("mine-1", "mine-2.0", "mine-2.1", "mine-two-3", "mine"):
-        kept.keep(request(name), decision())
+        kept.add(request(name), decision())
     assert [one.request_id for one in kept.find("mine")] == ["mine"]
-    kept = Explained(SystemClock())
+    kept = DecisionLog(SystemClock())
     for name in ("mine-1", "mine-2.0", "mine-2.1", "mine-two-3"):
-        kept.keep(request(name), decision())
+        kept.add(request(name), decision())
     assert [one.request_id for one in kept.find("mine")] == ["mine-2.0", "mine-2.1"]
     assert kept.find("min") == []
 
 
 def test_only_so_many_are_kept() -> None:
-    kept = Explained(SystemClock(), kept=3)
+    kept = DecisionLog(SystemClock(), max_entries=3)
     for number in range(10):
-        kept.keep(request(str(number)), decision())
+        kept.add(request(str(number)), decision())
     assert kept.find("6") == []
-    assert [one.request_id for one in kept.last(2)] == ["9", "8"]
+    assert [one.request_id for one in kept.latest(2)] == ["9", "8"]
 
 
 def test_a_pick_without_a_table_says_so() -> None:
-    kept = Explained(SystemClock())
-    kept.keep(request("a"), decision())
+    kept = DecisionLog(SystemClock())
+    kept.add(request("a"), decision())
     assert "without a look" in kept.find("a")[0].why

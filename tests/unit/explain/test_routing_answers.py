@@ -5,9 +5,9 @@ from __future__ import annotations
 from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.explain.explained import Explanation
-from dynamo.scheduling.router.explain.timeline import Sample, WorkerSample
+from dynamo.scheduling.router.explain.timeline import TimelineSample, WorkerSample
 from dynamo.scheduling.router.policy import Candidate, Outcome
-from dynamo.services.routing_answers import laid_together, merged, report_of
+from dynamo.services.routing_answers import build_report, merge_explanations, merge_samples
 
 OUTCOME = Outcome(0.05, 0.5, 32, 64, 10)
 COSTS = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)
@@ -38,7 +38,7 @@ def explanation(router: str, at: float, worker: str = "w1", choice: int = 0) -> 
 
 
 def test_a_routers_costs_and_a_frontends_outcome_are_one_explanation() -> None:
-    (one,) = merged([explanation("frontend-1", 1.01), explanation("router-1", 1.0)])
+    (one,) = merge_explanations([explanation("frontend-1", 1.01), explanation("router-1", 1.0)])
     assert (one.router, one.costs, one.outcome, one.why) == (
         "router-1",
         COSTS,
@@ -48,7 +48,7 @@ def test_a_routers_costs_and_a_frontends_outcome_are_one_explanation() -> None:
 
 
 def test_attempts_and_choices_stay_apart_and_in_order() -> None:
-    found = merged(
+    found = merge_explanations(
         [
             explanation("frontend-1", 3.0, "w2"),
             explanation("frontend-1", 1.0),
@@ -65,11 +65,13 @@ def test_attempts_and_choices_stay_apart_and_in_order() -> None:
 
 
 def test_samples_of_one_moment_add_up() -> None:
-    router = Sample(10.0, 2, {"w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact")})
-    frontend = Sample(10.0, 0, {"w1": WorkerSample(sent=3, routed=2), "w2": WorkerSample()})
-    later = Sample(11.0, 0, {"w1": WorkerSample(sent=1)})
-    first, second = laid_together([later, frontend, router])
-    assert first == Sample(
+    router = TimelineSample(
+        10.0, 2, {"w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact")}
+    )
+    frontend = TimelineSample(10.0, 0, {"w1": WorkerSample(sent=3, routed=2), "w2": WorkerSample()})
+    later = TimelineSample(11.0, 0, {"w1": WorkerSample(sent=1)})
+    first, second = merge_samples([later, frontend, router])
+    assert first == TimelineSample(
         10.0,
         2,
         {
@@ -94,7 +96,7 @@ def test_a_report_is_over_the_records_of_all() -> None:
 
     own = RoutingMetricsCollector(wall=lambda: 10.0)
     own._alerts["failures"] = Alert("failures", "many", 1.0, 0.1, 5.0)
-    report = report_of([record(3.0, "b"), record(1.0, "a")], own, (0.0, 10.0))
+    report = build_report([record(3.0, "b"), record(1.0, "a")], own, (0.0, 10.0))
     assert report.raw_data_summary["by_worker"] == {"a": 1, "b": 1}
     assert report.raw_data_summary["first"] == 1.0
     assert [one.name for one in report.alerts] == ["failures"]

@@ -10,10 +10,10 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Overloaded
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import Fleet
-from dynamo.scheduling.router.placing.placement import Patience, Placement
+from dynamo.scheduling.router.placing.fleet import WorkerStates
+from dynamo.scheduling.router.placing.placement import HoldLimits, PlacementSolver
 from dynamo.scheduling.router.placing.waiting import WaitingQueue
 from dynamo.scheduling.router.prompt import Prompt
 
@@ -40,39 +40,39 @@ INSTANCES = {
 }
 
 
-def placement(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> Placement:
-    fleet = Fleet()
-    fleet.replace(INSTANCES)
-    queue: WaitingQueue[Arrival] = WaitingQueue(order, bound)
+def placement(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> PlacementSolver:
+    fleet = WorkerStates()
+    fleet.update_instances(INSTANCES)
+    queue: WaitingQueue[PendingRequest] = WaitingQueue(order, bound)
     view = CacheView(SystemClock())
-    return Placement(
+    return PlacementSolver(
         fleet,
         view,
         PredictedCost(),
         Random(1),
-        patience=Patience(backlog_s=1e9),
+        hold_limits=HoldLimits(max_backlog_s=1e9),
         queue=queue,
         threshold=threshold,
     )
 
 
-def arrival(name: str, tokens: int, now: float = 0.0, priority: int = 0) -> Arrival:
-    one = Arrival(name, Prompt(tokens, []), 16, now)
+def arrival(name: str, tokens: int, now: float = 0.0, priority: int = 0) -> PendingRequest:
+    one = PendingRequest(name, Prompt(tokens, []), 16, now)
     one.priority = priority
     return one
 
 
-def fill(made: Placement) -> list[str]:
+def fill(made: PlacementSolver) -> list[str]:
     """Both workers over the threshold."""
     for number in range(2):
         made.submit(arrival(f"big{number}", 2 * BUDGET))
     placed = made.place(0.0)
-    assert {one.active.book.name for one in placed} == {"w1", "w2"}
-    return [one.active.id for one in placed]
+    assert {one.placed.worker.name for one in placed} == {"w1", "w2"}
+    return [one.placed.id for one in placed]
 
 
-def names(made: Placement, now: float) -> list[str]:
-    return [one.arrival.id for one in made.place(now)]
+def names(made: PlacementSolver, now: float) -> list[str]:
+    return [one.request.id for one in made.place(now)]
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,13 @@ def test_who_waits_for_a_worker_goes_by_the_order(order: str, first: str) -> Non
         made.submit(one)
         assert names(made, one.arrived_s) == []
     assert len(made) == 3
-    busy = made.fleet["w1"].active["big0" if "big0" in made.fleet["w1"].active else "big1"]
-    made.ended(busy, 4.0)
+    busy = made.worker_states["w1"].active[
+        "big0" if "big0" in made.worker_states["w1"].active else "big1"
+    ]
+    made.on_ended(busy, 4.0)
     assert names(made, 4.0) == [first]
     assert len(made) == 2
-    assert made.next_due(100.0) > 100.0  # type: ignore[operator]
+    assert made.next_run_s(100.0) > 100.0  # type: ignore[operator]
 
 
 def test_past_the_bound_newcomers_are_refused_and_told_when_to_come() -> None:
@@ -104,10 +106,10 @@ def test_past_the_bound_newcomers_are_refused_and_told_when_to_come() -> None:
     for number in range(5):
         made.submit(arrival(f"r{number}", 100, 1.0))
     assert names(made, 1.0) == []
-    refused = made.refused()
+    refused = made.pop_rejected()
     assert [one.id for one, _ in refused] == ["r2", "r3", "r4"]
     assert all(isinstance(error, Overloaded) and error.retry_after_s for _, error in refused)
-    assert made.refused() == []
+    assert made.pop_rejected() == []
     assert len(made) == 2
 
 
@@ -115,17 +117,17 @@ def test_who_finds_a_worker_needs_no_room_to_wait() -> None:
     """All that wait may only go to w2; w1 is free."""
     made = placement(bound=2)
     fill(made)
-    idle = next(one for one in made.fleet["w1"].active.values())
+    idle = next(one for one in made.worker_states["w1"].active.values())
     for number in range(3):
         one = arrival(f"r{number}", 100, 1.0)
-        one.barred = frozenset({"w1"})
+        one.excluded = frozenset({"w1"})
         made.submit(one)
     assert names(made, 1.0) == []
-    assert [one.id for one, _ in made.refused()] == ["r2"]
-    made.ended(idle, 2.0)
+    assert [one.id for one, _ in made.pop_rejected()] == ["r2"]
+    made.on_ended(idle, 2.0)
     made.submit(arrival("free", 100, 2.0))
     assert names(made, 2.0) == ["free"]
-    assert made.refused() == []
+    assert made.pop_rejected() == []
     assert len(made) == 2
 
 
@@ -134,7 +136,7 @@ def test_a_burst_that_can_be_placed_is_not_refused() -> None:
     for number in range(20):
         made.submit(arrival(f"r{number}", 10))
     assert len(names(made, 0.0)) == 20
-    assert made.refused() == []
+    assert made.pop_rejected() == []
 
 
 def test_who_leaves_waits_no_more() -> None:
@@ -144,8 +146,8 @@ def test_who_leaves_waits_no_more() -> None:
     made.submit(waiting)
     made.place(1.0)
     made.submit(fresh)
-    made.withdraw(waiting)
-    made.withdraw(fresh)
-    made.withdraw(fresh)
+    made.cancel(waiting)
+    made.cancel(fresh)
+    made.cancel(fresh)
     assert len(made) == 0
-    assert made.next_due(2.0) is None
+    assert made.next_run_s(2.0) is None

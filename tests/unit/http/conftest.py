@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.communication.http import Handler, HttpLimits, HttpServer
+from dynamo.communication.http import HttpHandler, HttpLimits, HttpServer
 from dynamo.core.clock import SystemClock
 
 Serve = Callable[..., Awaitable[tuple[HttpServer, int]]]
@@ -18,7 +18,7 @@ async def serve() -> AsyncIterator[Serve]:
     """`server, port = await serve(handler, **limits)`."""
     running: list[HttpServer] = []
 
-    async def start(handler: Handler, **limits: Any) -> tuple[HttpServer, int]:
+    async def start(handler: HttpHandler, **limits: Any) -> tuple[HttpServer, int]:
         server = HttpServer(handler, HttpLimits(**limits), SystemClock())
         port = await server.start("127.0.0.1", 0)
         running.append(server)

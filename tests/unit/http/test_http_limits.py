@@ -116,7 +116,7 @@ class Flood:
 
     async def __call__(self, request: Request, response: Response) -> None:
         response.start(200, TEXT)
-        response.on_relief = self.relieved.set
+        response.on_writable = self.relieved.set
         written = 0
         while written < self.total and response.write(b"e" * 2048):
             written += 2048

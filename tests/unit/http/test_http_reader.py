@@ -51,7 +51,7 @@ def test_bytes_are_counted_anew_for_every_request(cut: int) -> None:
     feed_all(reader, sent, cut)
     assert [one.path for one in found] == [f"/{number}" for number in range(10, 30)]
     assert {one.body for one in found} == {b"b" * 400}
-    assert (reader.stage, reader.started) == ("idle", 20)
+    assert (reader.stage, reader.messages_started) == ("idle", 20)
 
 
 @pytest.mark.parametrize("cut", [1, 50, 5_000])

@@ -12,8 +12,8 @@ from tests.unit.index.conftest import HandClock, chain
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.scheduling.index.kv_index import KvIndex
-from dynamo.scheduling.index.snapshot import restore, snapshot
-from dynamo.scheduling.index.worker_sets import WorkerSets
+from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
+from dynamo.scheduling.index.worker_sets import WorkerBitsets
 from dynamo.services.index_file import IndexFile
 
 CHAINS = [chain(number, 30) for number in range(100, 400)]
@@ -30,7 +30,7 @@ def test_cold_branches_go_first_and_shared_beginnings_last() -> None:
     index.match(stem + branches[0])
     for number in range(5, 10):
         index.store("a", stem[-1], chain(number, 100))
-    assert index.evicted
+    assert index.evicted_blocks
     assert index.bytes_used <= index.budget_bytes
     assert index.match(stem + branches[0]) == {"a": 200}, "used lately"
     assert index.match(stem + branches[1]) == {"a": 100}, "cold, its beginning is shared"
@@ -42,22 +42,22 @@ def test_dead_workers_leave_nothing_behind() -> None:
         worker = f"w{number}"
         for name in range(20):
             index.store(worker, 0, chain(number * 100 + name, 50))
-        index.drop(worker)
+        index.remove_worker(worker)
     assert index.match(chain(0, 50)) == {}
     for _ in range(400):
         index.remove("nobody", ())
-    assert index.blocks == index.bytes_used == 0
+    assert index.block_count == index.bytes_used == 0
 
 
 def test_bits_of_forgotten_workers_are_used_again() -> None:
-    sets = WorkerSets()
-    first, second = sets.bit("a"), sets.bit("b")
-    assert sets.drop("a") == first
-    assert sets.bit("c") not in (first, second)
-    sets.forget(first)
-    assert sets.bit("d") == first
-    assert sets.known("a") == 0
-    assert sets.members(first | second) == ["d", "b"]
+    sets = WorkerBitsets()
+    first, second = sets.get_or_assign_bit("a"), sets.get_or_assign_bit("b")
+    assert sets.remove("a") == first
+    assert sets.get_or_assign_bit("c") not in (first, second)
+    sets.recycle_bits(first)
+    assert sets.get_or_assign_bit("d") == first
+    assert sets.get_bit("a") == 0
+    assert sets.list_members(first | second) == ["d", "b"]
 
 
 def test_a_chain_that_names_itself_does_no_harm() -> None:
@@ -129,13 +129,13 @@ async def test_a_file_is_the_index_of_one_moment(tmp_path: Path, clock: HandCloc
 @pytest.mark.parametrize("broken", [b"", b"?", b"\x01\0\0\0\x90", b"\x09\0\0\0\x92"])
 def test_what_is_no_snapshot_is_refused(broken: bytes) -> None:
     with pytest.raises(ConfigError, match="not a saved index"):
-        list(restore(KvIndex(), broken, 16))
+        list(restore_snapshot(KvIndex(), broken, 16))
 
 
 def test_a_file_that_ends_early_is_refused(known: KvIndex) -> None:
-    packed = b"".join(snapshot(known, 16))
+    packed = b"".join(encode_snapshot(known, 16))
     with pytest.raises(ConfigError, match="ends early"):
-        list(restore(KvIndex(), packed[:-3], 16))
+        list(restore_snapshot(KvIndex(), packed[:-3], 16))
 
 
 async def test_what_cannot_be_restored_is_named(tmp_path: Path, clock: HandClock) -> None:

@@ -8,14 +8,14 @@ import asyncio
 from dynamo.core.codec import pack_ids
 from dynamo.core.hashing import block_hashes
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.core.values import Load
 from dynamo.inference import KVPublisher
 from dynamo.inference.load_report import encode_load
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router import KVIndexer, KvMetricsAggregator
 
-PLANES = Runtime(discovery="memory:seeds", requests="memory:", events="memory:")
+PLANES = RuntimeSettings(discovery="memory:seeds", requests="memory:", events="memory:")
 
 
 async def test_events_and_loads_of_workers_of_ones_own() -> None:
@@ -24,12 +24,12 @@ async def test_events_and_loads_of_workers_of_ones_own() -> None:
         component = runtime.namespace("dynamo").component("mine")
         async with KVIndexer(component) as indexer, KvMetricsAggregator(component) as metrics:
             publisher = await KVPublisher.open(runtime.events, "dynamo.mine", "w1", lambda: ())
-            load = await runtime.events.source("dynamo.mine.load_metrics", "w1")
-            other = await runtime.events.source("dynamo.mine.load_metrics", "w2")
+            load = await runtime.events.open_source("dynamo.mine.load_metrics", "w1")
+            other = await runtime.events.open_source("dynamo.mine.load_metrics", "w2")
             async with asyncio.timeout(10):
                 while indexer.workers() != {"w1": "exact"}:
                     await asyncio.sleep(0)
-            publisher.stored(0, block_hashes(pack_ids(tokens))[:3])
+            publisher.publish_stored(0, block_hashes(pack_ids(tokens))[:3])
             load.publish(encode_load(Load(running=2, waiting=1)))
             other.publish(encode_load(Load(running=3)))
             async with asyncio.timeout(10):

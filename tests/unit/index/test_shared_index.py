@@ -12,11 +12,11 @@ from tests.unit.index.conftest import chain
 from tests.unit.processes import Open
 from tests.unit.router.stage import ENGINE
 
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
-from dynamo.core.settings.schema_index import Index
+from dynamo.core.settings.schema import RuntimeSettings
+from dynamo.core.settings.schema_index import IndexSettings
 from dynamo.core.values import BlocksStored
 from dynamo.inference.kv_publisher import KVPublisher
 from dynamo.models.card import BlockIdentity
@@ -24,11 +24,13 @@ from dynamo.runtime import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.services.index_view import open_view
-from dynamo.services.indexer import Indexer
+from dynamo.services.index_view import open_cache_view
+from dynamo.services.indexer import IndexerService
 
-PLANES = Runtime(discovery="memory:index", requests="memory:", events="memory:", namespace="ns")
-SETTINGS = replace(Settings(runtime=PLANES), index=Index(shared=True))
+PLANES = RuntimeSettings(
+    discovery="memory:index", requests="memory:", events="memory:", namespace="ns"
+)
+SETTINGS = replace(Settings(runtime=PLANES), index=IndexSettings(shared=True))
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ async def runtime() -> AsyncIterator[DistributedRuntime]:
 
 async def until_exact(view: CacheView, *workers: str) -> None:
     async with asyncio.timeout(10):
-        while any(view.mode(worker) != "exact" for worker in workers):
+        while any(view.get_mode(worker) != "exact" for worker in workers):
             await asyncio.sleep(0.01)
 
 
@@ -48,20 +50,20 @@ async def test_routers_ask_one_indexer(runtime: DistributedRuntime) -> None:
     first = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: ())
     rank = await KVPublisher.open(runtime.events, "ns.worker", "b", lambda: (), rank=1)
     async with await DistributedRuntime.create(SETTINGS) as indexing:
-        await Indexer().attach(indexing)
-        views = [await open_view(runtime, 16, "ns.worker") for _ in range(2)]
+        await IndexerService().attach(indexing)
+        views = [await open_cache_view(runtime, 16, "ns.worker") for _ in range(2)]
         for view in views:
-            assert view.remote
+            assert view.is_remote
             await until_exact(view, "a", "b/1")
-        first.stored(0, blocks)
-        rank.stored(0, blocks)
-        rank.removed(blocks[:4:-1])
+        first.publish_stored(0, blocks)
+        rank.publish_stored(0, blocks)
+        rank.publish_removed(blocks[:4:-1])
         await asyncio.sleep(0)
         for view in views:
-            await view.prepare(blocks)
-            assert view.overlaps(blocks) == {"a": 8, "b/1": 5}
-            assert view.index.blocks == 0
-    assert first.published == {"stored": 8, "events": 1, "dumps": 1}
+            await view.fetch_remote_match(blocks)
+            assert view.find_overlaps(blocks) == {"a": 8, "b/1": 5}
+            assert view.device_index.block_count == 0
+    assert first.totals == {"stored": 8, "events": 1, "dumps": 1}
 
 
 async def announced(open_runtime: Open, *, tells: bool = True, **engine: object) -> str:
@@ -74,7 +76,7 @@ async def announced(open_runtime: Open, *, tells: bool = True, **engine: object)
     return runtime.instance_id
 
 
-async def nothing(payload: bytes, outgoing: Outgoing) -> None:
+async def nothing(payload: bytes, outgoing: ResponseWriter) -> None:
     del payload, outgoing
 
 
@@ -82,7 +84,7 @@ async def test_an_indexer_says_who_keeps_no_cache_and_who_tells_nothing(open_run
     keeps = await announced(open_runtime)
     keeps_none = await announced(open_runtime, prefix_caching=False)
     mute = await announced(open_runtime, tells=False)
-    await Indexer().attach(await open_runtime())
+    await IndexerService().attach(await open_runtime())
     client = await (await open_runtime()).endpoint("dynamo.indexer.modes").client()
     told: dict[str, str] = {}
     async with asyncio.timeout(10):
@@ -105,13 +107,13 @@ async def modes(client: Client) -> dict[str, str]:
 
 async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) -> None:
     blocks = chain(1, 8)
-    view = await open_view(runtime, 16, "ns.worker")
-    await view.prepare(blocks)
-    assert view.overlaps(blocks) == {}
-    view.routed("a", blocks)
-    view.settled("a", blocks)
-    assert view.mode("a") == "approximate"
-    assert view.overlaps(blocks) == {"a": 8}
+    view = await open_cache_view(runtime, 16, "ns.worker")
+    await view.fetch_remote_match(blocks)
+    assert view.find_overlaps(blocks) == {}
+    view.on_request_routed("a", blocks)
+    view.on_prefill_ended("a", blocks)
+    assert view.get_mode("a") == "approximate"
+    assert view.find_overlaps(blocks) == {"a": 8}
 
 
 async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) -> None:
@@ -119,18 +121,18 @@ async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) 
     held = [BlocksStored(0, one) for one in chains]
     publisher = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: held)
     view = CacheView(runtime.clock)
-    await view.follow(runtime.events, "ns.worker.kv_events")
+    await view.subscribe(runtime.events, "ns.worker.kv_events")
     turns = 0
     async with asyncio.timeout(10):
-        while not view.heard["dump"]:
+        while not view.event_counts["dump"]:
             await asyncio.sleep(0)
-        publisher.removed(chains[0][::-1])
-        while view.index.blocks < 199 * 500 or view.heard["removed"] < 500:
+        publisher.publish_removed(chains[0][::-1])
+        while view.device_index.block_count < 199 * 500 or view.event_counts["removed"] < 500:
             turns += 1
             await asyncio.sleep(0)
     assert turns > 2
-    assert view.overlaps(chains[0]) == {}
-    assert view.overlaps(chains[199]) == {"a": 500}
+    assert view.find_overlaps(chains[0]) == {}
+    assert view.find_overlaps(chains[199]) == {"a": 500}
     view.close()
 
 
@@ -143,9 +145,11 @@ async def test_kinds_apart_for_who_wants_one(runtime: DistributedRuntime) -> Non
         told.set()
 
     await runtime.events.subscribe("ns.worker.kv_removed", hear)
-    publisher = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: (), apart=True)
-    publisher.stored(0, chain(1, 2))
-    publisher.removed(chain(1, 2))
+    publisher = await KVPublisher.open(
+        runtime.events, "ns.worker", "a", lambda: (), separate_subjects=True
+    )
+    publisher.publish_stored(0, chain(1, 2))
+    publisher.publish_removed(chain(1, 2))
     await told.wait()
     await publisher.close()
     assert heard[0] == "ns.worker.kv_removed"
@@ -165,7 +169,7 @@ async def test_kinds_apart_for_who_wants_one(runtime: DistributedRuntime) -> Non
 )
 def test_what_differs_is_said(told: dict[str, object], different: str) -> None:
     ours = BlockIdentity("t", 16, "h")
-    found = ours.differences(BlockIdentity(**told))  # type: ignore[arg-type]
+    found = ours.describe_differences(BlockIdentity(**told))  # type: ignore[arg-type]
     assert found.startswith(different)
     assert bool(found) == bool(different)
 
@@ -175,16 +179,16 @@ def test_a_worker_that_differs_is_refused_loudly(
 ) -> None:
     from dynamo.models.card import ModelCard
     from dynamo.models.files import FileRef
-    from dynamo.services.agreement import Agreement
+    from dynamo.services.agreement import CardCompatibility
 
-    agreement = Agreement(ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, "")))
+    agreement = CardCompatibility(ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, "")))
 
     def instance(**blocks: object) -> Instance:
         return Instance("i", "a", "ns", "worker", "generate", {"model": "m", "blocks": blocks})
 
-    assert agreement.serves(instance(tokenizer="t", block_tokens=16))
+    assert agreement.accepts(instance(tokenizer="t", block_tokens=16))
     assert not caplog.records
-    assert not agreement.serves(instance(tokenizer="t", block_tokens=32))
-    assert not agreement.serves(instance(tokenizer=7))
+    assert not agreement.accepts(instance(tokenizer="t", block_tokens=32))
+    assert not agreement.accepts(instance(tokenizer=7))
     assert caplog.text.count("worker refused") == 2
-    assert not agreement.serves(replace(instance(), capabilities={"model": "other"}))
+    assert not agreement.accepts(replace(instance(), capabilities={"model": "other"}))

@@ -11,10 +11,10 @@ import pytest
 
 from dynamo.core.clock import Clock
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import Engine as EngineSettings
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.mock.engine import make_mock
+from dynamo.inference.mock.engine import make_mock_engine
 
 
 class JumpingClock(Clock):
@@ -93,8 +93,8 @@ def make_request() -> Callable[..., GenerateRequest]:
             "r",
             "m",
             array("I", ids).tobytes(),
-            Sampling(),
-            Stops(**stops),
+            SamplingParams(),
+            StopConditions(**stops),
             resumed=resumed,
             top_logprobs=top_logprobs,
             priority=priority,
@@ -109,6 +109,8 @@ def make_engine(clock: JumpingClock) -> Callable[..., BatchedEngine]:
     def make(context_tokens: int = 4096, vocab_size: int = 1000, **settings: Any) -> BatchedEngine:
         about = EngineSettings(kind="mock", **settings)
         words = range(100, 900)
-        return make_mock(about, words, clock, context_tokens=context_tokens, vocab_size=vocab_size)
+        return make_mock_engine(
+            about, words, clock, context_tokens=context_tokens, vocab_size=vocab_size
+        )
 
     return make

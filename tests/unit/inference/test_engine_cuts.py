@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from dynamo.core.context import Context
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import BlocksRemoved, BlocksStored
 
 
@@ -55,7 +55,7 @@ async def test_cancelled_anywhere_nothing_is_lost(make_engine, make_request, hea
     held = set()
 
     engine.on_kv_events(lambda events: apply(held, events))
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = [
             tasks.start(ask(engine, make_request(range(n, n + 14), max_tokens=25), heard()))
             for n in range(30)
@@ -83,7 +83,7 @@ async def test_a_dump_and_what_follows_it_come_to_what_is_held(make_engine, make
     views = []
 
     engine.on_kv_events(lambda events: [apply(view, events) for view in views])
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = [
             tasks.start(ask(engine, make_request(range(n, n + 14), max_tokens=9), heard()))
             for n in range(12)

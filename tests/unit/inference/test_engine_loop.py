@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, WorkerFailed
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import BlocksCleared, BlocksStored
 from dynamo.inference.mock.runner import MockRunner
 
@@ -180,7 +180,7 @@ async def test_cancelling_frees_at_once(make_engine, make_request, heard):
     engine = make_engine(num_blocks=6)
     await engine.start()
     reply = heard()
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(ask(engine, make_request(range(40), max_tokens=50), reply))
         waiting = tasks.start(ask(engine, make_request(range(80), max_tokens=2), heard()))
         await reply.first.wait()
@@ -267,7 +267,7 @@ async def test_a_failing_reply_fails_only_itself(make_engine, make_request, hear
             raise ZeroDivisionError
 
     request = make_request(range(9), max_tokens=5)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         bad = tasks.start(ask(engine, request, Bad()))
         good = await ask(engine, request, heard())
         with pytest.raises(ZeroDivisionError):
@@ -286,7 +286,7 @@ async def test_a_reply_that_fails_to_begin_fails_only_itself(make_engine, make_r
             raise ZeroDivisionError
 
     request = make_request(range(9), max_tokens=5)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         good = tasks.start(ask(engine, request, heard()))
         for attempt in (0, 1):
             with pytest.raises(ZeroDivisionError):
@@ -303,7 +303,7 @@ async def test_stopping_fails_what_is_in_flight(make_engine, make_request, heard
         await ask(engine, make_request(range(9)), heard())
     await engine.start()
     reply = heard()
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(ask(engine, make_request(range(9), max_tokens=1000), reply))
         await reply.first.wait()
         await engine.stop()

@@ -8,9 +8,9 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Unsupported
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.engines import EngineInputs, check_kind, open_engine
+from dynamo.inference.engines import EngineInputs, check_engine_kind, open_engine
 from dynamo.models.resolve import resolve_model
 
 CONTEXT = Context("r")
@@ -19,19 +19,21 @@ CONTEXT = Context("r")
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm", "llamacpp", "openai"])
 def test_planned_engines_say_so(kind):
     with pytest.raises(Unsupported, match="not supported yet"):
-        check_kind(kind)
+        check_engine_kind(kind)
 
 
 def test_an_unknown_engine_names_the_nearest():
     with pytest.raises(ConfigError) as caught:
-        check_kind("mok")
+        check_engine_kind("mok")
     assert "mock" in caught.value.hint
 
 
 async def test_the_mock_speaks_with_any_folder_s_tokenizer(tiny_model, make_request, heard):
     files = await resolve_model(str(tiny_model))
     settings = Settings(engine=EngineSettings(kind="mock", speedup_ratio=1e6))
-    engine = await open_engine("mock", EngineInputs(settings, files.card(), files, SystemClock()))
+    engine = await open_engine(
+        "mock", EngineInputs(settings, files.build_card(), files, SystemClock())
+    )
     info = await engine.start()
     assert (info.num_blocks, info.max_num_seqs, info.max_num_batched_tokens) == (16384, 256, 8192)
     reply = heard()
@@ -54,7 +56,7 @@ async def test_echo_repeats_the_prompt(make_request, heard):
     resumed = make_request([5, 6, 7, 5], resumed=1, max_tokens=9)
     await engine.generate(resumed, CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([6, 7], "stop")
-    assert engine.load().running == 0
+    assert engine.report_load().running == 0
 
 
 async def test_echo_refuses_what_does_not_fit(make_request, heard):

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from dynamo.core.errors import ConfigError
 from dynamo.inference.block import Block
-from dynamo.inference.eviction import EVICTIONS, Eviction, LeastRecentlyUsed, make_eviction
+from dynamo.inference.eviction import (
+    EVICTION_POLICIES,
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    make_eviction_policy,
+)
 
 
 def blocks(number: int, hits: int = 0) -> list[Block]:
@@ -18,14 +23,14 @@ def blocks(number: int, hits: int = 0) -> list[Block]:
     return made
 
 
-def give_back(eviction: Eviction, chain: list[Block]) -> None:
+def give_back(eviction: EvictionPolicy, chain: list[Block]) -> None:
     for block in reversed(chain):
         eviction.add(block)
 
 
-@pytest.mark.parametrize("name", EVICTIONS)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_of_equals_the_oldest_goes_first_and_of_one_chain_the_tail(name):
-    eviction = make_eviction(name)
+    eviction = make_eviction_policy(name)
     one, other = blocks(6)[:3], blocks(6)[3:]
     give_back(eviction, one)
     give_back(eviction, other)
@@ -33,9 +38,9 @@ def test_of_equals_the_oldest_goes_first_and_of_one_chain_the_tail(name):
     assert gone == [2, 1, 0, 5, 4, 3]
 
 
-@pytest.mark.parametrize("name", EVICTIONS)
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_a_block_in_use_again_is_no_victim(name):
-    eviction = make_eviction(name)
+    eviction = make_eviction_policy(name)
     chain = blocks(4)
     give_back(eviction, chain)
     eviction.remove(chain[0])
@@ -48,7 +53,7 @@ def test_a_block_in_use_again_is_no_victim(name):
 
 
 def test_what_several_wanted_stays_one_lifetime_longer():
-    eviction = make_eviction("reuse")
+    eviction = make_eviction_policy("reuse")
     held = [Block(at) for at in range(600)]
     for block in held[:100]:
         eviction.add(block)
@@ -68,15 +73,15 @@ def test_what_several_wanted_stays_one_lifetime_longer():
 
 
 def test_an_unknown_name_is_refused():
-    assert isinstance(make_eviction("lru"), LeastRecentlyUsed)
+    assert isinstance(make_eviction_policy("lru"), LeastRecentlyUsed)
     with pytest.raises(ConfigError, match="fifo"):
-        make_eviction("fifo")
+        make_eviction_policy("fifo")
 
 
-@given(st.sampled_from(sorted(EVICTIONS)), st.data())
+@given(st.sampled_from(sorted(EVICTION_POLICIES)), st.data())
 def test_a_block_leaves_before_the_one_that_it_hangs_under(name, data):
     """Chains over a tree: whoever uses a block uses all above it."""
-    eviction = make_eviction(name)
+    eviction = make_eviction_policy(name)
     tree: dict[int, tuple[Block, int]] = {}
     idle: set[int] = set()
     for number in range(data.draw(st.integers(5, 60))):

@@ -8,29 +8,29 @@ import pytest
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
-from dynamo.inference.mock.timing import DYNAMO, read_timing
+from dynamo.inference.mock.timing import DYNAMO_TIMING, parse_timing
 from dynamo.inference.runner import StepPlan
 
 
 def test_dynamo_s_polynomials():
     prefill = StepPlan((), new_tokens=1000)
-    assert DYNAMO.step_ms(prefill, 10_000) == pytest.approx(0.4209989 + 15.18344 + 16.50142)
+    assert DYNAMO_TIMING.step_ms(prefill, 10_000) == pytest.approx(0.4209989 + 15.18344 + 16.50142)
     decode = StepPlan((), decode_seqs=2, decode_context=5_000)
-    assert DYNAMO.step_ms(decode, 10_000) == pytest.approx(-25.74 / 4 + 54.01 / 2 + 5.74)
+    assert DYNAMO_TIMING.step_ms(decode, 10_000) == pytest.approx(-25.74 / 4 + 54.01 / 2 + 5.74)
     both = StepPlan((), new_tokens=1000, decode_seqs=2, decode_context=5_000)
-    apart = DYNAMO.step_ms(prefill, 10_000) + DYNAMO.step_ms(decode, 10_000)
-    assert DYNAMO.step_ms(both, 10_000) == pytest.approx(apart)
-    assert DYNAMO.step_ms(StepPlan(()), 10_000) == 1.0
+    apart = DYNAMO_TIMING.step_ms(prefill, 10_000) + DYNAMO_TIMING.step_ms(decode, 10_000)
+    assert DYNAMO_TIMING.step_ms(both, 10_000) == pytest.approx(apart)
+    assert DYNAMO_TIMING.step_ms(StepPlan(()), 10_000) == 1.0
 
 
 def test_constant_and_file(tmp_path):
     plan = StepPlan((None, None, None), new_tokens=100, decode_seqs=2, decode_context=50)
-    assert read_timing("constant:0.5,3").step_ms(plan, 1) == 53
+    assert parse_timing("constant:0.5,3").step_ms(plan, 1) == 53
     file = tmp_path / "linear.json"
     file.write_text(json.dumps({"type": "linear", "c0": 1, "c1": 0.1, "c2": 2, "c3": 0.5}))
-    assert read_timing(str(file)).step_ms(plan, 1) == pytest.approx(1 + 10 + 6 + 25)
+    assert parse_timing(str(file)).step_ms(plan, 1) == pytest.approx(1 + 10 + 6 + 25)
     file.write_text(json.dumps({"type": "polynomials", "prefill": [1, 2], "decode": [4]}))
-    assert read_timing(str(file)).step_ms(plan, 100) == 205
+    assert parse_timing(str(file)).step_ms(plan, 100) == 205
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_constant_and_file(tmp_path):
 )
 def test_wrong_timings_are_refused(text):
     with pytest.raises(ConfigError):
-        read_timing(text)
+        parse_timing(text)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path, text, why):
     file = tmp_path / "file.json"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=why):
-        read_timing(str(file))
+        parse_timing(str(file))
 
 
 async def test_steps_take_their_modelled_time(make_engine, make_request, heard, clock):

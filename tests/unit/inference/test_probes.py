@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 from dynamo.core.context import Context
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import Beat
-from dynamo.inference.beat import beat
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import ProbeResult
+from dynamo.inference.beat import answer_probe
 from dynamo.inference.mock.runner import MockRunner
 
 
 async def test_an_idle_engine_computes_a_token_for_a_probe(make_engine):
     engine = make_engine()
     await engine.start()
-    assert await beat(engine) == Beat(steps=1, requests=0)
-    assert await beat(engine) == Beat(steps=2, requests=0)
+    assert await answer_probe(engine) == ProbeResult(steps=1, requests=0)
+    assert await answer_probe(engine) == ProbeResult(steps=2, requests=0)
     assert engine.load().active_blocks == 0
     await engine.stop()
 
@@ -23,13 +23,13 @@ async def test_an_idle_engine_computes_a_token_for_a_probe(make_engine):
 async def test_a_busy_one_shows_what_it_has_computed(make_engine, make_request, heard):
     engine = make_engine()
     await engine.start()
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         reply = heard()
         tasks.start(engine.generate(make_request(range(20), max_tokens=900), Context("r"), reply))
         await reply.first.wait()
-        first = await beat(engine)
+        first = await answer_probe(engine)
         assert first.requests == 1
-        while (await beat(engine)).steps == first.steps:
+        while (await answer_probe(engine)).steps == first.steps:
             await asyncio.sleep(0)
     await engine.stop()
 
@@ -49,7 +49,7 @@ async def test_a_retried_request_hears_when_it_enters_the_batch(
 
     monkeypatch.setattr(MockRunner, "step", held)
     first, again = heard(), heard()
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         request = make_request(range(20), max_tokens=3)
         calls = [
             tasks.start(engine.generate(request, Context("a"), first)),

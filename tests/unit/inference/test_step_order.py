@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.inference.batching import BatchLimits, HitsFrom, StepPlan, StepScheduler
 from dynamo.inference.blocks import BlockPool
-from dynamo.inference.sequence import Sequence, TokenContent
+from dynamo.inference.sequence import EngineSequence, TokenContent
 
 
 def make(blocks: int, *, caching: bool = True, hits_from: HitsFrom = "computed") -> StepScheduler:
@@ -16,9 +16,9 @@ def make(blocks: int, *, caching: bool = True, hits_from: HitsFrom = "computed")
     return StepScheduler(pool, BatchLimits(8, 64, 400), hits_from=hits_from)
 
 
-def tokens(first: int, count: int, priority: int = 0) -> Sequence:
+def tokens(first: int, count: int, priority: int = 0) -> EngineSequence:
     content = TokenContent(array("I", range(first, first + count)).tobytes(), 4)
-    return Sequence(content, count, 10, priority=priority)
+    return EngineSequence(content, count, 10, priority=priority)
 
 
 def step(scheduler: StepScheduler) -> StepPlan:
@@ -28,7 +28,7 @@ def step(scheduler: StepScheduler) -> StepPlan:
     return plan
 
 
-def worked_on(plan: StepPlan) -> list[Sequence]:
+def worked_on(plan: StepPlan) -> list[EngineSequence]:
     return [chunk.sequence for chunk in plan.chunks]
 
 
@@ -44,7 +44,7 @@ def test_the_lower_priority_gives_way_though_it_came_first() -> None:
 
 
 @pytest.fixture
-def short_of_blocks() -> tuple[StepScheduler, Sequence, Sequence]:
+def short_of_blocks() -> tuple[StepScheduler, EngineSequence, EngineSequence]:
     """The next step needs one block more than there are."""
     scheduler = make(6)
     first, last = tokens(0, 11), tokens(50, 11)
@@ -56,7 +56,7 @@ def short_of_blocks() -> tuple[StepScheduler, Sequence, Sequence]:
 
 
 def test_nobody_is_admitted_in_a_step_that_sends_somebody_back(
-    short_of_blocks: tuple[StepScheduler, Sequence, Sequence],
+    short_of_blocks: tuple[StepScheduler, EngineSequence, EngineSequence],
 ) -> None:
     scheduler, first, last = short_of_blocks
     newcomer = tokens(90, 2, priority=1)
@@ -67,7 +67,7 @@ def test_nobody_is_admitted_in_a_step_that_sends_somebody_back(
 
 
 def test_who_was_sent_back_comes_before_who_came_later(
-    short_of_blocks: tuple[StepScheduler, Sequence, Sequence],
+    short_of_blocks: tuple[StepScheduler, EngineSequence, EngineSequence],
 ) -> None:
     scheduler, first, last = short_of_blocks
     newcomer = tokens(90, 2)
@@ -96,4 +96,4 @@ def test_who_leaves_the_queue_is_not_computed_and_costs_nothing() -> None:
 def test_nothing_is_saved_where_nobody_would_load_it(caching: bool, hits_from: HitsFrom) -> None:
     scheduler = make(20, caching=caching, hits_from=hits_from)
     scheduler.add(tokens(0, 11))
-    assert [chunk.save for chunk in step(scheduler).chunks] == [()]
+    assert [chunk.save_blocks for chunk in step(scheduler).chunks] == [()]

@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.inference.batching import BatchLimits, StepScheduler
 from dynamo.inference.blocks import BlockPool
-from dynamo.inference.sequence import Content, Sequence, TokenContent
+from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenContent
 
 
 def make(blocks=100, budget=64, seqs=8, context=400, hits_from="computed"):
@@ -18,7 +18,7 @@ def make(blocks=100, budget=64, seqs=8, context=400, hits_from="computed"):
 
 def tokens(ids, max_tokens=10, priority=0):
     content = TokenContent(array("I", ids).tobytes(), 4)
-    return Sequence(content, len(ids), max_tokens, priority=priority)
+    return EngineSequence(content, len(ids), max_tokens, priority=priority)
 
 
 def step(scheduler, token=1):
@@ -48,12 +48,12 @@ def test_idle_and_busy_are_told_apart():
     assert scheduler.schedule() is None
     one = tokens(range(5))
     scheduler.add(one)
-    assert not step(scheduler).continues
-    assert step(scheduler).continues
+    assert not step(scheduler).back_to_back
+    assert step(scheduler).back_to_back
     scheduler.remove(one)
     assert scheduler.schedule() is None
     scheduler.add(tokens(range(5)))
-    assert not step(scheduler).continues
+    assert not step(scheduler).back_to_back
 
 
 def test_places_are_limited_and_priority_goes_first():
@@ -81,7 +81,7 @@ def test_the_last_is_preempted_and_comes_back_by_what_is_cached():
     plan = step(scheduler)
     (chunk,) = plan.chunks
     assert chunk.sequence is last
-    assert (chunk.start, chunk.count, len(chunk.load)) == (8, 5, 2)
+    assert (chunk.start, chunk.count, len(chunk.load_block_ids)) == (8, 5, 2)
     assert plan.new_tokens == 5
     assert last.cached_tokens == 0  # of the first admission
 
@@ -91,13 +91,13 @@ def test_what_is_saved_and_loaded():
     first = tokens(range(10))
     scheduler.add(first)
     chunk = step(scheduler).chunks[0]
-    assert chunk.save == tuple((index, first.blocks[index].id) for index in (0, 1))
+    assert chunk.save_blocks == tuple((index, first.blocks[index].id) for index in (0, 1))
     second = tokens(range(10))
     scheduler.add(second)
     decoding, chunk = step(scheduler).chunks
-    assert decoding.save == ()
-    assert chunk.load == tuple(block.id for block in first.blocks[:2])
-    assert chunk.save == ()
+    assert decoding.save_blocks == ()
+    assert chunk.load_block_ids == tuple(block.id for block in first.blocks[:2])
+    assert chunk.save_blocks == ()
     assert second.cached_tokens == 8
 
 
@@ -107,10 +107,10 @@ def test_twins_of_one_step_end_up_sharing_one_block():
     for one in twins:
         scheduler.add(one)
     plan = step(scheduler)
-    assert [len(chunk.save) for chunk in plan.chunks] == [2, 2]
+    assert [len(chunk.save_blocks) for chunk in plan.chunks] == [2, 2]
     assert twins[0].blocks[:2] == twins[1].blocks[:2]
     assert scheduler.pool.active == 4
-    scheduler.pool.check()
+    scheduler.pool.check_invariants()
 
 
 def test_hits_from_scheduled_count_within_the_step():
@@ -135,23 +135,23 @@ def test_ending_within_the_step_is_ignored_by_its_completion():
 
 
 def test_hashes_alone_are_enough():
-    class Counted(Content):
+    class Counted(SequenceContent):
         """Prompt blocks by their hashes; generated ones are unlike any other."""
 
         def __init__(self, hashes):
             self.root = 0
             self.hashes = list(hashes)
 
-        def extend(self, blocks):
+        def ensure_hashes(self, blocks):
             self.hashes += [id(self) + at for at in range(len(self.hashes), blocks)]
 
-        def append(self, token):
+        def append_token(self, token):
             pass
 
     scheduler = make(hits_from="scheduled")
-    first = Sequence(Counted([11, 12, 13]), 14, 6)
+    first = EngineSequence(Counted([11, 12, 13]), 14, 6)
     scheduler.add(first)
-    scheduler.add(Sequence(Counted([11, 12, 77]), 13, 6))
+    scheduler.add(EngineSequence(Counted([11, 12, 77]), 13, 6))
     assert shape(step(scheduler, token=0)) == [(0, 14, True), (8, 5, True)]
     for _ in range(4):
         step(scheduler, token=0)
@@ -176,14 +176,14 @@ def test_the_pool_evicts_the_oldest_chain_from_its_tail():
     pool.allocate(2)
     assert [event.hashes for event in pool.take_events()] == [(100, 201)]
     assert pool.match([200, 201]) == chains["new"][:1]
-    pool.check()
+    pool.check_invariants()
 
 
 def test_check_finds_a_lost_block():
     pool = BlockPool(4, 4)
-    pool.allocate(1)[0].refs = 0
+    pool.allocate(1)[0].ref_count = 0
     with pytest.raises(AssertionError, match="lost free block"):
-        pool.check()
+        pool.check_invariants()
 
 
 def test_a_twin_s_block_is_saved_though_its_content_is_held():
@@ -195,4 +195,4 @@ def test_a_twin_s_block_is_saved_though_its_content_is_held():
     assert shape(step(scheduler)) == [(0, 10, True), (0, 4, False)]
     plan = scheduler.schedule()
     assert shape(plan) == [(10, 1, True), (4, 6, True)]
-    assert plan.chunks[1].save == ((1, second.blocks[1].id),)
+    assert plan.chunks[1].save_blocks == ((1, second.blocks[1].id),)

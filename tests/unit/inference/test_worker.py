@@ -8,16 +8,16 @@ import hashlib
 import msgspec
 import pytest
 
-from dynamo.communication.requests import Window
-from dynamo.core.codec import ReplyReader, encode_request
+from dynamo.communication.requests import FlowWindow
+from dynamo.core.codec import ReplyDecoder, encode_request
 from dynamo.core.context import Context
 from dynamo.core.errors import NotFound, NoWorkers, ProtocolError
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.core.values import BlocksStored, KvEvent, Load
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.files import CHUNK_BYTES
-from dynamo.inference.worker import Worker, card_key
+from dynamo.inference.files import FILE_CHUNK_BYTES
+from dynamo.inference.worker import EngineWorker, model_card_key
 from dynamo.models.card import ModelCard
 from dynamo.models.files import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
@@ -27,14 +27,16 @@ CONTEXT = Context("r")
 
 @pytest.fixture
 async def runtime():
-    planes = Runtime(discovery="memory:", requests="memory:", events="memory:", namespace="unit")
+    planes = RuntimeSettings(
+        discovery="memory:", requests="memory:", events="memory:", namespace="unit"
+    )
     async with await DistributedRuntime.create(Settings(runtime=planes), role="worker") as one:
         yield one
 
 
 @pytest.fixture
 def content():
-    return bytes(range(256)) * (CHUNK_BYTES // 100)
+    return bytes(range(256)) * (FILE_CHUNK_BYTES // 100)
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def card(tmp_path, content):
 
 @pytest.fixture
 async def worker(runtime, make_engine, card):
-    worker = Worker(make_engine(context_tokens=400, speedup_ratio=1e6), card)
+    worker = EngineWorker(make_engine(context_tokens=400, speedup_ratio=1e6), card)
     await worker.attach(runtime)
     return worker
 
@@ -67,7 +69,7 @@ async def test_it_answers_and_names_itself(runtime, worker, make_request, heard)
     client = await client_of(runtime, "generate")
     reply = heard()
     request = encode_request(make_request(range(40), max_tokens=5, top_logprobs=1))
-    await call(client, request, ReplyReader(reply).item)
+    await call(client, request, ReplyDecoder(reply).feed)
     assert reply.started.worker == runtime.instance_id
     assert len(reply.ids) == len(reply.extras) == 5
     assert reply.end.reason == "length"
@@ -82,7 +84,7 @@ async def test_what_is_no_request_is_refused(runtime, worker):
 
 
 async def test_the_card_says_what_is_really_served(runtime, worker):
-    key = card_key("unit", "org/tiny", runtime.instance_id)
+    key = model_card_key("unit", "org/tiny", runtime.instance_id)
     assert key == f"/unit/models/org%2Ftiny/{runtime.instance_id}"
     found = await runtime.discovery.get("/unit/models/")
     card = msgspec.json.decode(found[key], type=ModelCard)
@@ -96,7 +98,7 @@ async def test_the_card_says_what_is_really_served(runtime, worker):
 
 async def test_files_come_by_hash_in_the_caller_s_time(runtime, worker, card, content):
     client = await client_of(runtime, "files")
-    window = Window(CHUNK_BYTES)
+    window = FlowWindow(FILE_CHUNK_BYTES)
     got = bytearray()
 
     def take(chunk):
@@ -114,7 +116,7 @@ async def test_files_come_by_hash_in_the_caller_s_time(runtime, worker, card, co
 async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request, heard):
     client = await client_of(runtime, "generate")
     request = encode_request(make_request(range(40), max_tokens=1))
-    await call(client, request, ReplyReader(heard()).item)
+    await call(client, request, ReplyDecoder(heard()).feed)
     stored, loads, told = [], [], asyncio.Event()
 
     def on_kv(event):
@@ -136,7 +138,7 @@ async def test_events_and_load_reach_a_late_listener(runtime, worker, make_reque
     assert len(stored[0].hashes) == 2
     assert loads[-1].total_blocks == 16_384
     other = encode_request(make_request(range(100, 140), max_tokens=1))
-    await call(client, other, ReplyReader(heard()).item)
+    await call(client, other, ReplyDecoder(heard()).feed)
     while len(stored) < 2:
         told.clear()
         await told.wait()
@@ -147,14 +149,14 @@ async def test_events_and_load_reach_a_late_listener(runtime, worker, make_reque
 async def test_the_cache_is_cleared_on_demand(runtime, worker, make_request, heard):
     client = await client_of(runtime, "generate")
     request = encode_request(make_request(range(40), max_tokens=1))
-    await call(client, request, ReplyReader(heard()).item)
+    await call(client, request, ReplyDecoder(heard()).feed)
     answers = []
     await call(
         await client_of(runtime, "clear_kv_blocks"), b"", lambda x: answers.append(x) or True
     )
     assert msgspec.msgpack.decode(answers[0]) == {"cleared": 2}
     again = heard()
-    await call(client, request, ReplyReader(again).item)
+    await call(client, request, ReplyDecoder(again).feed)
     assert again.started.cached_tokens == 0
     await worker.close()
 
@@ -165,7 +167,7 @@ async def test_closing_leaves_discovery_and_finishes_what_runs(
     client = await client_of(runtime, "generate")
     reply = heard()
     request = encode_request(make_request(range(40), max_tokens=300))
-    running = runtime.tasks.start(call(client, request, ReplyReader(reply).item))
+    running = runtime.tasks.start(call(client, request, ReplyDecoder(reply).feed))
     await reply.first.wait()
     await worker.close(drain_s=30)
     await running
@@ -179,7 +181,7 @@ async def test_metrics_tell_of_the_engine(runtime, worker, make_request, heard):
     client = await client_of(runtime, "generate")
     for _ in range(2):
         request = encode_request(make_request(range(40), max_tokens=3))
-        await call(client, request, ReplyReader(heard()).item)
+        await call(client, request, ReplyDecoder(heard()).feed)
     lines = runtime.metrics.render().splitlines()
     assert "dynamo_worker_generated_tokens_total 6" in lines
     assert "dynamo_worker_prompt_tokens_total 80" in lines
@@ -190,10 +192,10 @@ async def test_metrics_tell_of_the_engine(runtime, worker, make_request, heard):
 
 
 async def test_any_engine_can_be_served(runtime, card, make_request, heard):
-    worker = Worker(EchoEngine(context_tokens=100), card, component="echoes")
+    worker = EngineWorker(EchoEngine(context_tokens=100), card, component="echoes")
     await worker.attach(runtime)
     client = await client_of(runtime, "generate", "echoes")
     reply = heard()
-    await call(client, encode_request(make_request([5, 6, 7])), ReplyReader(reply).item)
+    await call(client, encode_request(make_request([5, 6, 7])), ReplyDecoder(reply).feed)
     assert reply.ids == [5, 6, 7]
     await worker.close()

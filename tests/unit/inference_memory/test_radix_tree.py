@@ -116,7 +116,7 @@ async def test_it_is_a_map_that_knows_beginnings(steps, asked) -> None:
     for number, name in steps:
         if name is None:
             known.pop(number, None)
-            await tree.forget_block(number)
+            await tree.remove_block(number)
         else:
             known.pop(number, None)
             known[number] = name

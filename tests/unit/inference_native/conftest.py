@@ -12,11 +12,11 @@ import pytest
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import Engine as EngineSettings
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.models.weights import Weights, open_weights
+from dynamo.models.weights import ModelWeights, open_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,7 +90,7 @@ Logits = np.ndarray[Any, np.dtype[np.float64]]
 class Textbook:
     """Llama in float64, one sequence at a time, every position from nothing."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: ModelWeights) -> None:
         self.weights = weights
         self.config = weights.config
 
@@ -205,8 +205,8 @@ def ask() -> Ask:
     """`ask(ids, max_tokens, **fields of GenerateRequest)`, greedy unless `sampling` says."""
 
     def make(ids: list[int], max_tokens: int, **fields: Any) -> GenerateRequest:
-        stops = fields.pop("stops", Stops(max_tokens=max_tokens, ignore_eos=True))
-        sampling = fields.pop("sampling", Sampling(temperature=0))
+        stops = fields.pop("stops", StopConditions(max_tokens=max_tokens, ignore_eos=True))
+        sampling = fields.pop("sampling", SamplingParams(temperature=0))
         return GenerateRequest("r", "tiny", pack_ids(ids), sampling, stops, **fields)
 
     return make

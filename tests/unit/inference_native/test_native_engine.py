@@ -11,9 +11,9 @@ import pytest
 
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.tasks import run_all
-from dynamo.core.values import Sampling, Stops
+from dynamo.core.values import SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.weights import SafetensorsWeights
@@ -72,7 +72,7 @@ async def test_a_continued_request_goes_on_as_it_would_have(
 ) -> None:
     engine = make_engine()
     await engine.start()
-    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=5, frequency_penalty=0.5)
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=5, frequency_penalty=0.5)
     whole, other = await answers(
         engine,
         [ask(PROMPTS[2], 10, sampling=sampling, choice=choice) for choice in (0, 1)],
@@ -90,7 +90,7 @@ async def test_logprobs_are_of_the_model_s_own_distribution(
 ) -> None:
     engine = make_engine()
     await engine.start()
-    biased = Sampling(temperature=0, logit_bias={17: 100.0})
+    biased = SamplingParams(temperature=0, logit_bias={17: 100.0})
     got, plain = await answers(
         engine, [ask(PROMPTS[1], 1, sampling=biased, top_logprobs=3), ask(PROMPTS[1], 1)], heard
     )
@@ -112,11 +112,13 @@ async def test_min_tokens_bans_what_would_stop(
     engine = make_engine()
     await engine.start()
     stop = expected[2][0]
-    stops = Stops(max_tokens=6, min_tokens=3, stop_token_ids=(stop,))
+    stops = StopConditions(max_tokens=6, min_tokens=3, stop_token_ids=(stop,))
     [got] = await answers(engine, [ask(PROMPTS[2], 6, stops=stops)], heard)
     assert stop not in got.ids[:3]
     [at_once] = await answers(
-        engine, [ask(PROMPTS[2], 6, stops=Stops(max_tokens=6, stop_token_ids=(stop,)))], heard
+        engine,
+        [ask(PROMPTS[2], 6, stops=StopConditions(max_tokens=6, stop_token_ids=(stop,)))],
+        heard,
     )
     assert at_once.ids == []
     assert at_once.end.stop_token == stop
@@ -148,9 +150,9 @@ async def test_damaged_weights_fail_every_request_and_say_so(
     settings = EngineSettings(threads=2, num_blocks=64, block_size=4)
     engine = BatchedEngine(NativeRunner(lambda: Damaged(tiny_llama), settings))
     await engine.start()
-    for sampling in (Sampling(temperature=0), Sampling()):
+    for sampling in (SamplingParams(temperature=0), SamplingParams()):
         request = ask(PROMPTS[1], 2, sampling=sampling)
         with pytest.raises(WorkerFailed, match="not finite"):
             await engine.generate(request, Context("r"), heard())
-    assert engine.load().running == engine.load().active_blocks == 0
+    assert engine.report_load().running == engine.report_load().active_blocks == 0
     await engine.stop()

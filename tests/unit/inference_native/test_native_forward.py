@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from dynamo.inference.native import ragged
-from dynamo.inference.native.crew import Crew
-from dynamo.inference.native.llama import Llama
-from dynamo.inference.native.numpy_arrays import NumpyArrays
-from dynamo.inference.native.ragged import Work, lay_out
-from dynamo.inference.native.slots import KvShape, Slots
+from dynamo.inference.native.crew import ThreadPool
+from dynamo.inference.native.llama import LlamaModel
+from dynamo.inference.native.numpy_arrays import NumpyBackend
+from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
+from dynamo.inference.native.slots import KvShape, KvStorage
 from dynamo.models.weights import open_weights
 
 rng = np.random.default_rng(3)
@@ -28,17 +28,19 @@ class Bench:
         with open_weights(folder) as weights:
             config = weights.config
             shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
-            self.slots = Slots(
+            self.slots = KvStorage(
                 shape, max_num_seqs=6, context_tokens=256, num_blocks=64, block_tokens=4
             )
             self.threads = threads
-            self.arrays = NumpyArrays(config, weights.rope_divisors(), self.slots, Crew(threads))
-            self.model = Llama(weights, self.arrays)
+            self.arrays = NumpyBackend(
+                config, weights.rope_divisors(), self.slots, ThreadPool(threads)
+            )
+            self.model = LlamaModel(weights, self.arrays)
 
     def step(self, *parts: tuple[int, int, list[int]]) -> np.ndarray[Any, Any]:
         """Logits of the last position of every part."""
-        work = [Work(slot, start, ids, True) for slot, start, ids in parts]
-        return self.model.forward(lay_out(work, self.threads)).copy()
+        work = [SlotChunk(slot, start, ids, True) for slot, start, ids in parts]
+        return self.model.forward(make_ragged_batch(work, self.threads)).copy()
 
 
 @pytest.fixture(params=[1, 2])
@@ -84,15 +86,15 @@ def test_prompts_and_decoding_in_one_step_keep_the_order_of_the_work(
 
 
 def test_only_rows_that_sample_have_logits(bench: Bench) -> None:
-    work = [Work(0, 0, IDS[:5], False), Work(1, 0, IDS[:1], True)]
-    assert bench.model.forward(lay_out(work)).shape == (1, 320)
-    assert bench.model.forward(lay_out(work[:1])).shape[0] == 0
+    work = [SlotChunk(0, 0, IDS[:5], False), SlotChunk(1, 0, IDS[:1], True)]
+    assert bench.model.forward(make_ragged_batch(work)).shape == (1, 320)
+    assert bench.model.forward(make_ragged_batch(work[:1])).shape[0] == 0
 
 
 def test_attention_of_several_threads(
     bench: Bench, textbook: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ragged, "SPLIT_TOKENS", 1)
+    monkeypatch.setattr(ragged, "MIN_TOKENS_TO_SPLIT", 1)
     for slot in range(3):
         bench.step((slot, 0, IDS[slot : slot + 50 + slot]))
     got = bench.step(*((slot, 50 + slot, [IDS[50 + 2 * slot]]) for slot in range(3)))

@@ -10,51 +10,53 @@ import numpy as np
 import pytest
 
 from dynamo.core.errors import ConfigError, ModelUnavailable
-from dynamo.core.settings.schema import Engine as EngineSettings
-from dynamo.inference.native.blas import set_threads
-from dynamo.inference.native.crew import Crew
-from dynamo.inference.native.ragged import Run, Span, Work, lay_out
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.inference.native.blas import set_blas_threads
+from dynamo.inference.native.crew import ThreadPool
+from dynamo.inference.native.ragged import DecodeRun, PrefillSpan, SlotChunk, make_ragged_batch
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.inference.native.sizes import available_bytes, cores, plan_sizes
-from dynamo.inference.native.slots import KvShape, Slots
+from dynamo.inference.native.sizes import available_memory_bytes, plan_engine_info, usable_cores
+from dynamo.inference.native.slots import KvShape, KvStorage
 from dynamo.models.llama_config import LlamaConfig
 from dynamo.models.weights import SafetensorsWeights
 
 SHAPE = KvShape(2, 3, 8)
 
 
-def slots_of(num_blocks: int = 8) -> Slots:
-    return Slots(SHAPE, max_num_seqs=3, context_tokens=64, num_blocks=num_blocks, block_tokens=4)
+def slots_of(num_blocks: int = 8) -> KvStorage:
+    return KvStorage(
+        SHAPE, max_num_seqs=3, context_tokens=64, num_blocks=num_blocks, block_tokens=4
+    )
 
 
 def test_blocks_come_back_as_they_were_saved() -> None:
     slots = slots_of()
-    first, second = slots.take(), slots.take()
+    first, second = slots.allocate_slot(), slots.allocate_slot()
     area = slots.areas[first]
     area[:, :, :, :12] = np.random.default_rng(0).random(area[:, :, :, :12].shape)
-    slots.save(first, [(0, 5), (1, 2), (2, 7)])
-    slots.load(second, [5, 2, 7])
+    slots.save_blocks(first, [(0, 5), (1, 2), (2, 7)])
+    slots.load_blocks(second, [5, 2, 7])
     assert (slots.areas[second][:, :, :, :12] == area[:, :, :, :12]).all()
     assert not slots.areas[second][:, :, :, 12:].any()
 
 
 def test_the_lowest_free_slot_is_taken() -> None:
     slots = slots_of()
-    assert [slots.take() for _ in range(3)] == [0, 1, 2]
-    slots.give_back(2)
-    slots.give_back(0)
-    assert slots.take() == 0
+    assert [slots.allocate_slot() for _ in range(3)] == [0, 1, 2]
+    slots.free_slot(2)
+    slots.free_slot(0)
+    assert slots.allocate_slot() == 0
 
 
 def test_idle_areas_give_their_memory_back() -> None:
     slots = slots_of(num_blocks=16)
-    taken = [slots.take() for _ in range(3)]
+    taken = [slots.allocate_slot() for _ in range(3)]
     for slot in taken:
-        slots.reach(slot, 12)
+        slots.mark_used(slot, 12)
         slots.areas[slot] = 1.0
-    slots.give_back(taken[0])
+    slots.free_slot(taken[0])
     assert slots.areas[taken[0]].all()
-    slots.give_back(taken[1])
+    slots.free_slot(taken[1])
     assert not slots.areas[:2].any()
     assert slots.areas[taken[2]].all()
 
@@ -62,7 +64,7 @@ def test_idle_areas_give_their_memory_back() -> None:
 @pytest.mark.parametrize("seqs", [1 << 20, 1 << 60])
 def test_too_much_address_space_is_refused_with_a_hint(seqs: int) -> None:
     with pytest.raises(ConfigError, match="address space") as caught:
-        Slots(SHAPE, max_num_seqs=seqs, context_tokens=1 << 24, num_blocks=1, block_tokens=4)
+        KvStorage(SHAPE, max_num_seqs=seqs, context_tokens=1 << 24, num_blocks=1, block_tokens=4)
     assert "--max-num-seqs" in caught.value.hint
 
 
@@ -75,28 +77,32 @@ def test_too_many_blocks_are_refused_with_a_hint(blocks: int) -> None:
 
 def test_rows_are_decoding_sequences_by_slot_then_prompts() -> None:
     work = [
-        Work(4, 9, [40], True),
-        Work(7, 2, [70, 71, 72], True),
-        Work(2, 5, [20], True),
-        Work(3, 6, [30], False),
+        SlotChunk(4, 9, [40], True),
+        SlotChunk(7, 2, [70, 71, 72], True),
+        SlotChunk(2, 5, [20], True),
+        SlotChunk(3, 6, [30], False),
     ]
-    got = lay_out(work)
-    assert got.ids.tolist() == [20, 30, 40, 70, 71, 72]
+    got = make_ragged_batch(work)
+    assert got.token_ids.tolist() == [20, 30, 40, 70, 71, 72]
     assert got.positions.tolist() == [5, 6, 9, 2, 3, 4]
-    assert got.slots.tolist() == [2, 3, 4]
-    assert got.parts == ((Run(0, 3, 2, 10),),)
-    assert got.spans == (Span(3, 6, 7, 2),)
-    assert got.samples.tolist() == [2, 5, 0]
+    assert got.decode_slots.tolist() == [2, 3, 4]
+    assert got.decode_parts == ((DecodeRun(0, 3, 2, 10),),)
+    assert got.prefill_spans == (PrefillSpan(3, 6, 7, 2),)
+    assert got.sampled_rows.tolist() == [2, 5, 0]
 
 
 def test_runs_end_at_gaps_and_where_padding_would_cost_more() -> None:
-    work = [Work(slot, start, [0], True) for slot, start in ((0, 9), (1, 9), (3, 9), (4, 900))]
-    assert lay_out(work).parts == ((Run(0, 2, 0, 10), Run(2, 3, 3, 10), Run(3, 4, 4, 901)),)
+    work = [SlotChunk(slot, start, [0], True) for slot, start in ((0, 9), (1, 9), (3, 9), (4, 900))]
+    assert make_ragged_batch(work).decode_parts == (
+        (DecodeRun(0, 2, 0, 10), DecodeRun(2, 3, 3, 10), DecodeRun(3, 4, 4, 901)),
+    )
 
 
 def test_parts_weigh_about_the_same() -> None:
-    work = [Work(slot, length, [0], True) for slot, length in enumerate([4000, 1500, 1500, 1000])]
-    parts = lay_out(work, 2).parts
+    work = [
+        SlotChunk(slot, length, [0], True) for slot, length in enumerate([4000, 1500, 1500, 1000])
+    ]
+    parts = make_ragged_batch(work, 2).decode_parts
     assert [sum(run.length * (run.high - run.low) for run in part) for part in parts] == [
         4001,
         1501 * 2 + 1001,
@@ -105,7 +111,7 @@ def test_parts_weigh_about_the_same() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_crew_does_every_row_once(threads: int) -> None:
-    crew = Crew(threads)
+    crew = ThreadPool(threads)
     done = np.zeros(100, int)
     names = set()
 
@@ -113,15 +119,15 @@ def test_a_crew_does_every_row_once(threads: int) -> None:
         done[low:high] += 1
         names.add(threading.current_thread().name)
 
-    crew.rows(100, 10, work)
-    crew.rows(100, 60, work)
+    crew.split_rows(100, 10, work)
+    crew.split_rows(100, 60, work)
     assert (done == 2).all()
     assert 1 <= len(names) <= 2
     crew.stop()
 
 
 def test_a_crew_raises_what_a_thread_raised_and_goes_on() -> None:
-    crew = Crew(2)
+    crew = ThreadPool(2)
 
     def fail() -> None:
         raise ValueError("here")
@@ -130,10 +136,10 @@ def test_a_crew_raises_what_a_thread_raised_and_goes_on() -> None:
         pass
 
     with pytest.raises(ValueError, match="here"):
-        crew.each([fine, fail])
+        crew.run_jobs([fine, fail])
     with pytest.raises(ValueError, match="here"):
-        crew.each([fail, fine])
-    crew.each([fine, fine])
+        crew.run_jobs([fail, fine])
+    crew.run_jobs([fine, fine])
     crew.stop()
 
 
@@ -141,24 +147,24 @@ CONFIG = LlamaConfig(48, 96, 2, 6, 3, 8, 320, 4096, 1e-5, 1e4)
 
 
 def test_sizes_follow_settings_and_memory() -> None:
-    info = plan_sizes(EngineSettings(num_blocks=10, block_size=8), CONFIG, SHAPE, 0)
+    info = plan_engine_info(EngineSettings(num_blocks=10, block_size=8), CONFIG, SHAPE, 0)
     assert (info.num_blocks, info.block_tokens, info.context_tokens) == (10, 8, 80)
-    free = plan_sizes(EngineSettings(), CONFIG, SHAPE, 1024)
+    free = plan_engine_info(EngineSettings(), CONFIG, SHAPE, 1024)
     assert free.context_tokens == 1024
     assert 1 <= free.num_blocks <= 64 * 64
-    assert free.num_blocks * 16 * SHAPE.token_bytes <= available_bytes()
+    assert free.num_blocks * 16 * SHAPE.token_bytes <= available_memory_bytes()
 
 
 def test_memory_is_what_a_container_leaves(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("900000000\n")
     (tmp_path / "memory.stat").write_text("anon 100000000\ninactive_file 700000000\nfile 9\n")
     (tmp_path / "memory.max").write_text("1000000000\n")
-    assert available_bytes(tmp_path) == 800_000_000
+    assert available_memory_bytes(tmp_path) == 800_000_000
     (tmp_path / "memory.max").write_text("100\n")
-    assert available_bytes(tmp_path) == 0
+    assert available_memory_bytes(tmp_path) == 0
     (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) > 0
-    assert available_bytes(tmp_path / "none") > 0
+    assert available_memory_bytes(tmp_path) > 0
+    assert available_memory_bytes(tmp_path / "none") > 0
 
 
 async def test_weights_that_do_not_fit_say_so(tiny_llama: Path) -> None:
@@ -173,4 +179,4 @@ async def test_weights_that_do_not_fit_say_so(tiny_llama: Path) -> None:
 
 
 def test_threads_of_the_matrix_products_can_be_set() -> None:
-    assert set_threads(cores())
+    assert set_blas_threads(usable_cores())

@@ -10,10 +10,10 @@ import pytest
 
 from dynamo.inference.native import products
 from dynamo.inference.native.arena import SLAB_FLOATS, Arena
-from dynamo.inference.native.crew import Crew
-from dynamo.inference.native.gated import add_gated, cut
-from dynamo.inference.native.products import block_matrix, multiply
-from dynamo.inference.native.scratch import Scratch
+from dynamo.inference.native.crew import ThreadPool
+from dynamo.inference.native.gated import add_gated_mlp, shard_mlp
+from dynamo.inference.native.products import make_blocked_matrix, matmul
+from dynamo.inference.native.scratch import ScratchBuffers
 
 rng = np.random.default_rng(5)
 
@@ -23,27 +23,27 @@ def random(*shape: int) -> Any:
 
 
 @pytest.fixture(params=[1, 2, 3])
-def crew(request: Any) -> Iterator[Crew]:
-    one = Crew(request.param)
+def crew(request: Any) -> Iterator[ThreadPool]:
+    one = ThreadPool(request.param)
     yield one
     one.stop()
 
 
 @pytest.fixture(autouse=True)
 def every_hand_over_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SPLIT_WEIGHTS", 1)
+    monkeypatch.setattr(products, "MIN_WEIGHTS_PER_THREAD", 1)
 
 
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 31, 33, 100])
 @pytest.mark.parametrize("widths", [(64,), (40, 7, 3), (5,), (96, 33)])
 def test_blocks_and_tiles_are_the_whole(
-    crew: Crew, small: bool, count: int, widths: tuple[int, ...]
+    crew: ThreadPool, small: bool, count: int, widths: tuple[int, ...]
 ) -> None:
     parts = tuple(random(width, 50) for width in widths)
-    matrix = block_matrix(parts, crew.threads, small, Arena())
-    rows, out = random(count, 50), np.full((count, matrix.padded), np.nan, np.float32)
-    multiply(rows, matrix, out, crew)
+    matrix = make_blocked_matrix(parts, crew.threads, small, Arena())
+    rows, out = random(count, 50), np.full((count, matrix.padded_width), np.nan, np.float32)
+    matmul(rows, matrix, out, crew)
     want = rows @ np.concatenate(parts).T
     np.testing.assert_allclose(out[:, : matrix.width], want, atol=1e-5)
     assert not out[:, matrix.width :].any()
@@ -52,24 +52,24 @@ def test_blocks_and_tiles_are_the_whole(
 
 
 def test_what_is_too_deep_for_small_kernels_gets_one_block_a_thread() -> None:
-    deep = block_matrix((random(64, 5_000),), 2, True, Arena())
+    deep = make_blocked_matrix((random(64, 5_000),), 2, True, Arena())
     assert deep.blocks.shape == (2, 5_000, 32)
     assert deep.tile_rows == 0
-    assert block_matrix((random(64, 50),), 2, True, Arena()).blocks.shape == (2, 50, 32)
+    assert make_blocked_matrix((random(64, 50),), 2, True, Arena()).blocks.shape == (2, 50, 32)
 
 
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("inner", [96, 70, 20])
 @pytest.mark.parametrize("count", [1, 40])
 def test_pieces_of_a_gated_mlp_are_the_whole(
-    crew: Crew, small: bool, inner: int, count: int
+    crew: ThreadPool, small: bool, inner: int, count: int
 ) -> None:
     gate, up, down = random(inner, 48), random(inner, 48), random(48, inner)
     rows, total = random(count, 48), random(count, 48)
     gated = rows @ gate.T
     want = total + (gated / (1 + np.exp(-gated)) * (rows @ up.T)) @ down.T
-    pieces = cut(gate, up, down, crew.threads, small, Arena())
-    add_gated(total, rows, pieces, Scratch(), crew)
+    pieces = shard_mlp(gate, up, down, crew.threads, small, Arena())
+    add_gated_mlp(total, rows, pieces, ScratchBuffers(), crew)
     np.testing.assert_allclose(total, want, atol=1e-5)
 
 

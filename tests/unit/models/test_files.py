@@ -7,15 +7,15 @@ import pytest
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.files import (
     FileRef,
+    atomic_replacement,
     cache_dir,
+    file_lock,
     file_ref,
-    find,
+    find_file,
     hash_file,
-    keep,
-    locked,
-    remember_hash,
-    remembered_hash,
-    replacing,
+    store_file,
+    store_hash,
+    stored_hash,
 )
 
 
@@ -35,28 +35,28 @@ def test_the_cache_lies_where_the_user_says(own_cache, monkeypatch, tmp_path):
 def test_a_hash_is_remembered_until_the_file_changes(tmp_path):
     path = tmp_path / "big"
     path.write_bytes(b"content")
-    assert remembered_hash(path) is None
-    remember_hash(path, hash_file(path))
-    assert remembered_hash(path) == hashlib.sha256(b"content").hexdigest()
+    assert stored_hash(path) is None
+    store_hash(path, hash_file(path))
+    assert stored_hash(path) == hashlib.sha256(b"content").hexdigest()
     path.write_bytes(b"CONTENT")
     os.utime(path, ns=(0, 5))
-    assert remembered_hash(path) is None
+    assert stored_hash(path) is None
 
 
 def test_files_are_found_by_content(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"{}")
     ref = file_ref(path)
-    assert find(ref) == path
+    assert find_file(ref) == path
     path.write_bytes(b"[]")
-    assert find(ref) is None
+    assert find_file(ref) is None
     with pytest.raises(ModelUnavailable, match="damaged"):
-        keep(ref, b"[]")
-    kept = keep(ref, b"{}")
-    assert find(ref) == kept
+        store_file(ref, b"[]")
+    kept = store_file(ref, b"{}")
+    assert find_file(ref) == kept
     assert kept.read_bytes() == b"{}"
-    assert find(FileRef("../../evil", "0" * 64, 2)) is None
-    assert keep(FileRef("../evil", ref.sha256, 2), b"{}").parent == kept.parent
+    assert find_file(FileRef("../../evil", "0" * 64, 2)) is None
+    assert store_file(FileRef("../evil", ref.sha256, 2), b"{}").parent == kept.parent
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         file_ref(tmp_path / "none")
 
@@ -66,7 +66,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path.write_bytes(b"old")
 
     def fail() -> None:
-        with replacing(path) as part:
+        with atomic_replacement(path) as part:
             part.write_bytes(b"half")
             raise ValueError("no")
 
@@ -82,10 +82,10 @@ def test_one_holds_the_lock_at_a_time(tmp_path):
 
     def second() -> None:
         entered.set()
-        with locked(tmp_path / "lock"):
+        with file_lock(tmp_path / "lock"):
             order.append("second")
 
-    with locked(tmp_path / "lock"):
+    with file_lock(tmp_path / "lock"):
         other = threading.Thread(target=second)
         other.start()
         entered.wait()

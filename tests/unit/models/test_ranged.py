@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.ranged import fetch_ranged
+from dynamo.models.ranged import fetch_resumable
 
 CONTENT = bytes(range(256)) * 4000
 
@@ -69,7 +69,7 @@ class HTTPServerOnThread(Server):
 def test_broken_connections_are_taken_up_again(server, tmp_path):
     server.most = 300_000
     part, told = tmp_path / "part", []
-    assert fetch_ranged(server.url, part, told.append)
+    assert fetch_resumable(server.url, part, told.append)
     assert part.read_bytes() == CONTENT
     assert told[-1] == len(CONTENT)
     assert told == sorted(told)
@@ -83,13 +83,13 @@ def test_a_stopped_download_goes_on_later(server, tmp_path):
         raise ModelUnavailable("stopped")
 
     with pytest.raises(ModelUnavailable):
-        fetch_ranged(server.url, part, stop)
+        fetch_resumable(server.url, part, stop)
     had = part.stat().st_size
     assert 0 < had < len(CONTENT)
-    assert fetch_ranged(server.url, part, lambda _: None)
+    assert fetch_resumable(server.url, part, lambda _: None)
     assert part.read_bytes() == CONTENT
     assert server.asked == [None, f"bytes={had}-"]
-    assert fetch_ranged(server.url, part, lambda _: None)
+    assert fetch_resumable(server.url, part, lambda _: None)
     assert part.read_bytes() == CONTENT
 
 
@@ -97,14 +97,14 @@ def test_a_server_without_ranges_starts_anew(server, tmp_path):
     server.ranges = False
     part = tmp_path / "part"
     part.write_bytes(b"some of it")
-    assert fetch_ranged(server.url, part, lambda _: None)
+    assert fetch_resumable(server.url, part, lambda _: None)
     assert part.read_bytes() == CONTENT
 
 
 def test_it_gives_up_where_nothing_comes(server, tmp_path):
     server.most = 0
-    assert not fetch_ranged(server.url, tmp_path / "part", lambda _: None)
+    assert not fetch_resumable(server.url, tmp_path / "part", lambda _: None)
     assert len(server.asked) == 1
     server.status = 401
-    assert not fetch_ranged(server.url, tmp_path / "part", lambda _: None)
-    assert not fetch_ranged("http://127.0.0.1:1/x.whl", tmp_path / "part", lambda _: None)
+    assert not fetch_resumable(server.url, tmp_path / "part", lambda _: None)
+    assert not fetch_resumable("http://127.0.0.1:1/x.whl", tmp_path / "part", lambda _: None)

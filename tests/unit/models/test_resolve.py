@@ -6,19 +6,19 @@ import pytest
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.values import Sampling
+from dynamo.core.values import SamplingParams
 from dynamo.models import hub, resolve
 from dynamo.models.card import ModelCard
-from dynamo.models.files import find
-from dynamo.models.resolve import find_model, resolve_model
-from dynamo.models.safetensors import SINGLE
+from dynamo.models.files import find_file
+from dynamo.models.resolve import resolve_model, resolve_model_blocking
+from dynamo.models.safetensors import SINGLE_FILE
 
 
 async def test_a_folder_without_weights(model_folder):
-    found = await resolve_model(str(model_folder), proven=False)
+    found = await resolve_model(str(model_folder), ensure_verified=False)
     with pytest.raises(ModelUnavailable, match="no weights"):
         found.open_weights()
-    card = found.card(created=5)
+    card = found.build_card(created=5)
     assert card.names == ("tiny-model",)
     assert card.name == "tiny-model"
     assert card.context_tokens == 256
@@ -27,19 +27,19 @@ async def test_a_folder_without_weights(model_folder):
     assert card.chat_template == "{{ bos_token }}{{ messages[0].content }}"
     assert card.generation == {"temperature": 0.2, "top_k": 7}
     assert card.created == 5
-    assert find(card.tokenizer) == model_folder / "tokenizer.json"
+    assert find_file(card.tokenizer) == model_folder / "tokenizer.json"
 
 
 async def test_settings_replace_what_the_model_says(model_folder):
-    found = await resolve_model(str(model_folder), proven=False)
-    card = found.card(names=("a", "b"), context_tokens=64, block_tokens=32)
+    found = await resolve_model(str(model_folder), ensure_verified=False)
+    card = found.build_card(names=("a", "b"), context_tokens=64, block_tokens=32)
     assert (card.names, card.context_tokens, card.block_tokens) == (("a", "b"), 64, 32)
 
 
 async def test_a_gguf_file(write_gguf):
     path = write_gguf()
-    found = await resolve_model(str(path), proven=False)
-    card = found.card()
+    found = await resolve_model(str(path), ensure_verified=False)
+    card = found.build_card()
     assert card.name == "tiny"
     assert card.context_tokens == 256
     assert card.eos_token_ids == (2,)
@@ -53,32 +53,39 @@ async def test_a_gguf_file(write_gguf):
 def test_a_model_says_how_long_its_answers_become(model_folder):
     path = model_folder / "generation_config.json"
     path.write_text('{"max_new_tokens": 99}')
-    assert find_model(str(model_folder), proven=False).card().generation == {"max_new_tokens": 99}
+    assert resolve_model_blocking(
+        str(model_folder), ensure_verified=False
+    ).build_card().generation == {"max_new_tokens": 99}
     path.write_text('{"max_new_tokens": -1}')
     with pytest.raises(ModelUnavailable, match="max_new_tokens"):
-        find_model(str(model_folder), proven=False)
+        resolve_model_blocking(str(model_folder), ensure_verified=False)
 
 
 @pytest.mark.parametrize("top_k", [20, 20.0])
 def test_a_model_s_sampling_keeps_its_kinds_on_every_wire(model_folder, top_k):
     said = {"temperature": 1, "top_p": 0.8, "top_k": top_k, "min_p": None, "do_sample": True}
     (model_folder / "generation_config.json").write_text(json.dumps(said))
-    card = find_model(str(model_folder), proven=False).card()
+    card = resolve_model_blocking(str(model_folder), ensure_verified=False).build_card()
     for _ in range(2):
         assert card.generation == {"temperature": 1.0, "top_p": 0.8, "top_k": 20}
-        sampling = Sampling(**card.generation)
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+        sampling = SamplingParams(**card.generation)
+        assert (
+            msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=SamplingParams)
+            == sampling
+        )
         card = msgspec.json.decode(msgspec.json.encode(card), type=ModelCard)
 
 
 def test_a_gguf_file_that_says_nonsense_of_its_vocabulary(write_gguf):
-    card = find_model(str(write_gguf({"llama.vocab_size": "many"})), proven=False).card()
+    card = resolve_model_blocking(
+        str(write_gguf({"llama.vocab_size": "many"})), ensure_verified=False
+    ).build_card()
     assert card.vocab_size > 256
 
 
 async def test_a_folder_with_weights(model_folder, write_safetensors, arrays):
-    write_safetensors(model_folder / SINGLE, arrays)
-    found = await resolve_model(str(model_folder), proven=False)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
+    found = await resolve_model(str(model_folder), ensure_verified=False)
     found.open_weights().close()
 
 
@@ -86,7 +93,7 @@ def test_a_bare_tokenizer_is_enough(model_folder):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         (model_folder / name).unlink()
     (model_folder / "chat_template.jinja").write_text("from a file")
-    card = find_model(str(model_folder), proven=False).card()
+    card = resolve_model_blocking(str(model_folder), ensure_verified=False).build_card()
     assert card.context_tokens == 4096
     assert card.vocab_size > 256
     assert card.eos_token_ids == ()
@@ -96,7 +103,10 @@ def test_a_bare_tokenizer_is_enough(model_folder):
 def test_named_templates(model_folder):
     named = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
     (model_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert find_model(str(model_folder), proven=False).card().chat_template == "d"
+    assert (
+        resolve_model_blocking(str(model_folder), ensure_verified=False).build_card().chat_template
+        == "d"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,28 +124,30 @@ def test_named_templates(model_folder):
 def test_odd_files(model_folder, name, content, why):
     (model_folder / name).write_text(content, encoding="latin-1")
     if not why:
-        assert find_model(str(model_folder), proven=False).card().context_tokens in {256, 4096}
+        assert resolve_model_blocking(
+            str(model_folder), ensure_verified=False
+        ).build_card().context_tokens in {256, 4096}
         return
     with pytest.raises(ModelUnavailable, match=why):
-        find_model(str(model_folder), proven=False)
+        resolve_model_blocking(str(model_folder), ensure_verified=False)
 
 
 @pytest.mark.parametrize("spec", ["./none", "/no/such/place", "~/none", "a/b/c", "none.gguf/x/y"])
 def test_paths_that_are_not_there(spec):
     with pytest.raises(ModelUnavailable, match="no file or folder"):
-        find_model(spec)
+        resolve_model_blocking(spec)
 
 
 def test_a_folder_that_is_no_model(tmp_path):
     with pytest.raises(ModelUnavailable, match="no tokenizer"):
-        find_model(str(tmp_path))
+        resolve_model_blocking(str(tmp_path))
 
 
 def test_hub_models_offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelUnavailable, match="hub") as caught:
-        find_model("someone/something")
+        resolve_model_blocking("someone/something")
     assert "model folder" in caught.value.hint
 
 
@@ -147,9 +159,9 @@ def test_hub_models_come_as_a_folder(monkeypatch, model_folder):
         return str(model_folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    found = find_model("someone/something", with_weights=False, proven=False)
-    assert found.card().name == "someone/something"
-    hub.fetch("x", True)
+    found = resolve_model_blocking("someone/something", with_weights=False, ensure_verified=False)
+    assert found.build_card().name == "someone/something"
+    hub.fetch_hub_model("x", True)
     assert asked == [
         ("someone/something", ["*.json", "*.jinja"]),
         ("x", ["*.json", "*.jinja", "*.safetensors"]),
@@ -166,7 +178,7 @@ async def test_cancelling_stops_a_download(monkeypatch):
         loop.call_soon_threadsafe(ended.set)
         raise ModelUnavailable("the download was stopped")
 
-    monkeypatch.setattr(resolve, "_find", slow)
+    monkeypatch.setattr(resolve, "_locate_and_fetch", slow)
     task = loop.create_task(resolve_model("", clock=SystemClock()))
     await started.wait()
     task.cancel()

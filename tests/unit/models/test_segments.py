@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dynamo.models.corpus import proof_texts
+from dynamo.models.corpus import verification_texts
 from dynamo.models.encoders import FastEncoder
-from dynamo.models.segments import CUT_CHARS, SegmentCache, Splitter
+from dynamo.models.segments import SEGMENT_CHARS, SegmentCache, TextSplitter
 from dynamo.models.tokenizer import Tokenizer
 from dynamo.models.tokenizer_file import read_tokenizer_file
 
@@ -40,7 +40,7 @@ def tokenizer(encoder, tokenizer_path):
 def test_every_text_of_the_proof_gives_the_whole_ids(tokenizer):
     cache = SegmentCache(tokenizer)
     specials = [token.content for token in tokenizer.added_tokens]
-    for text in [*proof_texts(tokenizer.token_bytes, specials, seed=3)][::9]:
+    for text in [*verification_texts(tokenizer.token_bytes, specials, seed=3)][::9]:
         assert cache.encode(text) == tokenizer.encode(text)
         assert cache.encode(text) == tokenizer.encode(text)
 
@@ -54,10 +54,10 @@ def test_a_growing_conversation_costs_its_tail(tokenizer, encoder):
         text += TURN.format("".join(chance.choices("abc the ", k=3000)))
         expected = tokenizer.encode(text)
         encoder.chars = 0
-        assert cache.missing_chars(text) <= 3010
+        assert cache.uncached_chars(text) <= 3010
         assert cache.encode(text) == expected
         assert encoder.chars <= 3010
-        assert cache.missing_chars(text + "") == 0
+        assert cache.uncached_chars(text + "") == 0
 
 
 def test_growing_inside_one_message_keeps_its_cuts(tokenizer, encoder):
@@ -68,7 +68,7 @@ def test_growing_inside_one_message_keeps_its_cuts(tokenizer, encoder):
         text += " and the next words of it"
         encoder.chars = 0
         cache.encode(text)
-        assert encoder.chars < 2 * CUT_CHARS
+        assert encoder.chars < 2 * SEGMENT_CHARS
 
 
 def test_the_cache_is_bounded_and_counts_itself(tokenizer):
@@ -107,19 +107,19 @@ def test_unproven_tokenizers_are_not_cut(encoder, tokenizer_path):
     cache.encode(text)
     assert cache.encode(text) == whole.encode(text)
     assert (cache.hits, cache.misses) == (1, 1)
-    assert cache.missing_chars(text + "!") == len(text) + 1
+    assert cache.uncached_chars(text + "!") == len(text) + 1
 
 
 def test_looking_into_huge_texts_is_not_free(tokenizer):
     cache = SegmentCache(tokenizer)
     text = "a b " * 100_000
     cache.encode(text)
-    assert cache.missing_chars(text) == len(text)
+    assert cache.uncached_chars(text) == len(text)
 
 
 @given(some.text(alphabet="ab <|>\n中。", max_size=300), some.integers(1, 40))
 def test_pieces_are_the_text(text, cut_chars):
-    pieces = Splitter(["<|a|>", "<|ab|>"], cut_chars).pieces(text)
+    pieces = TextSplitter(["<|a|>", "<|ab|>"], cut_chars).split(text)
     assert "".join(pieces) == text
     assert all(pieces)
 
@@ -138,14 +138,14 @@ def test_special_tokens_are_found_as_by_a_plain_search(text):
             plain += text[at]
             at += 1
     expected.append(plain)
-    assert Splitter(words).pieces(text) == [piece for piece in expected if piece]
-    assert Splitter([]).pieces(text) == ([text] if text else [])
+    assert TextSplitter(words).split(text) == [piece for piece in expected if piece]
+    assert TextSplitter([]).split(text) == ([text] if text else [])
 
 
 def test_dense_first_characters_and_several_first_characters():
     text = "<" * 1000 + "<a" + "x[b"
-    assert Splitter(["<a"]).pieces(text) == ["<" * 1000, "<a", "x[b"]
-    assert Splitter(["<a", "[b"]).pieces(text) == ["<" * 1000, "<a", "x", "[b"]
+    assert TextSplitter(["<a"]).split(text) == ["<" * 1000, "<a", "x[b"]
+    assert TextSplitter(["<a", "[b"]).split(text) == ["<" * 1000, "<a", "x", "[b"]
 
 
 def test_short_texts_are_not_kept(tokenizer, encoder):
@@ -153,4 +153,4 @@ def test_short_texts_are_not_kept(tokenizer, encoder):
     text = TURN.format("a short word or two")
     assert cache.encode(text) == tokenizer.encode(text)
     assert cache.size_bytes == 0
-    assert cache.missing_chars(text) == len(text)
+    assert cache.uncached_chars(text) == len(text)

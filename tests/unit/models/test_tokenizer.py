@@ -6,12 +6,23 @@ import tokenizers
 
 from dynamo.core.errors import InvalidRequest, ModelUnavailable
 from dynamo.models import encoders, proof
-from dynamo.models.encoders import FastEncoder, ReferenceEncoder, Verdict, prove, verdict
+from dynamo.models.encoders import (
+    EncoderVerification,
+    FastEncoder,
+    ReferenceEncoder,
+    cached_verification,
+    verify_encoder,
+)
 from dynamo.models.files import file_ref
 from dynamo.models.gguf import GgufFile
-from dynamo.models.gguf_tokenizer import convert, tokenizer_json
-from dynamo.models.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, readable_ids
-from dynamo.models.tokenizer_file import byte_table, can_be_cut, read_tokenizer_file
+from dynamo.models.gguf_tokenizer import convert_tokenizer, converted_tokenizer_json
+from dynamo.models.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    load_tokenizer_blocking,
+    read_text_token_ids,
+)
+from dynamo.models.tokenizer_file import can_split_text, read_tokenizer_file, token_bytes_table
 
 TEXTS = [
     "hello world and the thing's 123 é中\n\n  x",
@@ -69,8 +80,8 @@ def test_tables(tokenizer):
 
 
 def test_readable_ids_need_no_encoder(tokenizer, tokenizer_path):
-    assert readable_ids(tokenizer_path) == tokenizer.whole_text_ids
-    assert readable_ids(file_ref(tokenizer_path)) == tokenizer.whole_text_ids
+    assert read_text_token_ids(tokenizer_path) == tokenizer.whole_text_ids
+    assert read_text_token_ids(file_ref(tokenizer_path)) == tokenizer.whole_text_ids
 
 
 def test_the_stream_decoder_never_splits_a_character(tokenizer):
@@ -109,11 +120,11 @@ def test_other_decoders_have_no_byte_table(edited_tokenizer):
     path = edited_tokenizer(decoder={"type": "Fuse"})
     tokenizer = Tokenizer(ReferenceEncoder(path), read_tokenizer_file(path))
     assert set(tokenizer.token_bytes) == {None}
-    assert not any(tokenizer.whole_text)
+    assert not any(tokenizer.token_texts)
     hello = ids(tokenizer.encode("hello"))[0]
-    assert hello in tokenizer.whole_text_ids
-    assert tokenizer.whole_text_ids == readable_ids(path)
-    assert not tokenizer.special_ids & set(tokenizer.whole_text_ids)
+    assert hello in tokenizer.text_token_ids
+    assert tokenizer.text_token_ids == read_text_token_ids(path)
+    assert not tokenizer.special_ids & set(tokenizer.text_token_ids)
 
 
 def test_what_may_be_cut(edited_tokenizer):
@@ -125,7 +136,7 @@ def test_what_may_be_cut(edited_tokenizer):
     }
 
     def allowed(*extra, **parts):
-        return can_be_cut(read_tokenizer_file(edited_tokenizer(*extra, **parts)))
+        return can_split_text(read_tokenizer_file(edited_tokenizer(*extra, **parts)))
 
     assert allowed()
     assert allowed(pre_tokenizer=level)
@@ -140,35 +151,35 @@ def test_what_may_be_cut(edited_tokenizer):
 
 async def test_without_a_proof_the_reference_encodes(tokenizer_path):
     tokenizer = await load_tokenizer(file_ref(tokenizer_path))
-    assert tokenizer.encoder == "tokenizers"
-    assert not tokenizer.may_cut
+    assert tokenizer.encoder_name == "tokenizers"
+    assert not tokenizer.can_split
 
 
 async def test_the_proof_is_made_once_and_remembered(tokenizer_path, monkeypatch):
     ref = file_ref(tokenizer_path)
-    assert verdict(ref) is None
-    tokenizer = await load_tokenizer(ref, proven=True)
-    found = verdict(ref)
+    assert cached_verification(ref) is None
+    tokenizer = await load_tokenizer(ref, ensure_verified=True)
+    found = cached_verification(ref)
     assert found is not None
     assert found.equal
     assert found.cuts
     assert found.texts > 2000
-    assert tokenizer.encoder == "fastokens"
-    assert tokenizer.may_cut
+    assert tokenizer.encoder_name == "fastokens"
+    assert tokenizer.can_split
     monkeypatch.setattr(encoders.sys, "executable", "/nowhere")
-    assert prove(ref) == found
-    assert read_tokenizer(tokenizer_path).encoder == "fastokens"
+    assert verify_encoder(ref) == found
+    assert load_tokenizer_blocking(tokenizer_path).encoder_name == "fastokens"
 
 
 def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
     # the libraries number added tokens differently when one of them is already a word
     path = edited_tokenizer("Ġthe", "<|more|>")
-    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["a<|more|>b", "hello world"]))
-    found = proof.compare(path)
+    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(["a<|more|>b", "hello world"]))
+    found = proof.compare_encoders(path)
     assert not found.equal
     assert "<|more|>" in found.why
-    assert isinstance(encoders.best_encoder(path, found), ReferenceEncoder)
-    assert isinstance(encoders.best_encoder(path, None), ReferenceEncoder)
+    assert isinstance(encoders.fastest_encoder(path, found), ReferenceEncoder)
+    assert isinstance(encoders.fastest_encoder(path, None), ReferenceEncoder)
 
 
 def test_where_the_fast_library_has_a_limit_the_reference_encodes(tokenizer_path, monkeypatch):
@@ -179,36 +190,38 @@ def test_where_the_fast_library_has_a_limit_the_reference_encodes(tokenizer_path
     tokenizer_path.write_text(json.dumps(document))
     fast, reference = FastEncoder(tokenizer_path), ReferenceEncoder(tokenizer_path)
     with pytest.raises(ValueError, match="byte 0x06"):
-        fast.attempt("a\x06b")
+        fast.encode_without_fallback("a\x06b")
     assert fast.encode("a\x06b") == reference.encode("a\x06b")
-    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["a\x06b"]))
-    assert not proof.compare(tokenizer_path).equal
+    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(["a\x06b"]))
+    assert not proof.compare_encoders(tokenizer_path).equal
 
 
 def test_a_cut_that_matters_is_found(tokenizer_path, monkeypatch):
-    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(["the world " * 50]))
-    assert proof.compare(tokenizer_path).cuts
+    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(["the world " * 50]))
+    assert proof.compare_encoders(tokenizer_path).cuts
     document = json.loads(tokenizer_path.read_text())
     document["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = False  # words merge over spaces
     space = next(word for word in document["model"]["vocab"] if word == "Ġ")
     document["model"]["merges"].insert(0, ["d", space])
     document["model"]["vocab"]["dĠ"] = len(document["model"]["vocab"])
     tokenizer_path.write_text(json.dumps(document))
-    assert not proof.compare(tokenizer_path).cuts
+    assert not proof.compare_encoders(tokenizer_path).cuts
 
 
 def test_a_proof_that_fails_is_no_proof(tmp_path, tokenizer_path, monkeypatch):
     ref = file_ref(tokenizer_path)
     monkeypatch.setattr(encoders.sys, "executable", "/bin/false")
-    assert prove(ref) == Verdict(equal=False, cuts=False, why="the proof ended with 1")
-    assert verdict(ref) is None
+    assert verify_encoder(ref) == EncoderVerification(
+        equal=False, cuts=False, why="the proof ended with 1"
+    )
+    assert cached_verification(ref) is None
     tokenizer_path.unlink()
     with pytest.raises(ModelUnavailable, match="not on this host"):
-        prove(ref)
+        verify_encoder(ref)
 
 
 def test_the_proof_as_a_command(tokenizer_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(proof, "proof_texts", lambda *_: iter(TEXTS))
+    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(TEXTS))
     monkeypatch.setattr(proof.os, "nice", lambda _: 0)
     target = tmp_path / "verdict.json"
     assert proof.main(str(tokenizer_path), str(target)) == 0
@@ -218,26 +231,28 @@ def test_the_proof_as_a_command(tokenizer_path, tmp_path, monkeypatch):
 
 def test_gguf_vocabularies_become_the_same_tokenizer(write_gguf, tokenizer_path):
     with GgufFile(write_gguf()) as file:
-        path = tokenizer_json(file)
-        assert tokenizer_json(file) == path
+        path = converted_tokenizer_json(file)
+        assert converted_tokenizer_json(file) == path
     ours, theirs = ReferenceEncoder(path), ReferenceEncoder(tokenizer_path)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
-    assert byte_table(read_tokenizer_file(path)) == byte_table(read_tokenizer_file(tokenizer_path))
+    assert token_bytes_table(read_tokenizer_file(path)) == token_bytes_table(
+        read_tokenizer_file(tokenizer_path)
+    )
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
 def test_gguf_pre_tokenizers(write_gguf, tmp_path, pre):
     path = tmp_path / "tokenizer.json"
     with GgufFile(write_gguf({"tokenizer.ggml.pre": pre})) as file:
-        path.write_bytes(convert(file))
+        path.write_bytes(convert_tokenizer(file))
     digits = {"gpt-2": 4, "llama-bpe": 2, "qwen2": 4}[pre]
     reference, fast = ReferenceEncoder(path), FastEncoder(path)
     pattern = tokenizers.Tokenizer.from_file(str(path)).pre_tokenizer
     assert len(pattern.pre_tokenize_str("1234")) == (1 if pre == "gpt-2" else digits)
     for text in TEXTS:
         assert reference.encode(text) == fast.encode(text)
-    framed = ids(reference.framed("hello"))
+    framed = ids(reference.encode_with_special_tokens("hello"))
     assert (framed[0] == 1) == (pre == "llama-bpe")
 
 
@@ -253,14 +268,14 @@ def test_gguf_pre_tokenizers(write_gguf, tmp_path, pre):
 )
 def test_other_gguf_vocabularies_are_refused(write_gguf, values, why):
     with GgufFile(write_gguf(values)) as file, pytest.raises(ModelUnavailable, match=why):
-        convert(file)
+        convert_tokenizer(file)
 
 
 def test_files_that_are_no_tokenizer(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("[]")
     with pytest.raises(ModelUnavailable, match="not a tokenizer"):
-        read_tokenizer(path)
+        load_tokenizer_blocking(path)
     path.write_text('{"model": {"type": "Unheard", "vocab": {}}}')
     with pytest.raises(ModelUnavailable, match="cannot be read"):
-        read_tokenizer(path)
+        load_tokenizer_blocking(path)

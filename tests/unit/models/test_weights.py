@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.safetensors import INDEX, SINGLE, SafetensorsFolder
+from dynamo.models.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
 from dynamo.models.weights import open_weights
 
 
 def test_gguf_and_safetensors_hold_the_same_model(
     write_gguf, model_folder, write_safetensors, arrays
 ):
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     with open_weights(write_gguf()) as a, open_weights(model_folder) as b:
         assert a.config.norm_eps == pytest.approx(b.config.norm_eps)
         for field in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "tied",
@@ -30,7 +30,7 @@ def test_sharded_half_precision(model_folder, write_safetensors, arrays):
     for file, own in shards.items():
         write_safetensors(model_folder / file, {name: arrays[name] for name in own}, bf16=True)
     weight_map = {name: file for file, own in shards.items() for name in own}
-    (model_folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (model_folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     with open_weights(model_folder) as weights:
         for name in names:
             assert np.allclose(weights.tensor(name), arrays[name], rtol=1e-2)
@@ -47,7 +47,7 @@ def test_a_folder_without_weights_says_what_needs_none(model_folder):
 
 @pytest.mark.parametrize("size", [0, 5, 8, 60, 3000])
 def test_damaged_safetensors(model_folder, write_safetensors, arrays, size):
-    path = model_folder / SINGLE
+    path = model_folder / SINGLE_FILE
     write_safetensors(path, arrays)
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ModelUnavailable):
@@ -65,7 +65,7 @@ def test_damaged_safetensors(model_folder, write_safetensors, arrays, size):
 )
 def test_lies_in_a_safetensors_header(model_folder, entry):
     head = json.dumps({"x": entry}).encode()
-    (model_folder / SINGLE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(16))
+    (model_folder / SINGLE_FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(16))
     with pytest.raises(ModelUnavailable, match="damaged"):
         SafetensorsFolder(model_folder)
 
@@ -73,7 +73,7 @@ def test_lies_in_a_safetensors_header(model_folder, entry):
 def test_other_types_of_numbers_are_refused_when_asked_for(model_folder):
     entry = {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}
     head = json.dumps({"x": entry}).encode()
-    (model_folder / SINGLE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+    (model_folder / SINGLE_FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
     with SafetensorsFolder(model_folder) as files, pytest.raises(ModelUnavailable, match="I64"):
         files.tensor("x")
 
@@ -81,7 +81,7 @@ def test_other_types_of_numbers_are_refused_when_asked_for(model_folder):
 def test_architectures_are_named(write_gguf, model_folder, write_safetensors, arrays):
     with pytest.raises(ModelUnavailable, match="'mamba'"):
         open_weights(write_gguf({"general.architecture": "mamba"}))
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, model_type="bert")
     with pytest.raises(ModelUnavailable, match="'bert'"):
         open_weights(model_folder)
@@ -90,7 +90,7 @@ def test_architectures_are_named(write_gguf, model_folder, write_safetensors, ar
 def test_a_config_that_lacks_fields(write_gguf, model_folder, write_safetensors, arrays):
     with pytest.raises(ModelUnavailable, match="num_layers"):
         open_weights(write_gguf({"llama.block_count": None}))
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     (model_folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelUnavailable, match="usable model"):
         open_weights(model_folder)
@@ -103,7 +103,7 @@ def change(folder, **fields):
 
 def test_llama3_rope_scaling(model_folder, write_safetensors, arrays):
     """Against the formula in transformers' `_compute_llama3_parameters`, one frequency at a time."""
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -127,7 +127,7 @@ def test_llama3_rope_scaling(model_folder, write_safetensors, arrays):
 
 
 def test_other_rope_scaling(model_folder, write_safetensors, arrays, write_gguf):
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, rope_scaling={"type": "linear", "factor": 2.0})
     with open_weights(model_folder) as weights:
         assert weights.rope_divisors().tolist() == [2.0] * 4
@@ -148,7 +148,7 @@ def test_tensors_of_another_shape_are_refused(write_gguf, model_folder, write_sa
         ("model.norm", (1,)),
     ):
         name = f"{part}.weight"
-        write_safetensors(model_folder / SINGLE, arrays | {name: np.zeros(hurt, np.float32)})
+        write_safetensors(model_folder / SINGLE_FILE, arrays | {name: np.zeros(hurt, np.float32)})
         with open_weights(model_folder) as weights, pytest.raises(ModelUnavailable) as caught:
             weights.tensor(name)
         assert name in caught.value.message
@@ -173,14 +173,14 @@ def test_what_would_be_computed_wrongly_is_refused(
 ):
     """Biases, other activations, heads that are rotated in part: silence would give nonsense."""
     bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
-    write_safetensors(model_folder / SINGLE, arrays | bias)
+    write_safetensors(model_folder / SINGLE_FILE, arrays | bias)
     with pytest.raises(ModelUnavailable, match=r"q_proj\.bias"):
         open_weights(model_folder)
     with pytest.raises(ModelUnavailable, match=r"attn_q\.bias"):
         open_weights(write_gguf({}, {"blk.0.attn_q.bias": (0, (32,), bytes(128))}))
     with pytest.raises(ModelUnavailable, match="part of each head"):
         open_weights(write_gguf({"llama.rope.dimension_count": 4}))
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, hidden_act="gelu")
     with pytest.raises(ModelUnavailable, match="gelu"):
         open_weights(model_folder)
@@ -193,7 +193,7 @@ def test_what_would_be_computed_wrongly_is_refused(
 
 
 def test_an_output_matrix_that_is_promised_must_be_there(model_folder, write_safetensors, arrays):
-    write_safetensors(model_folder / SINGLE, arrays)
+    write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, tie_word_embeddings=None)
     with open_weights(model_folder) as weights:
         assert weights.config.tied

@@ -13,27 +13,39 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
-from dynamo.operations.bench.arrivals import arrivals, made_up, timed
+from dynamo.operations.bench.arrivals import arrival_times, schedule_sessions, synthetic_sessions
 from dynamo.operations.bench.compare import compare, differing_settings
-from dynamo.operations.bench.figures import Result, Run, figures, read_result, spread
-from dynamo.operations.bench.picture import draw
-from dynamo.operations.bench.plan import Load, Objectives, Shape, Target, Turn
-from dynamo.operations.bench.prompts import Prompts, body_of
-from dynamo.operations.bench.sample import Sample, Usage
+from dynamo.operations.bench.figures import (
+    BenchResult,
+    BenchRun,
+    compute_result,
+    read_result,
+    summarize_latencies,
+)
+from dynamo.operations.bench.picture import draw_bench_results
+from dynamo.operations.bench.plan import (
+    BenchTarget,
+    LatencyObjectives,
+    LoadProfile,
+    RequestPlan,
+    RequestShape,
+)
+from dynamo.operations.bench.prompts import PromptGenerator, request_body
+from dynamo.operations.bench.sample import RequestSample, ServerUsage
 from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
 
 
-def sample(began: float, first: float, gap: float, events: int, error: str = "") -> Sample:
-    one = Sample(array("d"))
-    one.began, one.first, one.last = began, first, first + gap * (events - 1)
-    one.ended, one.events, one.error = one.last, events, error
-    one.usage = Usage(10, events, 5)
+def sample(began: float, first: float, gap: float, events: int, error: str = "") -> RequestSample:
+    one = RequestSample(array("d"))
+    one.sent_at, one.first_text_at, one.last_text_at = began, first, first + gap * (events - 1)
+    one.ended_at, one.text_events, one.error = one.last_text_at, events, error
+    one.usage = ServerUsage(10, events, 5)
     return one
 
 
-def result_of(*samples: Sample, **objectives: float) -> Result:
+def result_of(*samples: RequestSample, **objectives: float) -> BenchResult:
     gaps = array("d", [0.01, 0.02, 0.03])
-    return figures(Run(list(samples), gaps, 0.0, 2.0), Objectives(**objectives))
+    return compute_result(BenchRun(list(samples), gaps, 0.0, 2.0), LatencyObjectives(**objectives))
 
 
 def test_figures_of_a_run() -> None:
@@ -61,7 +73,7 @@ def test_goodput_counts_requests_that_met_both_objectives() -> None:
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
-    found = spread([at / 1000 for at in range(1, 101)])
+    found = summarize_latencies([at / 1000 for at in range(1, 101)])
 
     assert (found.p50, found.p90, found.p99, found.max) == (50, 90, 99, 100)
     assert found.curve[0] == 1
@@ -103,7 +115,9 @@ def test_what_is_no_result_file_is_told(tmp_path: Path, text: str | None, word: 
 def test_a_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "a.png"
-    draw([replace(result_of(sample(0, 0.1, 0.01, 11)), name="a", timeline=[1, 2])], str(path))
+    draw_bench_results(
+        [replace(result_of(sample(0, 0.1, 0.01, 11)), name="a", timeline=[1, 2])], str(path)
+    )
     data = path.read_bytes()
 
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -113,22 +127,25 @@ def test_a_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
 
 
 def test_poisson_keeps_its_rate_and_ramps_grow() -> None:
-    steady = list(arrivals(Load(rate=50, duration_s=100, seed=3)))
-    ramp = list(arrivals(Load(rate=10, rate_to=90, duration_s=100, seed=3)))
+    steady = list(arrival_times(LoadProfile(rate=50, duration_s=100, seed=3)))
+    ramp = list(arrival_times(LoadProfile(rate=10, rate_to=90, duration_s=100, seed=3)))
 
     assert len(steady) == pytest.approx(5000, rel=0.05)
     assert len(ramp) == pytest.approx(5000, rel=0.05)
     assert sum(at < 50 for at in ramp) == pytest.approx(1500, rel=0.1)
     assert steady == sorted(steady)
-    assert list(arrivals(Load(rate=50, duration_s=100, seed=3))) == steady
+    assert list(arrival_times(LoadProfile(rate=50, duration_s=100, seed=3))) == steady
 
 
 def test_even_arrivals_and_a_falling_ramp() -> None:
-    even = Load(rate=2, even=True, duration_s=2)
+    even = LoadProfile(rate=2, even=True, duration_s=2)
 
-    assert list(arrivals(even)) == [0.5, 1.0, 1.5, 2.0]
-    assert len(list(arrivals(Load(rate=20, rate_to=0.001, duration_s=10, even=True)))) == 100
-    starts = [one.start_s for one in timed(made_up(Shape()), even)]
+    assert list(arrival_times(even)) == [0.5, 1.0, 1.5, 2.0]
+    assert (
+        len(list(arrival_times(LoadProfile(rate=20, rate_to=0.001, duration_s=10, even=True))))
+        == 100
+    )
+    starts = [one.start_s for one in schedule_sessions(synthetic_sessions(RequestShape()), even)]
     assert starts == [0.5, 1.0, 1.5, 2.0]
 
 
@@ -136,8 +153,10 @@ WORDS = [f"w{at}" for at in range(50)]
 
 
 def test_prompts_have_as_many_words_as_asked_for() -> None:
-    prompts = Prompts(WORDS, Shape(input_tokens=40, prefix_share=0.5, prefixes=1), 7, 16)
-    one, other = (prompts.text(Turn(40, 1)).split() for _ in range(2))
+    prompts = PromptGenerator(
+        WORDS, RequestShape(input_tokens=40, prefix_share=0.5, prefixes=1), 7, 16
+    )
+    one, other = (prompts.make_prompt(RequestPlan(40, 1)).split() for _ in range(2))
 
     assert len(one) == len(other) == 40
     assert one[:20] == other[:20]
@@ -145,8 +164,16 @@ def test_prompts_have_as_many_words_as_asked_for() -> None:
 
 
 def test_blocks_of_a_trace_are_the_same_words_every_time() -> None:
-    one = Prompts(WORDS, Shape(), 1, 4).text(Turn(10, 1, hash_ids=[1, 2, 3])).split()
-    other = Prompts(WORDS, Shape(), 2, 4).text(Turn(14, 1, hash_ids=[1, 2, 9])).split()
+    one = (
+        PromptGenerator(WORDS, RequestShape(), 1, 4)
+        .make_prompt(RequestPlan(10, 1, hash_ids=[1, 2, 3]))
+        .split()
+    )
+    other = (
+        PromptGenerator(WORDS, RequestShape(), 2, 4)
+        .make_prompt(RequestPlan(14, 1, hash_ids=[1, 2, 9]))
+        .split()
+    )
 
     assert len(one) == 10
     assert len(other) == 14
@@ -156,8 +183,10 @@ def test_blocks_of_a_trace_are_the_same_words_every_time() -> None:
 
 def test_bodies_of_both_routes() -> None:
     messages = [{"role": "user", "content": "hi"}]
-    chat = body_of(Target(extra={"temperature": 0}), messages, Turn(1, 5))
-    text = body_of(Target(completions=True, ignore_eos=False), messages, Turn(1, 5))
+    chat = request_body(BenchTarget(extra={"temperature": 0}), messages, RequestPlan(1, 5))
+    text = request_body(
+        BenchTarget(completions=True, ignore_eos=False), messages, RequestPlan(1, 5)
+    )
 
     assert chat["messages"] == messages
     assert (chat["max_tokens"], chat["temperature"], chat["ignore_eos"]) == (5, 0, True)
@@ -212,7 +241,7 @@ def test_a_sharegpt_file(tmp_path: Path) -> None:
 
 
 def test_sessions_of_a_shape_go_on_for_ever() -> None:
-    (one, *_), *_ = ([s] for s in itertools.islice(made_up(Shape(turns=3)), 2))
+    (one, *_), *_ = ([s] for s in itertools.islice(synthetic_sessions(RequestShape(turns=3)), 2))
 
     assert len(one.turns) == 3
     assert one.history

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dynamo.operations.bench.plan import Target
-from dynamo.operations.bench.sample import Sample, Usage
-from dynamo.operations.bench.wire import Connection, Server, unchunked
+from dynamo.operations.bench.plan import BenchTarget
+from dynamo.operations.bench.sample import RequestSample, ServerUsage
+from dynamo.operations.bench.wire import LoadClient, LoadConnection, decode_chunked
 
 ID = '"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
 EVENT = 'data: {%s"model":"m","choices":[{"index":0,"delta":{%s},"finish_reason":null}]}\n\n'
@@ -47,16 +47,16 @@ class FakeTransport(asyncio.Transport):
         self.aborted = True
 
 
-Feed = Callable[..., Sample]
+Feed = Callable[..., RequestSample]
 
 
 @pytest.fixture
 async def feed() -> Feed:
-    def all_of(*parts: bytes, keep: bool = False, lost: bool = False) -> Sample:
-        connection = Connection()
+    def all_of(*parts: bytes, keep: bool = False, lost: bool = False) -> RequestSample:
+        connection = LoadConnection()
         connection.connection_made(FakeTransport())
-        sample = Sample(array("d"), keep=keep)
-        done = connection.ask(b"GET", sample)
+        sample = RequestSample(array("d"), keep_body=keep)
+        done = connection.send_request(b"GET", sample)
         for part in parts:
             connection.data_received(part)
         if lost:
@@ -67,11 +67,11 @@ async def feed() -> Feed:
     return all_of
 
 
-def check(sample: Sample) -> None:
-    assert (sample.error, sample.status, sample.events) == ("", 200, 3)
-    assert sample.usage == Usage(31, 3, 16)
-    assert sample.first is not None
-    assert sample.began <= sample.first <= sample.last <= sample.ended
+def check(sample: RequestSample) -> None:
+    assert (sample.error, sample.status, sample.text_events) == ("", 200, 3)
+    assert sample.usage == ServerUsage(31, 3, 16)
+    assert sample.first_text_at is not None
+    assert sample.sent_at <= sample.first_text_at <= sample.last_text_at <= sample.ended_at
 
 
 async def test_a_stream_in_one_read_or_one_a_chunk(feed: Feed) -> None:
@@ -91,7 +91,7 @@ async def test_every_single_cut(feed: Feed) -> None:
 
 
 async def test_the_text_is_kept_where_it_is_wanted(feed: Feed) -> None:
-    assert feed(STREAM, keep=True).text() == ' a "b" c'
+    assert feed(STREAM, keep=True).response_text() == ' a "b" c'
 
 
 async def test_an_error_has_its_status_and_code(feed: Feed) -> None:
@@ -123,11 +123,13 @@ async def test_what_speaks_no_http(feed: Feed) -> None:
 
 
 def test_chunks_are_taken_apart() -> None:
-    assert unchunked(b"3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
+    assert decode_chunked(b"3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
 
 
 def test_a_request_bears_host_key_and_length() -> None:
-    request = Server(Target(url="http://h:1/v1", api_key="k")).request("/v1/x", {"a": 1})
+    request = LoadClient(BenchTarget(url="http://h:1/v1", api_key="k")).encode_request(
+        "/v1/x", {"a": 1}
+    )
 
     assert request.startswith(b"POST /v1/x HTTP/1.1\r\nHost: h:1\r\n")
     assert b"Authorization: Bearer k\r\n" in request

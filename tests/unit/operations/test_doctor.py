@@ -22,7 +22,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_check_finds_something() -> None:
-    findings = list(doctor.examine(Settings()))
+    findings = list(doctor.run_checks(Settings()))
 
     assert len(findings) == len(doctor.CHECKS)
     assert {one.check: one.verdict for one in findings}["python"] == "ok"
@@ -34,7 +34,7 @@ def test_a_check_that_fails_by_itself_is_called_as_ever(monkeypatch: pytest.Monk
         raise PermissionError(errno.EACCES, "Permission denied", "/there")
 
     monkeypatch.setattr(doctor, "CHECKS", (state_folder,))
-    (found,) = doctor.examine(Settings())
+    (found,) = doctor.run_checks(Settings())
     assert (found.check, found.found) == ("state folder", "/there: Permission denied")
 
 
@@ -59,10 +59,10 @@ def test_what_to_do_stands_below_what_was_found(capsys: pytest.CaptureFixture[st
 def test_a_deployment_that_is_not_looked_at_is_named(tmp_path: Path) -> None:
     assert doctor.routing(Settings()).found.endswith("no frontend of http-8000 runs")
     other = Deployment("other", tmp_path / "dynamo" / "other")
-    other.prepare()
+    other.create_folder()
     pid = os.getpid()
     about = {"role": "frontend", "name": "frontend", "instance": "i", "pid": pid}
-    other.write(ProcessRecord(deployment="other", start_ticks=start_ticks(pid), **about))  # type: ignore[arg-type]
+    other.write_record(ProcessRecord(deployment="other", start_ticks=start_ticks(pid), **about))  # type: ignore[arg-type]
     hint = doctor.routing(Settings()).hint
     assert hint.startswith("--deployment looks at another:")
     assert "other" in hint.partition(":")[2]

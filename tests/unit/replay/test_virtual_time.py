@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from dynamo.core.tasks import Tasks, run_all
-from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
+from dynamo.core.tasks import BackgroundTasks, run_all
+from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
 
 
 def test_hours_pass_at_once_and_in_order():
@@ -22,7 +22,7 @@ def test_hours_pass_at_once_and_in_order():
         await run_all(sleeper(clock, "a", 3600), sleeper(clock, "b", 5000))
         return clock.now()
 
-    assert run_virtually(main) == 15_000
+    assert run_in_virtual_time(main) == 15_000
     assert heard == [
         (3600, "a"), (5000, "b"), (7200, "a"), (10_000, "b"), (10_800, "a"), (15_000, "b"),
     ]  # fmt: skip
@@ -34,7 +34,7 @@ def test_a_deadlock_is_told():
         await asyncio.Event().wait()
 
     with pytest.raises(Deadlock, match=r"7\.000 s"):
-        run_virtually(main)
+        run_in_virtual_time(main)
 
 
 def test_work_offloaded_takes_no_time_and_timers_can_be_stopped():
@@ -48,7 +48,7 @@ def test_work_offloaded_takes_no_time_and_timers_can_be_stopped():
         await clock.sleep(3)
         return product, called, before
 
-    assert run_virtually(main) == (42, ["two"], 0.0)
+    assert run_in_virtual_time(main) == (42, ["two"], 0.0)
 
 
 def test_settled_comes_after_all_else_of_an_instant():
@@ -61,26 +61,26 @@ def test_settled_comes_after_all_else_of_an_instant():
             order.append(f"chain {turns}")
 
         async def quiet() -> None:
-            await clock.settled()
+            await clock.wait_until_idle()
             order.append(f"settled at {clock.now():g}")
 
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             tasks.start(quiet())
             tasks.start(chain(9))
             tasks.start(chain(3))
             await clock.sleep(1)
         return order
 
-    assert run_virtually(main) == ["chain 3", "chain 9", "settled at 0"]
+    assert run_in_virtual_time(main) == ["chain 3", "chain 9", "settled at 0"]
 
 
 def test_whoever_asks_hears_of_every_jump():
     async def main(clock: VirtualClock) -> list[float]:
         seen: list[float] = []
-        clock.on_jump(lambda: seen.append(clock.now()))
+        clock.on_time_advanced(lambda: seen.append(clock.now()))
         await clock.sleep(1)
         await asyncio.sleep(0)
         await clock.sleep(2)
         return seen
 
-    assert run_virtually(main) == [1.0, 3.0]
+    assert run_in_virtual_time(main) == [1.0, 3.0]

@@ -15,14 +15,14 @@ from dynamo.communication.events.memory import MemoryEvents
 from dynamo.core.clock import SystemClock
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.block_cost import BlockCost
 from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import Active, Fleet
-from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerStates
+from dynamo.scheduling.router.placing.placement import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.replicas.follower import BookFollower
-from dynamo.scheduling.router.replicas.replicas import Replicas
+from dynamo.scheduling.router.replicas.follower import PeerRequests
+from dynamo.scheduling.router.replicas.replicas import ReplicaSync
 
 SUBJECT = "dynamo.router/tiny"
 WORKERS = {
@@ -36,12 +36,14 @@ class OneRouter:
     def __init__(self, name: str, plane: str) -> None:
         self.clock = SystemClock()
         self.plane = plane
-        fleet = Fleet()
-        fleet.replace(WORKERS)
-        self.placement = Placement(fleet, CacheView(self.clock), PredictedCost(), Random(name))
+        fleet = WorkerStates()
+        fleet.update_instances(WORKERS)
+        self.placement = PlacementSolver(
+            fleet, CacheView(self.clock), PredictedCost(), Random(name)
+        )
         self.looked = 0
-        self.follower = BookFollower(self.placement, self.clock, self._look)
-        self.replicas = Replicas(self.clock, name, self.follower)
+        self.follower = PeerRequests(self.placement, self.clock, self._look)
+        self.replicas = ReplicaSync(self.clock, name, self.follower)
 
     async def start(self) -> None:
         self.events = await MemoryEvents.open(
@@ -57,42 +59,44 @@ class OneRouter:
         """Gone without a word of its own."""
         await self.events.close()
 
-    def send(self, name: str, tokens: int = 100, text: str = "") -> Active:
+    def send(self, name: str, tokens: int = 100, text: str = "") -> PlacedRequest:
         """`text`: equal ones are equal prompts (default: the name)."""
         now = self.clock.now()
         prompt = Prompt(tokens, [hash((text or name, at)) & 0xFFFF for at in range(tokens // 16)])
-        arrival = Arrival(name, prompt, 16, now)
+        arrival = PendingRequest(name, prompt, 16, now)
         self.placement.submit(arrival)
         (placed,) = self.placement.place(now)
-        self.replicas.routed(placed.active.book.name, placed.active)
-        return placed.active
+        self.replicas.publish_routed(placed.placed.worker.name, placed.placed)
+        return placed.placed
 
-    def first_token(self, active: Active, emitted: int = 1) -> None:
+    def first_token(self, active: PlacedRequest, emitted: int = 1) -> None:
         active.emitted = emitted
-        self.placement.first_token(active, self.clock.now())
-        self.replicas.first_token(active.id)
+        self.placement.on_first_token(active, self.clock.now())
+        self.replicas.publish_first_token(active.id)
 
-    def end(self, active: Active) -> None:
-        self.placement.ended(active, self.clock.now())
-        self.replicas.ended(active.id)
+    def end(self, active: PlacedRequest) -> None:
+        self.placement.on_ended(active, self.clock.now())
+        self.replicas.publish_ended(active.id)
 
     def seen(self) -> dict[str, list[tuple[int, int, bool]]]:
         return {
             book.name: sorted(
-                (one.prompt_tokens, one.emitted, one.first_s is not None)
+                (one.prompt_tokens, one.emitted, one.first_token_s is not None)
                 for one in book.active.values()
             )
-            for book in self.placement.fleet.books
+            for book in self.placement.worker_states.workers
         }
 
     def open_tokens(self) -> list[int]:
-        return [book.open_tokens for book in self.placement.fleet.books]
+        return [book.pending_prefill_tokens for book in self.placement.worker_states.workers]
 
     def decode_blocks(self, tokens: int) -> list[float]:
         """Of each worker, were a prompt like nobody's to go there."""
         cost, now = self.placement.cost, self.clock.now()
-        arrival = Arrival("x", Prompt(tokens, range(1 << 40, (1 << 40) + tokens // 16)), 16, now)
-        books = self.placement.fleet.books
+        arrival = PendingRequest(
+            "x", Prompt(tokens, range(1 << 40, (1 << 40) + tokens // 16)), 16, now
+        )
+        books = self.placement.worker_states.workers
         return [cost.terms(arrival, book, now)["decode_blocks"] for book in books]
 
     def _look(self) -> None:
@@ -230,7 +234,7 @@ async def test_lost_events_are_repaired(begin: Begin) -> None:
 async def test_a_promised_place_is_not_booked_twice(begin: Begin) -> None:
     server, frontend = await begin("server"), await begin("frontend")
     await quiet()
-    arrival = Arrival("a", Prompt(160, list(range(10))), 16, server.clock.now())
+    arrival = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
     server.placement.submit(arrival)
     (placed,) = server.placement.place(server.clock.now())
     server.follower.promise(placed.active)
@@ -246,7 +250,7 @@ async def test_a_promised_place_is_not_booked_twice(begin: Begin) -> None:
 async def test_a_promised_place_that_nobody_takes_is_given_back(begin: Begin) -> None:
     server = await begin("server")
     for _ in range(2):
-        arrival = Arrival("a", Prompt(160, list(range(10))), 16, server.clock.now())
+        arrival = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
         server.placement.submit(arrival)
         (placed,) = server.placement.place(server.clock.now())
         server.follower.promise(placed.active)

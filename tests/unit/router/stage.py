@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.costs import Cost, PredictedCost
-from dynamo.scheduling.router.placing.fleet import Active, Book, Fleet
-from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerState, WorkerStates
+from dynamo.scheduling.router.placing.placement import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
 
 BLOCK = 16
@@ -67,35 +67,37 @@ class Stage:
     """Workers a, b, c, ... and a placement over them, with a clock of its own."""
 
     def __init__(self, workers: int, cost: Cost | None = None, seed: int = 1, **more: Any) -> None:
-        self.fleet = Fleet()
+        self.fleet = WorkerStates()
         self.names = [chr(ord("a") + number) for number in range(workers)]
-        self.fleet.replace({name: instance(name) for name in self.names})
+        self.fleet.update_instances({name: instance(name) for name in self.names})
         self.view = Held()
         self.rng = Random(seed)
-        self.placement = Placement(self.fleet, self.view, cost or PredictedCost(), self.rng, **more)
+        self.placement = PlacementSolver(
+            self.fleet, self.view, cost or PredictedCost(), self.rng, **more
+        )
         self.now = 100.0
         self._count = 0
 
-    def arrival(self, tokens: int, hashes: Sequence[int] = (), **more: Any) -> Arrival:
+    def arrival(self, tokens: int, hashes: Sequence[int] = (), **more: Any) -> PendingRequest:
         self._count += 1
-        return Arrival(f"r{self._count}", Prompt(tokens, hashes), BLOCK, self.now, **more)
+        return PendingRequest(f"r{self._count}", Prompt(tokens, hashes), BLOCK, self.now, **more)
 
-    def submit(self, tokens: int, hashes: Sequence[int] = (), **more: Any) -> Arrival:
+    def submit(self, tokens: int, hashes: Sequence[int] = (), **more: Any) -> PendingRequest:
         arrival = self.arrival(tokens, hashes, **more)
         self.placement.submit(arrival)
         return arrival
 
-    def place(self) -> dict[str, Active]:
-        return {one.arrival.id: one.active for one in self.placement.place(self.now)}
+    def place(self) -> dict[str, PlacedRequest]:
+        return {one.request.id: one.placed for one in self.placement.place(self.now)}
 
     def goes(self, tokens: int, hashes: Sequence[int] = (), **more: Any) -> str:
         arrival = self.submit(tokens, hashes, **more)
-        return self.place()[arrival.id].book.name
+        return self.place()[arrival.id].worker.name
 
-    def busy(self, name: str, tokens: int) -> Active:
+    def busy(self, name: str, tokens: int) -> PlacedRequest:
         """`tokens` of prompts are computed there."""
-        book: Book = self.fleet[name]
+        book: WorkerState = self.fleet[name]
         self._count += 1
-        active = Active(f"busy{self._count}", book, Prompt(tokens, ()), tokens, self.now)
+        active = PlacedRequest(f"busy{self._count}", book, Prompt(tokens, ()), tokens, self.now)
         book.place(active, self.now)
         return active

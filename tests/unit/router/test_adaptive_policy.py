@@ -16,13 +16,13 @@ from dynamo.communication.events import Event
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
-from dynamo.core.labels import LABELS
-from dynamo.core.values import GenerateRequest, Load, Sampling, Stops
+from dynamo.core.labels import LABELS_KEY
+from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.router.adaptive.policy import AdaptivePolicy
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placing.fleet import Active
+from dynamo.scheduling.router.placing.fleet import PlacedRequest
 
 CONTEXT = Context("r")
 
@@ -53,7 +53,7 @@ class Workers:
 
 def request(tokens: int) -> GenerateRequest:
     ids = array("I", range(tokens)).tobytes()
-    return GenerateRequest("r", "m", ids, Sampling(), Stops())
+    return GenerateRequest("r", "m", ids, SamplingParams(), StopConditions())
 
 
 class Bench:
@@ -69,43 +69,43 @@ class Bench:
         told = encode(Load(**load))
         self.loads.update_scores(Event("n.worker.load_metrics", name, 1, 1, told))
 
-    async def goes(self, tokens: int = 1000, context: Context = CONTEXT) -> Active:
+    async def goes(self, tokens: int = 1000, context: Context = CONTEXT) -> PlacedRequest:
         decision = await self.policy.choose(request(tokens), context, frozenset())
-        assert isinstance(decision.ticket, Active)
-        assert decision.instance.id == decision.ticket.book.name
-        return decision.ticket
+        assert isinstance(decision.placement, PlacedRequest)
+        assert decision.instance.id == decision.placement.worker.name
+        return decision.placement
 
 
 async def test_ten_at_once_spread_though_no_report_comes_between() -> None:
     bench = Bench(*(instance(name) for name in "abcde"))
     for name in "bcde":
         bench.reports(name, active_blocks=40, total_blocks=4096)
-    went = Counter([(await bench.goes(8000)).book.name for _ in range(10)])
+    went = Counter([(await bench.goes(8000)).worker.name for _ in range(10)])
     assert dict(went) == dict.fromkeys("abcde", 2)
 
 
 async def test_the_setting_decides_between_equals() -> None:
     bench = Bench(instance("a"), instance("b"))
-    assert (await bench.goes()).book.name == "b"
+    assert (await bench.goes()).worker.name == "b"
     assert bench.workers.picked == ["round_robin"]
 
 
 async def test_reports_of_what_others_sent_count() -> None:
     bench = Bench(instance("a"), instance("b"))
     bench.reports("a", waiting=4, prefill_tokens=30_000)
-    assert (await bench.goes()).book.name == "b"
-    assert (await bench.goes()).book.name == "b"
+    assert (await bench.goes()).worker.name == "b"
+    assert (await bench.goes()).worker.name == "b"
     bench.reports("a")
-    assert (await bench.goes()).book.name == "a"
+    assert (await bench.goes()).worker.name == "a"
 
 
 async def test_what_ended_weighs_no_more_and_teaches_how_long_answers_are() -> None:
     bench = Bench(instance("a"), instance("b"))
     first = await bench.goes(8000)
-    first.first_token()
+    first.on_first_token()
     first.emitted = 40
     first.end()
-    assert first.book.open_tokens == 0
+    assert first.worker.pending_prefill_tokens == 0
     predicted = bench.policy.balancer.prediction_model.predict_request_load(request(8000))
     assert predicted.output_tokens == 40
 
@@ -116,16 +116,16 @@ async def test_the_bigger_memory_gets_more() -> None:
     rng = Random(1)
     placed = [await bench.goes(rng.randrange(500, 4000)) for _ in range(40)]
     for one in placed:
-        one.first_token()
-    went = Counter(one.book.name for one in placed)
+        one.on_first_token()
+    went = Counter(one.worker.name for one in placed)
     assert went["big"] > 1.5 * went["small"] > 0
 
 
 async def test_labels_and_tried_ones_are_respected() -> None:
-    labelled: dict[str, Any] = {LABELS: {"zone": "east"}}
+    labelled: dict[str, Any] = {LABELS_KEY: {"zone": "east"}}
     bench = Bench(instance("a", **labelled), instance("b"))
-    context = Context("r", metadata={LABELS: "zone=east"})
-    assert {(await bench.goes(context=context)).book.name for _ in range(4)} == {"a"}
+    context = Context("r", metadata={LABELS_KEY: "zone=east"})
+    assert {(await bench.goes(context=context)).worker.name for _ in range(4)} == {"a"}
     bench.workers.leave("a")
     with pytest.raises(NoWorkers, match="no worker"):
         await bench.policy.choose(request(10), CONTEXT, frozenset({"b"}))

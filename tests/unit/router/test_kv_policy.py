@@ -14,30 +14,30 @@ from msgspec.structs import replace
 from tests.unit.processes import Open
 from tests.unit.router.stage import ENGINE
 
-from dynamo.communication.requests import Outgoing
-from dynamo.core.codec import ReplyWriter, decode_request
+from dynamo.communication.requests import ResponseWriter
+from dynamo.core.codec import ReplyEncoder, decode_request
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import block_hashes
 from dynamo.core.kv_events import worker_name
-from dynamo.core.labels import LABELS
-from dynamo.core.reply import Extra, Reply
-from dynamo.core.settings.schema_engine import Engine as EngineSettings
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.labels import LABELS_KEY
+from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.settings.schema_engine import EngineSettings as EngineSettings
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import (
     BlocksStored,
     Finish,
     GenerateRequest,
     Load,
-    Sampling,
+    SamplingParams,
     Started,
-    Stops,
+    StopConditions,
 )
 from dynamo.inference.load_report import encode_load
-from dynamo.inference.mock.engine import make_info
+from dynamo.inference.mock.engine import make_mock_engine_info
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.assembly import standard_pipeline
-from dynamo.scheduling.index.cache_view import NO_CACHE
+from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router import (
     Decision,
     KvRouter,
@@ -49,14 +49,14 @@ from dynamo.scheduling.router import (
     WorkerStatus,
     selectors,
 )
-from dynamo.scheduling.router.explain.explained import why
+from dynamo.scheduling.router.explain.explained import describe_decision
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.opening import open_policy
-from dynamo.services.routing import Routing
+from dynamo.services.routing import ProcessRouting
 
 ENDPOINT = "dynamo.worker.generate"
 IDS = array("I", range(160))
-REQUEST = GenerateRequest("r1", "tiny", IDS.tobytes(), Sampling(), Stops())
+REQUEST = GenerateRequest("r1", "tiny", IDS.tobytes(), SamplingParams(), StopConditions())
 CONTEXT = Context(request_id="r1")
 
 
@@ -70,7 +70,7 @@ class Read(Reply):
     def begin(self, started: Started) -> None:
         self.worker = started.worker
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         self.ids += ids
         return True
 
@@ -83,10 +83,10 @@ class Heard(Observer):
         self.decisions: list[Decision] = []
         self.outcomes: list[Outcome] = []
 
-    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+    def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
         self.decisions.append(decision)
 
-    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+    def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
 
 
@@ -95,16 +95,16 @@ async def serve(
 ) -> str:
     """A worker that answers three tokens, and tells that it (or a rank of it) holds `held`."""
 
-    async def generate(payload: bytes, out: Outgoing) -> None:
+    async def generate(payload: bytes, out: ResponseWriter) -> None:
         decode_request(payload)
-        reply = ReplyWriter(out.send, runtime.instance_id)
+        reply = ReplyEncoder(out.send, runtime.instance_id)
         reply.begin(Started(cached_tokens=16))
         for token in (1, 2, 3):
             reply.tokens((token,))
         reply.finish(Finish("length", 3))
 
     name = worker_name(runtime.instance_id, rank)
-    source = await runtime.events.source("dynamo.worker.kv_events", name)
+    source = await runtime.events.open_source("dynamo.worker.kv_events", name)
     if held:
         source.publish(msgspec.msgpack.encode([BlocksStored(0, tuple(held))]))
     await runtime.endpoint(ENDPOINT).serve(generate, capabilities={"engine": ENGINE} | about)
@@ -126,7 +126,7 @@ async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> Non
     await serve(await open_runtime())
     holder = await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
     client, policy = await policy_of(await open_runtime(), 2)
-    while not policy.placement.view.overlaps(block_hashes(REQUEST.token_ids)):
+    while not policy.solver.view.find_overlaps(block_hashes(REQUEST.token_ids)):
         await asyncio.sleep(0)
     heard = Heard()
     send = standard_pipeline(client, policy, observers=[heard])
@@ -137,21 +137,21 @@ async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> Non
     assert (outcome.cached_tokens, outcome.prompt_tokens, outcome.output_tokens) == (16, 160, 3)
     assert outcome.ok
     assert outcome.ttft_s is not None
-    assert not policy.placement.fleet[holder].active
+    assert not policy.solver.worker_states[holder].active
     await policy.close()
 
 
 async def test_nothing_is_expected_of_who_has_no_prefix_cache(open_runtime: Open) -> None:
-    engine = make_info(EngineSettings(prefix_caching=False), context_tokens=4096)
+    engine = make_mock_engine_info(EngineSettings(prefix_caching=False), context_tokens=4096)
     name = await serve(await open_runtime(), engine=msgspec.to_builtins(engine))
     client, policy = await policy_of(await open_runtime(), 1)
     heard = Heard()
     send = standard_pipeline(client, policy, observers=[heard])
     for _ in range(2):
         await send(REQUEST, CONTEXT, Read())
-    assert [(one.overlap_blocks, one.view) for one in heard.decisions] == [(0, NO_CACHE)] * 2
-    assert "no prefix cache" in why(heard.decisions[1])
-    assert policy.placement.view.mode(name) == NO_CACHE
+    assert [(one.overlap_blocks, one.view) for one in heard.decisions] == [(0, NO_PREFIX_CACHE)] * 2
+    assert "no prefix cache" in describe_decision(heard.decisions[1])
+    assert policy.solver.view.get_mode(name) == NO_PREFIX_CACHE
     await policy.close()
 
 
@@ -160,13 +160,13 @@ async def test_load_reports_come_into_the_books(open_runtime: Open) -> None:
     name = await serve(worker)
     router = await open_runtime()
     client, policy = await policy_of(router, 1)
-    loads = await Routing(router).follow_loads(policy, client)
-    source = await worker.events.source("dynamo.worker.load_metrics", name)
+    loads = await ProcessRouting(router).follow_loads(policy, client)
+    source = await worker.events.open_source("dynamo.worker.load_metrics", name)
     source.publish(msgspec.msgpack.encode(Load(active_blocks=3, total_blocks=4)))
-    book = policy.placement.fleet[name]
+    book = policy.solver.worker_states[name]
     while book.load is None:
         await asyncio.sleep(0)
-    assert book.memory_share() == 0.75
+    assert book.kv_cache_usage() == 0.75
     loads.close()
     await policy.close()
 
@@ -186,13 +186,13 @@ async def test_without_workers_and_after_them(open_runtime: Open) -> None:
 async def test_a_choice_that_nobody_waits_for_takes_no_place(open_runtime: Open) -> None:
     await serve(await open_runtime())
     _, policy = await policy_of(await open_runtime(), 1)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         choosing = tasks.start(policy.choose(REQUEST, CONTEXT, frozenset()))
         await asyncio.sleep(0)
         choosing.cancel()
         await asyncio.wait([choosing])
-    assert len(policy.placement) == 0
-    assert not any(book.active for book in policy.placement.fleet.books)
+    assert len(policy.solver) == 0
+    assert not any(book.active for book in policy.solver.worker_states.workers)
     await policy.close()
 
 
@@ -215,10 +215,10 @@ async def test_arrivals_of_one_turn_spread(open_runtime: Open) -> None:
 
 async def test_labels_are_kept(open_runtime: Open) -> None:
     await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
-    labelled: Any = {LABELS: {"zone": "b"}}
+    labelled: Any = {LABELS_KEY: {"zone": "b"}}
     other = await serve(await open_runtime(), **labelled)
     _, policy = await policy_of(await open_runtime(), 2)
-    about = Context("r2", metadata={LABELS: "zone=b"})
+    about = Context("r2", metadata={LABELS_KEY: "zone=b"})
     decision = await policy.choose(REQUEST, about, frozenset())
     assert decision.instance.id == other
     await policy.close()
@@ -241,14 +241,14 @@ async def test_a_selector_hears_what_the_request_asks_for(
 ) -> None:
     point = SimpleNamespace(name="heeding", load=lambda: Heeding)
     monkeypatch.setattr(selectors, "entry_points", lambda group: [point])
-    labelled: Any = {LABELS: {"zone": "b", "gpu": "x"}}
+    labelled: Any = {LABELS_KEY: {"zone": "b", "gpu": "x"}}
     await serve(await open_runtime(), **labelled)
     runtime = await open_runtime()
     client = await runtime.endpoint(ENDPOINT).client()
     await client.wait_for_instances(1)
     settings = replace(runtime.settings.router, selector="heeding")
     policy = await open_policy(settings, client, runtime.events, runtime.clock, block_tokens=16)
-    for labels in ({}, {LABELS: "zone=b, gpu=x"}):
+    for labels in ({}, {LABELS_KEY: "zone=b, gpu=x"}):
         await policy.choose(REQUEST, Context("r2", metadata=labels), frozenset())
     assert Heeding.asked == [{}, {"zone": "b", "gpu": "x"}]
     await policy.close()
@@ -277,7 +277,7 @@ async def test_kv_router_knows_ranks(open_runtime: Open) -> None:
     serving = await open_runtime()
     ranked: Any = {"engine": ENGINE | {"data_parallel": 2}}
     holder = await serve(serving, block_hashes(REQUEST.token_ids)[:5], rank=1, **ranked)
-    loads = await serving.events.source("dynamo.worker.load_metrics", holder)
+    loads = await serving.events.open_source("dynamo.worker.load_metrics", holder)
     first = Load(running=5, waiting=15, prefill_tokens=4_000, active_blocks=90, total_blocks=100)
     loads.publish(encode_load(replace(first, ranks=(first, Load(total_blocks=100)))))
     runtime = await open_runtime()
@@ -298,7 +298,7 @@ async def test_kv_router_knows_ranks(open_runtime: Open) -> None:
 async def test_kv_router_goes_to_the_rank_that_is_less_busy(open_runtime: Open) -> None:
     serving = await open_runtime()
     holder = await serve(serving, engine=ENGINE | {"data_parallel": 2})
-    loads = await serving.events.source("dynamo.worker.load_metrics", holder)
+    loads = await serving.events.open_source("dynamo.worker.load_metrics", holder)
     busy = Load(running=50, prefill_tokens=4_000)
     loads.publish(encode_load(replace(busy, ranks=(busy, Load()))))
     runtime = await open_runtime()

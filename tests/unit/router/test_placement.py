@@ -9,11 +9,11 @@ from random import Random
 import pytest
 from tests.unit.router.stage import Stage
 
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.costs import AffinityCost, PredictedCost, TtftCost
-from dynamo.scheduling.router.placing.fleet import Book
-from dynamo.scheduling.router.placing.placement import Patience
-from dynamo.scheduling.router.placing.prices import PredictedPrices
+from dynamo.scheduling.router.placing.fleet import WorkerState
+from dynamo.scheduling.router.placing.placement import HoldLimits
+from dynamo.scheduling.router.placing.prices import PredictedCostMatrix
 
 HASHES = list(range(1, 501))
 
@@ -36,7 +36,7 @@ def test_a_burst_of_one_prompt_shares_its_prefix() -> None:
     arrivals = [stage.submit(8_020, HASHES) for _ in range(3)]
     (first,) = stage.place().values()
     stage.now += 0.2
-    stage.placement.first_token(first, stage.now)
+    stage.placement.on_first_token(first, stage.now)
     stage.place()
     assert len(set(stage.view.routes)) == 1
     assert len(stage.view.routes) == len(arrivals)
@@ -59,10 +59,10 @@ def test_a_hot_prefix_spreads_when_its_holder_saturates() -> None:
     for _ in range(200):
         stage.place()
         stage.now += 0.05
-        for book in stage.fleet.books:
-            if book.open_count and book.free_s <= stage.now:
-                for active in [one for one in book.active.values() if one.first_s is None]:
-                    stage.placement.first_token(active, stage.now)
+        for book in stage.fleet.workers:
+            if book.pending_prefills and book.prefill_free_s <= stage.now:
+                for active in [one for one in book.active.values() if one.first_token_s is None]:
+                    stage.placement.on_first_token(active, stage.now)
     per_worker = Counter(stage.view.routes)
     assert len(per_worker) == 4
     assert max(per_worker.values()) <= 30
@@ -78,8 +78,8 @@ def test_regret_goes_first() -> None:
     flexible = stage.submit(8_016, HASHES)
     bound = stage.submit(16_000, own)
     placed = stage.placement.place(stage.now)
-    assert [one.arrival for one in placed] == [bound, flexible]
-    assert [one.active.book.name for one in placed] == ["a", "b"]
+    assert [one.request for one in placed] == [bound, flexible]
+    assert [one.placed.worker.name for one in placed] == ["a", "b"]
 
 
 def test_a_request_waits_for_a_worker_that_is_nearly_free() -> None:
@@ -87,15 +87,15 @@ def test_a_request_waits_for_a_worker_that_is_nearly_free() -> None:
     busy = stage.busy("a", 8_000)
     arrival = stage.submit(100)
     assert stage.place() == {}
-    due = stage.placement.next_due(stage.now)
+    due = stage.placement.next_run_s(stage.now)
     assert due is not None
-    assert stage.now < due < stage.fleet["a"].free_s
-    stage.placement.first_token(busy, stage.now + 0.01)
+    assert stage.now < due < stage.fleet["a"].prefill_free_s
+    stage.placement.on_first_token(busy, stage.now + 0.01)
     assert arrival.id in stage.place()
 
 
 def test_nobody_waits_longer_than_the_patience() -> None:
-    stage = Stage(1, patience=Patience(longest_s=0.5))
+    stage = Stage(1, patience=HoldLimits(max_hold_s=0.5))
     stage.busy("a", 100_000)
     arrival = stage.submit(100)
     assert stage.place() == {}
@@ -113,7 +113,7 @@ def test_who_has_no_worker_left_is_told() -> None:
     stage = Stage(2)
     lost = stage.submit(100, barred=frozenset("ab"))
     kept = stage.submit(100, barred=frozenset("a"))
-    assert stage.placement.stranded() == [lost]
+    assert stage.placement.pop_unplaceable() == [lost]
     assert kept.id in stage.place()
 
 
@@ -122,10 +122,10 @@ def test_ends_without_a_first_token_settle_too() -> None:
     arrival = stage.submit(100, HASHES[:6])
     active = stage.place()[arrival.id]
     assert stage.view.open == 1
-    stage.placement.ended(active, stage.now)
-    stage.placement.ended(active, stage.now)
+    stage.placement.on_ended(active, stage.now)
+    stage.placement.on_ended(active, stage.now)
     book = stage.fleet["a"]
-    assert (book.open_count, book.open_tokens, len(book.active)) == (0, 0, 0)
+    assert (book.pending_prefills, book.pending_prefill_tokens, len(book.active)) == (0, 0, 0)
 
 
 def test_the_table_explains_the_choice() -> None:
@@ -133,9 +133,9 @@ def test_the_table_explains_the_choice() -> None:
     stage.view.caches["b"] = set(HASHES[:50])
     stage.submit(800, HASHES[:50])
     (placed,) = stage.placement.place(stage.now)
-    best = placed.table[0]
+    best = placed.cost_table[0]
     assert (best.worker, best.overlap_blocks) == ("b", 50)
-    assert [one.cost for one in placed.table] == sorted(one.cost for one in placed.table)
+    assert [one.cost for one in placed.cost_table] == sorted(one.cost for one in placed.cost_table)
     assert set(best.terms) == {"queue", "prefill", "harm", "eviction"}
 
 
@@ -156,7 +156,7 @@ def test_who_waited_is_placed_by_what_workers_hold_now() -> None:
     stage.view.caches["b"] = set(HASHES)
     stage.now += 5
     for active in busy:
-        stage.placement.first_token(active, stage.now)
+        stage.placement.on_first_token(active, stage.now)
     stage.place()
     assert stage.view.routes == ["b"]
 
@@ -180,7 +180,7 @@ def test_a_round_looks_at_no_prompt_while_no_worker_is_nearly_free() -> None:
     for _ in range(100):
         stage.submit(2_000)
     stage.place()
-    stage.placement.cost.prices = None  # type: ignore[method-assign, assignment]
+    stage.placement.cost.build_matrix = None  # type: ignore[method-assign, assignment]
     assert stage.place() == {}
     assert len(stage.placement) == 100
 
@@ -196,17 +196,17 @@ def test_who_has_just_come_is_not_held_up_by_many_who_would_rather_wait() -> Non
     assert stage.goes(100) in {"b", "c", "d"}
 
 
-class Counted(PredictedPrices):
+class Counted(PredictedCostMatrix):
     """Counts how often a prompt is priced."""
 
     rows = 0
     updates = 0
 
-    def row(self, request: Arrival) -> list[float]:
+    def row(self, request: PendingRequest) -> list[float]:
         self.rows += 1
         return super().row(request)
 
-    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
+    def column(self, requests: Sequence[PendingRequest], at: int) -> list[float]:
         self.updates += len(requests)
         return super().column(requests, at)
 
@@ -216,7 +216,7 @@ class CountedCost(PredictedCost):
 
     last: Counted
 
-    def prices(self, books: Sequence[Book], now: float) -> Counted:
+    def build_matrix(self, books: Sequence[WorkerState], now: float) -> Counted:
         self.last = Counted(books, now, 5.0, 0.5)
         return self.last
 
@@ -249,7 +249,7 @@ def test_of_short_prompts_that_begin_alike_the_second_knows_of_the_first() -> No
         stage.submit(160 + number, [1_000 * number + block for block in range(10)])
     twins = [stage.submit(tokens, HASHES[:10]) for tokens in (160, 170)]
     placed = stage.place()
-    first = placed[twins[1].id].book.name
+    first = placed[twins[1].id].worker.name
     assert twins[0].overlaps == {first: 10}
 
 
@@ -282,9 +282,9 @@ def test_whatever_comes_goes_once_and_where_it_may(seed: int) -> None:
             barred[stage.submit(tokens, hashes, barred=out).id] = out
         placed = stage.place()
         gone += placed
-        assert not any(active.book.name in barred[name] for name, active in placed.items())
+        assert not any(active.worker.name in barred[name] for name, active in placed.items())
         for active in list(placed.values())[::2]:
-            stage.placement.first_token(active, stage.now)
+            stage.placement.on_first_token(active, stage.now)
         stage.now += 0.02
     stage.now += 10
     while placed := stage.place():

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.router.stage import Stage
 
 from dynamo.scheduling.router.placing.costs import TtftCost
-from dynamo.scheduling.router.placing.placement import Patience
+from dynamo.scheduling.router.placing.placement import HoldLimits
 
 HASHES = list(range(1, 1_001))
 
@@ -16,49 +16,49 @@ def test_every_prompt_that_went_is_settled_with_once() -> None:
     computed, left = stage.submit(100, HASHES[:6]), stage.submit(100, HASHES[:6])
     placed = stage.place()
     assert stage.view.open == 2
-    stage.placement.first_token(placed[computed.id], stage.now)
+    stage.placement.on_first_token(placed[computed.id], stage.now)
     assert stage.view.open == 1
-    stage.placement.ended(placed[computed.id], stage.now)
+    stage.placement.on_ended(placed[computed.id], stage.now)
     assert stage.view.open == 1
-    stage.placement.ended(placed[left.id], stage.now)
+    stage.placement.on_ended(placed[left.id], stage.now)
     assert stage.view.open == 0
 
 
 def test_whoever_is_told_that_there_is_no_worker_waits_no_more() -> None:
     stage = Stage(2)
     barred, kept = stage.submit(100, barred=frozenset("ab")), stage.submit(100)
-    assert stage.placement.stranded() == [barred]
+    assert stage.placement.pop_unplaceable() == [barred]
     assert len(stage.placement) == 1
-    assert stage.placement.stranded() == []
-    stage.fleet.replace({})
+    assert stage.placement.pop_unplaceable() == []
+    stage.fleet.update_instances({})
     assert stage.place() == {}
-    assert stage.placement.stranded() == [kept]
+    assert stage.placement.pop_unplaceable() == [kept]
     assert len(stage.placement) == 0
 
 
 def test_it_is_looked_again_when_a_worker_is_nearly_free_and_then_it_goes() -> None:
-    stage = Stage(2, patience=Patience(backlog_s=0.05))
+    stage = Stage(2, patience=HoldLimits(max_backlog_s=0.05))
     stage.busy("a", 20_000)
     stage.busy("b", 8_000)
     arrival = stage.submit(100)
     assert stage.place() == {}
-    due = stage.placement.next_due(stage.now)
-    assert due == pytest.approx(stage.fleet["b"].free_s - 0.05)
+    due = stage.placement.next_run_s(stage.now)
+    assert due == pytest.approx(stage.fleet["b"].prefill_free_s - 0.05)
     stage.now = due + 1e-9
-    assert stage.place()[arrival.id].book.name == "b"
+    assert stage.place()[arrival.id].worker.name == "b"
 
 
 def test_or_when_patience_ends_and_then_it_goes() -> None:
-    stage = Stage(1, patience=Patience(longest_s=0.25))
+    stage = Stage(1, patience=HoldLimits(max_hold_s=0.25))
     stage.busy("a", 100_000)
     arrival = stage.submit(100)
     assert stage.place() == {}
     stage.now += 0.1
-    due = stage.placement.next_due(stage.now)
+    due = stage.placement.next_run_s(stage.now)
     assert due == arrival.arrived_s + 0.25
     stage.now = due
     assert arrival.id in stage.place()
-    assert stage.placement.next_due(stage.now) is None
+    assert stage.placement.next_run_s(stage.now) is None
 
 
 def test_what_is_due_already_is_looked_at_soon_and_not_at_once() -> None:
@@ -66,10 +66,10 @@ def test_what_is_due_already_is_looked_at_soon_and_not_at_once() -> None:
     arrival = stage.submit(100, barred=frozenset("a"))
     stage.now += 100
     assert stage.place() == {}
-    due = stage.placement.next_due(stage.now)
+    due = stage.placement.next_run_s(stage.now)
     assert due is not None
     assert stage.now < due < stage.now + 1.0
-    assert stage.placement.stranded() == [arrival]
+    assert stage.placement.pop_unplaceable() == [arrival]
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
@@ -81,8 +81,8 @@ def test_who_has_much_to_gain_waits_for_its_worker_below_the_threshold_too(
     busy = stage.busy("a", 6_000)
     arrival = stage.submit(16_016, HASHES)
     assert stage.place() == {}
-    stage.placement.first_token(busy, stage.now)
-    assert stage.place()[arrival.id].book.name == "a"
+    stage.placement.on_first_token(busy, stage.now)
+    assert stage.place()[arrival.id].worker.name == "a"
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
@@ -99,5 +99,5 @@ def test_all_that_have_waited_go_in_one_round_when_there_is_room() -> None:
     busy = stage.busy("a", 8_000)
     waiting = [stage.submit(20) for _ in range(60)]
     assert stage.place() == {}
-    stage.placement.first_token(busy, stage.now)
+    stage.placement.on_first_token(busy, stage.now)
     assert stage.place().keys() == {one.id for one in waiting}

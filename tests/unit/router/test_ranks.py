@@ -18,14 +18,22 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import block_hashes
-from dynamo.core.reply import Extra, Reply
-from dynamo.core.settings.schema_engine import Engine as EngineSettings
-from dynamo.core.values import Finish, GenerateRequest, Load, Sampling, Started, Stops, together
+from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.settings.schema_engine import EngineSettings as EngineSettings
+from dynamo.core.values import (
+    Finish,
+    GenerateRequest,
+    Load,
+    SamplingParams,
+    Started,
+    StopConditions,
+    sum_loads,
+)
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.load_report import encode_load
-from dynamo.inference.mock.engine import make_mock
-from dynamo.inference.ranked import RankedEngine
-from dynamo.inference.worker import Worker
+from dynamo.inference.mock.engine import make_mock_engine
+from dynamo.inference.ranked import DataParallelEngine
+from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.files import FileRef
 from dynamo.runtime import DistributedRuntime
@@ -39,7 +47,9 @@ TWO = {"engine": ENGINE | {"data_parallel": 2}}
 
 def mock(**settings: int) -> BatchedEngine:
     about = EngineSettings(kind="mock", **settings)
-    return make_mock(about, range(100, 900), SystemClock(), context_tokens=4096, vocab_size=1000)
+    return make_mock_engine(
+        about, range(100, 900), SystemClock(), context_tokens=4096, vocab_size=1000
+    )
 
 
 def prompt(first: int, blocks: int = 100) -> bytes:
@@ -47,7 +57,9 @@ def prompt(first: int, blocks: int = 100) -> bytes:
 
 
 def request(name: str, ids: bytes, rank: int | None = None) -> GenerateRequest:
-    return GenerateRequest(name, "m", ids, Sampling(), Stops(max_tokens=2), rank=rank)
+    return GenerateRequest(
+        name, "m", ids, SamplingParams(), StopConditions(max_tokens=2), rank=rank
+    )
 
 
 class Read(Reply):
@@ -56,7 +68,7 @@ class Read(Reply):
     def begin(self, started: Started) -> None:
         self.cached = started.cached_tokens
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         return True
 
     def finish(self, end: Finish) -> None:
@@ -65,25 +77,25 @@ class Read(Reply):
 
 def test_every_rank_has_a_book_and_its_share() -> None:
     stage = Stage(0)
-    gone = stage.fleet.replace({"a": instance("a", **TWO), "b": instance("b")})
+    gone = stage.fleet.update_instances({"a": instance("a", **TWO), "b": instance("b")})
     assert not gone
-    assert [(book.name, book.rank) for book in stage.fleet.books] == [
+    assert [(book.name, book.rank) for book in stage.fleet.workers] == [
         ("a/0", 0),
         ("a/1", 1),
         ("b", None),
     ]
-    infos = [book.info for book in stage.fleet.books]
+    infos = [book.engine_info for book in stage.fleet.workers]
     assert [one and (one.num_blocks, one.max_num_seqs) for one in infos] == [
         (2048, 50),
         (2048, 50),
         (4096, 100),
     ]
-    assert stage.fleet.replace({"b": instance("b")}) == ["a/0", "a/1"]
+    assert stage.fleet.update_instances({"b": instance("b")}) == ["a/0", "a/1"]
 
 
 def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
     stage = Stage(0)
-    stage.fleet.replace({"a": instance("a", **TWO), "b": instance("b")})
+    stage.fleet.update_instances({"a": instance("a", **TWO), "b": instance("b")})
     hashes = list(range(1, 101))
     stage.view.caches["a/1"] = set(hashes)
     assert stage.goes(1600, hashes) == "a/1"
@@ -92,26 +104,26 @@ def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
     stage.busy("b", 60_000)
     assert stage.goes(1600, list(range(500, 600))) == "a/0"
     stage.submit(16, barred=frozenset("ab"))
-    assert len(stage.placement.stranded()) == 1
+    assert len(stage.placement.pop_unplaceable()) == 1
 
 
 def test_a_report_comes_into_the_book_of_each_rank() -> None:
     stage = Stage(0)
-    stage.fleet.replace({"a": instance("a", **TWO), "b": instance("b")})
+    stage.fleet.update_instances({"a": instance("a", **TWO), "b": instance("b")})
     ranks = (Load(active_blocks=1, total_blocks=4), Load(active_blocks=3, total_blocks=4))
-    told = msgspec.msgpack.decode(encode_load(replace(together(ranks), ranks=ranks)), type=Load)
+    told = msgspec.msgpack.decode(encode_load(replace(sum_loads(ranks), ranks=ranks)), type=Load)
     assert (told.active_blocks, told.total_blocks) == (4, 8)
-    stage.fleet.reported("a", told, stage.now)
-    stage.fleet.reported("b", ranks[1], stage.now)
-    assert [book.memory_share() for book in stage.fleet.books] == [0.25, 0.75, 0.75]
+    stage.fleet.on_load_report("a", told, stage.now)
+    stage.fleet.on_load_report("b", ranks[1], stage.now)
+    assert [book.kv_cache_usage() for book in stage.fleet.workers] == [0.25, 0.75, 0.75]
     costs = CompositeCost()
     arrival = stage.arrival(16)
-    memory = [costs.terms(arrival, book, stage.now)["memory"] for book in stage.fleet.books]
+    memory = [costs.terms(arrival, book, stage.now)["memory"] for book in stage.fleet.workers]
     assert memory == pytest.approx([-0.075, -0.025, -0.025])
 
 
 async def test_requests_reach_the_rank_that_they_name() -> None:
-    engine = RankedEngine([mock(), mock()])
+    engine = DataParallelEngine([mock(), mock()])
     info = await engine.start()
     assert (info.data_parallel, info.num_blocks) == (2, 2 * 16_384)
     for _ in range(2):
@@ -119,14 +131,14 @@ async def test_requests_reach_the_rank_that_they_name() -> None:
     await engine.generate(request("r", prompt(0), rank=0), Context("r"), read := Read())
     assert read.cached == 0
     assert [one.counters.requests for one in (mock_of(engine, 0), mock_of(engine, 1))] == [1, 2]
-    assert engine.load().total_blocks == 2 * 16_384
-    assert [one.total_blocks for one in engine.load().ranks] == [16_384, 16_384]
+    assert engine.report_load().total_blocks == 2 * 16_384
+    assert [one.total_blocks for one in engine.report_load().ranks] == [16_384, 16_384]
     await engine.stop()
     with pytest.raises(ConfigError):
-        await RankedEngine([mock(), mock(num_blocks=8)]).start()
+        await DataParallelEngine([mock(), mock(num_blocks=8)]).start()
 
 
-def mock_of(engine: RankedEngine, rank: int) -> BatchedEngine:
+def mock_of(engine: DataParallelEngine, rank: int) -> BatchedEngine:
     one = engine.ranks[rank]
     assert isinstance(one, BatchedEngine)
     return one
@@ -149,8 +161,8 @@ async def test_publishers_index_and_dispatch_agree(
     runtime: DistributedRuntime, card: ModelCard
 ) -> None:
     """What came to a rank once goes there again: its cache, told under its own name, knows it."""
-    engine = RankedEngine([mock(), mock()])
-    worker = Worker(engine, card)
+    engine = DataParallelEngine([mock(), mock()])
+    worker = EngineWorker(engine, card)
     await worker.attach(runtime)
     client = await runtime.endpoint("dynamo.worker.generate").client()
     await client.wait_for_instances(1)
@@ -158,20 +170,20 @@ async def test_publishers_index_and_dispatch_agree(
         runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
     )
     assert isinstance(policy, KvPolicy)
-    view = policy.placement.view
-    names = [book.name for book in policy.placement.fleet.books]
+    view = policy.solver.view
+    names = [book.name for book in policy.solver.worker_states.workers]
     assert names == [f"{runtime.instance_id}/{rank}" for rank in (0, 1)]
     send = standard_pipeline(client, policy)
     for rank in (0, 1):
         ids = prompt(1 + 400 * rank)
         await engine.generate(request("seed", ids, rank=rank), Context("seed"), Read())
-        while view.overlaps(block_hashes(ids)).get(names[rank]) != 100:
+        while view.find_overlaps(block_hashes(ids)).get(names[rank]) != 100:
             await asyncio.sleep(0)
     for rank in (1, 0, 1):
         ids = prompt(1 + 400 * rank)
         await send(request("again", ids), Context("again"), read := Read())
         assert read.cached >= 99 * 16
     assert [mock_of(engine, rank).counters.requests for rank in (0, 1)] == [2, 3]
-    assert {view.mode(name) for name in names} == {"exact"}
+    assert {view.get_mode(name) for name in names} == {"exact"}
     await policy.close()
     await worker.close()

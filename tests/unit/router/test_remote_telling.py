@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo.core.clock import SystemClock
-from dynamo.scheduling.router.remote.remote import SETTLED_S, RemotePolicy
+from dynamo.scheduling.router.remote.remote import MIN_LOG_INTERVAL_S, RemotePolicy
 
 ANY = cast("Any", None)
 
@@ -28,10 +28,10 @@ def test_a_router_that_comes_and_goes_is_told_of_twice_a_second_at_most(
     clock = Hand()
     policy = RemotePolicy(ANY, ANY, ANY, ANY, clock, block_tokens=16)
     for asked in (True, False, True, False, True, False):
-        policy._told(asked)
-    clock.now_s += SETTLED_S
-    policy._told(False)
-    policy._told(True)
+        policy._log_availability(asked)
+    clock.now_s += MIN_LOG_INTERVAL_S
+    policy._log_availability(False)
+    policy._log_availability(True)
     assert [(one.levelname, one.message) for one in caplog.records] == [
         ("WARNING", "no router: picking alone"),
         ("INFO", "the router answers again"),

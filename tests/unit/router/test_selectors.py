@@ -11,7 +11,7 @@ from tests.unit.router.stage import Stage, instance
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
-from dynamo.core.labels import LABELS, read_labels
+from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.scheduling.router import (
     DefaultWorkerSelector,
     PerformanceRequirements,
@@ -23,9 +23,9 @@ from dynamo.scheduling.router import (
 )
 from dynamo.scheduling.router import selectors as selectors_module
 from dynamo.scheduling.router.kv_router import worker_score
-from dynamo.scheduling.router.labels import barred
-from dynamo.scheduling.router.placing.composite import Weights
-from dynamo.scheduling.router.selectors import make_selector, selecting
+from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.placing.composite import CostWeights
+from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 
 SCORES = {
     "a": WorkerScore(0.3, load_factor=0.1, labels={"zone": "east"}),
@@ -83,7 +83,7 @@ class Point:
 def test_a_selector_of_ones_own_comes_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selectors_module, "entry_points", lambda group: [Point()])
     selector = make_selector("last", 1.0, Random(1))
-    stage = Stage(4, select=selecting(selector))
+    stage = Stage(4, select=adapt_selector(selector))
     assert stage.goes(100) == "d"
 
 
@@ -106,7 +106,7 @@ def test_while_a_selector_fails_the_best_score_wins(
     answer: str | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     selector = Failing(answer)
-    stage = Stage(4, select=selecting(selector))
+    stage = Stage(4, select=adapt_selector(selector))
     stage.view.caches["c"] = set(range(1, 101))
     assert [stage.goes(1_600, list(range(1, 101))) for _ in range(2)] == ["c", "c"]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -116,10 +116,10 @@ def test_while_a_selector_fails_the_best_score_wins(
 
 def test_a_selector_may_refuse_a_request() -> None:
     error = RouterError.NoAvailableWorker("none will do")
-    stage = Stage(2, select=selecting(Failing(error)))
+    stage = Stage(2, select=adapt_selector(Failing(error)))
     refused = [stage.submit(100), stage.submit(200)]
     assert stage.place() == {}
-    assert stage.placement.refused() == [(one, error) for one in refused]
+    assert stage.placement.pop_rejected() == [(one, error) for one in refused]
     assert not len(stage.placement)
 
 
@@ -139,19 +139,19 @@ def test_a_selector_that_is_not_there_is_named() -> None:
 
 
 def test_labels() -> None:
-    assert read_labels("zone=a, gpu = h100,fast") == {"zone": "a", "gpu": "h100", "fast": "true"}
-    workers = {"a": instance("a", **{LABELS: {"zone": "x"}}), "b": instance("b")}
-    assert barred(workers, Context("r")) == frozenset()
-    assert barred(workers, Context("r", metadata={LABELS: "zone=x"})) == {"b"}
+    assert parse_labels("zone=a, gpu = h100,fast") == {"zone": "a", "gpu": "h100", "fast": "true"}
+    workers = {"a": instance("a", **{LABELS_KEY: {"zone": "x"}}), "b": instance("b")}
+    assert excluded_workers(workers, Context("r")) == frozenset()
+    assert excluded_workers(workers, Context("r", metadata={LABELS_KEY: "zone=x"})) == {"b"}
     with pytest.raises(RouterError.NoAvailableWorker, match="zone=y"):
-        barred(workers, Context("r", metadata={LABELS: "zone=y"}))
+        excluded_workers(workers, Context("r", metadata={LABELS_KEY: "zone=y"}))
 
 
 def test_the_seeds_score_of_its_example() -> None:
     """Matches of 5, 50, 75 %, loads of 30, 50, 80 %, equal latency, memory as the load leaves it."""
     scores = {
         name: worker_score(
-            hit, WorkerStatus(load, 0.01, 1.0 - load), PerformanceRequirements(), Weights()
+            hit, WorkerStatus(load, 0.01, 1.0 - load), PerformanceRequirements(), CostWeights()
         )
         for name, hit, load in (("1", 0.05, 0.3), ("2", 0.5, 0.5), ("3", 0.75, 0.8))
     }

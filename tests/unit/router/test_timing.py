@@ -7,12 +7,12 @@ from random import Random
 import pytest
 from tests.unit.router.stage import ENGINE, Stage, instance
 
-from dynamo.scheduling.router.placing.timing import Line, Pace
+from dynamo.scheduling.router.placing.timing import LatencyRegression, WorkerSlowdown
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 200.0])
 def test_a_line_is_found_from_noisy_observations(scale: float) -> None:
-    rng, line = Random(3), Line(15.0, 0.02, 1_000.0)
+    rng, line = Random(3), LatencyRegression(15.0, 0.02, 1_000.0)
     for _ in range(400):
         x = rng.choice([200, 1_000, 5_000])
         true = scale * (10.0 + 0.03 * x)
@@ -22,21 +22,21 @@ def test_a_line_is_found_from_noisy_observations(scale: float) -> None:
 
 
 def test_the_first_observation_sets_the_scale() -> None:
-    line = Line(15.0, 0.02, 1_000.0)
+    line = LatencyRegression(15.0, 0.02, 1_000.0)
     line.observe(1.0, 1_000, 3_500.0)
-    assert line.at(1.0, 1_000) == pytest.approx(3_500.0, rel=0.05)
+    assert line.predict(1.0, 1_000) == pytest.approx(3_500.0, rel=0.05)
 
 
 def test_a_stall_is_not_believed_in_full() -> None:
-    line = Line(15.0, 0.02, 1_000.0)
+    line = LatencyRegression(15.0, 0.02, 1_000.0)
     for _ in range(50):
         line.observe(1.0, 1_000, 35.0)
     line.observe(1.0, 1_000, 35_000.0)
-    assert line.at(1.0, 1_000) < 60
+    assert line.predict(1.0, 1_000) < 60
 
 
 def test_a_slow_worker_is_found_out_and_chance_is_not() -> None:
-    rng, slow, same = Random(5), Pace(), Pace()
+    rng, slow, same = Random(5), WorkerSlowdown(), WorkerSlowdown()
     for _ in range(200):
         slow.observe(100.0, 200.0 * rng.uniform(0.9, 1.1))
         same.observe(100.0, 100.0 * rng.uniform(0.7, 1.3))
@@ -51,10 +51,10 @@ def test_times_follow_the_first_tokens() -> None:
         tokens = rng.choice([100, 400, 900])
         active = stage.busy("a", tokens)
         stage.now += (10 + 2.0 * tokens) * 1e-3
-        stage.placement.first_token(active, stage.now)
-        stage.placement.ended(active, stage.now)
+        stage.placement.on_first_token(active, stage.now)
+        stage.placement.on_ended(active, stage.now)
         stage.now += 1
-    assert stage.fleet["a"].service_ms(500) == pytest.approx(1_010, rel=0.1)
+    assert stage.fleet["a"].predict_prefill_ms(500) == pytest.approx(1_010, rel=0.1)
 
 
 def test_prompts_of_one_step_are_one_observation() -> None:
@@ -63,24 +63,24 @@ def test_prompts_of_one_step_are_one_observation() -> None:
         together = [stage.busy("a", 500) for _ in range(4)]
         stage.now += (15 + 0.02 * 2_000) * 1e-3
         for active in together:
-            stage.placement.first_token(active, stage.now)
-            stage.placement.ended(active, stage.now)
+            stage.placement.on_first_token(active, stage.now)
+            stage.placement.on_ended(active, stage.now)
         stage.now += 1
-    assert stage.fleet["a"].service_ms(2_000) == pytest.approx(55, rel=0.1)
+    assert stage.fleet["a"].predict_prefill_ms(2_000) == pytest.approx(55, rel=0.1)
 
 
 def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
     stage = Stage(2)
     larger = instance("b", engine=ENGINE | {"num_blocks": 9_999})
-    stage.fleet.replace({"a": instance("a")})
-    stage.fleet.replace({"a": instance("a"), "b": larger})
+    stage.fleet.update_instances({"a": instance("a")})
+    stage.fleet.update_instances({"a": instance("a"), "b": larger})
     for _ in range(30):
         active = stage.busy("a", 1_000)
         stage.now += 2.0
-        stage.placement.first_token(active, stage.now)
-        stage.placement.ended(active, stage.now)
-    stage.fleet.freshen(stage.now)
-    assert stage.fleet["b"].service_ms(1_000) == pytest.approx(2_000, rel=0.2)
+        stage.placement.on_first_token(active, stage.now)
+        stage.placement.on_ended(active, stage.now)
+    stage.fleet.refresh_next(stage.now)
+    assert stage.fleet["b"].predict_prefill_ms(1_000) == pytest.approx(2_000, rel=0.2)
 
 
 def test_prompts_that_share_a_step_are_predicted_together() -> None:
@@ -88,10 +88,16 @@ def test_prompts_that_share_a_step_are_predicted_together() -> None:
     stage = Stage(1)
     book = stage.fleet["a"]
     burst = [stage.busy("a", 100) for _ in range(20)]
-    last_s = burst[-1].due_s - stage.now
-    assert last_s == pytest.approx((book.service_ms(1_900) + book.service_ms(100)) * 1e-3)
-    assert last_s < (book.free_s - stage.now) / 4
+    last_s = burst[-1].expected_first_token_s - stage.now
+    assert last_s == pytest.approx(
+        (book.predict_prefill_ms(1_900) + book.predict_prefill_ms(100)) * 1e-3
+    )
+    assert last_s < (book.prefill_free_s - stage.now) / 4
     alone = stage.busy("a", 20_000)
-    stage.now = book.free_s - 0.01
+    stage.now = book.prefill_free_s - 0.01
     after = stage.busy("a", 100)
-    assert alone.due_s < after.due_s < stage.now + 0.01 + book.service_ms(200) * 1e-3
+    assert (
+        alone.expected_first_token_s
+        < after.expected_first_token_s
+        < stage.now + 0.01 + book.predict_prefill_ms(200) * 1e-3
+    )

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
-from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.child import ChildSpec
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.supervisor import Supervisor
 
@@ -28,11 +28,11 @@ tell = lambda **report: os.write(0, json.dumps(report).encode() + b"\\n")
 
 
 @pytest.fixture
-def spec() -> Callable[..., ProcessSpec]:
+def spec() -> Callable[..., ChildSpec]:
     """`spec(script, name=...)`: a child that runs `script` after reading its start line."""
 
-    def make(script: str, name: str = "child", stop_order: int = 0) -> ProcessSpec:
-        return ProcessSpec(
+    def make(script: str, name: str = "child", stop_order: int = 0) -> ChildSpec:
+        return ChildSpec(
             role="worker",
             name=name,
             settings=Settings(),
@@ -47,7 +47,7 @@ def spec() -> Callable[..., ProcessSpec]:
 def supervise(deployment: Deployment) -> Callable[..., Supervisor]:
     """`supervise(*specs)`: a supervisor of the test's own deployment."""
 
-    def make(*specs: ProcessSpec, drain_s: float = 5.0, **about: object) -> Supervisor:
+    def make(*specs: ChildSpec, drain_s: float = 5.0, **about: object) -> Supervisor:
         settings = Settings()
         settings = replace(settings, runtime=replace(settings.runtime, drain_s=drain_s))
         return Supervisor(specs, deployment, settings, **about)  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo.communication.discovery import Change
+from dynamo.communication.discovery import RecordChange
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.runtime.background import InlineBackground, ThreadBackground
-from dynamo.runtime.leases import BackgroundDiscovery, KeptDiscovery
+from dynamo.runtime.leases import BackgroundDiscovery, RepublishingDiscovery
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ async def open_memory(name: str) -> MemoryDiscovery:
 async def opened(background: ThreadBackground, name: str) -> BackgroundDiscovery:
     inner = await background.run(open_memory(name))
 
-    async def keep() -> KeptDiscovery:
-        return KeptDiscovery(inner)
+    async def keep() -> RepublishingDiscovery:
+        return RepublishingDiscovery(inner)
 
     return BackgroundDiscovery(await background.run(keep()), background)
 
@@ -53,7 +53,7 @@ async def test_a_busy_primary_does_not_hold_the_secondary(background: ThreadBack
             beats += 1
             await asyncio.sleep(0.001)
 
-    beating = background.start(heart())
+    beating = background.submit(heart())
     before = beats
     end = time.monotonic() + 5
     while beats < before + 5 and time.monotonic() < end:
@@ -91,11 +91,11 @@ async def test_discovery_in_the_background(background: ThreadBackground) -> None
     discovery = await opened(background, "background")
     await discovery.put("/a/1", b"one")
     async with discovery.watch("/a/") as changes:
-        assert await anext(changes) == [Change("/a/1", b"one")]
+        assert await anext(changes) == [RecordChange("/a/1", b"one")]
         await discovery.put("/a/2", b"two")
-        assert await anext(changes) == [Change("/a/2", b"two")]
+        assert await anext(changes) == [RecordChange("/a/2", b"two")]
         await discovery.delete("/a/1")
-        assert await anext(changes) == [Change("/a/1", None)]
+        assert await anext(changes) == [RecordChange("/a/1", None)]
     assert await discovery.get("/a/") == {"/a/2": b"two"}
     await discovery.close()
 
@@ -116,7 +116,7 @@ async def test_a_lost_lease_is_told_here_and_mended_there(background: ThreadBack
     assert threads == [threading.get_ident()]
     async with discovery.watch("/a/") as changes:
         seen = list(await anext(changes))
-        while Change("/a/1", b"one") not in seen:
+        while RecordChange("/a/1", b"one") not in seen:
             seen += await anext(changes)
     await discovery.close()
 

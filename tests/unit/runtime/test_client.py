@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.unit.processes import Open
 
-from dynamo.communication.discovery import Change
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.discovery import RecordChange
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     ConfigError,
@@ -23,8 +23,8 @@ from dynamo.core.errors import (
     ProtocolError,
     WorkerFailed,
 )
-from dynamo.core.tasks import Tasks
-from dynamo.runtime import Client, DistributedRuntime, State
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime import Client, DistributedRuntime, LifecycleState
 from dynamo.runtime.component import parse_reference
 
 REFERENCE = "dynamo.Processor.chat/completions"
@@ -244,14 +244,14 @@ async def test_who_is_there_and_cannot_be_asked_is_told(open_runtime: Open) -> N
 
 
 async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> None:
-    async def hang(payload: bytes, out: Outgoing) -> None:
+    async def hang(payload: bytes, out: ResponseWriter) -> None:
         await asyncio.Event().wait()
 
     caller, server = await open_runtime(), await open_runtime()
     await server.endpoint(REFERENCE).serve(hang)
     client = await client_of(caller)
     instance = client.pick("random")
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         call = client.call(instance, b"", Context("r"), lambda _: True)
         task = tasks.start(call)
         await until(lambda: client.in_flight(instance.id) == 1)
@@ -270,7 +270,7 @@ async def test_a_probe_that_is_answered_brings_it_back(
     caller, server = await open_runtime(), await open_runtime()
     await server.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(caller)
-    client._view.withhold(server.requests.address)
+    client._view.mark_unreachable(server.requests.address)
     assert not client.instances
     await client.wait_for_instances()
     assert await collected(client.direct(2, server.instance_id)) == [0, 1]
@@ -287,27 +287,27 @@ async def test_calls_in_flight_end_before_the_drain_does(open_runtime: Open) -> 
     caller, server = await open_runtime(), await open_runtime()
     served = await server.endpoint(REFERENCE).serve_items(slow)
     client = await client_of(caller)
-    async with Tasks() as tasks, client.generate({}) as stream:
+    async with BackgroundTasks() as tasks, client.generate({}) as stream:
         assert await anext(stream) == 1
         leaving = tasks.start(server.shutdown(60))
         await until(lambda: not client.instances)
-        assert served.lifecycle.state is State.STOPPING
+        assert served.lifecycle.state is LifecycleState.STOPPING
         go.set()
         assert await collected(stream) == [2]
         await leaving
-    assert served.lifecycle.state is State.DEREGISTERED
+    assert served.lifecycle.state is LifecycleState.DEREGISTERED
     assert server.stopping.cancelled
 
 
 async def test_states_follow_health(open_runtime: Open) -> None:
     runtime = await open_runtime()
-    runtime.health.unwell("model", "loading")
+    runtime.health.set_unhealthy("model", "loading")
     served = await runtime.endpoint(REFERENCE).serve_items(count_to)
-    assert served.lifecycle.state is State.RUNNING
-    runtime.health.well_again("model")
-    assert served.lifecycle.state is runtime.lifecycle.state is State.HEALTHY
-    runtime.health.unwell("engine", "stuck")
-    assert served.lifecycle.state is State.RUNNING
+    assert served.lifecycle.state is LifecycleState.RUNNING
+    runtime.health.set_healthy("model")
+    assert served.lifecycle.state is runtime.lifecycle.state is LifecycleState.HEALTHY
+    runtime.health.set_unhealthy("engine", "stuck")
+    assert served.lifecycle.state is LifecycleState.RUNNING
 
 
 async def test_what_is_registered_is_put_again_after_a_lost_lease(open_runtime: Open) -> None:
@@ -326,10 +326,10 @@ async def test_bad_records_are_skipped(open_runtime: Open) -> None:
     await runtime.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(runtime)
     assert list(client.instances) == [runtime.instance_id]
-    client._view._apply([Change(key, None)], replace=False)
-    registry = await runtime.registry.components("dynamo")
+    client._view._apply([RecordChange(key, None)], replace=False)
+    registry = await runtime.component_registry.components("dynamo")
     assert [one.endpoint for one in registry["Processor"]] == ["chat/completions"]
-    assert await runtime.registry.components("elsewhere") == {}
+    assert await runtime.component_registry.components("elsewhere") == {}
 
 
 async def test_namespaces_are_apart(open_runtime: Open) -> None:

@@ -15,16 +15,16 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks
-from dynamo.runtime.child import ProcessSpec
-from dynamo.runtime.control import Order, give
-from dynamo.runtime.crew import kind_of
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime.child import ChildSpec
+from dynamo.runtime.control import ControlRequest, send_control_request
+from dynamo.runtime.crew import kind_of_process
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.exits import OUT_OF_MEMORY, describe_exit, oom_kills, starved
-from dynamo.runtime.reload import Reload
+from dynamo.runtime.exits import OOM_KILL_TEXT, count_oom_kills, describe_exit, killed_by_oom
+from dynamo.runtime.reload import SettingsReloader
 from dynamo.runtime.supervisor import Supervisor
 
-Spec = Callable[..., ProcessSpec]
+Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
 
 SERVE = 'tell(state="ready"); signal.pause()'
@@ -40,7 +40,7 @@ tell(state="ready"); signal.pause()
 
 @asynccontextmanager
 async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         yield supervisor
@@ -50,7 +50,7 @@ async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
 
 async def order(deployment: Deployment, *what: object) -> list[str]:
     return await asyncio.to_thread(
-        lambda: list(give(Order(*what), deployment.folder, 20.0))  # type: ignore[arg-type]
+        lambda: list(send_control_request(ControlRequest(*what), deployment.folder, 20.0))  # type: ignore[arg-type]
     )
 
 
@@ -103,7 +103,7 @@ async def test_nothing_is_left_of_a_deployment_that_ended(
         killed = ProcessRecord(
             deployment="test", role="worker", name="w", pid=os.getpid(), start_ticks=1, instance="x"
         )
-        deployment.write(killed)
+        deployment.write_record(killed)
     assert not deployment.folder.exists()
 
 
@@ -135,14 +135,14 @@ async def test_who_replaces_others_has_the_settings_of_now(
     file, out = tmp_path / "file", io.StringIO()
     file.write_text("1")
 
-    def read() -> list[ProcessSpec]:
+    def read() -> list[ChildSpec]:
         engine = replace(Settings().engine, num_blocks=int(file.read_text()))
         made = spec(
             'print(start["settings"]["engine"]["num_blocks"], flush=True)\n' + SERVE, "worker"
         )
         return [replace(made, settings=replace(Settings(), engine=engine))]
 
-    reload = Reload(read, str(file))
+    reload = SettingsReloader(read, str(file))
     async with serving(supervise(*read(), reload=reload, out=out)) as supervisor:
         file.write_text("22")
         await order(deployment, "restart", "worker")
@@ -187,13 +187,13 @@ async def test_what_cannot_be_done_is_said(
 
 
 def test_nobody_takes_orders_where_nobody_runs(deployment: Deployment) -> None:
-    deployment.prepare()
+    deployment.create_folder()
     with pytest.raises(NotFound, match="takes no orders"):
-        list(give(Order("drain", "x"), deployment.folder, 1.0))
+        list(send_control_request(ControlRequest("drain", "x"), deployment.folder, 1.0))
 
 
 def test_kinds() -> None:
-    assert [kind_of(name) for name in ("worker", "worker-2", "my-worker", "a-b-12")] == [
+    assert [kind_of_process(name) for name in ("worker", "worker-2", "my-worker", "a-b-12")] == [
         "worker",
         "worker",
         "my-worker",
@@ -204,12 +204,15 @@ def test_kinds() -> None:
 async def test_a_crash_loop_is_reported(spec: Spec, supervise: Supervise) -> None:
     supervisor = supervise(spec("sys.exit(7)", "worker"))
     (child,) = supervisor.children
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
-        child._backoff._next_s = 0.001
-        while not child.trouble:
+        child._backoff._delay_s = 0.001
+        while not child.crash_loop_reason:
             await asyncio.sleep(0.005)
-        assert supervisor._reasons()["worker"] == "died 5 times before it served, last by exit 7"
+        assert (
+            supervisor._unhealthy_reasons()["worker"]
+            == "died 5 times before it served, last by exit 7"
+        )
         supervisor.stop()
         await running
 
@@ -219,10 +222,10 @@ def test_a_kill_for_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.M
     counts.write_text("nr_free_pages 7\noom_kill 3\noom_kill_x 9\n")
     monkeypatch.setattr("dynamo.runtime.exits.VMSTAT", counts)
     monkeypatch.setattr("dynamo.runtime.exits.CGROUPS", tmp_path)
-    assert oom_kills() == 3
-    assert starved(2, 1 << 50)
-    assert not starved(3, 1 << 50)
-    assert not starved(2, 1 << 20)
-    assert describe_exit(-9, out_of_memory=True) == OUT_OF_MEMORY
+    assert count_oom_kills() == 3
+    assert killed_by_oom(2, 1 << 50)
+    assert not killed_by_oom(3, 1 << 50)
+    assert not killed_by_oom(2, 1 << 20)
+    assert describe_exit(-9, out_of_memory=True) == OOM_KILL_TEXT
     assert describe_exit(-15, out_of_memory=True) == "SIGTERM"
     assert describe_exit(-9) == "SIGKILL"

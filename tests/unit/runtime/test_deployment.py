@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dynamo.communication.discovery.folder import Lease, file_name
+from dynamo.communication.discovery.folder import FolderLease, record_file_name
 from dynamo.communication.http import PortInUse
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
@@ -24,8 +24,8 @@ from dynamo.runtime.deployment import (
     live_processes,
     state_roots,
 )
-from dynamo.runtime.pids import command, is_alive, own_start_ticks, start_ticks
-from dynamo.runtime.sockets import claim_port, port_owner, reserve_port
+from dynamo.runtime.pids import command_line, is_alive, own_start_ticks, start_ticks
+from dynamo.runtime.sockets import check_port_free, port_owner, reserve_port
 
 
 def record_of(deployment: Deployment, **about: object) -> ProcessRecord:
@@ -43,7 +43,7 @@ def record_of(deployment: Deployment, **about: object) -> ProcessRecord:
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
     one = deployment_of(Settings(), {"XDG_RUNTIME_DIR": str(tmp_path)})
-    one.prepare()
+    one.create_folder()
     return one
 
 
@@ -71,15 +71,17 @@ def test_both_roots_are_looked_into(tmp_path: Path) -> None:
 
 def test_a_folder_open_to_others_is_closed(deployment: Deployment) -> None:
     deployment.folder.chmod(0o755)
-    deployment.prepare()
+    deployment.create_folder()
     assert deployment.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_live_processes_are_listed_supervisor_first(deployment: Deployment, tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    deployment.write(record_of(deployment))
-    deployment.write(record_of(deployment, instance="i2", role="supervisor", name="supervisor"))
-    deployment.write(record_of(deployment, state="ready"))
+    deployment.write_record(record_of(deployment))
+    deployment.write_record(
+        record_of(deployment, instance="i2", role="supervisor", name="supervisor")
+    )
+    deployment.write_record(record_of(deployment, state="ready"))
     mine = [one for one in live_processes(environ) if one.pid == os.getpid()]
     assert [(one.role, one.state) for one in mine] == [
         ("supervisor", "starting"),
@@ -87,17 +89,17 @@ def test_live_processes_are_listed_supervisor_first(deployment: Deployment, tmp_
     ]
     assert deployment in live_deployments(environ)
     for one in mine:
-        deployment.remove(one)
+        deployment.remove_record(one)
     assert deployment not in live_deployments(environ)
 
 
 def test_the_dead_never_appear(deployment: Deployment) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    deployment.write(record_of(deployment, pid=ended.pid, instance="dead"))
-    deployment.write(record_of(deployment, start_ticks=1, instance="reused pid"))
+    deployment.write_record(record_of(deployment, pid=ended.pid, instance="dead"))
+    deployment.write_record(record_of(deployment, start_ticks=1, instance="reused pid"))
     (deployment.folder / "processes" / "junk.json").write_bytes(b"{")
-    assert deployment.processes() == []
+    assert deployment.live_processes() == []
     assert [path.name for path in (deployment.folder / "processes").iterdir()] == ["junk.json"]
 
 
@@ -105,7 +107,7 @@ def test_a_pid_is_known_by_its_start() -> None:
     assert is_alive(os.getpid(), own_start_ticks())
     assert not is_alive(os.getpid(), own_start_ticks() - 1)
     assert start_ticks(2**22 + 1) == 0
-    assert command(2**22 + 1) == ""
+    assert command_line(2**22 + 1) == ""
 
 
 def test_a_zombie_is_dead() -> None:
@@ -127,47 +129,47 @@ def test_a_port_in_use_names_its_owner(shared: bool) -> None:
         assert owner is not None
         assert owner.pid == os.getpid()
         with pytest.raises(PortInUse) as caught:
-            claim_port("127.0.0.1", port)
+            check_port_free("127.0.0.1", port)
         assert f"process {os.getpid()} (" in caught.value.message
-    assert claim_port("127.0.0.1", port) == port
+    assert check_port_free("127.0.0.1", port) == port
     assert port_owner(port) is None
 
 
 def test_port_0_is_any_and_bad_addresses_are_told() -> None:
-    assert claim_port("127.0.0.1", 0) > 0
+    assert check_port_free("127.0.0.1", 0) > 0
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7"):
-        claim_port("203.0.113.7", 1234)
+        check_port_free("203.0.113.7", 1234)
 
 
 def test_a_reserved_port_is_shared_with_children_alone() -> None:
     with reserve_port("localhost", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(PortInUse):
-            claim_port("127.0.0.1", port)
+            check_port_free("127.0.0.1", port)
         with socket.socket() as child:
             for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
                 child.setsockopt(socket.SOL_SOCKET, option, 1)
             child.bind(("127.0.0.1", port))
             child.listen()
             with pytest.raises(PortInUse):
-                claim_port("127.0.0.1", port)
+                check_port_free("127.0.0.1", port)
             with socket.create_connection(("127.0.0.1", port)) as caller:
                 accepted, _ = child.accept()
                 accepted.close()  # closes first, so that TIME_WAIT stays on this side
                 assert caller.recv(1) == b""
-    assert claim_port("127.0.0.1", port) == port
+    assert check_port_free("127.0.0.1", port) == port
 
 
 def test_a_folder_that_nobody_uses_is_removed(deployment: Deployment) -> None:
     record = record_of(deployment)
-    deployment.write(record)
-    deployment.clear()
-    assert deployment.processes() == [record]
+    deployment.write_record(record)
+    deployment.remove_if_unused()
+    assert deployment.live_processes() == [record]
 
-    deployment.remove(record)
-    deployment.clear()
+    deployment.remove_record(record)
+    deployment.remove_if_unused()
     assert not deployment.folder.exists()
-    deployment.clear()
+    deployment.remove_if_unused()
 
 
 def killed(deployment: Deployment) -> ProcessRecord:
@@ -175,14 +177,14 @@ def killed(deployment: Deployment) -> ProcessRecord:
     ended = subprocess.Popen(["true"])
     ended.wait()
     record = record_of(deployment, pid=ended.pid)
-    deployment.write(record)
+    deployment.write_record(record)
     (deployment.folder / "processes" / "i1.new").touch()
     with socket.socket(socket.AF_UNIX) as orders:
         orders.bind(str(deployment.folder / "control"))
     lease = deployment.folder / "discovery" / "0123456789abcdef"
     lease.mkdir(parents=True)
     (lease / "lock").touch()
-    (lease / file_name("/key")).write_bytes(b"/key\nvalue")
+    (lease / record_file_name("/key")).write_bytes(b"/key\nvalue")
     return record
 
 
@@ -196,46 +198,46 @@ def test_what_a_killed_deployment_left_is_removed_by_whoever_looks(
 
 def test_a_held_lease_keeps_what_stands_beside_it(deployment: Deployment) -> None:
     killed(deployment)
-    lease = Lease(deployment.folder / "discovery")
+    lease = FolderLease(deployment.folder / "discovery")
     lease.put("/alive", b"")
-    deployment.clear()
-    assert lease.holds()
-    assert (lease.folder / file_name("/alive")).exists()
+    deployment.remove_if_unused()
+    assert lease.is_intact()
+    assert (lease.folder / record_file_name("/alive")).exists()
     assert not (deployment.folder / "discovery" / "0123456789abcdef").exists()
     lease.close()
-    deployment.clear()
+    deployment.remove_if_unused()
     assert not deployment.folder.exists()
 
 
 def test_who_starts_while_others_clear_has_a_folder(deployment: Deployment) -> None:
-    deployment.clear()
+    deployment.remove_if_unused()
     assert not deployment.folder.exists()
     record = record_of(deployment)
-    deployment.write(record)
-    assert deployment.processes() == [record]
+    deployment.write_record(record)
+    assert deployment.live_processes() == [record]
 
 
 def test_nobody_clears_while_somebody_writes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = Deployment.prepare
+    prepare = Deployment.create_folder
 
     def prepared_and_looked_at(one: Deployment) -> None:
         prepare(one)
-        one.clear()
+        one.remove_if_unused()
 
-    monkeypatch.setattr(Deployment, "prepare", prepared_and_looked_at)
-    deployment.write(record_of(deployment))
-    assert len(deployment.processes()) == 1
+    monkeypatch.setattr(Deployment, "create_folder", prepared_and_looked_at)
+    deployment.write_record(record_of(deployment))
+    assert len(deployment.live_processes()) == 1
 
 
 def test_a_port_in_use_names_the_deployment(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deployment.folder.parents[1]))
-    deployment.write(record_of(deployment))
+    deployment.write_record(record_of(deployment))
     with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(PortInUse) as caught:
-        claim_port("127.0.0.1", held.getsockname()[1])
+        check_port_free("127.0.0.1", held.getsockname()[1])
     assert f"deployment http-8000 (process {os.getpid()}) serves there" in caught.value.message
     assert "`dynamo stop http-8000`" in caught.value.hint
 
@@ -246,9 +248,9 @@ def test_a_port_that_is_held_before_anybody_listens_names_the_deployment(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deployment.folder.parents[1]))
     with reserve_port("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
-        deployment.write(record_of(deployment, address=f"http://127.0.0.1:{port}"))
+        deployment.write_record(record_of(deployment, address=f"http://127.0.0.1:{port}"))
         with pytest.raises(PortInUse, match=r"deployment http-8000 \(process"):
-            claim_port("127.0.0.1", port)
+            check_port_free("127.0.0.1", port)
 
 
 def test_a_full_disk_names_the_state_folder(
@@ -259,26 +261,26 @@ def test_a_full_disk_names_the_state_folder(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError, match=f"{deployment.folder} cannot be written: No space"):
-        deployment.write(record_of(deployment))
+        deployment.write_record(record_of(deployment))
 
 
 def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     with pytest.raises(ConfigError, match="cannot be made") as caught:
-        Deployment("one", in_the_way / "dynamo" / "one").prepare()
+        Deployment("one", in_the_way / "dynamo" / "one").create_folder()
     assert "XDG_RUNTIME_DIR" in caught.value.hint
 
 
 def test_a_record_that_somebody_took_away_is_written_again(deployment: Deployment) -> None:
     record = record_of(deployment)
-    deployment.write(record)
+    deployment.write_record(record)
     old = deployment.folder / "processes" / "i1.json"
     os.utime(old, (1, 1))
 
-    deployment.keep(record)
+    deployment.refresh_record(record)
     assert old.stat().st_mtime > 1
 
     shutil.rmtree(deployment.folder.parent)
-    deployment.keep(record)
-    assert deployment.processes() == [record]
+    deployment.refresh_record(record)
+    assert deployment.live_processes() == [record]

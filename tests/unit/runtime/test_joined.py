@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo.runtime.control import Control, Order, give
-from dynamo.runtime.crew import Crew
+from dynamo.runtime.control import ControlRequest, ControlServer, send_control_request
+from dynamo.runtime.crew import ProcessGroup
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
 
@@ -29,12 +29,12 @@ async def test_the_second_says_what_it_joins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
-    deployment.prepare()
-    first, second = Control(ANY, deployment.folder), Control(ANY, deployment.folder)
+    deployment.create_folder()
+    first, second = ControlServer(ANY, deployment.folder), ControlServer(ANY, deployment.folder)
     await first.start()
     assert not caplog.records
     other = await asyncio.create_subprocess_exec("sleep", "60")
-    deployment.write(
+    deployment.write_record(
         ProcessRecord(
             deployment="shop",
             role="supervisor",
@@ -58,13 +58,13 @@ async def test_the_second_says_what_it_joins(
 
 async def test_orders_are_taken_again_where_somebody_took_the_socket_away(tmp_path: Path) -> None:
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
-    deployment.prepare()
-    control = Control(cast("Crew", Hearing()), deployment.folder)
+    deployment.create_folder()
+    control = ControlServer(cast("ProcessGroup", Hearing()), deployment.folder)
     await control.start()
     shutil.rmtree(deployment.folder.parent)
-    deployment.prepare()
+    deployment.create_folder()
 
-    await control.keep()
-    said = give(Order("drain", "worker-1"), deployment.folder, 5)
+    await control.refresh_socket()
+    said = send_control_request(ControlRequest("drain", "worker-1"), deployment.folder, 5)
     assert await asyncio.to_thread(list, said) == ["heard of worker-1"]
     await control.stop()

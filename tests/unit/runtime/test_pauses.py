@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dynamo.runtime.pauses import EVERY_S, LoopPauses
+from dynamo.runtime.pauses import SAMPLE_INTERVAL_S, LoopLagMonitor
 from dynamo.telemetry import Registry
 
 SUM = "dynamo_runtime_loop_pause_seconds_sum"
@@ -19,9 +19,9 @@ def value(metrics: Registry, name: str) -> float:
 
 async def test_a_blocked_loop_is_seen() -> None:
     metrics = Registry()
-    pauses = LoopPauses(metrics)
+    pauses = LoopLagMonitor(metrics)
     pauses.start()
-    time.sleep(EVERY_S + 0.05)
+    time.sleep(SAMPLE_INTERVAL_S + 0.05)
     while not value(metrics, COUNT):
         await asyncio.sleep(0)
     pauses.stop()
@@ -30,9 +30,9 @@ async def test_a_blocked_loop_is_seen() -> None:
 
 async def test_stopped_it_arms_no_timer() -> None:
     metrics = Registry()
-    pauses = LoopPauses(metrics)
+    pauses = LoopLagMonitor(metrics)
     pauses.start()
     pauses.stop()
     pauses.stop()
-    await asyncio.sleep(2 * EVERY_S)
+    await asyncio.sleep(2 * SAMPLE_INTERVAL_S)
     assert value(metrics, COUNT) == 0

@@ -9,20 +9,24 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.runtime.instances import Instance
-from dynamo.runtime.picks import MODES, Picks, Slot
+from dynamo.runtime.picks import MODES, InstanceLoad, LoadBalancer
 
 
-def picks_of(*weights: float) -> tuple[Picks, list[Slot]]:
+def picks_of(*weights: float) -> tuple[LoadBalancer, list[InstanceLoad]]:
     slots = [
-        Slot(Instance(str(at), f"memory://{at}", "ns", "worker", "generate", {"weight": weight}))
+        InstanceLoad(
+            Instance(str(at), f"memory://{at}", "ns", "worker", "generate", {"weight": weight})
+        )
         for at, weight in enumerate(weights)
     ]
-    picks = Picks(Random(7))
-    picks.replace(slots)
+    picks = LoadBalancer(Random(7))
+    picks.set_candidates(slots)
     return picks, slots
 
 
-def drawn(picks: Picks, mode: str, times: int, allowed: set[str] | None = None) -> Counter[str]:
+def drawn(
+    picks: LoadBalancer, mode: str, times: int, allowed: set[str] | None = None
+) -> Counter[str]:
     return Counter(picks.pick(mode, allowed).instance.id for _ in range(times))
 
 
@@ -103,8 +107,8 @@ def test_nobody_to_pick() -> None:
 def test_counts_survive_a_change_of_candidates() -> None:
     picks, slots = picks_of(1, 1)
     slots[0].in_flight += 1
-    picks.replace(slots[:1])
-    picks.replace(slots)
+    picks.set_candidates(slots[:1])
+    picks.set_candidates(slots)
     assert picks.pick("least_loaded") is slots[1]
     slots[0].in_flight -= 1
     assert slots[0].in_flight == 0

@@ -5,22 +5,26 @@ from __future__ import annotations
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import load
-from dynamo.core.settings.given import Given
+from dynamo.core.settings import resolve_settings
+from dynamo.core.settings.given import SourcedValue
 from dynamo.runtime.instances import Instance, encode_instance
 from dynamo.runtime.planes import Planes, planes_of
 
 
 def planes(environ: dict[str, str] | None = None, **flags: object) -> Planes:
-    given = {key.replace("__", "."): Given(value, f"flag --{key}") for key, value in flags.items()}
-    return planes_of(load(given, {"DYNAMO_RUNTIME__DEPLOYMENT": "x", **(environ or {})}).settings)
+    given = {
+        key.replace("__", "."): SourcedValue(value, f"flag --{key}") for key, value in flags.items()
+    }
+    return planes_of(
+        resolve_settings(given, {"DYNAMO_RUNTIME__DEPLOYMENT": "x", **(environ or {})}).settings
+    )
 
 
 def test_no_server_is_the_default() -> None:
     made = planes()
     assert made.discovery.startswith("file:")
     assert (made.requests, made.events) == ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-    assert made.shown()["discovery"] == "file:"
+    assert made.redacted_urls()["discovery"] == "file:"
 
 
 def test_the_two_variables_choose_the_planes() -> None:
@@ -29,7 +33,7 @@ def test_the_two_variables_choose_the_planes() -> None:
     )
     assert made.discovery == "etcd://a:2379,b:2379"
     assert made.requests == made.events == "nats://u:p@n:4222"
-    assert made.shown()["events"] == "nats://n:4222"
+    assert made.redacted_urls()["events"] == "nats://n:4222"
 
 
 @pytest.mark.parametrize(
@@ -76,12 +80,15 @@ def test_what_planes_are_opened_with() -> None:
         messaging__nats__password="p",
         messaging__nats__max_reconnect=3,
     )
-    assert made.requests == made.options.fallback == "tcp://[::]:0"
-    assert made.etcd.lease_ttl_s == 10.0
-    assert (made.etcd.server_tls.ca, made.options.server_tls.ca) == ("etcd.pem", "")
-    assert (made.options.user, made.etcd.user) == ("u", "")
-    assert made.options.secret == "0123456789abcdef"
-    assert made.options.max_reconnect == 3
+    assert made.requests == made.messaging_options.direct_url == "tcp://[::]:0"
+    assert made.discovery_options.lease_ttl_s == 10.0
+    assert (made.discovery_options.server_tls.ca, made.messaging_options.server_tls.ca) == (
+        "etcd.pem",
+        "",
+    )
+    assert (made.messaging_options.user, made.discovery_options.user) == ("u", "")
+    assert made.messaging_options.secret == "0123456789abcdef"
+    assert made.messaging_options.max_reconnect == 3
 
 
 def test_a_record_names_its_transport_as_published_documents_do() -> None:

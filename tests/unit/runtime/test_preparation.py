@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import Tasks
-from dynamo.runtime.child import ProcessSpec
-from dynamo.runtime.link import ParentLink, Start
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime.child import ChildSpec
+from dynamo.runtime.link import ChildStart, ParentPipe
 from dynamo.runtime.supervisor import Supervisor
 
-Spec = Callable[..., ProcessSpec]
+Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
 Tell = Callable[[str], None]
 
@@ -48,7 +48,7 @@ async def test_who_needs_it_starts_after_it_and_the_others_hear(
     waiting = replace(spec(SERVE, "worker", 1), needs_preparation=True)
     supervisor = supervise(spec(LISTEN, "frontend"), waiting, out=out, prepare=prepare)
     frontend, worker = supervisor.children
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         while "half" not in out.getvalue():
             await asyncio.sleep(0.005)
@@ -98,17 +98,17 @@ async def test_stopping_cancels_it(spec: Spec, supervise: Supervise) -> None:
 
 def test_a_child_reads_notices_that_come_with_its_start() -> None:
     heard: list[str] = []
-    start = msgspec.json.encode(Start(Settings(), "frontend", 1))
+    start = msgspec.json.encode(ChildStart(Settings(), "frontend", 1))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.send(start + b'\n{"preparing":"ha')
-        link = ParentLink.from_fd(theirs.fileno())
+        link = ParentPipe.from_fd(theirs.fileno())
         ours.send(b'lf"}\n{"preparing":""}\n')
         loop = asyncio.new_event_loop()
-        link.watch(loop, loop.stop)
+        link.watch_parent(loop, loop.stop)
         link.on_notice(lambda notice: heard.append(notice.preparing))
         ours.close()
         loop.run_forever()
         loop.close()
-    assert link.start.name == "frontend"
+    assert link.start_message.name == "frontend"
     assert heard == ["", "half", ""]

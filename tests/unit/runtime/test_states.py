@@ -5,43 +5,51 @@ from __future__ import annotations
 import pytest
 
 from dynamo.core.errors import InternalError
-from dynamo.runtime.backoff import Backoff
+from dynamo.runtime.backoff import RestartBackoff
 from dynamo.runtime.cancellation import CancellationToken
-from dynamo.runtime.health import Health
-from dynamo.runtime.lifecycle import Lifecycle, State
+from dynamo.runtime.health import ProcessHealth
+from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 
 
 def test_the_life_of_a_component() -> None:
     life = Lifecycle("worker")
-    seen: list[State] = []
+    seen: list[LifecycleState] = []
     life.on_change(seen.append)
-    way = [State.REGISTERED, State.RUNNING, State.HEALTHY, State.RUNNING, State.HEALTHY]
-    for state in [*way, State.STOPPING, State.DEREGISTERED]:
-        life.to(state)
-    life.to(State.DEREGISTERED)
-    assert seen == [*way, State.STOPPING, State.DEREGISTERED]
+    way = [
+        LifecycleState.REGISTERED,
+        LifecycleState.RUNNING,
+        LifecycleState.HEALTHY,
+        LifecycleState.RUNNING,
+        LifecycleState.HEALTHY,
+    ]
+    for state in [*way, LifecycleState.STOPPING, LifecycleState.DEREGISTERED]:
+        life.transition_to(state)
+    life.transition_to(LifecycleState.DEREGISTERED)
+    assert seen == [*way, LifecycleState.STOPPING, LifecycleState.DEREGISTERED]
     assert life.stopping
 
 
-@pytest.mark.parametrize("state", [State.HEALTHY, State.RUNNING, State.DEREGISTERED])
-def test_no_state_is_skipped(state: State) -> None:
+@pytest.mark.parametrize(
+    "state", [LifecycleState.HEALTHY, LifecycleState.RUNNING, LifecycleState.DEREGISTERED]
+)
+def test_no_state_is_skipped(state: LifecycleState) -> None:
     with pytest.raises(InternalError, match="created"):
-        Lifecycle("worker").to(state)
+        Lifecycle("worker").transition_to(state)
 
 
 def test_health_says_why() -> None:
-    health = Health()
+    health = ProcessHealth()
     told: list[dict[str, str]] = []
     health.on_change(lambda: told.append(dict(health.reasons)))
-    assert health.well
-    health.unwell("model", "loading")
-    health.unwell("model", "loading")
-    health.unwell("workers", "none")
-    assert not health.well
-    health.well_again("model")
-    health.well_again("model")
-    health.well_again("workers")
-    assert health.well
+    assert health.healthy
+    health.set_unhealthy("model", "loading")
+    health.set_unhealthy("model", "loading")
+    health.set_unhealthy("workers", "none")
+    assert not health.healthy
+    health.set_healthy("model")
+    health.set_healthy("model")
+    health.set_healthy("workers")
+    assert health.healthy
     assert told == [
         {"model": "loading"},
         {"model": "loading", "workers": "none"},
@@ -51,10 +59,10 @@ def test_health_says_why() -> None:
 
 
 def test_checks_are_asked_at_every_look() -> None:
-    health = Health()
+    health = ProcessHealth()
     answers = iter(["", "broken"])
-    health.check("engine", lambda: next(answers))
-    assert health.well
+    health.add_check("engine", lambda: next(answers))
+    assert health.healthy
     assert health.reasons == {"engine": "broken"}
 
 
@@ -76,14 +84,14 @@ async def test_a_token_cancels_its_children_once() -> None:
 
 
 def test_restarts_wait_longer_until_something_served() -> None:
-    backoff = Backoff()
-    waits = [backoff.died(0) for _ in range(4)]
+    backoff = RestartBackoff()
+    waits = [backoff.next_delay_s(0) for _ in range(4)]
     assert waits == [0.1, 0.2, 0.4, 0.8]
-    assert not backoff.looping
-    assert [backoff.died(0) for _ in range(7)] == [1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 60.0]
-    assert backoff.looping
-    assert backoff.deaths_unserved == 11
-    assert backoff.died(9.9) == 10.0
-    assert not backoff.looping
-    assert backoff.died(10.0) == 0.1
-    assert backoff.died(1.0) == 0.2
+    assert not backoff.crash_looping
+    assert [backoff.next_delay_s(0) for _ in range(7)] == [1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 60.0]
+    assert backoff.crash_looping
+    assert backoff.deaths_before_ready == 11
+    assert backoff.next_delay_s(9.9) == 10.0
+    assert not backoff.crash_looping
+    assert backoff.next_delay_s(10.0) == 0.1
+    assert backoff.next_delay_s(1.0) == 0.2

@@ -20,7 +20,7 @@ def nothing() -> Mapping[str, str]:
 def server(port: int) -> StatusServer:
     base = Settings()
     settings = replace(base, runtime=replace(base.runtime, status_port=port))
-    return StatusServer(settings, SystemClock(), Registry(), reasons=nothing, about=nothing)
+    return StatusServer(settings, SystemClock(), Registry(), reasons=nothing, details=nothing)
 
 
 async def test_processes_of_a_host_take_one_port_after_the_other() -> None:

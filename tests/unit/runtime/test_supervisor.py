@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.tasks import Tasks
-from dynamo.runtime.child import ProcessSpec
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.runtime.child import ChildSpec
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.exits import describe_exit
-from dynamo.runtime.supervisor import LogLines, Supervisor
+from dynamo.runtime.supervisor import PrefixedLogWriter, Supervisor
 
-Spec = Callable[..., ProcessSpec]
+Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
 
 SERVE = 'tell(state="ready"); signal.pause()'
@@ -51,7 +51,7 @@ async def test_ready_when_all_serve_and_stopped_in_order(spec: Spec, supervise: 
     supervisor = supervise(
         spec(LEAVE + SERVE, "worker", 1), spec(LEAVE + SERVE, "frontend", 0), out=out
     )
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         pids = [child.pid for child in supervisor.children]
@@ -67,14 +67,14 @@ async def test_its_record_says_how_it_stands(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:
     supervisor = supervise(spec(SERVE), address="http://127.0.0.1:1")
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
-        await until(lambda: [one.state for one in deployment.processes()] == ["ready"])
-        (record,) = deployment.processes()
+        await until(lambda: [one.state for one in deployment.live_processes()] == ["ready"])
+        (record,) = deployment.live_processes()
         assert (record.role, record.pid) == ("supervisor", os.getpid())
         await finish(supervisor, running)
-    assert deployment.processes() == []
+    assert deployment.live_processes() == []
 
 
 async def test_a_killed_child_comes_back_with_its_group_gone(
@@ -87,7 +87,7 @@ print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
     out = io.StringIO()
     supervisor = supervise(spec(script + SERVE), out=out)
     (child,) = supervisor.children
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         first = child.pid
@@ -118,7 +118,7 @@ async def test_deaths_before_serving_are_told_loudly(
 ) -> None:
     monkeypatch.setattr("dynamo.runtime.backoff.FIRST_S", 0.001)
     supervisor = supervise(spec("sys.exit(7)"))
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await until(lambda: any(record.levelname == "ERROR" for record in caplog.records))
         await finish(supervisor, running)
@@ -133,7 +133,7 @@ ON = "\nwhile True: signal.pause()"
 
 async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
     supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=1000)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         pid = supervisor.children[0].pid
@@ -146,17 +146,17 @@ async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
 async def test_a_full_disk_keeps_nobody_from_draining(
     spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Deployment.write
+    write = Deployment.write_record
 
     def full(deployment: Deployment, record: ProcessRecord) -> None:
         if record.state == "draining":
             raise ConfigError("no room")
         write(deployment, record)
 
-    monkeypatch.setattr(Deployment, "write", full)
+    monkeypatch.setattr(Deployment, "write_record", full)
     out = io.StringIO()
     supervisor = supervise(spec(LEAVE + SERVE, "worker"), out=out)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         assert await finish(supervisor, running) == 0
@@ -168,7 +168,7 @@ async def test_who_stops_is_told_how_to_end_at_once(
 ) -> None:
     caplog.set_level("INFO")
     supervisor = supervise(spec(SERVE))
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         await finish(supervisor, running)
@@ -180,7 +180,7 @@ async def test_who_does_not_leave_is_killed(
 ) -> None:
     monkeypatch.setattr("dynamo.runtime.crew.KILL_AFTER_S", 0.0)
     supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=0.05)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
         pid = supervisor.children[0].pid
@@ -192,7 +192,7 @@ async def test_long_and_broken_lines_are_logged(spec: Spec, supervise: Supervise
     out = io.StringIO()
     script = 'print("x" * 200000, flush=True); os.write(1, b"caf\\xc3"); sys.exit(0)'
     supervisor = supervise(spec(script), out=out)
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await until(lambda: "caf" in out.getvalue())
         await finish(supervisor, running)
@@ -205,15 +205,15 @@ def test_colours_on_a_terminal_only() -> None:
             return True
 
     plain, coloured = io.StringIO(), Terminal()
-    LogLines(["a", "long"], plain)("a", b"text")
-    LogLines(["a", "long"], coloured)("a", b"text")
+    PrefixedLogWriter(["a", "long"], plain)("a", b"text")
+    PrefixedLogWriter(["a", "long"], coloured)("a", b"text")
     assert plain.getvalue() == "a    | text\n"
     assert "\x1b[36m" in coloured.getvalue()
 
 
 def test_json_lines_stay_json() -> None:
     out = io.StringIO()
-    LogLines(["a"], out, bare=True)("a", b"{}")
+    PrefixedLogWriter(["a"], out, bare=True)("a", b"{}")
     assert out.getvalue() == "{}\n"
 
 

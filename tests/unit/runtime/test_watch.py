@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from tests.unit.processes import Processes, play_virtually
 
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
-from dynamo.core.errors import WorkerFailed, WorkerLeaving
-from dynamo.core.tasks import Tasks
+from dynamo.core.errors import WorkerDraining, WorkerFailed
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.virtual_time import Deadlock, VirtualClock
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.interruptible import Interruptible
-from dynamo.runtime.watch import Watch
+from dynamo.runtime.watch import FailureDetector
 
 ENDPOINT = "dynamo.worker.generate"
 CONTEXT = Context(request_id="r")
@@ -27,7 +27,7 @@ class Cluster:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
-        self.tasks = Tasks()
+        self.tasks = BackgroundTasks()
         self.processes = Processes(clock)
         self.pace_s = 0.02
         self.left: list[str] = []
@@ -35,7 +35,7 @@ class Cluster:
     async def worker(self) -> DistributedRuntime:
         runtime = await self.processes.open()
 
-        async def handle(payload: bytes, out: Outgoing) -> None:
+        async def handle(payload: bytes, out: ResponseWriter) -> None:
             try:
                 while True:
                     await self.clock.sleep(self.pace_s)
@@ -51,7 +51,7 @@ class Cluster:
         runtime = await self.processes.open()
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
-        Watch(runtime.requests, self.clock, runtime.tasks).follow(client)
+        FailureDetector(runtime.requests, self.clock, runtime.tasks).watch(client)
         return client
 
     async def call(self, client: Client, worker: DistributedRuntime, heard: list[float]) -> Any:
@@ -165,7 +165,7 @@ def test_requests_of_a_worker_that_leaves_move_at_once() -> None:
         await cluster.clock.sleep(1.0)
         began = cluster.clock.now()
         await worker.shutdown(30.0)
-        with pytest.raises(WorkerLeaving):
+        with pytest.raises(WorkerDraining):
             await call
         assert cluster.clock.now() - began < 1.0
         assert cluster.left == [worker.instance_id]
@@ -205,7 +205,7 @@ async def test_an_interrupted_call_raises_what_it_was_given() -> None:
         with Interruptible(calls):
             await asyncio.Event().wait()
 
-    async with Tasks(on_failure=lambda _: None) as tasks:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:
         task = tasks.start(wait())
         await asyncio.sleep(0)
         next(iter(calls)).interrupt(WorkerFailed("gone"))
@@ -221,7 +221,7 @@ async def test_a_cancelled_call_stays_cancelled() -> None:
         with Interruptible(calls):
             await asyncio.Event().wait()
 
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         task = tasks.start(wait())
         await asyncio.sleep(0)
         next(iter(calls)).interrupt(WorkerFailed("gone"))

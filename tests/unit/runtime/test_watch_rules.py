@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import DynamoError, InstanceGone
-from dynamo.core.tasks import Tasks
-from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
 from dynamo.runtime.instances import Instance
-from dynamo.runtime.watch import LAST_WORDS_S, PATIENCE_S, SLOWEST, SUSPECT_S, TICK_S, Watch
+from dynamo.runtime.watch import (
+    CHECK_INTERVAL_S,
+    PING_TIMEOUT_FACTOR,
+    PING_TIMEOUT_S,
+    REMOVAL_GRACE_S,
+    SUSPECT_AFTER_S,
+    FailureDetector,
+)
 from dynamo.telemetry import Registry
 
-SOON_S = SUSPECT_S + PATIENCE_S + 4 * TICK_S
+SOON_S = SUSPECT_AFTER_S + PING_TIMEOUT_S + 4 * CHECK_INTERVAL_S
 
 
 class Workers:
@@ -82,21 +89,21 @@ class Workers:
 
 
 class Scene:
-    def __init__(self, clock: VirtualClock, tasks: Tasks) -> None:
+    def __init__(self, clock: VirtualClock, tasks: BackgroundTasks) -> None:
         self.clock = clock
         self.workers = Workers(clock)
         self.metrics = Registry()
         parts: Any = self.workers
-        self.watch = Watch(parts, clock, tasks, self.metrics)
-        self.leave = self.watch.follow(parts)
+        self.watch = FailureDetector(parts, clock, tasks, self.metrics)
+        self.leave = self.watch.watch(parts)
 
 
 def play(what: Callable[[Scene], Any]) -> None:
     async def main(clock: VirtualClock) -> None:
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             await what(Scene(clock, tasks))
 
-    run_virtually(main)
+    run_in_virtual_time(main)
 
 
 def test_who_speaks_is_not_asked() -> None:
@@ -114,7 +121,7 @@ def test_who_is_silent_is_asked_and_then_given_up_by_all() -> None:
         workers = scene.workers
         await scene.clock.sleep(SOON_S)
         assert len(workers.asked) == 1
-        assert SUSPECT_S <= workers.asked[0] <= SUSPECT_S + 3 * TICK_S
+        assert SUSPECT_AFTER_S <= workers.asked[0] <= SUSPECT_AFTER_S + 3 * CHECK_INTERVAL_S
         assert workers.given_up == [("a", "WorkerFailed")]
         assert workers.broken_off == ["a"]
         assert workers.questions == 0
@@ -143,10 +150,12 @@ def test_who_was_slow_to_answer_is_waited_for_longer() -> None:
         workers.answer_s = None
         since = scene.clock.now()
         while not workers.given_up:
-            await scene.clock.sleep(TICK_S)
+            await scene.clock.sleep(CHECK_INTERVAL_S)
             assert scene.clock.now() < since + 10.0
         waited_s = scene.clock.now() - workers.asked[-1]
-        assert 0.6 * SLOWEST < waited_s < 0.6 * SLOWEST + 3 * TICK_S
+        assert (
+            0.6 * PING_TIMEOUT_FACTOR < waited_s < 0.6 * PING_TIMEOUT_FACTOR + 3 * CHECK_INTERVAL_S
+        )
 
     play(what)
 
@@ -164,7 +173,7 @@ def test_who_speaks_before_its_answer_is_not_given_up() -> None:
 def test_whose_work_ended_is_forgotten_and_begins_anew() -> None:
     async def what(scene: Scene) -> None:
         workers = scene.workers
-        await scene.clock.sleep(SUSPECT_S + 2 * TICK_S)
+        await scene.clock.sleep(SUSPECT_AFTER_S + 2 * CHECK_INTERVAL_S)
         workers.working.clear()
         await scene.clock.sleep(100.0)
         workers.working.add("a")
@@ -172,10 +181,10 @@ def test_whose_work_ended_is_forgotten_and_begins_anew() -> None:
         workers.on_work()
         began = scene.clock.now()
         workers.asked.clear()
-        await scene.clock.sleep(SUSPECT_S + PATIENCE_S - TICK_S)
+        await scene.clock.sleep(SUSPECT_AFTER_S + PING_TIMEOUT_S - CHECK_INTERVAL_S)
         assert workers.given_up == []
         assert workers.asked
-        assert workers.asked[0] - began >= SUSPECT_S
+        assert workers.asked[0] - began >= SUSPECT_AFTER_S
 
     play(what)
 
@@ -199,9 +208,9 @@ def test_what_a_leaver_had_moves_where_there_is_another() -> None:
         (mourn,) = workers.mourners
         gone = workers.instances.pop("a")
         mourn(gone)
-        await scene.clock.sleep(LAST_WORDS_S / 2)
+        await scene.clock.sleep(REMOVAL_GRACE_S / 2)
         assert workers.given_up == []
-        await scene.clock.sleep(LAST_WORDS_S)
+        await scene.clock.sleep(REMOVAL_GRACE_S)
         assert workers.given_up == [("a", "WorkerLeaving")]
         assert "dynamo_requests_moved_total 3" in scene.metrics.render()
         mourn(workers.instances.pop("b"))
@@ -231,9 +240,9 @@ def test_while_we_were_held_up_ourselves_nobody_is_blamed() -> None:
 
     async def main(clock: VirtualClock) -> None:
         held: Any = asyncio.get_running_loop()
-        async with Tasks() as tasks:
+        async with BackgroundTasks() as tasks:
             scene = Scene(Held(held), tasks)
             await clock.sleep(60.0)
             assert (scene.workers.asked, scene.workers.given_up) == ([], [])
 
-    run_virtually(main)
+    run_in_virtual_time(main)

@@ -14,14 +14,14 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import SamplingDefaults
-from dynamo.core.text import TextFinish, TextReply, TokenText
+from dynamo.core.settings.schema import SamplingSettings
+from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.models.card import ModelCard
 from dynamo.models.files import file_ref
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
-from dynamo.scheduling.processor import Processor
+from dynamo.scheduling.processor import ChatProcessor
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -36,7 +36,7 @@ class Told(TextReply):
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.calls: list[tuple[Any, ...]] = []
-        self.logprobs: list[TokenText] = []
+        self.logprobs: list[DecodedTokenLogprob] = []
 
     def prompt(self, prompt_tokens: int) -> None:
         self.calls.append(("prompt", prompt_tokens))
@@ -44,7 +44,9 @@ class Told(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self.calls.append(("begin", choice))
 
-    def text(self, choice: int, delta: str, logprobs: Sequence[TokenText] | None = None) -> bool:
+    def text(
+        self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
+    ) -> bool:
         assert delta
         self.calls.append(("text", choice, delta))
         self.logprobs += logprobs or ()
@@ -129,7 +131,7 @@ def scripted() -> type[Scripted]:
 @pytest.fixture
 def processor(
     tokenizer: Tokenizer, tiny_model: Path, clock: CountingClock
-) -> Callable[..., Processor]:
+) -> Callable[..., ChatProcessor]:
     """`processor(send, context_tokens=..., generation=..., sampling=...)`."""
 
     def make(
@@ -137,9 +139,9 @@ def processor(
         *,
         context_tokens: int = 4096,
         generation: dict[str, Any] | None = None,
-        sampling: SamplingDefaults | None = None,
+        sampling: SamplingSettings | None = None,
         template: str | None = TEMPLATE,
-    ) -> Processor:
+    ) -> ChatProcessor:
         card = ModelCard(
             names=("tiny", "alias"),
             context_tokens=context_tokens,
@@ -149,7 +151,7 @@ def processor(
             generation=generation or {},
         )
         chat = ChatTemplate(template)
-        configured = sampling or SamplingDefaults()
-        return Processor(card, tokenizer, chat, send, configured, clock, Random(7))
+        configured = sampling or SamplingSettings()
+        return ChatProcessor(card, tokenizer, chat, send, configured, clock, Random(7))
 
     return make

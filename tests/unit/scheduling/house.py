@@ -11,19 +11,26 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.reply import Reply
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Sampling, Started, Stops
-from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import (
+    EngineInfo,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    StopConditions,
+)
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.admission import Admission, Promise
-from dynamo.scheduling.router.labels import LABELS
+from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.router.labels import LABELS_KEY
 from dynamo.telemetry import Registry
 from dynamo.testing.replies import CollectedReply
 
 
 def worker(name: str, seqs: int, **labels: str) -> Instance:
     info = msgspec.to_builtins(EngineInfo("mock", 16, 4096, 65_536, seqs, 8192))
-    return Instance(name, f"memory:{name}", "n", "c", "e", {"engine": info, LABELS: labels})
+    return Instance(name, f"memory:{name}", "n", "c", "e", {"engine": info, LABELS_KEY: labels})
 
 
 class House:
@@ -32,7 +39,7 @@ class House:
     set; `fails`: it fails before it chooses. `begun`: who is at which worker, in order."""
 
     def __init__(
-        self, clock: VirtualClock, tasks: Tasks, promise: Promise, seqs: list[int]
+        self, clock: VirtualClock, tasks: BackgroundTasks, promise: SloLimits, seqs: list[int]
     ) -> None:
         self.clock, self.tasks = clock, tasks
         self.instances = {
@@ -69,22 +76,22 @@ class House:
         names = [one for one in self.instances if one not in {*context.avoid, *self.absent}]
         if not names:
             raise NoWorkers("nobody")
-        follower = self.admission.follow(self.instances[names[0]], request)
+        follower = self.admission.track_attempt(self.instances[names[0]], request)
         error: BaseException | None = None
         try:
             self.begun.append((request.request_id, names[0]))
-            follower.began(Started(names[0], prompt_tokens=4))
-            follower.first_token()
+            follower.on_started(Started(names[0], prompt_tokens=4))
+            follower.on_first_token()
             await self.clock.sleep(self.took_s)
-            follower.finished(Finish("stop", 10))
+            follower.on_finished(Finish("stop", 10))
         except BaseException as left:
             error = left
             raise
         finally:
-            follower.left(error)
+            follower.on_ended(error)
 
     def ask(self, name: str, timeout_s: float | None = None, **metadata: str) -> asyncio.Task[None]:
-        request = GenerateRequest(name, "m", bytes(16), Sampling(), Stops(10))
+        request = GenerateRequest(name, "m", bytes(16), SamplingParams(), StopConditions(10))
         context = Context(name, timeout_s=timeout_s, metadata=metadata)
         below = self.admission.send(request, context, CollectedReply(), self.below)
         return self.tasks.start(below, name)
@@ -102,10 +109,10 @@ class House:
 
 
 def play(
-    what: Callable[[House], Awaitable[None]], *seqs: int, promise: Promise | None = None
+    what: Callable[[House], Awaitable[None]], *seqs: int, promise: SloLimits | None = None
 ) -> None:
     async def main(clock: VirtualClock) -> None:
-        async with Tasks(on_failure=lambda _: None) as tasks:
-            await what(House(clock, tasks, promise or Promise(), [*seqs]))
+        async with BackgroundTasks(on_failure=lambda _: None) as tasks:
+            await what(House(clock, tasks, promise or SloLimits(), [*seqs]))
 
-    run_virtually(main)
+    run_in_virtual_time(main)

@@ -9,9 +9,9 @@ from tests.unit.scheduling.house import House, play, worker
 
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded
-from dynamo.core.values import GenerateRequest, Load, Sampling, Stops
-from dynamo.scheduling.admission import Promise
-from dynamo.scheduling.router.labels import LABELS
+from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
+from dynamo.scheduling.admission import SloLimits
+from dynamo.scheduling.router.labels import LABELS_KEY
 from dynamo.testing.replies import CollectedReply
 
 
@@ -40,7 +40,7 @@ def test_who_fails_before_it_has_a_worker_gives_its_place_back(error: Exception)
         house.fails = None
         for name in "uvw":
             house.ask(name)
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         assert house.taken == ["u", "v"]
 
     play(what, 2)
@@ -53,7 +53,7 @@ def test_who_is_on_its_way_to_a_worker_has_a_place_already() -> None:
         await house.clock.sleep(5.0)
         assert len(house.contexts) == 2
         calls[0].cancel()
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         assert len(house.contexts) == 3
         house.hold.set()
         await house.clock.sleep(0.5)
@@ -87,15 +87,15 @@ def test_who_leaves_in_the_moment_of_its_turn_passes_it_on() -> None:
         house.ask("u")
         await house.clock.sleep(0.1)
         waiting = [house.ask(name) for name in "vw"]
-        await house.clock.settled()
-        release = house.admission._attendance.on_left
+        await house.clock.wait_until_idle()
+        release = house.admission._in_flight.on_attempt_ended
 
         def and_leave() -> None:
             release()
             waiting[0].cancel()
-            house.admission._attendance.on_left = release
+            house.admission._in_flight.on_attempt_ended = release
 
-        house.admission._attendance.on_left = and_leave
+        house.admission._in_flight.on_attempt_ended = and_leave
         await house.clock.sleep(1.5)
         assert house.taken == ["u", "w"]
         house.ask("x")
@@ -109,7 +109,7 @@ def test_workers_without_a_place_are_left_out_while_others_have_one() -> None:
     async def what(house: House) -> None:
         for name in "uvw":
             house.ask(name)
-            await house.clock.settled()
+            await house.clock.wait_until_idle()
         assert house.begun == [("u", "a"), ("v", "b"), ("w", "b")]
 
     play(what, 1, 2)
@@ -119,9 +119,9 @@ def test_where_those_with_a_place_are_gone_any_will_do() -> None:
     async def what(house: House) -> None:
         house.absent.add("b")
         house.ask("u")
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         house.ask("v")
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         assert house.begun == [("u", "a"), ("v", "a")]
         assert [one.avoid for one in house.contexts] == [(), ("a",), ()]
 
@@ -131,8 +131,8 @@ def test_where_those_with_a_place_are_gone_any_will_do() -> None:
 def test_what_a_client_avoids_stays_avoided() -> None:
     async def what(house: House) -> None:
         house.ask("u")
-        await house.clock.settled()
-        request = GenerateRequest("v", "m", bytes(16), Sampling(), Stops(10))
+        await house.clock.wait_until_idle()
+        request = GenerateRequest("v", "m", bytes(16), SamplingParams(), StopConditions(10))
         context = Context("v", avoid=("b",))
         await house.admission.send(request, context, CollectedReply(), house.below)
         assert house.begun[1] == ("v", "c")
@@ -143,8 +143,8 @@ def test_what_a_client_avoids_stays_avoided() -> None:
 def test_who_may_only_go_to_one_worker_waits_for_that_one_and_alone() -> None:
     async def what(house: House) -> None:
         house.ask("u")
-        await house.clock.settled()
-        house.ask("v", **{LABELS: "zone=a"})
+        await house.clock.wait_until_idle()
+        house.ask("v", **{LABELS_KEY: "zone=a"})
         house.ask("w")
         await house.clock.sleep(0.5)
         assert house.begun == [("u", "a"), ("w", "b")]
@@ -158,13 +158,13 @@ def test_what_workers_report_takes_places_and_gives_them_back() -> None:
     async def what(house: House) -> None:
         now = house.clock.now
         for _ in range(3):
-            house.admission.reported("a", Load(running=2), now())
+            house.admission.on_load_report("a", Load(running=2), now())
         house.ask("u")
         await house.clock.sleep(0.3)
         assert house.taken == []
         for _ in range(3):
-            house.admission.reported("a", Load(), now())
-        await house.clock.settled()
+            house.admission.on_load_report("a", Load(), now())
+        await house.clock.wait_until_idle()
         assert house.taken == ["u"]
 
     play(what, 2)
@@ -176,7 +176,7 @@ def test_a_worker_that_comes_lets_in_who_waits_and_a_closed_one_follows_nobody()
         house.ask("v")
         await house.clock.sleep(0.1)
         house.change(**house.instances, b=worker("b", 1))
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         assert house.begun == [("u", "a"), ("v", "b")]
         house.admission.close()
         assert house.listeners == []
@@ -188,13 +188,13 @@ def test_a_cap_that_changes_holds_at_once() -> None:
     async def what(house: House) -> None:
         for name in "uvw":
             house.ask(name)
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         assert house.taken == ["u"]
-        house.admission.keep_to(Promise(worker_cap=3))
-        await house.clock.settled()
+        house.admission.update(SloLimits(max_worker_requests=3))
+        await house.clock.wait_until_idle()
         assert house.taken == ["u", "v", "w"]
 
-    play(what, 4, promise=Promise(worker_cap=1))
+    play(what, 4, promise=SloLimits(max_worker_requests=1))
 
 
 def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
@@ -209,7 +209,7 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
         await house.clock.sleep(3.0)
         assert house.taken == ["u", "v", "w"]
 
-    play(what, 1, promise=Promise(bound=2))
+    play(what, 1, promise=SloLimits(queue_bound=2))
 
 
 def rejected(house: House) -> list[str]:
@@ -233,7 +233,7 @@ def test_a_wait_that_would_be_too_long_is_refused_at_once_each_later_than_the_on
         await house.clock.sleep(10.0)
         assert house.taken == ["u", "v", "w"]
 
-    play(what, 1, promise=Promise(queue_wait_s=9.0))
+    play(what, 1, promise=SloLimits(max_queue_wait_s=9.0))
 
 
 def test_a_deadline_that_cannot_be_kept_is_told_at_once() -> None:
@@ -264,10 +264,10 @@ def test_whose_turn_does_not_come_in_the_promised_time_is_told_then() -> None:
         assert rejected(house) == ['dynamo_admission_rejected_total{reason="late"} 1']
         await house.clock.sleep(50.0)
         house.ask("w")
-        await house.clock.settled()
+        await house.clock.wait_until_idle()
         assert house.taken == ["u", "w"]
 
-    play(what, 1, promise=Promise(ttft_s=2.0))
+    play(what, 1, promise=SloLimits(ttft_s=2.0))
 
 
 def test_how_long_one_waited_is_counted_and_its_time_is_over_with_its_turn() -> None:
@@ -286,7 +286,7 @@ def test_how_long_one_waited_is_counted_and_its_time_is_over_with_its_turn() -> 
         assert 'dynamo_admission_wait_seconds_bucket{le="1"} 1\n' in told
         assert rejected(house) == []
 
-    play(what, 1, promise=Promise(ttft_s=2.0))
+    play(what, 1, promise=SloLimits(ttft_s=2.0))
 
 
 def test_a_worker_that_came_late_has_its_places_and_no_more() -> None:

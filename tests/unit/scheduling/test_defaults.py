@@ -6,55 +6,59 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
-from dynamo.core.settings.schema import SamplingDefaults
+from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.text import SamplingOverrides, TextOptions
-from dynamo.core.values import Sampling
-from dynamo.scheduling.processor.defaults import Defaults
+from dynamo.core.values import SamplingParams
+from dynamo.scheduling.processor.defaults import RequestDefaults
 
 
 def defaults(
-    configured: SamplingDefaults | None = None,
+    configured: SamplingSettings | None = None,
     generation: dict[str, Any] | None = None,
     context_tokens: int = 2000,
-) -> Defaults:
-    return Defaults(configured or SamplingDefaults(), generation or {}, context_tokens, Random(1))
+) -> RequestDefaults:
+    return RequestDefaults(
+        configured or SamplingSettings(), generation or {}, context_tokens, Random(1)
+    )
 
 
 def test_the_seeds_defaults() -> None:
-    got = defaults().sampling(SamplingOverrides())
-    assert got == Sampling(temperature=0.7, top_p=0.9, top_k=50, seed=got.seed)
-    assert defaults().answer_tokens(TextOptions(), 10) == 1024
+    got = defaults().resolve_sampling(SamplingOverrides())
+    assert got == SamplingParams(temperature=0.7, top_p=0.9, top_k=50, seed=got.seed)
+    assert defaults().resolve_max_tokens(TextOptions(), 10) == 1024
 
 
 def test_each_layer_covers_the_one_below() -> None:
     generation = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 99}
-    configured = SamplingDefaults(temperature=0.0, max_tokens=77)
+    configured = SamplingSettings(temperature=0.0, max_tokens=77)
     model = defaults(generation=generation)
     both = defaults(configured, generation)
-    got = both.sampling(SamplingOverrides(top_k=0, seed=5))
-    assert got == Sampling(temperature=0.0, top_p=0.9, top_k=0, repetition_penalty=1.1, seed=5)
-    assert model.sampling(SamplingOverrides()).temperature == 0.6
-    assert model.answer_tokens(TextOptions(), 10) == 99
-    assert both.answer_tokens(TextOptions(), 10) == 77
-    assert both.answer_tokens(TextOptions(max_tokens=55), 10) == 55
+    got = both.resolve_sampling(SamplingOverrides(top_k=0, seed=5))
+    assert got == SamplingParams(
+        temperature=0.0, top_p=0.9, top_k=0, repetition_penalty=1.1, seed=5
+    )
+    assert model.resolve_sampling(SamplingOverrides()).temperature == 0.6
+    assert model.resolve_max_tokens(TextOptions(), 10) == 99
+    assert both.resolve_max_tokens(TextOptions(), 10) == 77
+    assert both.resolve_max_tokens(TextOptions(max_tokens=55), 10) == 55
 
 
 def test_a_models_no_limit_is_ours() -> None:
-    assert defaults(generation={"top_k": -1}).sampling(SamplingOverrides()).top_k == 0
+    assert defaults(generation={"top_k": -1}).resolve_sampling(SamplingOverrides()).top_k == 0
 
 
 def test_seeds_are_random_and_replayable() -> None:
     first, second = defaults(), defaults()
-    seeds = [first.sampling(SamplingOverrides()).seed for _ in range(3)]
+    seeds = [first.resolve_sampling(SamplingOverrides()).seed for _ in range(3)]
     assert len(set(seeds)) == 3
-    assert seeds == [second.sampling(SamplingOverrides()).seed for _ in range(3)]
+    assert seeds == [second.resolve_sampling(SamplingOverrides()).seed for _ in range(3)]
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
 def test_the_answer_takes_what_is_left() -> None:
-    assert defaults().answer_tokens(TextOptions(), 1990) == 10
-    assert defaults().answer_tokens(TextOptions(max_tokens=10), 1990) == 10
-    assert defaults().answer_tokens(TextOptions(max_tokens=0), 2000) == 0
+    assert defaults().resolve_max_tokens(TextOptions(), 1990) == 10
+    assert defaults().resolve_max_tokens(TextOptions(max_tokens=10), 1990) == 10
+    assert defaults().resolve_max_tokens(TextOptions(max_tokens=0), 2000) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,5 +75,5 @@ def test_what_cannot_fit_is_refused(
     options: TextOptions, prompt: int, kind: type[InvalidRequest], param: str
 ) -> None:
     with pytest.raises(kind) as refused:
-        defaults().answer_tokens(options, prompt)
+        defaults().resolve_max_tokens(options, prompt)
     assert refused.value.param == param

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo.core.text import TextFinish, TextOptions
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.models.tokenizer import read_tokenizer
+from dynamo.models.tokenizer import load_tokenizer_blocking
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
@@ -21,7 +21,7 @@ Ids = Callable[[str], tuple[int, ...]]
 
 def make(vocabulary: Vocabulary, told: Any, echo: str = "", **options: Any) -> Detokeniser:
     about = TextOptions(**options)
-    stops = StopStrings(about.stop, include=about.include_stop) if about.stop else None
+    stops = StopStrings(about.stop, include_in_output=about.include_stop) if about.stop else None
     return Detokeniser(0, vocabulary, about, stops, told, echo)
 
 
@@ -192,8 +192,8 @@ def test_bytes_of_a_sentencepiece_token(tmp_path: Any) -> None:
         ]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = Vocabulary(read_tokenizer(tmp_path / "tokenizer.json"))
-    raws = [vocabulary.raw(number) for number in range(1, len(words) + 1)]
+    vocabulary = Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json"))
+    raws = [vocabulary.get_token_bytes(number) for number in range(1, len(words) + 1)]
     said = [" ", " a", " hello", "hello", "é", "\ufffd", "\n"]
     assert raws == [*(one.encode() for one in said), b"\xf0", b""]
 
@@ -204,7 +204,7 @@ def test_a_tokenizer_without_exact_bytes(tmp_path: Any, told: Any) -> None:
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
     library.save(str(tmp_path / "tokenizer.json"))
-    vocabulary, reader = Vocabulary(read_tokenizer(tmp_path / "tokenizer.json")), told()
+    vocabulary, reader = Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json")), told()
     sink = make(vocabulary, reader, stop=("dsx",))
     feed(sink, [1, 2, 3])
     sink.finish(Finish("length"))

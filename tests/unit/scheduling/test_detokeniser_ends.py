@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.core.text import Lane, TextFinish, TextOptions, Words
+from dynamo.core.text import FastPath, TextFinish, TextOptions, TextTable
 from dynamo.core.values import Finish
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.stops import StopStrings
@@ -15,17 +15,17 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 Ids = Callable[[str], tuple[int, ...]]
 
 
-class Taking(Lane):
+class Taking(FastPath):
     """Takes every token."""
 
-    def token(self, token: int) -> bool | None:
-        self.count += 1
+    def send_token(self, token: int) -> bool | None:
+        self.tokens_sent += 1
         return True
 
 
 def make(vocabulary: Vocabulary, told: Any, **options: Any) -> Detokeniser:
     about = TextOptions(**options)
-    stops = StopStrings(about.stop, include=about.include_stop) if about.stop else None
+    stops = StopStrings(about.stop, include_in_output=about.include_stop) if about.stop else None
     return Detokeniser(0, vocabulary, about, stops, told)
 
 
@@ -38,7 +38,7 @@ def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids
     lanes: list[Taking] = []
 
     class Reader(told):  # type: ignore[misc]
-        def lane(self, choice: int, words: Words, kept: array[int] | None) -> Lane:
+        def lane(self, choice: int, words: TextTable, kept: array[int] | None) -> FastPath:
             lanes.append(Taking())
             return lanes[-1]
 
@@ -46,7 +46,7 @@ def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids
     sink = make(vocabulary, reader, stop=("ab",), min_tokens=7)
     for _ in range(2):
         assert sink.tokens((a,))
-        token = sink.shortcut()
+        token = sink.open_fast_path()
         assert token is not None
         assert token(a)
         assert token(a)

@@ -12,29 +12,29 @@ import msgspec
 import pytest
 from tests.unit.processes import Processes, play_virtually
 
-from dynamo.communication.requests import Outgoing
+from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     DynamoError,
     InvalidRequest,
     NoWorkers,
     ProtocolError,
+    WorkerDraining,
     WorkerFailed,
-    WorkerLeaving,
 )
 from dynamo.core.reply import Reply
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import Beat, GenerateRequest, Sampling, Stops
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import GenerateRequest, ProbeResult, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.runtime import Client
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.breaker import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker
-from dynamo.scheduling.health import STUCK_S, Health
-from dynamo.scheduling.router import Decision, Policy, Router
+from dynamo.scheduling.breaker import INITIAL_OPEN_S, MAX_OPEN_S, Breaker
+from dynamo.scheduling.health import ENGINE_STALL_S, WorkerHealth
+from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 from dynamo.testing.replies import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
-REQUEST = GenerateRequest("r", "m", b"\0\0\0\0", Sampling(), Stops())
+REQUEST = GenerateRequest("r", "m", b"\0\0\0\0", SamplingParams(), StopConditions())
 CONTEXT = Context(request_id="r")
 
 
@@ -65,29 +65,29 @@ class Ward:
         self.requests = 0
         self.probes = 0
         self.answers: list[list[bytes]] = []
-        self.calls = Tasks(on_failure=lambda _: None)
+        self.calls = BackgroundTasks(on_failure=lambda _: None)
 
-    async def start(self, workers: int) -> tuple[Client, Health]:
+    async def start(self, workers: int) -> tuple[Client, WorkerHealth]:
         for _ in range(workers):
             await self.worker()
         runtime = await self.processes.open()
         client = await runtime.endpoint(ENDPOINT).client()
         await client.wait_for_instances(workers)
         self.metrics = runtime.metrics
-        self.health = Health(client, self.clock, Random(1), runtime.metrics)
+        self.health = WorkerHealth(client, self.clock, Random(1), runtime.metrics)
         self.health.start()
         return client, self.health
 
     async def worker(self) -> None:
         runtime = await self.processes.open()
 
-        async def handle(payload: bytes, out: Outgoing) -> None:
+        async def handle(payload: bytes, out: ResponseWriter) -> None:
             self.probes += 1
             if runtime.instance_id in self.ill:
                 raise self.error
             if payload:
                 await asyncio.Event().wait()
-            beat = [msgspec.msgpack.encode(Beat(self.steps, self.requests))]
+            beat = [msgspec.msgpack.encode(ProbeResult(self.steps, self.requests))]
             for item in self.answers.pop(0) if self.answers else beat:
                 out.send(item)
 
@@ -102,7 +102,9 @@ class Ward:
     async def ask(self, instance: Instance, times: int = 1) -> None:
         for _ in range(times):
             await self.clock.sleep(1.0)
-            router = Router(Only(instance), self.answer, left=[self.health.left])
+            router = WorkerRouter(
+                Only(instance), self.answer, on_attempt_ended=[self.health.on_attempt_ended]
+            )
             with contextlib.suppress(DynamoError):
                 await router.send(REQUEST, CONTEXT, CollectedReply())
 
@@ -127,7 +129,7 @@ def test_three_failures_eject_and_a_probe_brings_it_back() -> None:
         await ward.clock.sleep(20.0)
         assert bad.id not in client.instances
         ward.ill.clear()
-        await ward.clock.sleep(LONGEST_OPEN_S)
+        await ward.clock.sleep(MAX_OPEN_S)
         assert bad.id in client.instances
 
     scene(play)
@@ -176,7 +178,7 @@ def test_half_of_all_stay_whatever_happens(workers: int, left: int) -> None:
     scene(play)
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no"), WorkerLeaving("bye"), NoWorkers("none")])
+@pytest.mark.parametrize("error", [InvalidRequest("no"), WorkerDraining("bye"), NoWorkers("none")])
 def test_what_is_not_the_workers_fault_does_not_count(error: DynamoError) -> None:
     async def play(ward: Ward) -> None:
         client, _ = await ward.start(2)
@@ -207,12 +209,12 @@ def test_an_engine_that_has_work_and_computes_nothing_is_stuck() -> None:
     async def play(ward: Ward) -> None:
         client, _ = await ward.start(2)
         ward.requests, ward.steps = 1, 7
-        await ward.clock.sleep(STUCK_S - 5.0)
+        await ward.clock.sleep(ENGINE_STALL_S - 5.0)
         assert len(client.instances) == 2
         await ward.clock.sleep(40.0)
         assert len(client.instances) == 1
         ward.steps = 8
-        await ward.clock.sleep(2 * LONGEST_OPEN_S)
+        await ward.clock.sleep(2 * MAX_OPEN_S)
         assert len(client.instances) == 2
 
     scene(play)
@@ -238,7 +240,7 @@ def test_what_a_stuck_engine_has_goes_elsewhere_and_what_others_have_does_not() 
             ward.calls.start(client.call(one, b"x", CONTEXT, lambda _: True))
             for one in client.instances.values()
         ]
-        await ward.clock.sleep(STUCK_S - 10.0)
+        await ward.clock.sleep(ENGINE_STALL_S - 10.0)
         assert not any(call.done() for call in calls)
         await ward.clock.sleep(45.0)
         for call in calls:
@@ -251,9 +253,9 @@ def test_what_a_stuck_engine_has_goes_elsewhere_and_what_others_have_does_not() 
 def test_who_had_nothing_to_do_for_long_is_not_stuck_when_work_comes() -> None:
     async def play(ward: Ward) -> None:
         client, _ = await ward.start(2)
-        await ward.clock.sleep(10 * STUCK_S)
+        await ward.clock.sleep(10 * ENGINE_STALL_S)
         ward.requests = 1
-        await ward.clock.sleep(STUCK_S - 15.0)
+        await ward.clock.sleep(ENGINE_STALL_S - 15.0)
         assert len(client.instances) == 2
 
     scene(play)
@@ -263,7 +265,7 @@ def test_who_had_nothing_to_do_for_long_is_not_stuck_when_work_comes() -> None:
 def test_no_beat_is_no_answer_and_a_beat_between_forgives(answer: list[bytes]) -> None:
     async def play(ward: Ward) -> None:
         await ward.start(2)
-        beat = [msgspec.msgpack.encode(Beat())]
+        beat = [msgspec.msgpack.encode(ProbeResult())]
         ward.answers = ([answer] * 4 + [beat] * 2) * 3
         await ward.clock.sleep(100.0)
         assert ward.answers == []
@@ -306,20 +308,20 @@ def test_a_closed_one_asks_nobody() -> None:
         assert probes
         await ward.clock.sleep(100.0)
         assert ward.probes == probes
-        ward.health = Health(client, ward.clock, Random(1))
+        ward.health = WorkerHealth(client, ward.clock, Random(1))
 
     scene(play)
 
 
 def test_an_open_breaker_waits_twice_as_long_each_time_with_jitter() -> None:
     breaker, rng = Breaker(1), Random(3)
-    waits = [breaker.opened(rng) for _ in range(8)]
-    bounds = [min(FIRST_OPEN_S * 2**at, LONGEST_OPEN_S) for at in range(8)]
+    waits = [breaker.trip(rng) for _ in range(8)]
+    bounds = [min(INITIAL_OPEN_S * 2**at, MAX_OPEN_S) for at in range(8)]
     assert all(bound / 2 <= wait <= bound for wait, bound in zip(waits, bounds, strict=True))
 
 
 def test_requests_that_fail_of_one_cause_count_once() -> None:
     breaker = Breaker(3)
-    assert not any(breaker.failed(0.001 * at) for at in range(50))
-    assert not breaker.failed(1.0)
-    assert breaker.failed(2.0)
+    assert not any(breaker.record_failure(0.001 * at) for at in range(50))
+    assert not breaker.record_failure(1.0)
+    assert breaker.record_failure(2.0)

@@ -20,15 +20,15 @@ from dynamo.core.errors import (
     InvalidRequest,
     NoWorkers,
     PoisonedRequest,
+    WorkerDraining,
     WorkerFailed,
-    WorkerLeaving,
 )
 from dynamo.core.reply import Reply
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
-from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.migration import RECOVERY_S, Migration
-from dynamo.scheduling.router import Decision, Policy, Router
+from dynamo.scheduling.migration import REPLACEMENT_TIMEOUT_S, Migration
+from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 from dynamo.telemetry import Registry
 from dynamo.testing.replies import CollectedReply
 
@@ -37,7 +37,9 @@ NEVER = 1 << 30
 
 
 def request(max_tokens: int = 20, **stops: Any) -> GenerateRequest:
-    return GenerateRequest("r", "m", pack_ids([5, 6, 7]), Sampling(), Stops(max_tokens, **stops))
+    return GenerateRequest(
+        "r", "m", pack_ids([5, 6, 7]), SamplingParams(), StopConditions(max_tokens, **stops)
+    )
 
 
 class Worker:
@@ -91,7 +93,7 @@ def migrate(
         operator = Migration(clock, Random(1), metrics, limit=limit)
         await operator.send(asked or request(), CONTEXT, read, worker.send)
 
-    run_virtually(main)
+    run_in_virtual_time(main)
     return read
 
 
@@ -122,7 +124,7 @@ def test_a_reader_hears_of_one_beginning() -> None:
 
 def test_a_reader_that_has_enough_ends_it() -> None:
     worker = Worker([4])
-    read = migrate(worker, reply=CollectedReply(enough=6))
+    read = migrate(worker, reply=CollectedReply(token_limit=6))
     assert read.ids == expected(6)
     assert read.end is None
 
@@ -164,7 +166,7 @@ def test_who_still_waited_for_its_turn_is_not_guilty() -> None:
     assert migrate(worker).ids == expected(20)
 
 
-@pytest.mark.parametrize("error", [InstanceGone, WorkerLeaving])
+@pytest.mark.parametrize("error", [InstanceGone, WorkerDraining])
 def test_a_worker_that_leaves_does_not_count_as_dead(error: type[DynamoError]) -> None:
     worker = Worker([0] * 6, error)
     assert migrate(worker).ids == expected(20)
@@ -208,7 +210,7 @@ def test_where_the_only_worker_died_the_next_one_is_waited_for() -> None:
 
 
 def test_but_not_for_ever() -> None:
-    with pytest.raises(WorkerFailed, match=f"{RECOVERY_S:g} s"):
+    with pytest.raises(WorkerFailed, match=f"{REPLACEMENT_TIMEOUT_S:g} s"):
         migrate(Absent([4], away=NEVER))
 
 
@@ -251,7 +253,7 @@ def test_who_failed_a_request_is_not_asked_again_while_there_are_others() -> Non
             error.instance = instance.id
             raise
 
-    router = Router(Two(), send)
+    router = WorkerRouter(Two(), send)
 
     class Routed:
         async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:

@@ -20,19 +20,19 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.reply import Reply
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
-from dynamo.core.virtual_time import VirtualClock, run_virtually
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.scheduling.migration import (
-    ATTEMPTS_APART,
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    RECOVERY_S,
+    ATTEMPT_STRIDE,
+    INITIAL_BACKOFF_S,
+    MAX_BACKOFF_S,
+    REPLACEMENT_TIMEOUT_S,
     Migration,
 )
 from dynamo.telemetry import Registry
 from dynamo.testing.replies import CollectedReply
 
-REQUEST = GenerateRequest("r", "m", pack_ids([5, 6, 7]), Sampling(), Stops(20))
+REQUEST = GenerateRequest("r", "m", pack_ids([5, 6, 7]), SamplingParams(), StopConditions(20))
 BEGAN_S = 1000.0
 Life = tuple[Sequence[Sequence[int]], DynamoError]
 """What a worker says, call by call, and what it fails with."""
@@ -86,7 +86,7 @@ class Fleet:
             operator = Migration(clock, rng or Random(1), self.metrics)
             await operator.send(REQUEST, Context("r", timeout_s=timeout_s), self.read, self.send)
 
-        run_virtually(main)
+        run_in_virtual_time(main)
         return self
 
     @property
@@ -111,10 +111,10 @@ def test_who_brought_tokens_is_followed_at_once() -> None:
 
 def test_without_progress_pauses_double_to_a_bound_and_tokens_begin_them_anew() -> None:
     pauses = Fleet(*[gone()] * 7, gone([1]), gone()).play(Longest()).pauses
-    assert 0 < pauses[0] < 3 * FIRST_PAUSE_S
+    assert 0 < pauses[0] < 3 * INITIAL_BACKOFF_S
     for before, after in pairwise(pauses[:7]):
-        assert after == pytest.approx(min(2 * before, LONGEST_PAUSE_S))
-    assert pauses[6] == pytest.approx(LONGEST_PAUSE_S)
+        assert after == pytest.approx(min(2 * before, MAX_BACKOFF_S))
+    assert pauses[6] == pytest.approx(MAX_BACKOFF_S)
     assert pauses[7] == 0.0
     assert pauses[8] == pytest.approx(pauses[0])
 
@@ -136,7 +136,7 @@ def test_who_gave_no_time_is_given_none() -> None:
 
 def test_attempts_are_numbered_upwards_with_room_between() -> None:
     attempts = [one.attempt for one in Fleet(gone(), gone(), gone()).play().contexts]
-    assert attempts == [0, ATTEMPTS_APART, 2 * ATTEMPTS_APART, 3 * ATTEMPTS_APART]
+    assert attempts == [0, ATTEMPT_STRIDE, 2 * ATTEMPT_STRIDE, 3 * ATTEMPT_STRIDE]
 
 
 def test_the_last_three_that_failed_are_avoided_each_told_once() -> None:
@@ -202,7 +202,7 @@ def test_while_nobody_is_there_it_is_looked_again_after_short_pauses() -> None:
     nobody: Life = ((), NoWorkers("nobody"))
     pauses = Fleet(died([1]), *[nobody] * 30).play().pauses[1:]
     assert len(set(pauses)) > 20
-    assert all(0.99 * FIRST_PAUSE_S < pause < 2.01 * FIRST_PAUSE_S for pause in pauses)
+    assert all(0.99 * INITIAL_BACKOFF_S < pause < 2.01 * INITIAL_BACKOFF_S for pause in pauses)
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,4 @@ def test_for_another_worker_it_is_waited_so_long_and_once() -> None:
     fleet = Fleet(died([1]), *[((), NoWorkers("nobody"))] * 1000)
     with pytest.raises(WorkerFailed):
         fleet.play()
-    assert RECOVERY_S <= fleet.times[-1] + 1e-6 < RECOVERY_S + 1.0
+    assert REPLACEMENT_TIMEOUT_S <= fleet.times[-1] + 1e-6 < REPLACEMENT_TIMEOUT_S + 1.0

@@ -11,8 +11,8 @@ import pytest
 from dynamo.core.codec import pack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, WorkerFailed
-from dynamo.core.settings.schema import SamplingDefaults
-from dynamo.core.tasks import Tasks
+from dynamo.core.settings.schema import SamplingSettings
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.text import (
     ChatRequest,
     CompletionRequest,
@@ -20,7 +20,7 @@ from dynamo.core.text import (
     TextFinish,
     TextOptions,
 )
-from dynamo.core.values import Finish, Stops
+from dynamo.core.values import Finish, StopConditions
 from dynamo.models.tokenizer import Tokenizer
 
 Ids = Callable[[str], tuple[int, ...]]
@@ -43,7 +43,7 @@ async def test_a_chat_there_and_back(processor: Any, scripted: Any, told: Any, i
     assert engine.prompts() == [prompt]
     (request,) = engine.requests
     assert (request.request_id, request.model, request.choice) == ("r1", "tiny", 0)
-    assert request.stops == Stops(1024, 0, (2,))
+    assert request.stops == StopConditions(1024, 0, (2,))
     assert reader.calls[:2] == [("prompt", len(prompt)), ("begin", 0)]
     assert reader.whole() == "the fox"
     assert reader.ends() == {0: TextFinish("stop", len(ids_of("the fox")))}
@@ -57,7 +57,7 @@ async def test_options_reach_the_engine(processor: Any, scripted: Any, told: Any
         chat(**options, sampling=sampling, top_logprobs=2, salt="t", priority=1), CONTEXT, told()
     )
     (request,) = engine.requests
-    assert request.stops == Stops(9, 2, (65,), True)
+    assert request.stops == StopConditions(9, 2, (65,), True)
     assert (request.sampling.temperature, request.sampling.seed) == (0.0, 3)
     assert (request.top_logprobs, request.salt, request.priority) == (2, "t", 1)
 
@@ -87,7 +87,7 @@ async def test_one_failing_choice_cancels_the_others(
 async def test_leaving_cancels_what_is_below(processor: Any, scripted: Any, told: Any) -> None:
     engine = scripted([])
     engine.hold = asyncio.Event()
-    async with Tasks() as tasks:
+    async with BackgroundTasks() as tasks:
         call = tasks.start(processor(engine.send).chat(chat(n=2), CONTEXT, told()))
         while len(engine.requests) < 2:
             await asyncio.sleep(0)
@@ -101,7 +101,7 @@ async def test_a_stop_string_ends_only_its_choice(
     processor: Any, scripted: Any, told: Any, ids_of: Ids
 ) -> None:
     engine, reader = scripted(ids_of("the quick brown")), told()
-    configured = SamplingDefaults(stop_tokens=("bro", ""))
+    configured = SamplingSettings(stop_tokens=("bro", ""))
     await processor(engine.send, sampling=configured).chat(chat(stop=("zz",)), CONTEXT, reader)
     assert reader.whole() == "the quick "
     assert reader.ends()[0].stop == "bro"
@@ -181,9 +181,9 @@ async def test_what_cannot_fit_is_not_even_encoded(
     clock: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer, "may_cut", True)
+    monkeypatch.setattr(tokenizer, "can_split", True)
     text = "a" * 1_000_000
-    assert len(text) > tokenizer.chars_of(1000)
+    assert len(text) > tokenizer.max_chars_of(1000)
     made = processor(scripted([]).send, context_tokens=1000)
     long = chat(({"role": "user", "content": text},))
     for call in (made.complete(complete(text), CONTEXT, told()), made.chat(long, CONTEXT, told())):

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from tests.unit.processes import Open
 
-from dynamo.communication.requests import Outgoing
-from dynamo.core.codec import ReplyWriter, decode_request
+from dynamo.communication.requests import ResponseWriter
+from dynamo.core.codec import ReplyEncoder, decode_request
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, NoWorkers, WorkerFailed
-from dynamo.core.reply import Extra, Operator, Reply, Send
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
+from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.assembly import assemble, standard_pipeline
 from dynamo.scheduling.dispatch import Dispatch
-from dynamo.scheduling.router import BasicPolicy, Decision, Policy, Router
+from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
 from dynamo.telemetry import Registry
 
 ENDPOINT = "dynamo.worker.generate"
 CONTEXT = Context(request_id="r1")
-REQUEST = GenerateRequest("r1", "tiny", b"\0\0\0\0", Sampling(), Stops())
+REQUEST = GenerateRequest("r1", "tiny", b"\0\0\0\0", SamplingParams(), StopConditions())
 MODES = ["round_robin", "basic", "random", "least-loaded", "power_of_two", "weighted"]
 
 
@@ -40,7 +40,7 @@ class Read(Reply):
     def begin(self, started: Started) -> None:
         self.workers.append(started.worker)
 
-    def tokens(self, ids: Any, extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Any, extra: LogprobsPerToken | None = None) -> bool:
         self.ids += ids
         return self.limit is None or len(self.ids) < self.limit
 
@@ -49,9 +49,9 @@ class Read(Reply):
 
 
 async def serve(runtime: DistributedRuntime, handler: Any = None) -> Any:
-    async def generate(payload: bytes, out: Outgoing) -> None:
+    async def generate(payload: bytes, out: ResponseWriter) -> None:
         decode_request(payload)
-        reply = ReplyWriter(out.send, runtime.instance_id)
+        reply = ReplyEncoder(out.send, runtime.instance_id)
         reply.begin(Started())
         for token in (1, 2, 3):
             reply.tokens((token,))
@@ -108,7 +108,7 @@ async def test_a_decision_says_why(open_runtime: Open) -> None:
 
 
 async def test_a_worker_that_is_gone_is_passed_over(open_runtime: Open) -> None:
-    async def gone(payload: bytes, out: Outgoing) -> None:
+    async def gone(payload: bytes, out: ResponseWriter) -> None:
         raise InstanceGone("withdrawn")
 
     await serve(await open_runtime(), gone)
@@ -123,8 +123,8 @@ async def test_a_worker_that_is_gone_is_passed_over(open_runtime: Open) -> None:
 
 
 async def test_a_stream_without_an_end_is_a_failure(open_runtime: Open) -> None:
-    async def breaks_off(payload: bytes, out: Outgoing) -> None:
-        ReplyWriter(out.send).tokens((1,))
+    async def breaks_off(payload: bytes, out: ResponseWriter) -> None:
+        ReplyEncoder(out.send).tokens((1,))
 
     await serve(await open_runtime(), breaks_off)
     send = standard_pipeline(await client_of(await open_runtime(), 1), "random")
@@ -173,7 +173,7 @@ async def test_three_tries_and_no_more() -> None:
         raise InstanceGone(instance.id)
 
     with pytest.raises(InstanceGone, match="c"):
-        await Router(InTurn("a", "b", "c", "d"), gone).send(REQUEST, CONTEXT, Read())
+        await WorkerRouter(InTurn("a", "b", "c", "d"), gone).send(REQUEST, CONTEXT, Read())
     assert attempts == [("a", 0), ("b", 1), ("c", 2)]
 
 
@@ -182,7 +182,7 @@ async def test_a_worker_that_failed_is_not_asked_again() -> None:
         raise WorkerFailed(instance.id)
 
     with pytest.raises(WorkerFailed, match="a"):
-        await Router(InTurn("a", "b"), failed).send(REQUEST, CONTEXT, Read())
+        await WorkerRouter(InTurn("a", "b"), failed).send(REQUEST, CONTEXT, Read())
 
 
 class Note(Operator):
@@ -193,7 +193,7 @@ class Note(Operator):
         self._notes = notes
 
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
     ) -> None:
         self._notes.append(self._name)
         await onward(request, context, reply)

@@ -12,13 +12,13 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import DeadlineExceeded, InvalidRequest
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import Runtime
+from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
 from dynamo.sdk import depends, dynamo_endpoint, service, time_left
 from dynamo.sdk import request as request_module
-from dynamo.sdk.handle import connect
-from dynamo.sdk.request import enter
-from dynamo.sdk.serving import attach
+from dynamo.sdk.handle import connect_service
+from dynamo.sdk.request import set_current_request
+from dynamo.sdk.serving import start_service
 from dynamo.testing import local
 
 
@@ -63,13 +63,13 @@ class Outer:
 @pytest.fixture(autouse=True)
 def nothing_is_answered() -> Iterator[None]:
     yield
-    request_module._current.set(None)
+    request_module._current_request.set(None)
 
 
 async def test_a_nested_call_has_what_is_left_of_the_time() -> None:
     async with local(Outer) as graph:
         assert await graph[Outer].both() == [None, None]
-        enter(Context("r", timeout_s=50.0), SystemClock.now)
+        set_current_request(Context("r", timeout_s=50.0), SystemClock.now)
         outer, inner = await graph[Outer].both()
 
         assert outer is not None
@@ -79,28 +79,28 @@ async def test_a_nested_call_has_what_is_left_of_the_time() -> None:
 
 async def test_who_takes_longer_is_cut_off_and_late_calls_are_not_made() -> None:
     async with local(Outer) as graph:
-        enter(Context("r", timeout_s=0.02), SystemClock.now)
+        set_current_request(Context("r", timeout_s=0.02), SystemClock.now)
         with pytest.raises(DeadlineExceeded):
             await graph[Outer].sleep()
-        enter(Context("r", timeout_s=0.0), SystemClock.now)
+        set_current_request(Context("r", timeout_s=0.0), SystemClock.now)
         with pytest.raises(DeadlineExceeded, match="no time is left"):
             await graph[Outer].both()
 
 
 async def test_a_timeout_of_the_services_own_is_its_own() -> None:
     async with local(Inner) as graph:
-        enter(Context("r", timeout_s=50.0), SystemClock.now)
+        set_current_request(Context("r", timeout_s=50.0), SystemClock.now)
         with pytest.raises(Exception, match="the handler of") as caught:
             await graph[Inner].impatient()
         assert not isinstance(caught.value, DeadlineExceeded)
 
 
 async def test_calls_are_counted_by_endpoint_and_code() -> None:
-    planes = Runtime(discovery="memory:counted", requests="memory:", events="memory:")
+    planes = RuntimeSettings(discovery="memory:counted", requests="memory:", events="memory:")
     async with await DistributedRuntime.create(Settings(runtime=planes)) as runtime:
-        await attach(Inner, runtime)
-        await attach(Outer, runtime)
-        outer: Any = await connect(Outer, runtime)
+        await start_service(Inner, runtime)
+        await start_service(Outer, runtime)
+        outer: Any = await connect_service(Outer, runtime)
         assert [one async for one in outer.numbers(3)] == [0, 1, 2]
         await outer.both()
         with pytest.raises(InvalidRequest):

@@ -9,10 +9,10 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.sdk import depends, dynamo_endpoint, service, walk
-from dynamo.sdk.configuration import configuration_of, full_key, service_args
+from dynamo.sdk.configuration import build_config, parse_service_args, qualify_key
 from dynamo.sdk.declare import spec_of
-from dynamo.sdk.messages import answer_decoder, request_decoder
-from dynamo.sdk.offers import Offer
+from dynamo.sdk.messages import request_decoder, response_decoder
+from dynamo.sdk.offers import ServiceModelRecord
 
 
 @service()
@@ -110,7 +110,7 @@ def test_types_that_cannot_cross_the_wire_are_told() -> None:
 
 
 def test_answers_keep_their_type() -> None:
-    decode = answer_decoder(spec_of(Leaf).endpoints["ask"])
+    decode = response_decoder(spec_of(Leaf).endpoints["ask"])
 
     assert decode(msgspec.msgpack.encode(["a"])) == ["a"]
     with pytest.raises(msgspec.ValidationError):
@@ -136,9 +136,9 @@ class Configured:
 def test_configuration_takes_its_type() -> None:
     section = {"top": "3", "rate": "0.5", "inner": {"depth": "2"}, "ServiceArgs": {"workers": 2}}
 
-    assert configuration_of(Configured, section) == Wanted(3, 0.5, Inner(2))
-    assert service_args(Configured, section).workers == 2
-    assert configuration_of(Leaf, {"any": 1, "ServiceArgs": {}}) == {"any": 1}
+    assert build_config(Configured, section) == Wanted(3, 0.5, Inner(2))
+    assert parse_service_args(Configured, section).workers == 2
+    assert build_config(Leaf, {"any": 1, "ServiceArgs": {}}) == {"any": 1}
 
 
 @pytest.mark.parametrize(
@@ -152,28 +152,28 @@ def test_configuration_takes_its_type() -> None:
 )
 def test_wrong_configuration_is_told(section: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        configuration_of(Configured, section)
+        build_config(Configured, section)
 
 
 def test_the_wrong_service_arg_is_named() -> None:
     with pytest.raises(ConfigError, match=r"Configured\.ServiceArgs\.workers: Expected `int"):
-        service_args(Configured, {"ServiceArgs": {"workers": "many"}})
+        parse_service_args(Configured, {"ServiceArgs": {"workers": "many"}})
 
 
 @pytest.mark.parametrize("args", [{"workers": 0}, {"worker": 1}, {"workers": "many"}])
 def test_wrong_service_args_are_told(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Configured.ServiceArgs"):
-        service_args(Configured, {"ServiceArgs": args})
+        parse_service_args(Configured, {"ServiceArgs": args})
 
 
 def test_short_names_of_service_args() -> None:
-    assert full_key(Configured, "workers") == "ServiceArgs.workers"
-    assert full_key(Configured, "resources.gpu") == "ServiceArgs.resources.gpu"
-    assert full_key(Configured, "top") == "top"
+    assert qualify_key(Configured, "workers") == "ServiceArgs.workers"
+    assert qualify_key(Configured, "resources.gpu") == "ServiceArgs.resources.gpu"
+    assert qualify_key(Configured, "top") == "top"
 
 
 def test_a_model_needs_a_chat() -> None:
     mute = service(dynamo={"model": "mute"})(type("Mute", (), {}))
 
     with pytest.raises(ConfigError, match="no endpoint 'chat'"):
-        Offer.of(mute, "n")
+        ServiceModelRecord.from_service(mute, "n")

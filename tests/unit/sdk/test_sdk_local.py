@@ -115,7 +115,7 @@ async def test_errors_cross_as_they_are_and_wrong_requests_are_told() -> None:
 
 async def test_configuration_and_hooks() -> None:
     async with local(Caller, config={"Echo": {"mark": "?", "limit": "7"}}) as graph:
-        (echo,) = graph.objects(Echo)
+        (echo,) = graph.instances(Echo)
         assert echo.config == EchoConfig("?", 7)
         assert echo.events == ["made", "started"]
     assert echo.events == ["made", "started", "stopped"]
@@ -126,12 +126,12 @@ async def test_replicas_share_the_calls() -> None:
         for _ in range(4):
             await graph[Echo].plain(None)
             await graph[Caller].sum({"to": 1})
-        assert [echo.produced for echo in graph.objects(Echo)] == [2, 2]
+        assert [echo.produced for echo in graph.instances(Echo)] == [2, 2]
 
 
 async def test_a_slow_reader_holds_the_producer() -> None:
     async with local(Echo) as graph:
-        (echo,) = graph.objects(Echo)
+        (echo,) = graph.instances(Echo)
         stream = graph[Echo].count({"to": 1_000_000})
         assert await anext(stream) == 0
         for _ in range(100):

@@ -14,7 +14,7 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.card import ModelCard
 from dynamo.models.files import FileRef
 from dynamo.runtime import DistributedRuntime
-from dynamo.services.catalogue import Catalogue, identity, most_announced
+from dynamo.services.catalogue import Catalogue, majority_card, model_identity
 
 CARD = ModelCard(
     names=("org/tiny",),
@@ -40,7 +40,7 @@ class Frontend:
         self.told: list[tuple[str, str]] = []
         self.fail = 0
         self.catalogue = Catalogue(runtime, self._open, lambda *told: self.told.append(told))
-        runtime.tasks.start(self.catalogue.follow())
+        runtime.tasks.start(self.catalogue.run())
 
     async def _open(self, card: ModelCard) -> None:
         if self.fail:
@@ -99,9 +99,9 @@ async def test_another_model_under_the_name_replaces_it_with_its_last_worker(
 
 def test_most_workers_decide_what_a_model_is() -> None:
     older, newer = replace(CARD, created=3), replace(OTHER, created=9)
-    assert most_announced([CARD, newer, older]) == older
-    assert most_announced([older, newer]) == newer
-    assert most_announced([older, newer], identity(older)) == older
+    assert majority_card([CARD, newer, older]) == older
+    assert majority_card([older, newer]) == newer
+    assert majority_card([older, newer], model_identity(older)) == older
 
 
 async def test_what_most_workers_have_come_to_announce_replaces_the_rest(
@@ -134,8 +134,8 @@ async def test_bad_cards_are_skipped(frontend: Frontend) -> None:
 
 
 def test_what_makes_a_model_the_same() -> None:
-    assert identity(CARD) == identity(replace(CARD, created=9, source="elsewhere"))
-    assert identity(CARD) != identity(OTHER)
+    assert model_identity(CARD) == model_identity(replace(CARD, created=9, source="elsewhere"))
+    assert model_identity(CARD) != model_identity(OTHER)
 
 
 async def test_workers_that_name_blocks_otherwise_are_told_of(frontend: Frontend) -> None:
@@ -143,10 +143,12 @@ async def test_workers_that_name_blocks_otherwise_are_told_of(frontend: Frontend
     await until(lambda: frontend.opened)
     await frontend.settle()
     await frontend.announce("b", replace(CARD, block_tokens=32))
-    await until(frontend.catalogue.refused)
-    assert frontend.catalogue.refused() == {"b": "org/tiny: block tokens 32 instead of 16"}
+    await until(frontend.catalogue.incompatible_workers)
+    assert frontend.catalogue.incompatible_workers() == {
+        "b": "org/tiny: block tokens 32 instead of 16"
+    }
     await frontend.announce("b", None)
-    await until(lambda: not frontend.catalogue.refused())
+    await until(lambda: not frontend.catalogue.incompatible_workers())
 
 
 async def test_an_unreadable_card_hides_no_other(frontend: Frontend) -> None:

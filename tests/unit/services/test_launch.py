@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.services.launch import deployment_specs, open_service
-from dynamo.services.router import replica
+from dynamo.services.launch import create_service, deployment_specs
+from dynamo.services.router import replica_index
 
 
 def test_one_of_each_by_default() -> None:
@@ -29,7 +29,7 @@ def test_routers_of_their_own_stop_between() -> None:
         ("router", "router-2", 1),
         ("worker", "worker", 2),
     ]
-    assert [replica(name) for name in ("router", "Router-1", "router-2")] == [0, 0, 1]
+    assert [replica_index(name) for name in ("router", "Router-1", "router-2")] == [0, 0, 1]
 
 
 def test_several_are_numbered() -> None:
@@ -50,5 +50,5 @@ def test_several_are_numbered() -> None:
 
 def test_an_unknown_role_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
-        open_service("fronted")
+        create_service("fronted")
     assert "frontend" in caught.value.hint

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from dynamo.cli.serve import take_options
+from dynamo.cli.serve import split_service_options
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings import Given, Loaded, load
+from dynamo.core.settings import LoadedSettings, SourcedValue, resolve_settings
 from dynamo.sdk import depends, dynamo_endpoint, service
 from dynamo.sdk.declare import spec_of
 from dynamo.services import Frontend, Processor, Router, Worker
-from dynamo.services.graph import named
-from dynamo.services.plan import Plan, plan, process_specs
+from dynamo.services.graph import with_deployment_name
+from dynamo.services.plan import DeploymentPlan, plan_deployment, process_specs
 
 
 @service()
@@ -47,20 +47,24 @@ Front.link(Helper)  # type: ignore[attr-defined]
 Front.link(Route).link(Engines)  # type: ignore[attr-defined]
 
 
-def made(root: type[Any], *words: str, file: str = "", only: bool = False, **flags: Any) -> Plan:
-    given = {key.replace("__", "."): Given(value, f"flag --{key}") for key, value in flags.items()}
+def made(
+    root: type[Any], *words: str, file: str = "", only: bool = False, **flags: Any
+) -> DeploymentPlan:
+    given = {
+        key.replace("__", "."): SourcedValue(value, f"flag --{key}") for key, value in flags.items()
+    }
     document = (file, "graph.yaml") if file else None
 
-    def again(extra: Mapping[str, Given]) -> Loaded:
-        return load({**given, **extra}, {}, document)
+    def again(extra: Mapping[str, SourcedValue]) -> LoadedSettings:
+        return resolve_settings({**given, **extra}, {}, document)
 
-    rest, options = take_options(words)
+    rest, options = split_service_options(words)
     assert rest == []
-    return plan(root, again({}), again, options, only=only)
+    return plan_deployment(root, again({}), again, options, only=only)
 
 
-def shape(one: Plan) -> list[tuple[str, str, int]]:
-    return [(part.role, part.name, part.replicas) for part in one.parts]
+def shape(one: DeploymentPlan) -> list[tuple[str, str, int]]:
+    return [(part.role, part.name, part.replicas) for part in one.processes]
 
 
 def test_frontend_processor_and_router_share_a_process() -> None:
@@ -71,7 +75,7 @@ def test_frontend_processor_and_router_share_a_process() -> None:
         ("service", "Helper", 3),
         ("worker", "Engines", 2),
     ]
-    assert [one.__name__ for one in whole.parts[0].services] == ["Front", "Processor", "Route"]
+    assert [one.__name__ for one in whole.processes[0].services] == ["Front", "Processor", "Route"]
     assert whole.settings.runtime.namespace == "shop"
 
 
@@ -79,9 +83,9 @@ def test_a_router_of_ones_own_has_processes_of_its_own() -> None:
     whole = made(Front, "--Route.workers=2")
 
     assert shape(whole)[:2] == [("frontend", "Front", 1), ("router", "Route", 2)]
-    assert [one.__name__ for one in whole.parts[0].services] == ["Front", "Processor"]
-    assert all(part.settings.router.replicas == 2 for part in whole.parts)
-    assert all(part.settings.router.mode == "kv" for part in whole.parts)
+    assert [one.__name__ for one in whole.processes[0].services] == ["Front", "Processor"]
+    assert all(part.settings.router.replicas == 2 for part in whole.processes)
+    assert all(part.settings.router.mode == "kv" for part in whole.processes)
     assert made(Front, "--Route.mode=random").settings.router.mode == "random"
     assert made(Front, only=True).settings.router.replicas == 1
     assert shape(made(Route, only=True)) == [("router", "Route", 1)]
@@ -95,23 +99,29 @@ def test_a_router_of_ones_own_has_processes_of_its_own() -> None:
 def test_a_worker_as_the_root_serves_http() -> None:
     assert shape(made(Engines)) == [("frontend", "Frontend", 1), ("worker", "Engines", 2)]
     assert shape(made(Engines, only=True)) == [("worker", "Engines", 2)]
-    assert not made(Engines, only=True).listens
+    assert not made(Engines, only=True).serves_http
 
 
 def test_one_part_alone() -> None:
     assert shape(made(Front, only=True)) == [("frontend", "Front", 1)]
     assert shape(made(Helper, only=True)) == [("service", "Helper", 3)]
     assert shape(made(Processor, only=True)) == [("processor", "Processor", 1)]
-    assert not made(Processor, only=True).listens
+    assert not made(Processor, only=True).serves_http
 
 
 def test_a_graph_without_a_model_is_called_after_its_root() -> None:
     alone = made(Alone)
 
-    assert (shape(alone), alone.model, alone.listens) == ([("service", "Alone", 1)], False, False)
-    assert named(alone).runtime.deployment == "Alone"
-    assert named(made(Front)).runtime.deployment == ""
-    assert named(made(Alone, runtime__deployment="mine")).runtime.deployment == "mine"
+    assert (shape(alone), alone.serves_models, alone.serves_http) == (
+        [("service", "Alone", 1)],
+        False,
+        False,
+    )
+    assert with_deployment_name(alone).runtime.deployment == "Alone"
+    assert with_deployment_name(made(Front)).runtime.deployment == ""
+    assert (
+        with_deployment_name(made(Alone, runtime__deployment="mine")).runtime.deployment == "mine"
+    )
 
 
 def test_options_of_ready_made_services_are_settings() -> None:
@@ -120,7 +130,7 @@ def test_options_of_ready_made_services_are_settings() -> None:
         *("--Front.http_port=8111", "--Route.mode", "random", "--Engines.workers=5"),
         *("--Engines.kind=mock", "--Engines.model.path=/m", "--Engines.ServiceArgs.resources=x"),
     )
-    engines = whole.parts[-1]
+    engines = whole.processes[-1]
 
     assert whole.settings.server.http_port == 8111
     assert whole.settings.router.mode == "random"
@@ -133,15 +143,17 @@ def test_options_of_ready_made_services_are_settings() -> None:
 def test_a_flag_beats_a_section_and_a_section_the_rest_of_the_file() -> None:
     file = "engine: {kind: echo, workers: 7}\nEngines: {kind: mock, ServiceArgs: {workers: 4}}\n"
 
-    assert made(Front, file=file).parts[-1].replicas == 4
-    assert made(Front, file=file).parts[-1].settings.engine.kind == "mock"
-    assert made(Front, file=file, engine__kind="native").parts[-1].settings.engine.kind == "native"
-    assert made(Front, "--Engines.workers=1", file=file).parts[-1].replicas == 1
+    assert made(Front, file=file).processes[-1].replicas == 4
+    assert made(Front, file=file).processes[-1].settings.engine.kind == "mock"
+    assert (
+        made(Front, file=file, engine__kind="native").processes[-1].settings.engine.kind == "native"
+    )
+    assert made(Front, "--Engines.workers=1", file=file).processes[-1].replicas == 1
 
 
 def test_a_users_service_gets_its_section() -> None:
     file = "Helper:\n  words: [a, b]\n  deep: {x: 1, y: 2}\n  ServiceArgs: {workers: 2}\n"
-    part = made(Front, "--Helper.deep.x=9", '--Helper.more=["c"]', file=file).parts[2]
+    part = made(Front, "--Helper.deep.x=9", '--Helper.more=["c"]', file=file).processes[2]
 
     assert part.replicas == 2
     assert part.section["deep"] == {"x": "9", "y": 2}
@@ -202,6 +214,6 @@ def test_a_processor_of_another_name_is_called_as_the_ready_made_one() -> None:
 
     assert spec_of(Words).component == "Processor"
     assert shape(made(Asks))[0] == ("frontend", "Frontend", 1)
-    assert made(Asks).parts[0].services == (Frontend, Words)
+    assert made(Asks).processes[0].services == (Frontend, Words)
     with pytest.raises(ConfigError, match="Loud is a ready-made service"):
         made(Loud)

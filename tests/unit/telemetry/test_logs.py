@@ -44,7 +44,7 @@ def test_an_unknown_level_is_refused_with_the_known_ones(spec: str) -> None:
 
 
 def test_a_text_line_has_component_fields_and_request_id(lines: io.StringIO) -> None:
-    logs.configure("info", "text", "frontend", lines)
+    logs.configure_logging("info", "text", "frontend", lines)
     token = logs.request_id.set("r-1")
     logging.getLogger("dynamo.x").info("worker joined", extra={"fields": {"name": "a b", "n": 3}})
     logs.request_id.reset(token)
@@ -57,7 +57,7 @@ def test_a_text_line_has_component_fields_and_request_id(lines: io.StringIO) -> 
 
 
 def test_a_json_line_is_one_object(lines: io.StringIO) -> None:
-    logs.configure("info", "json", "worker", lines)
+    logs.configure_logging("info", "json", "worker", lines)
     try:
         int("bad\nthing")
     except ValueError:
@@ -73,7 +73,7 @@ def test_a_json_line_is_one_object(lines: io.StringIO) -> None:
 
 
 def test_levels_hold_by_module_and_are_replaced_as_a_whole(lines: io.StringIO) -> None:
-    logs.configure("warn,dynamo.a=debug", "text", "c", lines)
+    logs.configure_logging("warn,dynamo.a=debug", "text", "c", lines)
     logging.getLogger("dynamo.a.b").debug("seen one")
     logging.getLogger("dynamo.z").info("unseen")
     logs.set_levels("warn,dynamo.z=info")
@@ -90,7 +90,7 @@ def test_a_reader_that_went_away_stops_nothing(
     lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", lines)
-    logs.configure("info", "text", "c")
+    logs.configure_logging("info", "text", "c")
     lines.close()
 
     logging.getLogger("dynamo").error("unheard")

@@ -30,7 +30,7 @@ def test_a_histogram_counts_values_up_to_its_bounds() -> None:
     histogram = registry.histogram("dynamo_h_seconds", "time", (0.1, 1))
     for value in (0.1, 0.5, 7):
         histogram.observe(value)
-    histogram.observe_many(0.05, 2)
+    histogram.observe_repeated(0.05, 2)
 
     assert registry.render().splitlines()[2:] == [
         'dynamo_h_seconds_bucket{le="0.1"} 3',
@@ -44,7 +44,7 @@ def test_a_histogram_counts_values_up_to_its_bounds() -> None:
 def test_many_values_count_as_each_of_them() -> None:
     at_once, one_by_one = Histogram([1.0, 2.0, 4.0]), Histogram([1.0, 2.0, 4.0])
     for values in ([], [0.5], [4.0, 1.0, 2.0, 2.5], [9.0, 4.5, 1.5, 1.0, 1.0]):
-        at_once.observe_each(values)
+        at_once.observe_all(values)
         for value in values:
             one_by_one.observe(value)
     assert at_once.counts == one_by_one.counts == [4, 2, 2, 2]

@@ -1,5 +1,10 @@
 """Who is there: the discovery plane. Backends: `memory:`, `file:PATH`."""
 
-from dynamo.communication.discovery.plane import Change, Discovery, Watch, open_discovery
+from dynamo.communication.discovery.plane import (
+    Discovery,
+    RecordChange,
+    RecordWatch,
+    open_discovery,
+)
 
-__all__ = ["Change", "Discovery", "Watch", "open_discovery"]
+__all__ = ["Discovery", "RecordChange", "RecordWatch", "open_discovery"]

@@ -10,99 +10,101 @@ from random import Random
 from typing import Final
 from urllib.parse import urlsplit
 
-from dynamo.communication.discovery.etcd_server import EtcdServer, Server
+from dynamo.communication.discovery.etcd_server import EtcdClient, EtcdEndpoint
 from dynamo.communication.options import PlaneOptions
-from dynamo.core.errors import ConfigError, PlaneAway
-from dynamo.core.tasks import Tasks, first_of
+from dynamo.core.errors import ConfigError, PlaneUnavailable
+from dynamo.core.tasks import BackgroundTasks, wait_for_first
 
 log = logging.getLogger(__name__)
 
-PORT: Final = 2379
+DEFAULT_PORT: Final = 2379
 RETRY_S: Final = 0.1
-RETRY_CAP_S: Final = 0.5
-REDIAL_S: Final = 2.0
+MAX_RETRY_S: Final = 0.5
+RETRY_DIAL_TIMEOUT_S: Final = 2.0
 """After the first failure an attempt lasts no longer, so that a server behind a healed network is
 found within two seconds."""
 
 
-class EtcdLink:
+class EtcdConnection:
     """`trouble`: why there is no server now; "" while there is one."""
 
-    def __init__(self, servers: list[Server], options: PlaneOptions, rng: Random) -> None:
-        self._servers = servers
+    def __init__(self, servers: list[EtcdEndpoint], options: PlaneOptions, rng: Random) -> None:
+        self._endpoints = servers
         self._options = options
         self._rng = rng
-        self._tasks = Tasks()
-        self._server: EtcdServer | None = None
-        self._changed = asyncio.Event()
-        self._broken = asyncio.Event()
-        self.trouble = "not connected yet"
-        self.tried = asyncio.Event()
+        self._tasks = BackgroundTasks()
+        self._client: EtcdClient | None = None
+        self._connected = asyncio.Event()
+        self._disconnected = asyncio.Event()
+        self.connection_error = "not connected yet"
+        self.first_attempt_done = asyncio.Event()
 
     def start(self, arrived: Callable[[], None]) -> None:
         """Dial, and call `arrived` whenever a server answers anew."""
-        self._tasks.start(self._keep(arrived), "etcd link")
+        self._tasks.start(self._run(arrived), "etcd link")
 
     async def close(self) -> None:
         """Hang up."""
         await self._tasks.close()
 
     @property
-    def now(self) -> EtcdServer | None:
+    def client(self) -> EtcdClient | None:
         """The server that answers, if one does."""
-        return self._server
+        return self._client
 
-    async def server(self) -> EtcdServer:
+    async def wait_client(self) -> EtcdClient:
         """Wait for one."""
-        while self._server is None:
-            await self._changed.wait()
-        return self._server
+        while self._client is None:
+            await self._connected.wait()
+        return self._client
 
-    def failed(self, server: EtcdServer, error: PlaneAway) -> None:
+    def report_failure(self, server: EtcdClient, error: PlaneUnavailable) -> None:
         """`server` did not answer: look for another, or the same again."""
-        if server is self._server:
-            self._server = None
-            self._changed.clear()
-            self.trouble = error.message
+        if server is self._client:
+            self._client = None
+            self._connected.clear()
+            self.connection_error = error.message
             log.warning("etcd is away", extra={"fields": {"error": error.message}})
-            self._broken.set()
+            self._disconnected.set()
 
-    async def _keep(self, arrived: Callable[[], None]) -> None:
+    async def _run(self, arrived: Callable[[], None]) -> None:
         delay_s, timeout_s = RETRY_S, self._options.dial_timeout_s
-        for where in itertools.cycle(self._servers):
-            server = EtcdServer(where, self._options)
+        for where in itertools.cycle(self._endpoints):
+            server = EtcdClient(where, self._options)
             try:
                 await server.open(timeout_s)
-                self._present(server)
+                self._on_connected(server)
                 arrived()
                 delay_s = RETRY_S
-                await first_of(self._broken.wait(), server.lost())
-                self.failed(server, PlaneAway(f"etcd at {where}: the connection broke"))
-            except PlaneAway as error:
-                self._away(error)
+                await wait_for_first(self._disconnected.wait(), server.wait_disconnected())
+                self.report_failure(
+                    server, PlaneUnavailable(f"etcd at {where}: the connection broke")
+                )
+            except PlaneUnavailable as error:
+                self._on_connect_failed(error)
             finally:
-                self._server = None
+                self._client = None
                 await server.close()
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, RETRY_CAP_S)
-            timeout_s = min(timeout_s, REDIAL_S)
+            delay_s = min(2 * delay_s, MAX_RETRY_S)
+            timeout_s = min(timeout_s, RETRY_DIAL_TIMEOUT_S)
 
-    def _present(self, server: EtcdServer) -> None:
-        log.info("etcd answers", extra={"fields": {"server": str(server.where)}})
-        self._broken.clear()
-        self._server = server
-        self.trouble = ""
-        self._changed.set()
-        self.tried.set()
+    def _on_connected(self, server: EtcdClient) -> None:
+        log.info("etcd answers", extra={"fields": {"server": str(server.endpoint)}})
+        self._disconnected.clear()
+        self._client = server
+        self.connection_error = ""
+        self._connected.set()
+        self.first_attempt_done.set()
 
-    def _away(self, error: PlaneAway) -> None:
-        if not self.tried.is_set():
+    def _on_connect_failed(self, error: PlaneUnavailable) -> None:
+        if not self.first_attempt_done.is_set():
             log.warning("etcd cannot be reached", extra={"fields": {"error": error.message}})
-        self.trouble = error.message
-        self.tried.set()
+        self.connection_error = error.message
+        self.first_attempt_done.set()
 
 
-def parse_servers(url: str) -> tuple[list[Server], str]:
+def parse_endpoints(url: str) -> tuple[list[EtcdEndpoint], str]:
     """`etcd://HOST:PORT,HOST:PORT/ROOT` (`etcds:` with TLS): the servers, and what all keys begin
     with. Raises `ConfigError`."""
     scheme, _, rest = url.partition("://")
@@ -111,10 +113,10 @@ def parse_servers(url: str) -> tuple[list[Server], str]:
     for one in hosts.rpartition("@")[2].split(","):
         try:
             parts = urlsplit(f"//{one}")
-            host, port = parts.hostname, parts.port or PORT
+            host, port = parts.hostname, parts.port or DEFAULT_PORT
         except ValueError as error:
             raise ConfigError(f"{url!r}: {error}", hint="etcd://HOST:2379") from None
         if not host:
             raise ConfigError(f"{url!r} names no server", hint="etcd://HOST:2379")
-        servers.append(Server(host, port, scheme == "etcds"))
+        servers.append(EtcdEndpoint(host, port, scheme == "etcds"))
     return servers, f"/{root.strip('/')}" if root.strip("/") else ""

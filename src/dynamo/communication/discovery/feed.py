@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from dynamo.communication.directory import Change
+from dynamo.communication.directory import RecordChange
 
 
-class Feed:
+class ChangeQueue:
     """One watch; an async iterator of batches. The first batch may be empty, later ones are not."""
 
     def __init__(self, prefix: str) -> None:
@@ -23,7 +23,7 @@ class Feed:
         self._merge(state.items())
         self._ready.set()
 
-    def push(self, changes: Iterable[Change]) -> None:
+    def push(self, changes: Iterable[RecordChange]) -> None:
         """Changes in order; those of other prefixes are left out."""
         self._merge((change.key, change.value) for change in changes)
         if self._pending:
@@ -38,9 +38,9 @@ class Feed:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Sequence[Change]:
+    async def __anext__(self) -> Sequence[RecordChange]:
         await self._ready.wait()
         self._ready.clear()
-        batch = [Change(key, value) for key, value in self._pending.items()]
+        batch = [RecordChange(key, value) for key, value in self._pending.items()]
         self._pending.clear()
         return batch

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from dynamo.communication.discovery.folder import Reader
+from dynamo.communication.discovery.folder import FolderReader
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 
 
-class Looker:
+class FolderPoller:
     """Looks every 100 ms, and at once when woken; tells `take` on the loop where it saw changes.
 
     `each` is called on the thread after every look.
@@ -27,12 +27,12 @@ class Looker:
         self, root: Path, take: Callable[[dict[str, bytes]], None], each: Callable[[], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._reader = Reader(root)
-        self._take = take
-        self._each = each
+        self._reader = FolderReader(root)
+        self._on_state = take
+        self._after_poll = each
         self._wake = threading.Event()
         self._stopping = False
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -45,13 +45,13 @@ class Looker:
         """Look now."""
         self._wake.set()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Return after a look that began after this call."""
         if self._stopping:
             return
         self.start()
         done = self._loop.create_future()
-        self._waiting.append(done)
+        self._waiters.append(done)
         self._wake.set()
         await done
 
@@ -66,25 +66,25 @@ class Looker:
     def _run(self) -> None:
         with suppress(RuntimeError):  # the loop was closed without closing the plane
             while not self._stopping:
-                self._wake.wait(LOOK_EVERY_S)
+                self._wake.wait(POLL_INTERVAL_S)
                 self._wake.clear()
-                waiting, self._waiting = self._waiting, []
-                state = self._read()
+                waiting, self._waiters = self._waiters, []
+                state = self._poll_folder()
                 if state is not None:
-                    self._loop.call_soon_threadsafe(self._take, state)
+                    self._loop.call_soon_threadsafe(self._on_state, state)
                 if waiting:
-                    self._loop.call_soon_threadsafe(_resolve, waiting)
-                self._each()
+                    self._loop.call_soon_threadsafe(_resolve_waiters, waiting)
+                self._after_poll()
 
-    def _read(self) -> dict[str, bytes] | None:
+    def _poll_folder(self) -> dict[str, bytes] | None:
         try:
-            return self._reader.look()
+            return self._reader.poll()
         except OSError as error:  # out of descriptors, say: the next look may go well
             log.warning("discovery folder unreadable", extra={"fields": {"error": str(error)}})
             return None
 
 
-def _resolve(waiting: list[asyncio.Future[None]]) -> None:
+def _resolve_waiters(waiting: list[asyncio.Future[None]]) -> None:
     for done in waiting:
         if not done.done():
             done.set_result(None)

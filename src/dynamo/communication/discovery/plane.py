@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 
 from dynamo.communication.backends import load_backend
-from dynamo.communication.directory import Change, Watch
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.directory import RecordChange, RecordWatch
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 
 BACKENDS = {
     "memory": "dynamo.communication.discovery.memory:MemoryDiscovery",
@@ -18,7 +18,7 @@ BACKENDS = {
 }
 
 
-__all__ = ["Change", "Discovery", "Watch", "open_discovery"]
+__all__ = ["Discovery", "RecordChange", "RecordWatch", "open_discovery"]
 
 
 class Discovery(ABC):
@@ -29,7 +29,7 @@ class Discovery(ABC):
     """
 
     @property
-    def trouble(self) -> str:
+    def connection_error(self) -> str:
         """Why the plane's server cannot be reached now; "" when all is well."""
         return ""
 
@@ -46,12 +46,12 @@ class Discovery(ABC):
         """All live records whose key starts with `prefix`."""
 
     @abstractmethod
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
         """`async with watch(p) as changes: async for batch in changes`. The first batch is the
         present state (maybe empty); then batches of changes, in order, none lost. What is put and
         deleted between two looks may be merged."""
 
-    async def bury(self, key: str) -> None:  # noqa: B027 - nothing to do where leases end at once
+    async def revoke_lease_of(self, key: str) -> None:  # noqa: B027 - nothing to do where leases end at once
         """The process that put this record is dead: all that it put goes, before its lease ends.
         Waits for the plane's server. Raises `PlaneAway` where the server does not do it."""
 
@@ -64,7 +64,7 @@ class Discovery(ABC):
         """Delete this process's records and release the lease."""
 
 
-async def open_discovery(url: str, options: PlaneOptions = DEFAULT) -> Discovery:
+async def open_discovery(url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Discovery:
     """Open a backend by URL. Raises `ConfigError` for an unknown scheme."""
     plane: Discovery = await load_backend(BACKENDS, url, "discovery").open(url, options)
     return plane

@@ -3,10 +3,10 @@
 from dynamo.communication.events.plane import (
     Dump,
     Event,
+    EventListener,
     Events,
-    Listener,
-    Source,
+    EventSource,
     open_events,
 )
 
-__all__ = ["Dump", "Event", "Events", "Listener", "Source", "open_events"]
+__all__ = ["Dump", "Event", "EventListener", "EventSource", "Events", "open_events"]

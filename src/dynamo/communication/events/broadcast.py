@@ -13,10 +13,10 @@ class Broadcast(Protocol):
     def send(self, subject: str, number: int, frames: Sequence[bytes], last: int) -> None:
         """New events of one of this process's sources; the last one's sequence."""
 
-    def end(self, subject: str, number: int, frame: bytes) -> None:
+    def send_end(self, subject: str, number: int, frame: bytes) -> None:
         """A source's last word."""
 
-    def tune(
+    def subscribe(
         self, subject: str, incarnation: str, number: int, take: Callable[[bytes], None]
     ) -> Callable[[], None]:
         """Call `take` with each frame of a source. Returns the way to stop that."""

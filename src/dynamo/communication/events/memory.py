@@ -8,22 +8,22 @@ from functools import partial
 from typing import Self
 
 from dynamo.communication.directory import Directory
-from dynamo.communication.events.outlet import Outlet, new_epoch
-from dynamo.communication.events.plane import Dump, Events, Listener, Source
-from dynamo.communication.events.tracker import Tracker
-from dynamo.communication.link import Flusher
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.events.outlet import BufferedEventSource, new_epoch
+from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
+from dynamo.communication.events.tracker import SequenceTracker
+from dynamo.communication.link import TurnFlusher
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 
-_places: dict[str, _Place] = {}
+_buses: dict[str, _EventBus] = {}
 
 
-class _Place:
+class _EventBus:
     """All sources and subscriptions of one name."""
 
     def __init__(self) -> None:
         self.planes: set[MemoryEvents] = set()
         self.sources: dict[tuple[str, str], _MemorySource] = {}
-        self.subscriptions: set[_Subscription] = set()
+        self.subscriptions: set[_MemorySubscription] = set()
 
 
 class MemoryEvents(Events):
@@ -34,50 +34,54 @@ class MemoryEvents(Events):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._place = _places.setdefault(name, _Place())
-        self._place.planes.add(self)
-        self._flusher = Flusher()
+        self._bus = _buses.setdefault(name, _EventBus())
+        self._bus.planes.add(self)
+        self._flusher = TurnFlusher()
         self._sources: set[_MemorySource] = set()
-        self._subscriptions: set[_Subscription] = set()
-        self._lost = 0
+        self._subscriptions: set[_MemorySubscription] = set()
+        self._lost_events = 0
         self.lossy: Callable[[int], bool] | None = None
         self.severed = False
 
     @classmethod
-    async def open(cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT) -> Self:
+    async def open(
+        cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
+    ) -> Self:
         """Join the place that the URL names; the directory is not needed."""
         del directory, options
         return cls(url.partition(":")[2])
 
-    async def source(
+    async def open_source(
         self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
-    ) -> Source:
-        made = _MemorySource(self, subject, publisher, self._place, self._sources.discard)
-        outlet = Outlet(dump, self._flusher.arm, made.send, made.close, latest=latest)
-        made.outlet = outlet
+    ) -> EventSource:
+        made = _MemorySource(self, subject, publisher, self._bus, self._sources.discard)
+        outlet = BufferedEventSource(
+            dump, self._flusher.schedule, made.send, made.close, latest=latest
+        )
+        made.buffer = outlet
         self._sources.add(made)
-        made.appear()
+        made.register()
         return outlet
 
-    async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:
-        subscription = _Subscription(self, prefix, listener)
+    async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:
+        subscription = _MemorySubscription(self, prefix, listener)
         self._subscriptions.add(subscription)
-        self._place.subscriptions.add(subscription)
-        for source in self._place.sources.values():
-            subscription.meet(source)
+        self._bus.subscriptions.add(subscription)
+        for source in self._bus.sources.values():
+            subscription.add_source(source)
         return partial(self._unsubscribe, subscription)
 
-    def lost(self) -> int:
-        return self._lost + sum(one.lost() for one in self._subscriptions)
+    def count_lost_events(self) -> int:
+        return self._lost_events + sum(one.count_lost_events() for one in self._subscriptions)
 
     async def close(self) -> None:
         for subscription in list(self._subscriptions):
             self._unsubscribe(subscription)
         for source in tuple(self._sources):
-            await source.outlet.close()
-        self._place.planes.discard(self)
-        if not self._place.planes:
-            _places.pop(self._name, None)
+            await source.buffer.close()
+        self._bus.planes.discard(self)
+        if not self._bus.planes:
+            _buses.pop(self._name, None)
 
     def sever(self) -> None:
         """The network reaches this process no more: events from it and for it are lost."""
@@ -86,116 +90,118 @@ class MemoryEvents(Events):
     def rejoin(self) -> None:
         """The network reaches it again: connections are made anew."""
         self.severed = False
-        for subscription in self._place.subscriptions:
-            for source in self._place.sources.values():
+        for subscription in self._bus.subscriptions:
+            for source in self._bus.sources.values():
                 if self in (subscription.plane, source.plane):
                     subscription.reconnect(source)
 
-    def _unsubscribe(self, subscription: _Subscription) -> None:
-        self._lost += subscription.lost()
+    def _unsubscribe(self, subscription: _MemorySubscription) -> None:
+        self._lost_events += subscription.count_lost_events()
         self._subscriptions.discard(subscription)
-        self._place.subscriptions.discard(subscription)
+        self._bus.subscriptions.discard(subscription)
         subscription.trackers.clear()
 
 
 class _MemorySource:
-    outlet: Outlet
+    buffer: BufferedEventSource
 
     def __init__(
         self,
         plane: MemoryEvents,
         subject: str,
         publisher: str,
-        place: _Place,
+        place: _EventBus,
         on_close: Callable[[_MemorySource], None],
     ) -> None:
         self.plane = plane
-        self._place = place
+        self._bus = place
         self._on_close = on_close
         self.subject = subject
         self.publisher = publisher
         self.epoch = new_epoch()
 
-    def appear(self) -> None:
-        self._place.sources[self.subject, self.publisher] = self
-        for subscription in list(self._place.subscriptions):
-            subscription.meet(self)
+    def register(self) -> None:
+        self._bus.sources[self.subject, self.publisher] = self
+        for subscription in list(self._bus.subscriptions):
+            subscription.add_source(self)
 
-    def disappear(self) -> None:
+    def unregister(self) -> None:
         key = self.subject, self.publisher
-        if self._place.sources.get(key) is self:
-            del self._place.sources[key]
-        for subscription in list(self._place.subscriptions):
-            subscription.part(self)
+        if self._bus.sources.get(key) is self:
+            del self._bus.sources[key]
+        for subscription in list(self._bus.subscriptions):
+            subscription.remove_source(self)
 
     async def close(self) -> None:
         """The outlet's last word."""
-        self.disappear()
+        self.unregister()
         self._on_close(self)
 
     def send(self, first: int, payloads: Sequence[bytes]) -> None:
-        for subscription in list(self._place.subscriptions):
-            subscription.take(self, first, payloads)
+        for subscription in list(self._bus.subscriptions):
+            subscription.on_events(self, first, payloads)
 
 
-class _Subscription:
-    def __init__(self, plane: MemoryEvents, prefix: str, listener: Listener) -> None:
+class _MemorySubscription:
+    def __init__(self, plane: MemoryEvents, prefix: str, listener: EventListener) -> None:
         self.plane = plane
         self._prefix = prefix
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self.trackers: dict[tuple[str, str], Tracker] = {}
+        self.trackers: dict[tuple[str, str], SequenceTracker] = {}
 
-    def lost(self) -> int:
-        return sum(tracker.lost for tracker in self.trackers.values())
+    def count_lost_events(self) -> int:
+        return sum(tracker.lost_events for tracker in self.trackers.values())
 
-    def meet(self, source: _MemorySource) -> None:
+    def add_source(self, source: _MemorySource) -> None:
         """A source appeared: follow it, in place of the same publisher's former epoch."""
         if not source.subject.startswith(self._prefix):
             return
         key = source.subject, source.publisher
-        tracker = Tracker(
+        tracker = SequenceTracker(
             *key,
             source.epoch,
             self._listener,
-            lambda after: self._ask(tracker, source, after),
+            lambda after: self._request_catch_up(tracker, source, after),
             self.trackers.get(key),
         )
         self.trackers[key] = tracker
         tracker.start()
 
-    def part(self, source: _MemorySource) -> None:
+    def remove_source(self, source: _MemorySource) -> None:
         """A source disappeared."""
         tracker = self._tracker(source)
         if tracker is not None:
             del self.trackers[source.subject, source.publisher]
-            tracker.gone()
+            tracker.on_source_gone()
 
-    def take(self, source: _MemorySource, first: int, payloads: Sequence[bytes]) -> None:
+    def on_events(self, source: _MemorySource, first: int, payloads: Sequence[bytes]) -> None:
         """Live events."""
         tracker = self._tracker(source)
-        if tracker is None or self._severed(source):
+        if tracker is None or self._is_severed(source):
             return
         if not (self.plane.lossy and self.plane.lossy(first)):
-            tracker.events(first, payloads)
+            tracker.on_events(first, payloads)
 
     def reconnect(self, source: _MemorySource) -> None:
         """What happened while nothing came through is asked for."""
         tracker = self._tracker(source)
-        if tracker is not None and not self._severed(source):
-            tracker.interrupted()
+        if tracker is not None and not self._is_severed(source):
+            tracker.on_disconnected()
             tracker.start()
 
-    def _severed(self, source: _MemorySource) -> bool:
+    def _is_severed(self, source: _MemorySource) -> bool:
         return self.plane.severed or source.plane.severed
 
-    def _tracker(self, source: _MemorySource) -> Tracker | None:
+    def _tracker(self, source: _MemorySource) -> SequenceTracker | None:
         tracker = self.trackers.get((source.subject, source.publisher))
         return tracker if tracker is not None and tracker.epoch == source.epoch else None
 
-    def _ask(self, tracker: Tracker, source: _MemorySource, after: int) -> None:
-        self._loop.call_soon(self._answer, tracker, source, after)
+    def _request_catch_up(
+        self, tracker: SequenceTracker, source: _MemorySource, after: int
+    ) -> None:
+        self._loop.call_soon(self._send_catch_up, tracker, source, after)
 
-    def _answer(self, tracker: Tracker, source: _MemorySource, after: int) -> None:
-        if self._tracker(source) is tracker and not self._severed(source):
-            tracker.repair(source.outlet.catch_up(after))
+    def _send_catch_up(self, tracker: SequenceTracker, source: _MemorySource, after: int) -> None:
+        if self._tracker(source) is tracker and not self._is_severed(source):
+            tracker.on_catch_up(source.buffer.catch_up(after))

@@ -9,13 +9,13 @@ from typing import Final
 
 import msgspec
 
-from dynamo.communication.events.plane import Dump, Source
+from dynamo.communication.events.plane import Dump, EventSource
 from dynamo.communication.frames import MAX_PAYLOAD_BYTES
 from dynamo.core.errors import TooLarge
 
-RING_EVENTS: Final = 16_384
-RING_BYTES: Final = 8 << 20
-DUMP_SHARE: Final = 4
+MAX_RING_EVENTS: Final = 16_384
+MAX_RING_BYTES: Final = 8 << 20
+RING_DIVISOR_WITH_DUMP: Final = 4
 """Where there is a dump, so much less is kept: it is mostly smaller than what a full ring holds."""
 
 _last_epoch = 0
@@ -37,7 +37,7 @@ class CatchUp(msgspec.Struct, frozen=True):
     dump: bool = False
 
 
-class Outlet(Source):
+class BufferedEventSource(EventSource):
     """`arm(flush)` has `flush` called in the next turn of the loop; `send(first, payloads)` takes
     what was published since. Sequences start at 1. `latest`: as in `Events.source`."""
 
@@ -50,24 +50,24 @@ class Outlet(Source):
         *,
         latest: bool = False,
     ) -> None:
-        self._dump = self._newest if latest else dump
-        self._latest = latest
-        share = 1 if dump is None else DUMP_SHARE
-        self._most_events, self._most_bytes = RING_EVENTS // share, RING_BYTES // share
-        self._arm = arm
+        self._dump = self._dump_latest if latest else dump
+        self._latest_only = latest
+        share = 1 if dump is None else RING_DIVISOR_WITH_DUMP
+        self._max_events, self._max_bytes = MAX_RING_EVENTS // share, MAX_RING_BYTES // share
+        self._schedule_flush = arm
         self._send = send
         self._on_close = on_close
         self._pending: list[bytes] = []
         self._ring: deque[bytes] = deque()
         self._ring_bytes = 0
-        self.last = 0
+        self.last_sequence = 0
 
     def publish(self, payload: bytes) -> None:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise TooLarge(f"an event of {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
         pending = self._pending
         if not pending:
-            self._arm(self.flush)
+            self._schedule_flush(self.flush)
         pending.append(payload)
 
     async def close(self) -> None:
@@ -80,34 +80,34 @@ class Outlet(Source):
         if not batch:
             return
         self._pending = []
-        first = self.last + 1
-        self.last += len(batch)
-        self._keep(batch)
+        first = self.last_sequence + 1
+        self.last_sequence += len(batch)
+        self._retain(batch)
         self._send(first, batch)
 
     def catch_up(self, after: int) -> CatchUp:
         """What a follower needs that has everything up to `after` (-1: nothing)."""
         self.flush()
-        oldest = self.last - len(self._ring) + 1
-        if after >= self.last:
-            return CatchUp(self.last, self.last + 1, ())
+        oldest = self.last_sequence - len(self._ring) + 1
+        if after >= self.last_sequence:
+            return CatchUp(self.last_sequence, self.last_sequence + 1, ())
         if (after < 0 or after + 1 < oldest) and self._dump is not None:
-            return CatchUp(self.last, self.last, tuple(self._dump()), dump=True)
+            return CatchUp(self.last_sequence, self.last_sequence, tuple(self._dump()), dump=True)
         if after < 0 and oldest > 1:
-            return CatchUp(self.last, self.last + 1, ())
+            return CatchUp(self.last_sequence, self.last_sequence + 1, ())
         first = max(after + 1, oldest, 1)
-        return CatchUp(self.last, first, [*self._ring][first - oldest :])
+        return CatchUp(self.last_sequence, first, [*self._ring][first - oldest :])
 
-    def _keep(self, batch: Sequence[bytes]) -> None:
+    def _retain(self, batch: Sequence[bytes]) -> None:
         ring = self._ring
-        if self._latest:
+        if self._latest_only:
             ring.clear()
             ring.append(batch[-1])
             return
         ring.extend(batch)
         self._ring_bytes += sum(map(len, batch))
-        while len(ring) > self._most_events or self._ring_bytes > self._most_bytes:
+        while len(ring) > self._max_events or self._ring_bytes > self._max_bytes:
             self._ring_bytes -= len(ring.popleft())
 
-    def _newest(self) -> Sequence[bytes]:
+    def _dump_latest(self) -> Sequence[bytes]:
         return tuple(self._ring)

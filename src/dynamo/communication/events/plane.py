@@ -10,7 +10,7 @@ import msgspec
 
 from dynamo.communication.backends import load_backend
 from dynamo.communication.directory import Directory
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 
 BACKENDS = {
     "memory": "dynamo.communication.events.memory:MemoryEvents",
@@ -19,7 +19,7 @@ BACKENDS = {
 }
 
 
-Kind = Literal["event", "dump", "stale", "repaired", "gone"]
+EventKind = Literal["event", "dump", "stale", "repaired", "gone"]
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -37,15 +37,15 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     sequence: int
     payload: bytes
-    kind: Kind = "event"
+    kind: EventKind = "event"
 
 
-Listener = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 Dump = Callable[[], Sequence[bytes]]
 """Payloads that rebuild the present state from nothing."""
 
 
-class Source(ABC):
+class EventSource(ABC):
     """One publisher of one subject: numbers what it publishes, keeps the last of it for repair."""
 
     @abstractmethod
@@ -61,14 +61,14 @@ class Events(ABC):
     """Sources and subscriptions. (epoch, sequence): the epoch is new for every Source object."""
 
     @property
-    def trouble(self) -> str:
+    def connection_error(self) -> str:
         """Why the plane's server cannot be reached now; "" when all is well."""
         return ""
 
     @abstractmethod
-    async def source(
+    async def open_source(
         self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
-    ) -> Source:
+    ) -> EventSource:
         """Start publishing `subject` as `publisher` (an instance id). With `dump`, late joiners and
         listeners behind an unrepairable gap get the present state. Without it, who joins gets all
         events from the first on while the source still holds them, else only those to come.
@@ -76,13 +76,13 @@ class Events(ABC):
         dump."""
 
     @abstractmethod
-    async def subscribe(self, prefix: str, listener: Listener) -> Callable[[], None]:
+    async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:
         """Call `listener`, on the loop, with the events of every source whose subject starts with
         `prefix`, present and future. Per publisher in order, none twice; a gap is repaired from the
         publisher (just the missing range, else its dump). Returns the way to unsubscribe."""
 
     @abstractmethod
-    def lost(self) -> int:
+    def count_lost_events(self) -> int:
         """How many events could not be repaired, of all subscriptions (for the metrics)."""
 
     @abstractmethod
@@ -90,7 +90,9 @@ class Events(ABC):
         """Close every source and subscription."""
 
 
-async def open_events(url: str, directory: Directory, options: PlaneOptions = DEFAULT) -> Events:
+async def open_events(
+    url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
+) -> Events:
     """Open a backend by URL; publishers are found through `directory`. Raises `ConfigError`."""
     plane: Events = await load_backend(BACKENDS, url, "event").open(url, directory, options)
     return plane

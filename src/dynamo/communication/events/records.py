@@ -7,7 +7,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-ROOT: Final = "/_events/"
+KEY_ROOT: Final = "/_events/"
 
 
 class SourceRecord(msgspec.Struct, frozen=True):
@@ -25,12 +25,12 @@ class SourceKey(msgspec.Struct, frozen=True):
     epoch: int
 
     def __str__(self) -> str:
-        return f"{ROOT}{self.subject}/{quote(self.publisher, safe='')}/{self.epoch}"
+        return f"{KEY_ROOT}{self.subject}/{quote(self.publisher, safe='')}/{self.epoch}"
 
 
 def parse_key(key: str) -> SourceKey:
     """Raises `ValueError` for another kind of key."""
-    subject, publisher, epoch = key.removeprefix(ROOT).rsplit("/", 2)
+    subject, publisher, epoch = key.removeprefix(KEY_ROOT).rsplit("/", 2)
     return SourceKey(subject, unquote(publisher), int(epoch))
 
 

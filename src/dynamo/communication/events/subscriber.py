@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo.communication.events.broadcast import Broadcast
 from dynamo.communication.events.messages import (
-    AT,
+    CAUGHT_UP,
     DUMP,
     EVENTS,
     FOLLOW,
@@ -17,33 +17,33 @@ from dynamo.communication.events.messages import (
     PLANE,
     REPLAY,
     SKIPPED,
-    pack_place,
+    pack_position,
     unpack_events,
     unpack_gone,
-    unpack_place,
+    unpack_position,
 )
 from dynamo.communication.events.outlet import CatchUp
-from dynamo.communication.events.tracker import Tracker
-from dynamo.communication.frames import MAX_FRAME_BYTES, Frame, Splitter
-from dynamo.communication.greeting import Greeting
-from dynamo.communication.link import Flusher, Link
-from dynamo.communication.wires import Wires
+from dynamo.communication.events.tracker import SequenceTracker
+from dynamo.communication.frames import MAX_FRAME_BYTES, Frame, FrameSplitter
+from dynamo.communication.greeting import ClientHandshake
+from dynamo.communication.link import Link, TurnFlusher
+from dynamo.communication.wires import PlaneTransport
 from dynamo.core.errors import ProtocolError
 
-MAX_HELD: Final = 1024
+MAX_DEFERRED_BATCHES: Final = 1024
 """Batches that wait for an answer; of more, the oldest are dropped and repaired."""
 
 
-class Reach(msgspec.Struct, frozen=True):
+class SubscriptionContext(msgspec.Struct, frozen=True):
     """How publishers are reached. `lossy`: see `TcpEvents`."""
 
-    wires: Wires
-    flusher: Flusher
+    transport: PlaneTransport
+    flusher: TurnFlusher
     broadcast: Broadcast | None
     lossy: Callable[[int], bool] | None
 
 
-class _Answer:
+class _PartialCatchUp:
     """A catch-up as its frames arrive."""
 
     __slots__ = ("dump", "first", "payloads")
@@ -54,82 +54,82 @@ class _Answer:
         self.dump = False
 
 
-class Following:
+class SubscriberConnection:
     """One connection to one publishing process."""
 
     def __init__(
         self,
         incarnation: str,
         on_gone: Callable[[int], None],
-        reach: Reach,
+        reach: SubscriptionContext,
     ) -> None:
         self.link = Link(self, reach.flusher)
-        self.trackers: dict[int, Tracker] = {}
-        self.greeting = Greeting(self.link, PLANE, incarnation, reach.wires.secret)
+        self.trackers: dict[int, SequenceTracker] = {}
+        self.handshake = ClientHandshake(self.link, PLANE, incarnation, reach.transport.secret)
         self._incarnation = incarnation
-        self._on_gone = on_gone
-        self._reach = reach
-        self._answers: dict[int, _Answer] = {}
-        self._held: dict[int, list[tuple[int, list[bytes]]]] = {}
-        self._tuned: dict[int, Callable[[], None]] = {}
+        self._on_source_closed = on_gone
+        self._context = reach
+        self._pending_catch_ups: dict[int, _PartialCatchUp] = {}
+        self._deferred_events: dict[int, list[tuple[int, list[bytes]]]] = {}
+        self._broadcast_unsubscribes: dict[int, Callable[[], None]] = {}
 
-    def follow(self, subject: str, number: int, tracker: Tracker) -> None:
+    def follow(self, subject: str, number: int, tracker: SequenceTracker) -> None:
         """Pass on what a source says."""
         self.trackers[number] = tracker
-        broadcast = self._reach.broadcast
-        if broadcast is not None and number not in self._tuned:
-            take = Splitter(MAX_FRAME_BYTES).feed
-            self._tuned[number] = broadcast.tune(
-                subject, self._incarnation, number, lambda data: self._heard(take(data))
+        broadcast = self._context.broadcast
+        if broadcast is not None and number not in self._broadcast_unsubscribes:
+            take = FrameSplitter(MAX_FRAME_BYTES).feed
+            self._broadcast_unsubscribes[number] = broadcast.subscribe(
+                subject, self._incarnation, number, lambda data: self._on_broadcast(take(data))
             )
         tracker.start()
 
-    def forget(self, number: int) -> None:
+    def unfollow(self, number: int) -> None:
         """No more of it. With the last source the connection closes."""
         self.trackers.pop(number, None)
-        self._held.pop(number, None)
-        if (leave := self._tuned.pop(number, None)) is not None:
+        self._deferred_events.pop(number, None)
+        if (leave := self._broadcast_unsubscribes.pop(number, None)) is not None:
             leave()
         if not self.trackers:
             self.link.close()
 
-    def ask(self, number: int, after: int) -> None:
+    def request_catch_up(self, number: int, after: int) -> None:
         """Have a tracker caught up."""
-        self._answers[number] = _Answer()
-        self.link.write(pack_place(FOLLOW, number, after))
+        self._pending_catch_ups[number] = _PartialCatchUp()
+        self.link.write(pack_position(FOLLOW, number, after))
 
     def on_connect(self) -> None:
-        self.greeting.begin()
+        self.handshake.send_hello()
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
-        if not self.greeting.over:
-            self.greeting.read(kind, body)
+        if not self.handshake.done:
+            self.handshake.receive(kind, body)
         elif kind == EVENTS:
             number, first, payloads = unpack_events(body, count)
-            lossy = self._reach.lossy
+            lossy = self._context.lossy
             if not (lossy and lossy(first)):
-                self._events(number, first, payloads)
+                self._deliver_events(number, first, payloads)
         elif kind in {REPLAY, DUMP}:
-            self._collect(kind, *unpack_events(body, count))
-        elif kind == AT:
-            self._complete(*unpack_place(body))
+            self._collect_catch_up(kind, *unpack_events(body, count))
+        elif kind == CAUGHT_UP:
+            self._finish_catch_up(*unpack_position(body))
         elif kind == SKIPPED:
-            number, last = unpack_place(body)
+            number, last = unpack_position(body)
             if (tracker := self.trackers.get(number)) is not None:
-                tracker.skipped(last)
+                tracker.on_skipped(last)
         elif kind == GONE:
-            self._on_gone(unpack_gone(body))
+            self._on_source_closed(unpack_gone(body))
         else:
             raise ProtocolError(f"a frame of kind {kind} from a publisher")
 
     def on_lost(self, error: Exception | None) -> None:
         del error
-        self.greeting.lost()
-        for leave in self._tuned.values():
+        self.handshake.on_lost()
+        for leave in self._broadcast_unsubscribes.values():
             leave()
-        self._tuned.clear()
+        self._broadcast_unsubscribes.clear()
 
-    def _heard(self, frames: Sequence[Frame]) -> None:
+    def _on_broadcast(self, frames: Sequence[Frame]) -> None:
         """By broadcast, which may overtake an answer."""
         try:
             for kind, count, body in frames:
@@ -138,17 +138,17 @@ class Following:
         except ProtocolError:
             self.link.abort()
 
-    def _events(self, number: int, first: int, payloads: list[bytes]) -> None:
+    def _deliver_events(self, number: int, first: int, payloads: list[bytes]) -> None:
         """New ones wait while an answer is under way: it may end before them."""
-        if number in self._answers:
-            held = self._held.setdefault(number, [])
+        if number in self._pending_catch_ups:
+            held = self._deferred_events.setdefault(number, [])
             held.append((first, payloads))
-            del held[:-MAX_HELD]
+            del held[:-MAX_DEFERRED_BATCHES]
         elif (tracker := self.trackers.get(number)) is not None:
-            tracker.events(first, payloads)
+            tracker.on_events(first, payloads)
 
-    def _collect(self, kind: int, number: int, first: int, payloads: list[bytes]) -> None:
-        answer = self._answers.get(number)
+    def _collect_catch_up(self, kind: int, number: int, first: int, payloads: list[bytes]) -> None:
+        answer = self._pending_catch_ups.get(number)
         if answer is None:
             return
         answer.dump = kind == DUMP
@@ -156,11 +156,11 @@ class Following:
             answer.first = first
         answer.payloads += payloads
 
-    def _complete(self, number: int, last: int) -> None:
+    def _finish_catch_up(self, number: int, last: int) -> None:
         tracker = self.trackers.get(number)
-        answer = self._answers.pop(number, None)
+        answer = self._pending_catch_ups.pop(number, None)
         if tracker is not None and answer is not None:
             first = last + 1 if answer.first is None else answer.first
-            tracker.repair(CatchUp(last, first, answer.payloads, answer.dump))
-            for batch in self._held.pop(number, ()):
-                self._events(number, *batch)
+            tracker.on_catch_up(CatchUp(last, first, answer.payloads, answer.dump))
+            for batch in self._deferred_events.pop(number, ()):
+                self._deliver_events(number, *batch)

@@ -9,38 +9,38 @@ from typing import Any, Final
 
 import msgspec
 
-from dynamo.communication.directory import Change, Directory
-from dynamo.communication.events.plane import Listener
-from dynamo.communication.events.records import ROOT, SourceKey, parse_key, parse_record
-from dynamo.communication.events.subscriber import Following, Reach
-from dynamo.communication.events.tracker import Tracker
+from dynamo.communication.directory import Directory, RecordChange
+from dynamo.communication.events.plane import EventListener
+from dynamo.communication.events.records import KEY_ROOT, SourceKey, parse_key, parse_record
+from dynamo.communication.events.subscriber import SubscriberConnection, SubscriptionContext
+from dynamo.communication.events.tracker import SequenceTracker
 from dynamo.core.errors import InstanceGone, ProtocolError
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 log = logging.getLogger(__name__)
 
-_FIRST_RETRY_S: Final = 0.1
-_LAST_RETRY_S: Final = 2.0
-_FAREWELL_S: Final = 1.0
+_MIN_RETRY_S: Final = 0.1
+_MAX_RETRY_S: Final = 2.0
+_REMOVAL_DELAY_S: Final = 1.0
 
 
-class _Followed:
+class _FollowedSource:
     """One source that the directory names."""
 
-    __slots__ = ("address", "farewell", "key", "number", "tracker")
+    __slots__ = ("address", "key", "number", "removal_timer", "tracker")
 
-    def __init__(self, key: SourceKey, address: str, number: int, tracker: Tracker) -> None:
+    def __init__(self, key: SourceKey, address: str, number: int, tracker: SequenceTracker) -> None:
         self.key = key
         self.address = address
         self.number = number
         self.tracker = tracker
-        self.farewell: asyncio.TimerHandle | None = None
+        self.removal_timer: asyncio.TimerHandle | None = None
 
-    def stay(self) -> None:
+    def cancel_removal(self) -> None:
         """It is in the directory."""
-        if self.farewell is not None:
-            self.farewell.cancel()
-            self.farewell = None
+        if self.removal_timer is not None:
+            self.removal_timer.cancel()
+            self.removal_timer = None
 
 
 class Subscription:
@@ -49,68 +49,68 @@ class Subscription:
     def __init__(
         self,
         prefix: str,
-        listener: Listener,
+        listener: EventListener,
         directory: Directory,
-        tasks: Tasks,
-        reach: Reach,
+        tasks: BackgroundTasks,
+        reach: SubscriptionContext,
     ) -> None:
         self._prefix = prefix
         self._listener = listener
         self._directory = directory
         self._tasks = tasks
-        self._reach = reach
+        self._context = reach
         self._running: set[asyncio.Task[Any]] = set()
-        self._sources: dict[tuple[str, str], _Followed] = {}
-        self._links: dict[str, Following] = {}
-        self._dialling: set[str] = set()
-        self._known = asyncio.Event()
-        self._lost = 0
+        self._sources: dict[tuple[str, str], _FollowedSource] = {}
+        self._connections: dict[str, SubscriberConnection] = {}
+        self._connecting: set[str] = set()
+        self._sources_known = asyncio.Event()
+        self._lost_events = 0
 
     async def start(self) -> None:
         """Returns when the sources of this moment are known."""
-        self._run(self._keep_watching())
-        await self._known.wait()
+        self._start_task(self._watch_forever())
+        await self._sources_known.wait()
 
     def stop(self) -> None:
         """Call the listener no more."""
         for task in list(self._running):
             task.cancel()
-        for link in self._links.values():
+        for link in self._connections.values():
             link.link.abort()
         for source in list(self._sources.values()):
-            self._drop(source)
+            self._drop_source(source)
 
-    def lost(self) -> int:
+    def count_lost_events(self) -> int:
         """Events that could not be repaired."""
-        return self._lost + sum(one.tracker.lost for one in self._sources.values())
+        return self._lost_events + sum(one.tracker.lost_events for one in self._sources.values())
 
-    def _run(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = self._tasks.start(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _keep_watching(self) -> None:
+    async def _watch_forever(self) -> None:
         while True:
             try:
                 await self._watch()
             except Exception:  # the directory is away: what is followed stays followed
                 log.exception("event sources cannot be watched; trying again")
-            await asyncio.sleep(_LAST_RETRY_S)
+            await asyncio.sleep(_MAX_RETRY_S)
 
     async def _watch(self) -> None:
-        async with self._directory.watch(ROOT + self._prefix) as changes:
+        async with self._directory.watch(KEY_ROOT + self._prefix) as changes:
             present: set[str] | None = None
             async for batch in changes:
                 for change in batch:
-                    self._change(change)
+                    self._apply_change(change)
                 if present is None:
                     present = {change.key for change in batch}
                     for source in list(self._sources.values()):
                         if str(source.key) not in present:
-                            self._leave(source)
-                    self._known.set()
+                            self._schedule_removal(source)
+                    self._sources_known.set()
 
-    def _change(self, change: Change) -> None:
+    def _apply_change(self, change: RecordChange) -> None:
         try:
             key = parse_key(change.key)
             record = None if change.value is None else parse_record(change.value)
@@ -122,105 +122,107 @@ class Subscription:
             return
         known = self._sources.get((key.subject, key.publisher))
         if known is not None and known.key == key:
-            known.stay()
+            known.cancel_removal()
             if record is None:
-                self._leave(known)
+                self._schedule_removal(known)
         elif record is None:
             return
         elif known is None or known.key.epoch < key.epoch:
             self._follow(key, record.address, record.number, known)
 
-    def _follow(self, key: SourceKey, address: str, number: int, former: _Followed | None) -> None:
-        tracker = Tracker(
+    def _follow(
+        self, key: SourceKey, address: str, number: int, former: _FollowedSource | None
+    ) -> None:
+        tracker = SequenceTracker(
             key.subject,
             key.publisher,
             key.epoch,
             self._listener,
-            partial(self._ask, address, number),
+            partial(self._request_catch_up, address, number),
             None if former is None else former.tracker,
         )
-        self._sources[key.subject, key.publisher] = _Followed(key, address, number, tracker)
-        link = self._links.get(address)
+        self._sources[key.subject, key.publisher] = _FollowedSource(key, address, number, tracker)
+        link = self._connections.get(address)
         if link is not None:
             link.follow(key.subject, number, tracker)
-        elif address not in self._dialling:
-            self._dialling.add(address)
-            self._run(self._keep_connected(address))
+        elif address not in self._connecting:
+            self._connecting.add(address)
+            self._start_task(self._keep_connected(address))
         if former is not None:
-            former.stay()
-            self._forget(former)
+            former.cancel_removal()
+            self._unfollow(former)
 
-    def _ask(self, address: str, number: int, after: int) -> None:
-        link = self._links.get(address)
+    def _request_catch_up(self, address: str, number: int, after: int) -> None:
+        link = self._connections.get(address)
         if link is not None:
-            link.ask(number, after)
+            link.request_catch_up(number, after)
 
-    def _leave(self, source: _Followed) -> None:
+    def _schedule_removal(self, source: _FollowedSource) -> None:
         """The directory names it no more. Its last events may still be on their way, so that it is
         gone when it says so, when its connection breaks, or after a second."""
-        if source.address in self._links:
+        if source.address in self._connections:
             loop = asyncio.get_running_loop()
-            source.farewell = loop.call_later(_FAREWELL_S, self._gone, source)
+            source.removal_timer = loop.call_later(_REMOVAL_DELAY_S, self._remove_source, source)
         else:
-            self._gone(source)
+            self._remove_source(source)
 
-    def _gone(self, source: _Followed) -> None:
-        self._drop(source)
-        source.tracker.gone()
+    def _remove_source(self, source: _FollowedSource) -> None:
+        self._drop_source(source)
+        source.tracker.on_source_gone()
 
-    def _drop(self, source: _Followed) -> None:
-        source.stay()
-        self._lost += source.tracker.lost
+    def _drop_source(self, source: _FollowedSource) -> None:
+        source.cancel_removal()
+        self._lost_events += source.tracker.lost_events
         del self._sources[source.key.subject, source.key.publisher]
-        self._forget(source)
+        self._unfollow(source)
 
-    def _forget(self, source: _Followed) -> None:
-        link = self._links.get(source.address)
+    def _unfollow(self, source: _FollowedSource) -> None:
+        link = self._connections.get(source.address)
         if link is not None:
-            link.forget(source.number)
+            link.unfollow(source.number)
 
-    def _at(self, address: str) -> list[_Followed]:
+    def _sources_at(self, address: str) -> list[_FollowedSource]:
         return [source for source in self._sources.values() if source.address == address]
 
-    def _told_gone(self, address: str, number: int) -> None:
-        for source in self._at(address):
+    def _on_source_closed(self, address: str, number: int) -> None:
+        for source in self._sources_at(address):
             if source.number == number:
-                self._gone(source)
+                self._remove_source(source)
 
     async def _keep_connected(self, address: str) -> None:
         """While the directory names a source at `address`."""
-        retry_s = _FIRST_RETRY_S
+        retry_s = _MIN_RETRY_S
         try:
-            while self._at(address):
+            while self._sources_at(address):
                 try:
-                    await self._stay_connected(address)
-                    retry_s = _FIRST_RETRY_S
+                    await self._run_connection(address)
+                    retry_s = _MIN_RETRY_S
                 except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
                     fields = {"address": address, "error": str(error)}
                     log.debug("event source cannot be reached", extra={"fields": fields})
-                if self._at(address):
+                if self._sources_at(address):
                     await asyncio.sleep(retry_s)
-                    retry_s = min(2 * retry_s, _LAST_RETRY_S)
+                    retry_s = min(2 * retry_s, _MAX_RETRY_S)
         finally:
-            self._dialling.discard(address)
+            self._connecting.discard(address)
 
-    async def _stay_connected(self, address: str) -> None:
-        wires = self._reach.wires
-        link = Following(
-            wires.incarnation_of(address), partial(self._told_gone, address), self._reach
+    async def _run_connection(self, address: str) -> None:
+        wires = self._context.transport
+        link = SubscriberConnection(
+            wires.incarnation_of(address), partial(self._on_source_closed, address), self._context
         )
-        await link.greeting.connect(partial(wires.dial, address=address))
-        self._links[address] = link
-        for source in self._at(address):
+        await link.handshake.connect(partial(wires.dial, address=address))
+        self._connections[address] = link
+        for source in self._sources_at(address):
             link.follow(source.key.subject, source.number, source.tracker)
         if not link.trackers:
             link.link.close()
         try:
-            await link.link.lost.wait()
+            await link.link.closed.wait()
         finally:
-            del self._links[address]
-            for source in self._at(address):
-                if source.farewell is not None:
-                    self._gone(source)
+            del self._connections[address]
+            for source in self._sources_at(address):
+                if source.removal_timer is not None:
+                    self._remove_source(source)
                 else:
-                    source.tracker.interrupted()
+                    source.tracker.on_disconnected()

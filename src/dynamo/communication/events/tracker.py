@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 
 from dynamo.communication.events.outlet import CatchUp
-from dynamo.communication.events.plane import Event, Kind, Listener
+from dynamo.communication.events.plane import Event, EventKind, EventListener
 
 log = logging.getLogger(__name__)
 
 
-class Tracker:
+class SequenceTracker:
     """Passes events on, in order and none twice. `ask(after)` must bring a `CatchUp` to `repair`;
     what arrives before that is dropped, because the answer holds it. `replaces`: the tracker of the
     same publisher's former epoch."""
@@ -21,95 +21,95 @@ class Tracker:
         subject: str,
         publisher: str,
         epoch: int,
-        listener: Listener,
+        listener: EventListener,
         ask: Callable[[int], None],
-        replaces: Tracker | None = None,
+        replaces: SequenceTracker | None = None,
     ) -> None:
         self._subject = subject
         self._publisher = publisher
         self.epoch = epoch
         self._listener = listener
-        self._ask = ask
-        self._last = -1
-        self._waiting = True
+        self._request_catch_up = ask
+        self._last_sequence = -1
+        self._catching_up = True
         self._stale = False
         self._replaced_epoch: int | None = None if replaces is None else replaces.epoch
-        self.lost: int = 0 if replaces is None else replaces.lost
+        self.lost_events: int = 0 if replaces is None else replaces.lost_events
 
     def start(self) -> None:
         """Ask for what is not known yet: at first, and whenever a connection was made."""
-        self._waiting = True
-        self._ask(self._last)
+        self._catching_up = True
+        self._request_catch_up(self._last_sequence)
 
-    def events(self, first: int, payloads: Sequence[bytes]) -> None:
+    def on_events(self, first: int, payloads: Sequence[bytes]) -> None:
         """Live events."""
-        if self._waiting:
+        if self._catching_up:
             return
-        known = self._last + 1 - first
+        known = self._last_sequence + 1 - first
         if known < 0:
-            self._gap()
+            self._on_gap()
             return
-        self._pass(first, payloads, known)
+        self._deliver(first, payloads, known)
 
-    def skipped(self, last: int) -> None:
+    def on_skipped(self, last: int) -> None:
         """The source's last sequence, where events were withheld from us."""
-        if not self._waiting and last > self._last:
-            self._gap()
+        if not self._catching_up and last > self._last_sequence:
+            self._on_gap()
 
-    def interrupted(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection broke: what comes is not heard until it is made again."""
-        if not self._waiting:
-            self._waiting = True
-            if self._last >= 0:
-                self._miss()
+        if not self._catching_up:
+            self._catching_up = True
+            if self._last_sequence >= 0:
+                self._mark_stale()
 
-    def repair(self, answer: CatchUp) -> None:
+    def on_catch_up(self, answer: CatchUp) -> None:
         """The answer to `ask`."""
-        self._waiting = False
+        self._catching_up = False
         if answer.dump:
             self._replaced_epoch = None
             self._stale = False
-            self._last = answer.last
+            self._last_sequence = answer.last
             first, *rest = answer.payloads or (b"",)
-            self._tell("dump", answer.last, first)
+            self._emit("dump", answer.last, first)
             for payload in rest:
-                self._tell("event", answer.last, payload)
+                self._emit("event", answer.last, payload)
             return
         if self._replaced_epoch is not None:
-            self._tell("gone", 0, b"", self._replaced_epoch)
-        if self._last >= 0:
-            self.lost += max(0, answer.first - 1 - self._last)
-        self._last = max(self._last, answer.first - 1)
+            self._emit("gone", 0, b"", self._replaced_epoch)
+        if self._last_sequence >= 0:
+            self.lost_events += max(0, answer.first - 1 - self._last_sequence)
+        self._last_sequence = max(self._last_sequence, answer.first - 1)
         self._replaced_epoch = None
         stale, self._stale = self._stale, False
-        known = self._last + 1 - answer.first
-        self._pass(answer.first, answer.payloads, known)
+        known = self._last_sequence + 1 - answer.first
+        self._deliver(answer.first, answer.payloads, known)
         if stale and len(answer.payloads) <= known:
-            self._tell("repaired", self._last, b"")
+            self._emit("repaired", self._last_sequence, b"")
 
-    def gone(self) -> None:
+    def on_source_gone(self) -> None:
         """The source disappeared."""
-        self._tell("gone", max(self._last, 0), b"")
+        self._emit("gone", max(self._last_sequence, 0), b"")
 
-    def _gap(self) -> None:
-        self._waiting = True
-        self._miss()
-        self._ask(self._last)
+    def _on_gap(self) -> None:
+        self._catching_up = True
+        self._mark_stale()
+        self._request_catch_up(self._last_sequence)
 
-    def _miss(self) -> None:
+    def _mark_stale(self) -> None:
         self._stale = True
-        self._tell("stale", self._last, b"")
+        self._emit("stale", self._last_sequence, b"")
 
-    def _pass(self, first: int, payloads: Sequence[bytes], known: int) -> None:
+    def _deliver(self, first: int, payloads: Sequence[bytes], known: int) -> None:
         sequence = first + known
         for payload in payloads[known:] if known else payloads:
-            self._last = sequence
-            self._tell("event", sequence, payload)
+            self._last_sequence = sequence
+            self._emit("event", sequence, payload)
             sequence += 1
 
-    def _tell(
+    def _emit(
         self,
-        kind: Kind,
+        kind: EventKind,
         sequence: int,
         payload: bytes,
         epoch: int | None = None,

@@ -6,14 +6,14 @@ from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.listener import probe_port
 from dynamo.communication.http.request import Request
 from dynamo.communication.http.response import Response
-from dynamo.communication.http.server import Handler, HttpServer, OnError
+from dynamo.communication.http.server import ErrorRenderer, HttpHandler, HttpServer
 
 __all__ = [
-    "Handler",
+    "ErrorRenderer",
     "HeadersTooLarge",
+    "HttpHandler",
     "HttpLimits",
     "HttpServer",
-    "OnError",
     "PortInUse",
     "Request",
     "Response",

@@ -14,14 +14,14 @@ class Flushable(Protocol):
     paused_at: float | None
     closing: bool
 
-    def take(self) -> bytes:
+    def pop_output(self) -> bytes:
         """What is to be sent now; may be nothing."""
 
-    def written(self) -> None:
+    def on_written(self) -> None:
         """It was handed over. Called where output is paused or the end has come."""
 
 
-class Flusher:
+class ConnectionFlusher:
     """Flushes every armed connection in one callback, after all that is ready in this turn has
     run: uvloop's `transport.write` sends at once, so joining comes first.
 
@@ -30,23 +30,23 @@ class Flusher:
     append it to `due`, once a flush, and to call `wake` where it is the first.
     """
 
-    __slots__ = ("_loop", "due")
+    __slots__ = ("_loop", "queue")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.due: list[Flushable] = []
+        self.queue: list[Flushable] = []
 
-    def wake(self) -> None:
+    def schedule(self) -> None:
         """Flush at the end of this turn."""
         self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        armed = self.due[:]
-        self.due.clear()
-        ready = [(connection.write, connection.take()) for connection in armed]
+        armed = self.queue[:]
+        self.queue.clear()
+        ready = [(connection.write, connection.pop_output()) for connection in armed]
         for write, data in ready:
             if data:
                 write(data)
         for connection in armed:
             if connection.closing or connection.paused_at is not None:
-                connection.written()
+                connection.on_written()

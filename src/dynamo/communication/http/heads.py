@@ -8,7 +8,7 @@ from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 
-Headers = Sequence[tuple[str, str]]
+ResponseHeaders = Sequence[tuple[str, str]]
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -28,7 +28,7 @@ def _status_line(status: int) -> str:
     return f"HTTP/1.1 {status} {phrase}\r\n"
 
 
-def head(status: int, headers: Headers, framing: str) -> bytes:
+def encode_head(status: int, headers: ResponseHeaders, framing: str) -> bytes:
     """Status line and headers, `framing` (ready lines) last. Raises ValueError on a line break
     inside a header."""
     lines = ""

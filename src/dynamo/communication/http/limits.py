@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo.core.settings.schema import Server
+from dynamo.core.settings.schema import ServerSettings
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -20,17 +20,17 @@ class HttpLimits(msgspec.Struct, frozen=True):
     header_timeout_s: float = 15.0
     idle_timeout_s: float = 75.0
     stream_backlog_bytes: int = 1 << 20
-    stall_s: float = 60.0
-    congested_s: float = 0.25
+    stall_timeout_s: float = 60.0
+    congested_after_s: float = 0.25
     linger_s: float = 2.0
-    body_rate: int = 1024
-    pipelined: int = 16
+    min_body_rate: int = 1024
+    max_pipelined: int = 16
     send_buffer_bytes: int = 64 << 10
     notsent_lowat_bytes: int = 16 << 10
     high_water_bytes: int = 4 << 10
 
     @classmethod
-    def of(cls, server: Server) -> HttpLimits:
+    def from_settings(cls, server: ServerSettings) -> HttpLimits:
         """The limits that the settings ask for."""
         return cls(
             max_body_bytes=server.max_body_bytes,
@@ -39,11 +39,13 @@ class HttpLimits(msgspec.Struct, frozen=True):
             header_timeout_s=server.header_timeout,
             idle_timeout_s=server.idle_timeout,
             stream_backlog_bytes=server.stream_backlog_bytes,
-            stall_s=server.stall_s,
+            stall_timeout_s=server.stall_s,
         )
 
     @property
-    def sweep_s(self) -> float:
+    def timeout_check_interval_s(self) -> float:
         """How often timeouts are looked for."""
-        shortest = min(self.header_timeout_s, self.idle_timeout_s, self.stall_s, self.linger_s)
+        shortest = min(
+            self.header_timeout_s, self.idle_timeout_s, self.stall_timeout_s, self.linger_s
+        )
         return min(1.0, max(0.05, shortest / 4))

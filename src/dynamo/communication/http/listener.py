@@ -10,29 +10,29 @@ from dynamo.communication.http.errors import PortInUse
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import ConfigError
 
-BACKLOG = 1024
+LISTEN_BACKLOG = 1024
 TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; the socket module does not name it on every build
 
 
 async def probe_port(host: str, port: int) -> None:
     """Raise `PortInUse` if anybody, sharing or not, listens on `port`. Port 0 is always free."""
     if port:
-        (await _bound(host, port, reuse_port=False)).close()
+        (await _bind(host, port, reuse_port=False)).close()
 
 
-async def listening_socket(
+async def open_listening_socket(
     host: str, port: int, limits: HttpLimits, *, reuse_port: bool
 ) -> socket.socket:
     """A bound socket whose accepted connections inherit small kernel buffers, so that a slow
     reader's backlog is ours to see."""
-    sock = await _bound(host, port, reuse_port=reuse_port)
+    sock = await _bind(host, port, reuse_port=reuse_port)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, limits.notsent_lowat_bytes)
     return sock
 
 
-async def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+async def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(
@@ -48,7 +48,7 @@ async def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
-        sock.listen(BACKLOG)
+        sock.listen(LISTEN_BACKLOG)
     except OSError as error:
         sock.close()
         raise _bind_error(error, host, port) from None

@@ -63,19 +63,19 @@ class RequestReader:
     __slots__ = (
         "_body",
         "_error",
-        "_fed",
         "_headers",
         "_limits",
+        "_max_received_bytes",
+        "_min_received_bytes",
         "_on_continue",
         "_on_request",
-        "_pairs",
         "_parser",
-        "_sure",
+        "_raw_headers",
         "_target",
         "_version",
         "body_bytes",
+        "messages_started",
         "stage",
-        "started",
     )
 
     def __init__(
@@ -89,28 +89,30 @@ class RequestReader:
         self._on_continue = on_continue
         self._parser = httptools.HttpRequestParser(self)
         self._error: DynamoError | None = None
-        self._fed = self._sure = 0  # bytes of the message in hand: at most, at least
-        self.started = 0
+        self._max_received_bytes = self._min_received_bytes = (
+            0  # bytes of the message in hand: at most, at least
+        )
+        self.messages_started = 0
         self.stage: Stage = "idle"
         self.on_message_begin()
-        self.stage, self.started = "idle", 0
+        self.stage, self.messages_started = "idle", 0
 
     def feed(self, data: bytes) -> bool:
         """Parse what came. False = the client wants a tunnel: no request follows. Raises the error
         to answer with; nothing may be fed after that."""
-        started, idle = self.started, self.stage == "idle"
-        self._fed += len(data)
-        self._sure += len(data)
+        started, idle = self.messages_started, self.stage == "idle"
+        self._max_received_bytes += len(data)
+        self._min_received_bytes += len(data)
         try:
             if not self._parse(data):
                 return False
         except httptools.HttpParserError as error:
             raise self._error or InvalidRequest(f"malformed HTTP: {error}") from None
         if self.stage == "idle":
-            self._fed = self._sure = 0
-        elif self.started > started + idle:  # it began behind another one, who knows where
-            self._fed, self._sure = len(data), 0
-        elif self.stage == "headers" and self._sure > self._limits.max_header_bytes:
+            self._max_received_bytes = self._min_received_bytes = 0
+        elif self.messages_started > started + idle:  # it began behind another one, who knows where
+            self._max_received_bytes, self._min_received_bytes = len(data), 0
+        elif self.stage == "headers" and self._min_received_bytes > self._limits.max_header_bytes:
             raise self._headers_too_large()
         return True
 
@@ -119,21 +121,21 @@ class RequestReader:
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                if not self._declines():
+                if not self._ignores_upgrade():
                     return False
-                data = self._plain_head() + data[upgrade.args[0] :]
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self._parser = httptools.HttpRequestParser(self)
             else:
                 return True
 
-    def _declines(self) -> bool:
+    def _ignores_upgrade(self) -> bool:
         """An upgrade is offered, which a server may leave alone; the parser however takes what
         follows for another protocol, the body too."""
         return bool(self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT")
 
-    def _plain_head(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         """The head that was read, without its offer."""
-        kept = [pair for name, value in self._pairs for pair in _without_offer(name, value)]
+        kept = [pair for name, value in self._raw_headers for pair in _without_upgrade(name, value)]
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self._target, version)]
         lines += [b"%b: %b" % pair for pair in kept]
@@ -145,9 +147,9 @@ class RequestReader:
 
     def on_message_begin(self) -> None:
         self.stage = "headers"
-        self.started += 1
+        self.messages_started += 1
         self._target = b""
-        self._pairs: list[tuple[bytes, bytes]] = []
+        self._raw_headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._headers: dict[bytes, bytes] = {}
         self.body_bytes = 0
@@ -157,16 +159,16 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.stage == "headers":  # later ones are trailers: counted, never believed
-            self._pairs.append((name, value))
+            self._raw_headers.append((name, value))
         else:
             self._count_body(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        if self._declines():
+        if self._ignores_upgrade():
             return  # they come again
         self._version = self._parser.get_http_version()
         try:
-            self._headers = self._checked_headers()
+            self._headers = self._validate_headers()
         except DynamoError as error:
             self._error = error
             raise
@@ -179,7 +181,7 @@ class RequestReader:
         self._body.append(part)
 
     def on_message_complete(self) -> None:
-        if self.stage == "headers" and self._declines():
+        if self.stage == "headers" and self._ignores_upgrade():
             return
         body = self._body
         request = Request(
@@ -193,11 +195,11 @@ class RequestReader:
         self.stage = "idle"
         self._on_request(request)
 
-    def _checked_headers(self) -> dict[bytes, bytes]:
-        pairs = self._pairs
+    def _validate_headers(self) -> dict[bytes, bytes]:
+        pairs = self._raw_headers
         if len(pairs) > self._limits.max_headers:
             raise self._headers_too_large()
-        if self._fed > self._limits.max_header_bytes:
+        if self._max_received_bytes > self._limits.max_header_bytes:
             size = len(self._target) + sum(len(name) + len(value) + 4 for name, value in pairs)
             if size > self._limits.max_header_bytes:
                 raise self._headers_too_large()
@@ -205,7 +207,7 @@ class RequestReader:
         for raw, value in pairs:
             name = raw.lower()
             if name in headers:
-                _refuse_twice(name)
+                _reject_duplicate(name)
                 headers[name] += b", " + value
             else:
                 headers[name] = value
@@ -246,7 +248,7 @@ def check_framing(headers: Mapping[bytes, bytes], version: str, max_body_bytes: 
         raise InvalidRequest("only `Expect: 100-continue` is understood")
 
 
-def _without_offer(name: bytes, value: bytes) -> list[tuple[bytes, bytes]]:
+def _without_upgrade(name: bytes, value: bytes) -> list[tuple[bytes, bytes]]:
     """The header, but for what it says of an upgrade."""
     if name.lower() == b"upgrade":
         return []
@@ -256,7 +258,7 @@ def _without_offer(name: bytes, value: bytes) -> list[tuple[bytes, bytes]]:
     return [(name, b",".join(words))]
 
 
-def _refuse_twice(name: bytes) -> None:
+def _reject_duplicate(name: bytes) -> None:
     if name in (b"host", b"content-length", b"transfer-encoding", b"authorization"):
         raise InvalidRequest(f"header {name.decode('latin-1')} came twice")
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from dynamo.communication.http.heads import LAST_CHUNK, Headers, head
+from dynamo.communication.http.heads import LAST_CHUNK, ResponseHeaders, encode_head
 
 
-class Link(Protocol):
+class ResponseConnection(Protocol):
     """What a response needs of its connection."""
 
-    out: list[bytes]
+    output: list[bytes]
     """Bytes as they are to be sent."""
-    events: list[bytes]
+    pending_events: list[bytes]
     """What follows them: the events of this turn, which become one chunk where the response is
     `framed`."""
-    framed: bool
+    chunked: bool
 
-    def arm(self) -> None:
+    def schedule_flush(self) -> None:
         """Send `out` and `events` once before the loop goes back to sleep."""
 
-    def join(self) -> None:
+    def merge_events(self) -> None:
         """Move `events` to `out`."""
 
-    def backlog(self) -> int:
+    def unsent_bytes(self) -> int:
         """Bytes that the kernel has not taken."""
 
 
@@ -37,14 +37,14 @@ class Response:
     """
 
     __slots__ = (
-        "_bodiless",
-        "_link",
+        "_head_only",
         "_version",
+        "_writer",
         "backlog_limit",
         "congested",
         "ended",
         "keep_alive",
-        "on_relief",
+        "on_writable",
         "open",
         "overrun",
         "started",
@@ -52,90 +52,96 @@ class Response:
     )
 
     def __init__(
-        self, link: Link, method: str, version: str, *, keep_alive: bool, backlog_limit: int
+        self,
+        link: ResponseConnection,
+        method: str,
+        version: str,
+        *,
+        keep_alive: bool,
+        backlog_limit: int,
     ) -> None:
-        self._link = link
-        self._bodiless = method == "HEAD"
+        self._writer = link
+        self._head_only = method == "HEAD"
         self._version = version
-        link.framed = False
+        link.chunked = False
         self.keep_alive = keep_alive
         self.backlog_limit = backlog_limit
         self.status = 0
         self.started = self.ended = self.congested = self.overrun = False
         self.open = True
-        self.on_relief: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
 
     @property
     def backlog_bytes(self) -> int:
         """Bytes written and not yet taken by the kernel."""
-        return self._link.backlog()
+        return self._writer.unsent_bytes()
 
-    def start(self, status: int, headers: Headers = ()) -> None:
+    def start(self, status: int, headers: ResponseHeaders = ()) -> None:
         """Begin a stream: chunked, or until the connection closes for HTTP/1.0."""
         if self._version == "1.1":
-            self._link.framed = not self._bodiless
-            framing = "transfer-encoding: chunked\r\n" + self._connection()
+            self._writer.chunked = not self._head_only
+            framing = "transfer-encoding: chunked\r\n" + self._connection_header()
         else:
             self.keep_alive = False
             framing = "connection: close\r\n"
-        self._begin(status, head(status, headers, framing))
+        self._write_head(status, encode_head(status, headers, framing))
 
     def write(self, data: bytes) -> bool:
         """One event of a stream. False = nobody will read it."""
         if not self.open:
             return False
-        link = self._link
-        events = link.events
+        link = self._writer
+        events = link.pending_events
         if not events:
-            if self._bodiless:
+            if self._head_only:
                 return True
-            link.arm()
+            link.schedule_flush()
         events.append(data)
         return True
 
-    def outlet(self) -> tuple[list[bytes], Callable[[], None]]:
+    def get_event_buffer(self) -> tuple[list[bytes], Callable[[], None]]:
         """Where one that writes event after event puts them itself while this is `open`: it calls
         the second where the list is empty, and appends."""
-        return self._link.events, self._link.arm
+        return self._writer.pending_events, self._writer.schedule_flush
 
     def end(self, tail: bytes = b"") -> None:
         """The stream is complete. Allowed after an overrun, unlike `write`."""
         if self.ended:
             return
-        link = self._link
-        if tail and not self._bodiless:
-            link.events.append(tail)
-        link.join()
-        if link.framed:
-            link.out.append(LAST_CHUNK)
-        self._close()
+        link = self._writer
+        if tail and not self._head_only:
+            link.pending_events.append(tail)
+        link.merge_events()
+        if link.chunked:
+            link.output.append(LAST_CHUNK)
+        self._finish()
 
-    def send(self, status: int, headers: Headers, body: bytes) -> None:
+    def send(self, status: int, headers: ResponseHeaders, body: bytes) -> None:
         """A whole response at once."""
         if status == 204:
-            framing = self._connection()
+            framing = self._connection_header()
         else:
-            framing = f"content-length: {len(body)}\r\n{self._connection()}"
-        self._begin(status, head(status, headers, framing))
-        if body and not self._bodiless:
-            self._link.out.append(body)
-        self._close()
+            framing = f"content-length: {len(body)}\r\n{self._connection_header()}"
+        self._write_head(status, encode_head(status, headers, framing))
+        if body and not self._head_only:
+            self._writer.output.append(body)
+        self._finish()
 
-    def _connection(self) -> str:
+    def _connection_header(self) -> str:
         if not self.keep_alive:
             return "connection: close\r\n"
         return "" if self._version == "1.1" else "connection: keep-alive\r\n"
 
-    def _begin(self, status: int, data: bytes) -> None:
+    def _write_head(self, status: int, data: bytes) -> None:
         if self.started:
             raise RuntimeError("the response has been started already")
         self.started = True
         self.status = status
-        self._link.out.append(data)
-        self._link.arm()
+        self._writer.output.append(data)
+        self._writer.schedule_flush()
 
-    def _close(self) -> None:
+    def _finish(self) -> None:
         self.ended = True
         self.open = False
-        self.on_relief = None
-        self._link.arm()
+        self.on_writable = None
+        self._writer.schedule_flush()

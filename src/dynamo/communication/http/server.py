@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo.communication.http.connection import Connection, Handler, OnError, Shared
+from dynamo.communication.http.connection import (
+    ErrorRenderer,
+    HttpConnection,
+    HttpHandler,
+    HttpServerState,
+)
 from dynamo.communication.http.errors import plain_error
 from dynamo.communication.http.limits import HttpLimits
-from dynamo.communication.http.listener import listening_socket
+from dynamo.communication.http.listener import open_listening_socket
 from dynamo.core.clock import Clock
-from dynamo.core.tasks import Tasks, first_of
+from dynamo.core.tasks import BackgroundTasks, wait_for_first
 
-__all__ = ["Handler", "HttpServer", "OnError"]
+__all__ = ["ErrorRenderer", "HttpHandler", "HttpServer"]
 
 
 class HttpServer:
@@ -23,29 +28,29 @@ class HttpServer:
 
     def __init__(
         self,
-        handler: Handler,
+        handler: HttpHandler,
         limits: HttpLimits,
         clock: Clock,
         *,
-        on_error: OnError = plain_error,
+        on_error: ErrorRenderer = plain_error,
     ) -> None:
         self._handler = handler
         self._limits = limits
         self._clock = clock
         self._on_error = on_error
-        self._shared: Shared | None = None
+        self._state: HttpServerState | None = None
         self._server: asyncio.Server | None = None
-        self._sweeper = Tasks()
+        self._timeout_tasks = BackgroundTasks()
 
     @property
     def connections(self) -> int:
         """Open connections."""
-        return len(self._shared.connections) if self._shared else 0
+        return len(self._state.connections) if self._state else 0
 
     @property
     def in_flight(self) -> int:
         """Requests being answered."""
-        return len(self._shared.tasks) if self._shared else 0
+        return len(self._state.tasks) if self._state else 0
 
     async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Listen; returns the bound port. Raises `PortInUse`.
@@ -53,33 +58,33 @@ class HttpServer:
         With `reuse_port` several processes share the port: whoever starts them calls `probe_port`
         once before, or two deployments would share it by mistake.
         """
-        sock = await listening_socket(host, port, self._limits, reuse_port=reuse_port)
-        shared = Shared(self._handler, self._limits, self._clock, self._on_error)
+        sock = await open_listening_socket(host, port, self._limits, reuse_port=reuse_port)
+        shared = HttpServerState(self._handler, self._limits, self._clock, self._on_error)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(shared), sock=sock)
-        self._shared = shared
-        self._sweeper.start(self._sweep(shared), name="http sweep")
+        self._server = await loop.create_server(lambda: HttpConnection(shared), sock=sock)
+        self._state = shared
+        self._timeout_tasks.start(self._check_timeouts(shared), name="http sweep")
         return int(sock.getsockname()[1])
 
     async def stop(self, drain_s: float) -> None:
         """Accept nothing more, let what is in flight end for `drain_s` seconds, then cancel it."""
-        shared, server = self._shared, self._server
+        shared, server = self._state, self._server
         if shared is None or server is None:
             return
-        self._shared = self._server = None
+        self._state = self._server = None
         server.close()
         for connection in list(shared.connections):
             connection.drain()
         if shared.tasks and drain_s > 0:
-            await first_of(shared.tasks.join(), self._clock.sleep(drain_s))
+            await wait_for_first(shared.tasks.join(), self._clock.sleep(drain_s))
         await shared.tasks.close()
-        await self._sweeper.close()
+        await self._timeout_tasks.close()
         await asyncio.sleep(0)
         for connection in list(shared.connections):
             connection.close()
 
-    async def _sweep(self, shared: Shared) -> None:
-        period = self._limits.sweep_s
+    async def _check_timeouts(self, shared: HttpServerState) -> None:
+        period = self._limits.timeout_check_interval_s
         while True:
             await self._clock.sleep(period)
             now = self._clock.now()
@@ -89,4 +94,4 @@ class HttpServer:
                 if one.deadline <= now or one.paused_at is not None
             ]
             for one in overdue:
-                one.sweep(now)
+                one.check_timeouts(now)

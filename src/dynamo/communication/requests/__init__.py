@@ -2,12 +2,20 @@
 
 from dynamo.communication.requests.plane import (
     CallInfo,
-    Handler,
-    Outgoing,
+    FlowWindow,
+    RequestHandler,
     Requests,
+    ResponseWriter,
     Sink,
-    Window,
     open_requests,
 )
 
-__all__ = ["CallInfo", "Handler", "Outgoing", "Requests", "Sink", "Window", "open_requests"]
+__all__ = [
+    "CallInfo",
+    "FlowWindow",
+    "RequestHandler",
+    "Requests",
+    "ResponseWriter",
+    "Sink",
+    "open_requests",
+]

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from dynamo.communication.requests.plane import Handler
-from dynamo.communication.requests.streams import Stream
+from dynamo.communication.requests.plane import RequestHandler
+from dynamo.communication.requests.streams import ServerStream
 from dynamo.core.errors import DynamoError, InstanceGone, InternalError, NotFound, WorkerFailed
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.telemetry.logs import request_id
 
 log = logging.getLogger(__name__)
@@ -20,19 +20,19 @@ class Endpoints:
 
     def __init__(self) -> None:
         self.on_empty: list[Callable[[], None]] = []
-        self._served: dict[str, _Served] = {}
+        self._calls_by_endpoint: dict[str, _EndpointCalls] = {}
         self._withdrawn: set[str] = set()
 
-    def serve(self, name: str, handler: Handler) -> None:
+    def serve(self, name: str, handler: RequestHandler) -> None:
         """Answer calls for `name`."""
-        if name in self._served:
+        if name in self._calls_by_endpoint:
             raise ValueError(f"endpoint {name!r} is served already")
         self._withdrawn.discard(name)
-        self._served[name] = _Served(name, handler)
+        self._calls_by_endpoint[name] = _EndpointCalls(name, handler)
 
-    def start(self, name: str, payload: bytes, stream: Stream) -> None:
+    def start(self, name: str, payload: bytes, stream: ServerStream) -> None:
         """Run the handler of one call as a task; an unknown name ends the stream with an error."""
-        served = self._served.get(name)
+        served = self._calls_by_endpoint.get(name)
         if served is not None:
             served.start(payload, stream)
         elif name in self._withdrawn:
@@ -43,36 +43,36 @@ class Endpoints:
     async def withdraw(self, name: str, drain_s: float | None) -> None:
         """Take no more calls for `name`; wait up to `drain_s` (None: without end) for those in
         hand, then cancel them."""
-        served = self._refuse(name)
+        served = self._remove(name)
         if served is None:
             return
-        if not self._served:
+        if not self._calls_by_endpoint:
             for tell in self.on_empty:
                 tell()
         await served.drain(drain_s)
 
-    def _refuse(self, name: str) -> _Served | None:
-        served = self._served.pop(name, None)
+    def _remove(self, name: str) -> _EndpointCalls | None:
+        served = self._calls_by_endpoint.pop(name, None)
         if served is not None:
             self._withdrawn.add(name)
         return served
 
     async def close(self) -> None:
         """Take no more calls, cancel those in hand."""
-        served = [self._refuse(name) for name in list(self._served)]
+        served = [self._remove(name) for name in list(self._calls_by_endpoint)]
         await run_all(*(one.drain(0.0) for one in served if one is not None))
 
 
-class _Served:
-    def __init__(self, name: str, handler: Handler) -> None:
+class _EndpointCalls:
+    def __init__(self, name: str, handler: RequestHandler) -> None:
         self._name = name
         self._handler = handler
-        self._tasks = Tasks()
-        self._open: set[Stream] = set()
+        self._tasks = BackgroundTasks()
+        self._open_streams: set[ServerStream] = set()
 
-    def start(self, payload: bytes, stream: Stream) -> None:
-        self._open.add(stream)
-        stream.home = self._open
+    def start(self, payload: bytes, stream: ServerStream) -> None:
+        self._open_streams.add(stream)
+        stream.endpoint_streams = self._open_streams
         stream.task = self._tasks.start(self._run(payload, stream))
 
     async def drain(self, drain_s: float | None) -> None:
@@ -84,13 +84,13 @@ class _Served:
             except TimeoutError:
                 log.warning(
                     "calls cancelled after the drain",
-                    extra={"fields": {"endpoint": self._name, "calls": len(self._open)}},
+                    extra={"fields": {"endpoint": self._name, "calls": len(self._open_streams)}},
                 )
-        for stream in list(self._open):
+        for stream in list(self._open_streams):
             stream.end(WorkerFailed("the instance stopped before it had answered"))
         await self._tasks.close()
 
-    async def _run(self, payload: bytes, stream: Stream) -> None:
+    async def _run(self, payload: bytes, stream: ServerStream) -> None:
         request_id.set(stream.context.request_id)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("call", extra={"fields": {"endpoint": self._name}})

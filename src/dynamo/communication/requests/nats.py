@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Self
 
-from dynamo.communication.nats_link import NatsLink
-from dynamo.communication.nats_wires import SCHEME, NatsWires
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.nats_link import NatsClient
+from dynamo.communication.nats_wires import SCHEME, NatsPlaneTransport
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests.endpoints import Endpoints
-from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
+from dynamo.communication.requests.plane import FlowWindow, RequestHandler, Requests, Sink
 from dynamo.communication.requests.tcp import TcpRequests
-from dynamo.communication.wires import TcpWires
+from dynamo.communication.wires import TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 
 BYPASS_S: Final = 5.0
 """Longer than either end needs to notice that it has lost NATS."""
@@ -24,40 +24,42 @@ BYPASS_S: Final = 5.0
 class NatsRequests(Requests):
     """An address is `nats://INCARNATION/tcp://HOST:PORT/INCARNATION`: by NATS, and without it."""
 
-    def __init__(self, nats: NatsLink, wires: NatsWires, direct: TcpWires) -> None:
+    def __init__(
+        self, nats: NatsClient, wires: NatsPlaneTransport, direct: TcpPlaneTransport
+    ) -> None:
         endpoints = Endpoints()
         self._nats = nats
-        self._wires = wires
+        self._nats_transport = wires
         self._endpoints = endpoints
-        self._through = TcpRequests(wires, endpoints)
+        self._via_nats = TcpRequests(wires, endpoints)
         self._direct = TcpRequests(direct, endpoints)
         self._addresses: dict[str, str] = {}
-        self._broken: list[Callable[[str], None]] = []
-        self._tasks = Tasks()
+        self._broken_callbacks: list[Callable[[str], None]] = []
+        self._tasks = BackgroundTasks()
         self._closed = False
         self._bypassed: set[str] = set()
-        self._through.on_broken(self._broke_through)
-        self._direct.on_broken(self._broke)
+        self._via_nats.on_connection_broken(self._on_nats_broken)
+        self._direct.on_connection_broken(self._on_broken)
 
     @classmethod
-    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
         """NATS is dialled in the background. Raises `ConfigError`."""
-        direct = await TcpWires.open(options.fallback, options)
-        link = await NatsLink.open(url, options)
-        return cls(link, NatsWires(link, options), direct)
+        direct = await TcpPlaneTransport.open(options.direct_url, options)
+        link = await NatsClient.open(url, options)
+        return cls(link, NatsPlaneTransport(link, options), direct)
 
     @property
-    def trouble(self) -> str:
-        return self._nats.trouble
+    def connection_error(self) -> str:
+        return self._nats.connection_error
 
     @property
     def address(self) -> str:
-        return f"{self._through.address}/{self._direct.address}"
+        return f"{self._via_nats.address}/{self._direct.address}"
 
-    async def serve(self, endpoint: str, handler: Handler) -> None:
+    async def serve(self, endpoint: str, handler: RequestHandler) -> None:
         self._endpoints.serve(endpoint, handler)
         await self._direct.listen()
-        await self._through.listen()
+        await self._via_nats.listen()
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
         await self._endpoints.withdraw(endpoint, drain_s)
@@ -70,30 +72,32 @@ class NatsRequests(Requests):
         context: Context,
         sink: Sink,
         *,
-        window: Window | None = None,
+        window: FlowWindow | None = None,
     ) -> None:
         through, direct = split_address(address)
         self._addresses[through] = self._addresses[direct] = address
-        await self._nats.tried.wait()
-        if self._nats.up and through not in self._bypassed:
+        await self._nats.first_attempt_done.wait()
+        if self._nats.connected and through not in self._bypassed:
             try:
-                await self._through.call(through, endpoint, payload, context, sink, window=window)
+                await self._via_nats.call(through, endpoint, payload, context, sink, window=window)
                 return
             except InstanceGone:  # nothing was done: that end may have lost NATS
                 if not direct:
                     raise
         await self._direct.call(direct, endpoint, payload, context, sink, window=window)
 
-    def heard(self, address: str) -> int:
+    def count_received_frames(self, address: str) -> int:
         through, direct = split_address(address)
-        return self._through.heard(through) + self._direct.heard(direct)
+        return self._via_nats.count_received_frames(through) + self._direct.count_received_frames(
+            direct
+        )
 
-    def break_off(self, address: str) -> None:
+    def disconnect(self, address: str) -> None:
         through, direct = split_address(address)
-        self._through.break_off(through)
-        self._direct.break_off(direct)
+        self._via_nats.disconnect(through)
+        self._direct.disconnect(direct)
 
-    async def answers_beside(self, address: str, endpoint: str) -> bool:
+    async def probe_directly(self, address: str, endpoint: str) -> bool:
         _, direct = split_address(address)
         if not direct:
             return False
@@ -109,36 +113,36 @@ class NatsRequests(Requests):
         through, _ = split_address(address)
         self._bypassed.add(through)
         asyncio.get_running_loop().call_later(BYPASS_S, self._bypassed.discard, through)
-        self._through.break_off(through)
+        self._via_nats.disconnect(through)
 
-    def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        self._broken.append(callback)
-        return lambda: self._broken.remove(callback)
+    def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        self._broken_callbacks.append(callback)
+        return lambda: self._broken_callbacks.remove(callback)
 
     async def close(self) -> None:
         self._closed = True
         await self._tasks.close()
-        await self._through.close()
+        await self._via_nats.close()
         await self._direct.close()
         await self._nats.close()
-        self._wires.leave()
+        self._nats_transport.close()
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
-        self._through.abort()
+        self._via_nats.abort()
         self._direct.abort()
 
-    def _broke_through(self, address: str) -> None:
+    def _on_nats_broken(self, address: str) -> None:
         """NATS, or one end's connection to it, may have gone, and not the instance: look."""
         _, direct = split_address(self._addresses.get(address, address))
         if not direct:
-            self._broke(address)
+            self._on_broken(address)
         elif not self._closed:
-            self._tasks.start(self._direct.reach(direct), f"reach {direct}")
+            self._tasks.start(self._direct.ensure_connected(direct), f"reach {direct}")
 
-    def _broke(self, address: str) -> None:
+    def _on_broken(self, address: str) -> None:
         whole = self._addresses.get(address, address)
-        for callback in tuple(self._broken):
+        for callback in tuple(self._broken_callbacks):
             callback(whole)
 
 

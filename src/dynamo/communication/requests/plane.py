@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
 from dynamo.communication.backends import load_backend
-from dynamo.communication.options import DEFAULT, PlaneOptions
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.context import Context
 
 BACKENDS = {
@@ -23,7 +23,7 @@ CallInfo = Context
 """What the caller sent along: request id, attempt, time left, trace."""
 
 
-class Window:
+class FlowWindow:
     """A caller's credit for one stream: at most `size_bytes` sent and not yet released."""
 
     __slots__ = ("on_release", "size_bytes")
@@ -38,12 +38,12 @@ class Window:
             self.on_release(size_bytes)
 
 
-class Outgoing(ABC):
+class ResponseWriter(ABC):
     """The handler's end of one stream. `alive`, where a handler sets it: whether it still works on
     this call; asked after long silence. One that is not ends with `WorkerFailed`."""
 
     context: Context
-    alive: Callable[[], bool] | None
+    is_alive: Callable[[], bool] | None
 
     @abstractmethod
     def send(self, payload: bytes) -> bool:
@@ -51,11 +51,11 @@ class Outgoing(ABC):
         per connection. Never blocks. False: the caller is gone (the handler is being cancelled)."""
 
     @abstractmethod
-    async def credit(self) -> None:
+    async def wait_for_window(self) -> None:
         """Wait until the caller's window (bytes) is open again; at once where there is none."""
 
 
-Handler = Callable[[bytes, Outgoing], Awaitable[None]]
+RequestHandler = Callable[[bytes, ResponseWriter], Awaitable[None]]
 """Serves one call. Returning ends the stream; a DynamoError raised is raised at the caller; another
 exception becomes `InternalError` there and is logged here; being cancelled: the caller has left."""
 
@@ -64,7 +64,7 @@ class Requests(ABC):
     """Both ends of the request plane: serves handlers under one address, calls other addresses."""
 
     @property
-    def trouble(self) -> str:
+    def connection_error(self) -> str:
         """Why the plane's server cannot be reached now; "" when all is well."""
         return ""
 
@@ -76,7 +76,7 @@ class Requests(ABC):
         raises `InstanceGone`."""
 
     @abstractmethod
-    async def serve(self, endpoint: str, handler: Handler) -> None:
+    async def serve(self, endpoint: str, handler: RequestHandler) -> None:
         """Answer calls for `endpoint` from now on (listening starts with the first)."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Requests(ABC):
         context: Context,
         sink: Sink,
         *,
-        window: Window | None = None,
+        window: FlowWindow | None = None,
     ) -> None:
         """Call one instance; `sink` gets every payload in order. Returns at the stream's end.
 
@@ -104,16 +104,16 @@ class Requests(ABC):
         """
 
     @abstractmethod
-    def heard(self, address: str) -> int:
+    def count_received_frames(self, address: str) -> int:
         """How many frames have come from `address` over the present connection: it grows while
         somebody there speaks."""
 
     @abstractmethod
-    def break_off(self, address: str) -> None:
+    def disconnect(self, address: str) -> None:
         """Nobody at `address` answers: give up the connection, so that calls over it raise
         `WorkerFailed` and later ones connect anew."""
 
-    async def answers_beside(self, address: str, endpoint: str) -> bool:
+    async def probe_directly(self, address: str, endpoint: str) -> bool:
         """Whether the instance answers a call of nothing, with an error too, on a way that leaves
         out the plane's server. False at once where there is no such way."""
         del address, endpoint
@@ -122,10 +122,10 @@ class Requests(ABC):
     def bypass(self, address: str) -> None:
         """The instance answers only beside the plane's server: calls under way raise
         `WorkerFailed`, those of the next seconds go the other way."""
-        self.break_off(address)
+        self.disconnect(address)
 
     @abstractmethod
-    def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
+    def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """`callback(address)` when the connection to an address breaks or cannot be made. Returns
         the way to stop that."""
 
@@ -134,7 +134,7 @@ class Requests(ABC):
         """Cancel calls and handlers, close every connection."""
 
 
-async def open_requests(url: str, options: PlaneOptions = DEFAULT) -> Requests:
+async def open_requests(url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Requests:
     """Open a backend by URL. `tcp://HOST:PORT` with port 0 = any. Raises `ConfigError`."""
     plane: Requests = await load_backend(BACKENDS, url, "request").open(url, options)
     return plane

@@ -9,16 +9,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
-from dynamo.communication.link import Flusher, Link, close_links
-from dynamo.communication.options import DEFAULT, PlaneOptions
-from dynamo.communication.requests.accepted import Accepted
-from dynamo.communication.requests.dialled import Dialled
+from dynamo.communication.link import Link, TurnFlusher, close_links
+from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
+from dynamo.communication.requests.accepted import ServerConnection
+from dynamo.communication.requests.dialled import ClientConnection
 from dynamo.communication.requests.endpoints import Endpoints
-from dynamo.communication.requests.plane import Handler, Requests, Sink, Window
-from dynamo.communication.wires import TcpWires, Wires
+from dynamo.communication.requests.plane import FlowWindow, RequestHandler, Requests, Sink
+from dynamo.communication.wires import PlaneTransport, TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError, WorkerFailed
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.telemetry.logs import request_id
 
 log = logging.getLogger(__name__)
@@ -27,50 +27,50 @@ log = logging.getLogger(__name__)
 class TcpRequests(Requests):
     """`tcp://HOST:PORT`; port 0 is any. Planes over other wires may share its `endpoints`."""
 
-    def __init__(self, wires: Wires, endpoints: Endpoints | None = None) -> None:
-        self._wires = wires
-        self._opening = asyncio.Lock()
-        self._flusher = Flusher()
+    def __init__(self, wires: PlaneTransport, endpoints: Endpoints | None = None) -> None:
+        self._transport = wires
+        self._listen_lock = asyncio.Lock()
+        self._flusher = TurnFlusher()
         self._endpoints = Endpoints() if endpoints is None else endpoints
         self._endpoints.on_empty.append(self._go_away)
-        self._accepted: set[Accepted] = set()
-        self._dialled: dict[str, Dialled] = {}
-        self._open: set[Dialled] = set()
-        self._dials: dict[str, asyncio.Task[Dialled | DynamoError]] = {}
-        self._tasks = Tasks()
-        self._broken: list[Callable[[str], None]] = []
+        self._server_connections: set[ServerConnection] = set()
+        self._client_connections: dict[str, ClientConnection] = {}
+        self._open_client_connections: set[ClientConnection] = set()
+        self._pending_dials: dict[str, asyncio.Task[ClientConnection | DynamoError]] = {}
+        self._tasks = BackgroundTasks()
+        self._broken_callbacks: list[Callable[[str], None]] = []
         self._closed = False
 
     @classmethod
-    async def open(cls, url: str, options: PlaneOptions = DEFAULT) -> Self:
+    async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
         """Nothing listens before the first `serve`. Raises `ConfigError`."""
-        return cls(await TcpWires.open(url, options))
+        return cls(await TcpPlaneTransport.open(url, options))
 
     @property
     def address(self) -> str:
-        return self._wires.address
+        return self._transport.address
 
-    async def serve(self, endpoint: str, handler: Handler) -> None:
+    async def serve(self, endpoint: str, handler: RequestHandler) -> None:
         self._endpoints.serve(endpoint, handler)
         await self.listen()
 
     async def listen(self) -> None:
         """Take connections, for what is served now and later."""
-        async with self._opening:
-            if not self._wires.listening:
-                await self._wires.listen(self._accept)
+        async with self._listen_lock:
+            if not self._transport.is_listening:
+                await self._transport.listen(self._accept)
 
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
         await self._endpoints.withdraw(endpoint, drain_s)
 
-    async def reach(self, address: str) -> None:
+    async def ensure_connected(self, address: str) -> None:
         """Connect to an instance unless that is done; `on_broken` tells if it cannot be."""
         with suppress(InstanceGone):
             await self._connect(address)
 
     def _go_away(self) -> None:
         """Tell callers to open no more streams here."""
-        for peer in self._accepted:
+        for peer in self._server_connections:
             peer.go_away()
 
     def call(
@@ -81,12 +81,12 @@ class TcpRequests(Requests):
         context: Context,
         sink: Sink,
         *,
-        window: Window | None = None,
+        window: FlowWindow | None = None,
     ) -> Coroutine[Any, Any, None]:
-        peer = self._dialled.get(address)
-        if peer is None or peer.calls.spent:
+        peer = self._client_connections.get(address)
+        if peer is None or peer.streams.exhausted:
             return self._connect_and_call(address, endpoint, payload, context, sink, window)
-        return peer.calls.call(endpoint, payload, context, sink, window)
+        return peer.streams.call(endpoint, payload, context, sink, window)
 
     async def _connect_and_call(
         self,
@@ -95,58 +95,66 @@ class TcpRequests(Requests):
         payload: bytes,
         context: Context,
         sink: Sink,
-        window: Window | None,
+        window: FlowWindow | None,
     ) -> None:
         peer = await self._connect(address)
-        await peer.calls.call(endpoint, payload, context, sink, window)
+        await peer.streams.call(endpoint, payload, context, sink, window)
 
-    def heard(self, address: str) -> int:
-        peer = self._dialled.get(address)
-        return 0 if peer is None else peer.calls.frames
+    def count_received_frames(self, address: str) -> int:
+        peer = self._client_connections.get(address)
+        return 0 if peer is None else peer.streams.frames_received
 
-    def break_off(self, address: str) -> None:
-        peer = self._dialled.get(address)
+    def disconnect(self, address: str) -> None:
+        peer = self._client_connections.get(address)
         if peer is not None:
             peer.link.abort()
 
-    def on_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        self._broken.append(callback)
-        return lambda: self._broken.remove(callback)
+    def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        self._broken_callbacks.append(callback)
+        return lambda: self._broken_callbacks.remove(callback)
 
     async def close(self) -> None:
         self._closed = True
-        self._wires.stop()
+        self._transport.stop_listening()
         await self._endpoints.close()
         await self._tasks.close()
-        for peer in self._open:
-            peer.calls.fail(WorkerFailed("this process closed its request plane"))
-        await close_links(self._links())
+        for peer in self._open_client_connections:
+            peer.streams.fail(WorkerFailed("this process closed its request plane"))
+        await close_links(self._all_links())
 
     def abort(self) -> None:
         """Break every connection at once, as a crash would."""
-        self._wires.stop()
-        for link in self._links():
+        self._transport.stop_listening()
+        for link in self._all_links():
             link.abort()
 
-    def _links(self) -> list[Link]:
-        return [peer.link for peer in self._open] + [peer.link for peer in self._accepted]
+    def _all_links(self) -> list[Link]:
+        return [peer.link for peer in self._open_client_connections] + [
+            peer.link for peer in self._server_connections
+        ]
 
     def _accept(self) -> Link:
-        wires = self._wires
-        peer = Accepted(
-            self._endpoints, self._flusher, wires.incarnation, self._accepted.discard, wires.secret
+        wires = self._transport
+        peer = ServerConnection(
+            self._endpoints,
+            self._flusher,
+            wires.incarnation,
+            self._server_connections.discard,
+            wires.secret,
         )
-        self._accepted.add(peer)
+        self._server_connections.add(peer)
         return peer.link
 
-    async def _connect(self, address: str) -> Dialled:
+    async def _connect(self, address: str) -> ClientConnection:
         """The connection to `address`; callers at the same time share one dial."""
         if self._closed:
             raise InstanceGone("this process closed its request plane")
-        dial = self._dials.get(address)
+        dial = self._pending_dials.get(address)
         if dial is None:
-            dial = self._dials[address] = self._tasks.start(self._dial(address), f"dial {address}")
-            dial.add_done_callback(lambda _: self._dials.pop(address, None))
+            dial = self._pending_dials[address] = self._tasks.start(
+                self._dial(address), f"dial {address}"
+            )
+            dial.add_done_callback(lambda _: self._pending_dials.pop(address, None))
         try:
             result = await asyncio.shield(dial)
         except asyncio.CancelledError:
@@ -157,43 +165,43 @@ class TcpRequests(Requests):
             raise type(result)(result.message, hint=result.hint)
         return result
 
-    async def _dial(self, address: str) -> Dialled | DynamoError:
+    async def _dial(self, address: str) -> ClientConnection | DynamoError:
         request_id.set("")  # the connection outlives the request that needed it first
         try:
-            incarnation = self._wires.incarnation_of(address)
+            incarnation = self._transport.incarnation_of(address)
         except InstanceGone as error:
             return error
-        peer = Dialled(
+        peer = ClientConnection(
             incarnation,
             self._flusher,
-            on_retired=partial(self._retired, address),
-            on_lost=partial(self._lost, address),
-            secret=self._wires.secret,
+            on_retired=partial(self._on_retired, address),
+            on_lost=partial(self._on_lost, address),
+            secret=self._transport.secret,
         )
         try:
-            await peer.greeting.connect(partial(self._wires.dial, address=address))
+            await peer.handshake.connect(partial(self._transport.dial, address=address))
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
-            self._tell_broken(address)
+            self._notify_broken(address)
             return InstanceGone(f"{address} cannot be reached: {str(error) or 'no answer'}")
-        former = self._dialled.get(address)
-        if not peer.link.lost.is_set():
-            self._dialled[address] = peer
-            self._open.add(peer)
+        former = self._client_connections.get(address)
+        if not peer.link.closed.is_set():
+            self._client_connections[address] = peer
+            self._open_client_connections.add(peer)
         if former is not None:
             former.retire()
         return peer
 
-    def _retired(self, address: str, peer: Dialled) -> None:
-        if self._dialled.get(address) is peer:
-            del self._dialled[address]
+    def _on_retired(self, address: str, peer: ClientConnection) -> None:
+        if self._client_connections.get(address) is peer:
+            del self._client_connections[address]
 
-    def _lost(self, address: str, peer: Dialled) -> None:
-        self._open.discard(peer)
-        if self._dialled.get(address) is peer:
-            del self._dialled[address]
-            self._tell_broken(address)
+    def _on_lost(self, address: str, peer: ClientConnection) -> None:
+        self._open_client_connections.discard(peer)
+        if self._client_connections.get(address) is peer:
+            del self._client_connections[address]
+            self._notify_broken(address)
 
-    def _tell_broken(self, address: str) -> None:
+    def _notify_broken(self, address: str) -> None:
         if not self._closed:
-            for callback in tuple(self._broken):
+            for callback in tuple(self._broken_callbacks):
                 callback(address)

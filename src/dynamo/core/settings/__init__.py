@@ -1,18 +1,18 @@
 """Settings: declared once, with unit, bound and reason; YAML, environment, flags, help and the
 reference page follow from the declaration."""
 
-from dynamo.core.settings.declare import Declared, Setting, setting, settings_of
-from dynamo.core.settings.given import Given
-from dynamo.core.settings.load import Loaded, load
+from dynamo.core.settings.declare import SettingMeta, SettingSpec, iter_setting_specs, setting
+from dynamo.core.settings.given import SourcedValue
+from dynamo.core.settings.load import LoadedSettings, resolve_settings
 from dynamo.core.settings.schema import Settings
 
 __all__ = [
-    "Declared",
-    "Given",
-    "Loaded",
-    "Setting",
+    "LoadedSettings",
+    "SettingMeta",
+    "SettingSpec",
     "Settings",
-    "load",
+    "SourcedValue",
+    "iter_setting_specs",
+    "resolve_settings",
     "setting",
-    "settings_of",
 ]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema import Settings
-from dynamo.core.settings.schema_cluster import WorkerGroup
+from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 
 
-def check(settings: Settings, origins: Mapping[str, str]) -> None:
+def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
     """Raises `ConfigError` for settings that cannot hold together."""
     owners: dict[tuple[str, int], str] = {}
-    for key, group in _groups(settings):
+    for key, group in _worker_groups(settings):
         for device in dict.fromkeys(group.device_ids):
             before = owners.setdefault((group.host, device), key)
             if before != key:
@@ -25,7 +25,7 @@ def check(settings: Settings, origins: Mapping[str, str]) -> None:
                 )
 
 
-def _groups(settings: Settings) -> Iterator[tuple[str, WorkerGroup]]:
+def _worker_groups(settings: Settings) -> Iterator[tuple[str, WorkerGroupSettings]]:
     yield "workers.prefill", settings.workers.prefill
     yield "workers.decode", settings.workers.decode
     for key in ("prefill_workers", "decode_workers"):

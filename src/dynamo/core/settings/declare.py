@@ -10,7 +10,7 @@ import msgspec
 Unit = Literal["", "seconds", "milliseconds", "bytes", "GiB", "tokens", "blocks", "ratio", "cores"]
 
 
-class Setting(msgspec.Struct, frozen=True):
+class SettingMeta(msgspec.Struct, frozen=True):
     """What is known of a setting beside its type and default.
 
     `flag`: its command-line flag ("" = none; the dotted key works everywhere). `ge`, `le`: bounds.
@@ -35,28 +35,28 @@ class Setting(msgspec.Struct, frozen=True):
     secret: bool = False
 
 
-def setting(help: str, **about: Any) -> Setting:  # noqa: A002 - the word users know
+def setting(help: str, **about: Any) -> SettingMeta:  # noqa: A002 - the word users know
     """Declare one setting. See `Setting` for what may be said."""
-    return Setting(help, **about)
+    return SettingMeta(help, **about)
 
 
-class Declared(msgspec.Struct, frozen=True):
+class SettingSpec(msgspec.Struct, frozen=True):
     """One setting with its dotted key."""
 
     key: str
     type: Any
     default: Any
-    about: Setting
+    meta: SettingMeta
 
     @property
-    def entries(self) -> type[msgspec.Struct] | None:
+    def entry_schema(self) -> type[msgspec.Struct] | None:
         """The schema of one entry, where the setting is a list of sections."""
         arguments = get_args(self.type)
         first = arguments[0] if arguments else None
         return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
-def settings_of(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Declared]:
+def iter_setting_specs(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[SettingSpec]:
     """Every setting declared under `schema`, sections walked depth first."""
     hints = get_type_hints(schema, include_extras=True)
     for field in msgspec.structs.fields(schema):
@@ -67,6 +67,6 @@ def settings_of(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[Decl
             default = field.default
             if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
                 default = field.default_factory()
-            yield Declared(key, kind, default, about)
+            yield SettingSpec(key, kind, default, about)
         elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            yield from settings_of(hint, f"{key}.")
+            yield from iter_setting_specs(hint, f"{key}.")

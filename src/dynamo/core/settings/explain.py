@@ -7,21 +7,21 @@ from typing import Any
 
 import msgspec
 
-from dynamo.core.settings.declare import Declared
-from dynamo.core.settings.load import DEFAULT, UNUSED, Loaded
-from dynamo.core.settings.names import declared_settings
+from dynamo.core.settings.declare import SettingSpec
+from dynamo.core.settings.load import DEFAULT_ORIGIN, UNUSED_NOTE, LoadedSettings
+from dynamo.core.settings.names import setting_specs_by_key
 
-HIDDEN = "***"
+REDACTED = "***"
 
 
-def value_at(settings: Any, key: str) -> Any:
+def get_setting(settings: Any, key: str) -> Any:
     """The value of a dotted key."""
     for part in key.split("."):
         settings = getattr(settings, part)
     return settings
 
 
-class Explained(msgspec.Struct, frozen=True):
+class EffectiveSetting(msgspec.Struct, frozen=True):
     """One effective value. `origin`: "default", "flag --x", "environment X" or "file:line"."""
 
     key: str
@@ -33,27 +33,29 @@ class Explained(msgspec.Struct, frozen=True):
     help: str
 
 
-def explain(loaded: Loaded) -> Iterator[Explained]:
+def effective_settings(loaded: LoadedSettings) -> Iterator[EffectiveSetting]:
     """Every setting, in the order of the schema; entries of lists one by one."""
-    for declared in declared_settings().values():
-        yield from _explain(loaded, declared, loaded.settings, "")
+    for declared in setting_specs_by_key().values():
+        yield from _effective_settings(loaded, declared, loaded.settings, "")
 
 
-def _explain(loaded: Loaded, declared: Declared, root: Any, prefix: str) -> Iterator[Explained]:
-    value = value_at(root, declared.key)
+def _effective_settings(
+    loaded: LoadedSettings, declared: SettingSpec, root: Any, prefix: str
+) -> Iterator[EffectiveSetting]:
+    value = get_setting(root, declared.key)
     key = f"{prefix}{declared.key}"
-    if declared.entries is not None and value:
+    if declared.entry_schema is not None and value:
         for at, entry in enumerate(value):
-            for inner in declared_settings(declared.entries).values():
-                yield from _explain(loaded, inner, entry, f"{key}[{at}].")
+            for inner in setting_specs_by_key(declared.entry_schema).values():
+                yield from _effective_settings(loaded, inner, entry, f"{key}[{at}].")
         return
-    hidden = declared.about.secret and value
-    yield Explained(
+    hidden = declared.meta.secret and value
+    yield EffectiveSetting(
         key=key,
-        value=HIDDEN if hidden else value,
-        unit=declared.about.unit,
-        origin=loaded.origins.get(key, DEFAULT),
+        value=REDACTED if hidden else value,
+        unit=declared.meta.unit,
+        origin=loaded.origins.get(key, DEFAULT_ORIGIN),
         default=declared.default,
-        note=loaded.notes.get(key, UNUSED if declared.about.unused else ""),
-        help=declared.about.help,
+        note=loaded.notes.get(key, UNUSED_NOTE if declared.meta.unused else ""),
+        help=declared.meta.help,
     )

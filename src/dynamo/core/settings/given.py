@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 
-class Given(msgspec.Struct, frozen=True):
+class SourcedValue(msgspec.Struct, frozen=True):
     """`raw`: text, or what the file's language made of it. `where`: as messages say it, such as
     "flag --http-port", "environment DYNAMO_SERVER__HTTP_PORT" or "agg.yaml:3". `spelled`: the key
     as it was written."""
 
     raw: Any
-    where: str
-    spelled: str = ""
+    origin: str
+    written_key: str = ""

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.settings.explain import HIDDEN, value_at
-from dynamo.core.settings.names import declared_settings
+from dynamo.core.settings.explain import REDACTED, get_setting
+from dynamo.core.settings.names import setting_specs_by_key
 from dynamo.core.settings.schema import Settings
 
 
-class Change(msgspec.Struct, frozen=True):
+class SettingChange(msgspec.Struct, frozen=True):
     """One setting that is not what it was. `applied`: it takes effect at once, else at a start."""
 
     key: str
@@ -21,23 +21,23 @@ class Change(msgspec.Struct, frozen=True):
     applied: bool
 
 
-def reloaded(now: Settings, wanted: Settings) -> tuple[Settings, tuple[Change, ...]]:
+def apply_reload(now: Settings, wanted: Settings) -> tuple[Settings, tuple[SettingChange, ...]]:
     """`now` with all of `wanted` that is safe to change while serving, and every difference."""
     changes = []
-    for key, declared in declared_settings().items():
-        before, after = value_at(now, key), value_at(wanted, key)
+    for key, declared in setting_specs_by_key().items():
+        before, after = get_setting(now, key), get_setting(wanted, key)
         if before == after:
             continue
-        about = declared.about
+        about = declared.meta
         if about.reload:
-            now = _with(now, key.split("."), after)
+            now = _replace_at_path(now, key.split("."), after)
         if about.secret:
-            before = after = HIDDEN
-        changes.append(Change(key, before, after, about.reload))
+            before = after = REDACTED
+        changes.append(SettingChange(key, before, after, about.reload))
     return now, tuple(changes)
 
 
-def _with(section: Any, path: list[str], value: Any) -> Any:
+def _replace_at_path(section: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
-    inner = _with(getattr(section, name), rest, value) if rest else value
+    inner = _replace_at_path(getattr(section, name), rest, value) if rest else value
     return replace(section, **{name: inner})

@@ -8,21 +8,21 @@ import msgspec
 
 from dynamo.core.settings.declare import setting
 from dynamo.core.settings.schema_cluster import (
-    Cache,
-    Discovery,
-    Frontend,
-    Messaging,
-    Monitoring,
-    Nixl,
-    Security,
-    WorkerGroup,
-    Workers,
+    CacheSettings,
+    DiscoverySettings,
+    FrontendSettings,
+    MessagingSettings,
+    MonitoringSettings,
+    NixlSettings,
+    SecuritySettings,
+    WorkerGroupSettings,
+    WorkersSettings,
 )
-from dynamo.core.settings.schema_engine import Engine
-from dynamo.core.settings.schema_index import Index
-from dynamo.core.settings.schema_router import Router
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.settings.schema_index import IndexSettings
+from dynamo.core.settings.schema_router import RouterSettings
 
-SECTION_SPELLINGS = {
+SECTION_ALIASES = {
     "kv_cache": "cache",
     "distributed_runtime.etcd": "discovery.etcd",
     "distributed_runtime.nats": "messaging.nats",
@@ -30,7 +30,7 @@ SECTION_SPELLINGS = {
 """Other names of whole sections."""
 
 
-class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP surface."""
 
     http_host: Annotated[
@@ -126,7 +126,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: Annotated[tuple[str, ...], setting("origins allowed by CORS")] = ("*",)
 
 
-class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is served."""
 
     path: Annotated[
@@ -175,7 +175,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SamplingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Used where the request says nothing; these stand before the model's own defaults."""
 
     temperature: Annotated[
@@ -191,7 +191,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_tokens: Annotated[tuple[str, ...], setting("strings that end every answer")] = ()
 
 
-class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RuntimeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Planes and life cycle."""
 
     namespace: Annotated[
@@ -272,7 +272,7 @@ class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
 
 
-class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoggingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Logs."""
 
     level: Annotated[
@@ -301,25 +301,25 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything."""
 
     version: Annotated[int, setting("version of this schema", ge=1, le=1)] = 1
-    server: Server = Server()
-    frontend: Frontend = Frontend()
-    router: Router = Router()
-    index: Index = Index()
-    model: Model = Model()
-    engine: Engine = Engine()
-    cache: Cache = Cache()
-    sampling: SamplingDefaults = SamplingDefaults()
-    workers: Workers = Workers()
+    server: ServerSettings = ServerSettings()
+    frontend: FrontendSettings = FrontendSettings()
+    router: RouterSettings = RouterSettings()
+    index: IndexSettings = IndexSettings()
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    cache: CacheSettings = CacheSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    workers: WorkersSettings = WorkersSettings()
     prefill_workers: Annotated[
-        tuple[WorkerGroup, ...], setting("workers that only compute prompts", unused=True)
+        tuple[WorkerGroupSettings, ...], setting("workers that only compute prompts", unused=True)
     ] = ()
     decode_workers: Annotated[
-        tuple[WorkerGroup, ...], setting("workers that only compute answers", unused=True)
+        tuple[WorkerGroupSettings, ...], setting("workers that only compute answers", unused=True)
     ] = ()
-    runtime: Runtime = Runtime()
-    discovery: Discovery = Discovery()
-    messaging: Messaging = Messaging()
-    security: Security = Security()
-    nixl: Nixl = Nixl()
-    monitoring: Monitoring = Monitoring()
-    logging: Logging = Logging()
+    runtime: RuntimeSettings = RuntimeSettings()
+    discovery: DiscoverySettings = DiscoverySettings()
+    messaging: MessagingSettings = MessagingSettings()
+    security: SecuritySettings = SecuritySettings()
+    nixl: NixlSettings = NixlSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
+    logging: LoggingSettings = LoggingSettings()

@@ -9,7 +9,7 @@ import msgspec
 from dynamo.core.settings.declare import setting
 
 
-class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ResourcesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one replica asks of its host."""
 
     cpu: Annotated[
@@ -21,7 +21,7 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
-class Nixl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NixlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Transfer of KV blocks between workers."""
 
     enable_rdma: Annotated[bool, setting("use RDMA where the network has it", unused=True)] = False
@@ -35,7 +35,7 @@ class Nixl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "none"
 
 
-class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV cache beyond `engine.num_blocks`, `block_size` and `prefix_caching`."""
 
     max_cache_size: Annotated[
@@ -52,7 +52,7 @@ class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ("cpu",)
 
 
-class GroupCache(Cache, frozen=True, forbid_unknown_fields=True):
+class GroupCacheSettings(CacheSettings, frozen=True, forbid_unknown_fields=True):
     """The KV cache of one group of workers."""
 
     block_size: Annotated[
@@ -60,7 +60,7 @@ class GroupCache(Cache, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
-class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workers of one kind."""
 
     name: Annotated[str, setting("its name in logs and metrics", unused=True)] = ""
@@ -92,19 +92,19 @@ class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_ids: Annotated[
         tuple[int, ...], setting("accelerators of this host, by number", unused=True)
     ] = ()
-    resources: Resources = Resources()
-    nixl: Nixl = Nixl()
-    kv_cache: GroupCache = GroupCache()
+    resources: ResourcesSettings = ResourcesSettings()
+    nixl: NixlSettings = NixlSettings()
+    kv_cache: GroupCacheSettings = GroupCacheSettings()
 
 
-class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkersSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Groups of equal workers."""
 
-    prefill: WorkerGroup = WorkerGroup()
-    decode: WorkerGroup = WorkerGroup()
+    prefill: WorkerGroupSettings = WorkerGroupSettings()
+    decode: WorkerGroupSettings = WorkerGroupSettings()
 
 
-class Frontend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrontendSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The frontend as a component of its own; how it listens is said in `server`."""
 
     router_endpoint: Annotated[
@@ -114,10 +114,10 @@ class Frontend(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         setting("frontend processes of a host, where `server.http_workers` is not given", ge=1),
     ] = 1
-    resources: Resources = Resources()
+    resources: ResourcesSettings = ResourcesSettings()
 
 
-class ServerTls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerTlsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who we are to a server, and how we know it."""
 
     username: Annotated[str, setting("user at the server; empty: none")] = ""
@@ -129,7 +129,7 @@ class ServerTls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Annotated[str, setting("PEM file of this client's key")] = ""
 
 
-class Etcd(ServerTls, frozen=True, forbid_unknown_fields=True):
+class EtcdSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
     """etcd."""
 
     endpoints: Annotated[
@@ -145,7 +145,7 @@ class Etcd(ServerTls, frozen=True, forbid_unknown_fields=True):
     ] = 5.0
 
 
-class Discovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who is there, told by a server; without one see `runtime.discovery`."""
 
     type: Annotated[
@@ -157,10 +157,10 @@ class Discovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             not_yet=(("kubernetes", ""),),
         ),
     ] = "file"
-    etcd: Etcd = Etcd()
+    etcd: EtcdSettings = EtcdSettings()
 
 
-class Nats(ServerTls, frozen=True, forbid_unknown_fields=True):
+class NatsSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
     """NATS."""
 
     servers: Annotated[
@@ -193,7 +193,7 @@ class Nats(ServerTls, frozen=True, forbid_unknown_fields=True):
     ] = 0.5
 
 
-class Messaging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MessagingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests and events through a server; without one see `runtime.requests` and `.events`."""
 
     type: Annotated[
@@ -204,10 +204,10 @@ class Messaging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             choices=("tcp", "nats"),
         ),
     ] = "tcp"
-    nats: Nats = Nats()
+    nats: NatsSettings = NatsSettings()
 
 
-class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SecuritySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between the deployment's own processes; for HTTP see `server`."""
 
     secret: Annotated[
@@ -225,7 +225,7 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: Annotated[str, setting("PEM file of this process's key")] = ""
 
 
-class Prometheus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrometheusSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The Prometheus of the whole stack; every process exports on its own port."""
 
     enabled: Annotated[
@@ -258,14 +258,14 @@ class Prometheus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 15.0
 
 
-class Grafana(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GrafanaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The Grafana of the whole stack."""
 
     enabled: Annotated[bool, setting("run one", unused=True)] = False
     port: Annotated[int, setting("its port", ge=1, le=65535, unused=True)] = 3000
 
 
-class CustomMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CustomMetricSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A metric to record besides our own."""
 
     name: Annotated[str, setting("its name", unused=True)] = ""
@@ -275,11 +275,11 @@ class CustomMetric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buckets: Annotated[tuple[float, ...], setting("upper bounds of a histogram", unused=True)] = ()
 
 
-class Monitoring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MonitoringSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who collects and shows the metrics."""
 
-    prometheus: Prometheus = Prometheus()
-    grafana: Grafana = Grafana()
+    prometheus: PrometheusSettings = PrometheusSettings()
+    grafana: GrafanaSettings = GrafanaSettings()
     custom_metrics: Annotated[
-        tuple[CustomMetric, ...], setting("metrics besides our own", unused=True)
+        tuple[CustomMetricSettings, ...], setting("metrics besides our own", unused=True)
     ] = ()

@@ -8,10 +8,10 @@ import msgspec
 
 from dynamo.core.settings.declare import setting
 
-ENGINES_NOT_YET = ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai")
+UNSUPPORTED_ENGINES = ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai")
 
 
-class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The workers' engine."""
 
     kind: Annotated[
@@ -19,7 +19,7 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "what computes: native, mock or echo",
             aliases=("model.engine",),
-            not_yet=tuple((kind, "") for kind in ENGINES_NOT_YET),
+            not_yet=tuple((kind, "") for kind in UNSUPPORTED_ENGINES),
         ),
     ] = "native"
     workers: Annotated[int, setting("worker processes", flag="--workers", ge=0)] = 1

@@ -9,7 +9,7 @@ import msgspec
 from dynamo.core.settings.declare import setting
 
 
-class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What routers in mode kv know of the workers' caches."""
 
     budget_bytes: Annotated[

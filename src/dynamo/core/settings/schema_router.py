@@ -7,20 +7,20 @@ from typing import Annotated
 import msgspec
 
 from dynamo.core.settings.declare import setting
-from dynamo.core.settings.schema_cluster import Resources
+from dynamo.core.settings.schema_cluster import ResourcesSettings
 
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
 ROUTER_MODES = (*BASIC_MODES, "kv", "adaptive")
 ROUTER_POLICIES = ("predicted", "block_cost", "composite", "argmin_ttft", "affinity")
 QUEUE_ORDERS = ("fcfs", "shortest", "deadline")
-SPELLINGS = (
+MODE_ALIASES = (
     ("basic", "round_robin"),
     ("weighted", "weighted_round_robin"),
     ("kv_aware", "kv"),
 )
 
 
-class RoutingStrategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RoutingStrategySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weights of the composite score (router.policy composite)."""
 
     cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0, reload=True)] = 0.4
@@ -31,7 +31,7 @@ class RoutingStrategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_weight: Annotated[float, setting("of free memory", ge=0, reload=True)] = 0.1
 
 
-class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoadBalancingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What holds where the mode leaves a choice."""
 
     algorithm: Annotated[
@@ -39,7 +39,7 @@ class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "between workers of equal score, in mode adaptive",
             choices=BASIC_MODES,
-            spellings=SPELLINGS,
+            spellings=MODE_ALIASES,
         ),
     ] = "random"
     health_check_interval: Annotated[
@@ -56,7 +56,7 @@ class LoadBalancing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 3
 
 
-class Disaggregation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a prompt is computed by a prefill worker."""
 
     enable_conditional_disagg: Annotated[
@@ -71,7 +71,7 @@ class Disaggregation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 10
 
 
-class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which worker gets a request."""
 
     mode: Annotated[
@@ -80,7 +80,7 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "how a worker is chosen (- and _ are equal; `basic` = round_robin, `kv_aware` = kv)",
             flag="--router-mode",
             choices=ROUTER_MODES,
-            spellings=SPELLINGS,
+            spellings=MODE_ALIASES,
             aliases=("type", "load_balance_strategy", "router.routing_strategy.type"),
         ),
     ] = "round_robin"
@@ -194,7 +194,7 @@ class Router(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             aliases=("router.workers",),
         ),
     ] = 0
-    resources: Resources = Resources()
-    routing_strategy: RoutingStrategy = RoutingStrategy()
-    load_balancing: LoadBalancing = LoadBalancing()
-    disaggregation: Disaggregation = Disaggregation()
+    resources: ResourcesSettings = ResourcesSettings()
+    routing_strategy: RoutingStrategySettings = RoutingStrategySettings()
+    load_balancing: LoadBalancingSettings = LoadBalancingSettings()
+    disaggregation: DisaggregationSettings = DisaggregationSettings()

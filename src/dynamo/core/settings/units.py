@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import re
 
-SIZES = {
+SIZE_FACTORS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
     "t": 10**12, "tb": 10**12,
     "ki": 2**10, "kib": 2**10, "mi": 2**20, "mib": 2**20, "gi": 2**30, "gib": 2**30,
     "ti": 2**40, "tib": 2**40,
 }  # fmt: skip
-SECONDS = {
+DURATION_FACTORS = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0,
     "d": 86400.0,
 }  # fmt: skip
 
-_PART = re.compile(r"\s*((?:\d[\d_]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)")
+_NUMBER_WITH_UNIT = re.compile(r"\s*((?:\d[\d_]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_size(text: str) -> int:
     """Bytes of "8GB" (decimal), "16Gi" or "16GiB" (binary), "4096". Raises `ValueError`."""
-    match = _PART.fullmatch(text.strip())
-    factor = SIZES.get(match[2].lower()) if match else None
+    match = _NUMBER_WITH_UNIT.fullmatch(text.strip())
+    factor = SIZE_FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ValueError("wanted a size such as 4096, 512KB, 8GB or 16Gi")
     size = float(match[1]) * factor if "." in match[1] or "e" in match[1].lower() else None
@@ -31,15 +31,15 @@ def parse_size(text: str) -> int:
 
 def parse_seconds(text: str) -> float:
     """Seconds of "15s", "2m", "1h30m", "300ms"; a bare number is seconds. Raises `ValueError`."""
-    parts = list(_PART.finditer(text))
+    parts = list(_NUMBER_WITH_UNIT.finditer(text))
     whole = "".join(part[0] for part in parts) == text.rstrip()
     if not parts or not whole:
-        raise ValueError(_WANTED)
+        raise ValueError(_DURATION_ERROR)
     if len(parts) == 1 and not parts[0][2]:
         return float(parts[0][1])
-    if any(part[2].lower() not in SECONDS for part in parts):
-        raise ValueError(_WANTED)
-    return sum(float(part[1]) * SECONDS[part[2].lower()] for part in parts)
+    if any(part[2].lower() not in DURATION_FACTORS for part in parts):
+        raise ValueError(_DURATION_ERROR)
+    return sum(float(part[1]) * DURATION_FACTORS[part[2].lower()] for part in parts)
 
 
 def parse_gibibytes(text: str) -> float:
@@ -52,10 +52,10 @@ def parse_gibibytes(text: str) -> float:
 
 def parse_cores(text: str) -> float:
     """Processor cores of "2", "0.5" or "500m". Raises `ValueError`."""
-    match = _PART.fullmatch(text.strip())
+    match = _NUMBER_WITH_UNIT.fullmatch(text.strip())
     if match is None or match[2] not in {"", "m"}:
         raise ValueError("wanted cores such as 2, 0.5 or 500m")
     return float(match[1]) / (1000 if match[2] else 1)
 
 
-_WANTED = "wanted a duration such as 15, 15s, 2m or 300ms"
+_DURATION_ERROR = "wanted a duration such as 15, 15s, 2m or 300ms"

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
-from dynamo.core.settings.declare import Declared
+from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.units import parse_cores, parse_gibibytes, parse_seconds, parse_size
 
 PARSERS: Mapping[str, Callable[[str], float]] = {
@@ -18,59 +18,59 @@ PARSERS: Mapping[str, Callable[[str], float]] = {
     "cores": parse_cores,
     "seconds": parse_seconds,
 }
-_TRUE = ("true", "yes", "on", "1")
-_FALSE = ("false", "no", "off", "0")
+_TRUE_WORDS = ("true", "yes", "on", "1")
+_FALSE_WORDS = ("false", "no", "off", "0")
 
 
-def value_of(declared: Declared, raw: Any) -> Any:
+def parse_value(declared: SettingSpec, raw: Any) -> Any:
     """`raw` (text, or what YAML made of it) as the setting's type, within its bounds.
 
     Raises `ValueError` with what was wanted.
     """
-    kind, optional = _kind(declared.type)
+    kind, optional = _unwrap_optional(declared.type)
     if raw is None:
         if optional:
             return None
         raise ValueError("a value is missing")
-    value = _read(declared, kind, raw)
-    _check(declared, value)
+    value = _convert(declared, kind, raw)
+    _check_bounds(declared, value)
     return value
 
 
-def type_name(declared: Declared) -> str:
+def type_name(declared: SettingSpec) -> str:
     """ "int", "float", "bool", "text", "list" or "sections"."""
-    if declared.entries is not None:
+    if declared.entry_schema is not None:
         return "sections"
-    kind, _ = _kind(declared.type)
+    kind, _ = _unwrap_optional(declared.type)
     names = {int: "int", float: "float", bool: "bool", tuple: "list"}
     return names.get(kind, "text")
 
 
-def spelled_alike(mode: str) -> str:
+def normalize_choice(mode: str) -> str:
     """A choice as it is compared: case, `-` and `_` are equal."""
     return mode.strip().lower().replace("-", "_")
 
 
-def _kind(hint: Any) -> tuple[Any, bool]:
+def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
     if get_origin(hint) in {Union, types.UnionType}:
         arms = [arm for arm in get_args(hint) if arm is not type(None)]
         return arms[0], True
     return get_origin(hint) or hint, False
 
 
-def _read(declared: Declared, kind: Any, raw: Any) -> Any:
+def _convert(declared: SettingSpec, kind: Any, raw: Any) -> Any:
     if kind is tuple:
-        return _list(get_args(declared.type)[0], raw)
+        return _parse_list(get_args(declared.type)[0], raw)
     if kind is bool:
-        return _flag(raw)
+        return _parse_bool(raw)
     if kind is str:
-        return _choice(declared, raw)
-    return _number(declared, kind, raw)
+        return _parse_choice(declared, raw)
+    return _parse_number(declared, kind, raw)
 
 
-def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
+def _parse_list(kind: Any, raw: Any) -> tuple[Any, ...]:
     if isinstance(raw, str):
-        raw = parts_of(raw)
+        raw = split_list(raw)
     if isinstance(raw, int) and not isinstance(raw, bool):
         raw = [raw]
     if not isinstance(raw, Sequence) or not all(isinstance(one, str | int | float) for one in raw):
@@ -81,7 +81,7 @@ def _list(kind: Any, raw: Any) -> tuple[Any, ...]:
         raise ValueError("wanted a list of numbers") from None
 
 
-def parts_of(text: str) -> list[Any]:
+def split_list(text: str) -> list[Any]:
     """Of a list written as `a, b` or in JSON. Raises ValueError."""
     if not text.strip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -91,34 +91,34 @@ def parts_of(text: str) -> list[Any]:
         raise ValueError('wanted a list: a,b or ["a", "b"]') from None
 
 
-def _flag(raw: Any) -> bool:
+def _parse_bool(raw: Any) -> bool:
     if isinstance(raw, bool):
         return raw
     word = str(raw).strip().lower()
-    if word not in _TRUE + _FALSE:
+    if word not in _TRUE_WORDS + _FALSE_WORDS:
         raise ValueError("wanted true or false")
-    return word in _TRUE
+    return word in _TRUE_WORDS
 
 
-def _choice(declared: Declared, raw: Any) -> str:
+def _parse_choice(declared: SettingSpec, raw: Any) -> str:
     text = str(raw)
-    choices = declared.about.choices
+    choices = declared.meta.choices
     if not choices:
         if isinstance(raw, str | int | float) and not isinstance(raw, bool):
             return text
         raise ValueError("wanted a text (quote it)")
-    alike = {spelled_alike(choice): choice for choice in choices}
-    alike |= {spelled_alike(also): choice for also, choice in declared.about.spellings}
-    alike |= {spelled_alike(later): later for later, _ in declared.about.not_yet}
-    if spelled_alike(text) not in alike:
+    alike = {normalize_choice(choice): choice for choice in choices}
+    alike |= {normalize_choice(also): choice for also, choice in declared.meta.spellings}
+    alike |= {normalize_choice(later): later for later, _ in declared.meta.not_yet}
+    if normalize_choice(text) not in alike:
         raise ValueError(f"one of: {', '.join(choices)}")
-    chosen = alike[spelled_alike(text)]
+    chosen = alike[normalize_choice(text)]
     return alike.get(chosen, chosen)
 
 
-def _number(declared: Declared, kind: Any, raw: Any) -> float | int:
+def _parse_number(declared: SettingSpec, kind: Any, raw: Any) -> float | int:
     if isinstance(raw, str):
-        number = _parsed(declared, raw)
+        number = _parse_number_text(declared, raw)
     elif isinstance(raw, int | float) and not isinstance(raw, bool):
         number = raw
     else:
@@ -131,8 +131,8 @@ def _number(declared: Declared, kind: Any, raw: Any) -> float | int:
     return value
 
 
-def _parsed(declared: Declared, text: str) -> float | int:
-    unit = declared.about.unit
+def _parse_number_text(declared: SettingSpec, text: str) -> float | int:
+    unit = declared.meta.unit
     if unit in PARSERS:
         return PARSERS[unit](text)
     if unit == "milliseconds":
@@ -148,8 +148,8 @@ def _parsed(declared: Declared, text: str) -> float | int:
         raise ValueError(f"wanted a number{f' of {unit}' if unit else ''}") from None
 
 
-def _check(declared: Declared, value: Any) -> None:
-    about = declared.about
+def _check_bounds(declared: SettingSpec, value: Any) -> None:
+    about = declared.meta
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     unit = f" {about.unit}" if about.unit else ""

@@ -11,7 +11,7 @@ from dynamo.core.codec import pack_ids
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import block_hashes
 
-Content = str | bytes | Sequence[int]
+PrefixContent = str | bytes | Sequence[int]
 """A text, bytes, or token ids."""
 
 HASH_CHARACTERS: Final = 16
@@ -40,17 +40,17 @@ class PrefixHash:
         self._key = key
         self._tokenize = tokenize
 
-    def __call__(self, content: Content) -> str:
+    def __call__(self, content: PrefixContent) -> str:
         """The name of the prefix of `content`. Raises `ConfigError` for a text that nothing can
         tokenize."""
-        prefix = self._prefix(content)
+        prefix = self._encode_prefix(content)
         if self._key:
             whole = hmac.digest(self._key, prefix, "sha256").hex()
         else:
             whole = hashlib.sha256(prefix).hexdigest()
         return whole[:HASH_CHARACTERS]
 
-    def _prefix(self, content: Content) -> bytes:
+    def _encode_prefix(self, content: PrefixContent) -> bytes:
         if isinstance(content, bytes):
             return content[: self.prefix_bytes]
         if isinstance(content, str):
@@ -61,11 +61,11 @@ class PrefixHash:
         return between.join(b"%d" % token for token in content[: self.prefix_length])
 
 
-def chained_hash(block_tokens: int, parent: int = 0) -> Callable[[Content], str]:
+def chained_hash(block_tokens: int, parent: int = 0) -> Callable[[PrefixContent], str]:
     """The library's own name of a block's whole prefix, as KV events bear it, instead: of the last
     full block of the token ids. `parent`: the hash of the block, or of the salt, above them."""
 
-    def name(content: Content) -> str:
+    def name(content: PrefixContent) -> str:
         if isinstance(content, str):
             raise ConfigError("block hashes are of tokens", hint="give token ids")
         packed = content if isinstance(content, bytes) else pack_ids(content)

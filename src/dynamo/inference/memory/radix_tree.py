@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from dynamo.core.values import Tier
-from dynamo.inference.memory.prefix_hash import Content, PrefixHash
+from dynamo.inference.memory.prefix_hash import PrefixContent, PrefixHash
 
 
 class KVBlock(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class KVBlock(msgspec.Struct, frozen=True):
     nowhere any more)."""
 
     id: str | int
-    content: Content
+    content: PrefixContent
     worker_id: str | int | None = None
     tier: Tier | None = "device"
 
@@ -47,7 +47,7 @@ class RadixNode:
         self.is_terminal = False
 
 
-def held_somewhere(block: KVBlock) -> bool:
+def is_in_any_tier(block: KVBlock) -> bool:
     """Whether any tier has it."""
     return block.tier is not None
 
@@ -58,8 +58,8 @@ class RadixTree:
 
     def __init__(
         self,
-        prefix_hash: Callable[[Content], str] | None = None,
-        is_cached: Callable[[KVBlock], bool] = held_somewhere,
+        prefix_hash: Callable[[PrefixContent], str] | None = None,
+        is_cached: Callable[[KVBlock], bool] = is_in_any_tier,
     ) -> None:
         self.root = RadixNode()
         self.block_registry: dict[str | int, RadixNode] = {}
@@ -69,8 +69,8 @@ class RadixTree:
     async def register_block(self, kv_block: KVBlock) -> None:
         """From now on it is found; one of its id before it is not any more."""
         name = self.prefix_hash(kv_block.content)
-        await self.forget_block(kv_block.id)
-        node = self._make(name)
+        await self.remove_block(kv_block.id)
+        node = self._find_or_create_node(name)
         node.blocks.append(kv_block)
         node.is_terminal = True
         self.block_registry[kv_block.id] = node
@@ -83,7 +83,7 @@ class RadixTree:
             blocks[at], worker_id=migrated_block.worker_id, tier=migrated_block.tier
         )
 
-    async def forget_block(self, block_id: str | int) -> None:
+    async def remove_block(self, block_id: str | int) -> None:
         """It is not found any more; nothing happens where it never was."""
         node = self.block_registry.pop(block_id, None)
         if node is None:
@@ -91,7 +91,7 @@ class RadixTree:
         node.blocks[:] = [block for block in node.blocks if block.id != block_id]
         node.is_terminal = bool(node.blocks)
         if not node.is_terminal:
-            self._tidy(node.prefix)
+            self._prune_path(node.prefix)
 
     async def find_matching_blocks(
         self, prefix_hash: str, worker_id: str | int | None = None
@@ -100,7 +100,7 @@ class RadixTree:
         `worker_id` says which."""
         found: list[KVBlock] = []
         prefixes = 0
-        for node in self._under(prefix_hash):
+        for node in self._nodes_with_prefix(prefix_hash):
             own = [block for block in node.blocks if worker_id in (None, block.worker_id)]
             found += own
             prefixes += bool(own)
@@ -110,7 +110,7 @@ class RadixTree:
             (cached if self._is_cached(block) else missing).append(block)
         return MatchingBlocks(found, cached, missing, 1 / prefixes if prefixes else 0.0)
 
-    def _make(self, name: str) -> RadixNode:
+    def _find_or_create_node(self, name: str) -> RadixNode:
         """The node of that name, found or made."""
         node = self.root
         while node.prefix != name:
@@ -119,13 +119,13 @@ class RadixTree:
             if below is None:
                 below = node.children[name[at]] = RadixNode(name)
             elif not name.startswith(below.prefix):
-                fork = RadixNode(_shared(name, below.prefix))
+                fork = RadixNode(_common_prefix(name, below.prefix))
                 fork.children[below.prefix[len(fork.prefix)]] = below
                 below = node.children[name[at]] = fork
             node = below
         return node
 
-    def _under(self, start: str) -> Iterator[RadixNode]:
+    def _nodes_with_prefix(self, start: str) -> Iterator[RadixNode]:
         """Nodes of prefixes whose names begin with `start`."""
         node: RadixNode | None = self.root
         while node is not None and len(node.prefix) < len(start):
@@ -139,7 +139,7 @@ class RadixTree:
                 yield node
             left += node.children.values()
 
-    def _tidy(self, name: str) -> None:
+    def _prune_path(self, name: str) -> None:
         """Nodes on the way to `name` that name nothing and fork nowhere go."""
         way = [self.root]
         while way[-1].prefix != name:
@@ -154,7 +154,7 @@ class RadixTree:
                 del above.children[first]
 
 
-def _shared(one: str, other: str) -> str:
+def _common_prefix(one: str, other: str) -> str:
     """What both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]

@@ -5,37 +5,37 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dynamo.core.clock import Clock
-from dynamo.core.settings.schema_engine import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.eviction import make_eviction
+from dynamo.inference.eviction import make_eviction_policy
 from dynamo.inference.mock.runner import MockRunner
-from dynamo.inference.mock.timing import read_timing
+from dynamo.inference.mock.timing import parse_timing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dynamo.inference.engines import EngineInputs
 
-NUM_BLOCKS = 16_384
-MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 8_192
+DEFAULT_NUM_BLOCKS = 16_384
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 8_192
 
 
-def make_mock(
+def make_mock_engine(
     settings: EngineSettings,
-    words: Sequence[int],
+    vocabulary: Sequence[int],
     clock: Clock,
     *,
     context_tokens: int,
     vocab_size: int = 0,
 ) -> BatchedEngine:
     """A mock engine that speaks in `words` (ids). Raises `ConfigError` for a wrong timing."""
-    info = make_info(settings, context_tokens=context_tokens, vocab_size=vocab_size)
+    info = make_mock_engine_info(settings, context_tokens=context_tokens, vocab_size=vocab_size)
     runner = MockRunner(
         info,
-        words,
-        read_timing(settings.timing),
+        vocabulary,
+        parse_timing(settings.timing),
         clock,
         speedup_ratio=settings.speedup_ratio,
     )
@@ -43,20 +43,22 @@ def make_mock(
         runner,
         hits_from="scheduled",
         prefix_caching=settings.prefix_caching,
-        eviction=make_eviction(settings.eviction),
+        eviction=make_eviction_policy(settings.eviction),
     )
 
 
-def make_info(settings: EngineSettings, *, context_tokens: int, vocab_size: int = 0) -> EngineInfo:
+def make_mock_engine_info(
+    settings: EngineSettings, *, context_tokens: int, vocab_size: int = 0
+) -> EngineInfo:
     """What such an engine is."""
-    num_blocks = settings.num_blocks or NUM_BLOCKS
+    num_blocks = settings.num_blocks or DEFAULT_NUM_BLOCKS
     return EngineInfo(
         engine="mock",
         block_tokens=settings.block_size,
         num_blocks=num_blocks,
         context_tokens=min(context_tokens, num_blocks * settings.block_size),
-        max_num_seqs=settings.max_num_seqs or MAX_NUM_SEQS,
-        max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
+        max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         vocab_size=vocab_size,
         prefix_caching=settings.prefix_caching,
     )
@@ -64,10 +66,10 @@ def make_info(settings: EngineSettings, *, context_tokens: int, vocab_size: int 
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """From the settings and the model's tokenizer; weights are not needed."""
-    from dynamo.models.tokenizer import readable_ids
+    from dynamo.models.tokenizer import read_text_token_ids
 
-    words = await inputs.clock.offload(readable_ids, inputs.card.tokenizer)
-    return make_mock(
+    words = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer)
+    return make_mock_engine(
         inputs.settings.engine,
         words,
         inputs.clock,

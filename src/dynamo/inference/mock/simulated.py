@@ -6,57 +6,62 @@ from collections.abc import Callable, Sequence
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo
-from dynamo.inference.engine import BatchedEngine, Known, Settled, Simulation
-from dynamo.inference.eviction import make_eviction
-from dynamo.inference.leap import Leaper
+from dynamo.inference.engine import (
+    BatchedEngine,
+    ResolveRequest,
+    SimulationHooks,
+    WaitUntilQuiescent,
+)
+from dynamo.inference.eviction import make_eviction_policy
+from dynamo.inference.leap import FastForward
 from dynamo.inference.mock.runner import MockRunner
-from dynamo.inference.mock.timing import Timing
-from dynamo.inference.sequence import Content
+from dynamo.inference.mock.timing import StepTiming
+from dynamo.inference.sequence import SequenceContent
 
 
-class HashContent(Content):
+class HashContent(SequenceContent):
     """Known by its hashes alone; blocks beyond them (of the answer, or of a prompt that nobody
     shares) get identities of their own. `fresh`: makes one."""
 
-    __slots__ = ("_fresh",)
+    __slots__ = ("_new_hash",)
 
-    def __init__(self, hashes: list[int], fresh: Callable[[], int]) -> None:
+    def __init__(self, hashes: list[int], new_hash: Callable[[], int]) -> None:
         self.root = 0
         self.hashes = hashes
-        self._fresh = fresh
+        self._new_hash = new_hash
 
-    def extend(self, blocks: int) -> None:
+    def ensure_hashes(self, blocks: int) -> None:
         while len(self.hashes) < blocks:
-            self.hashes.append(self._fresh())
+            self.hashes.append(self._new_hash())
 
-    def append(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
         """What it was does not matter."""
 
-    def extend_by(self, tokens: Sequence[int]) -> None:
+    def append_tokens(self, tokens: Sequence[int]) -> None:
         """What they were does not matter."""
 
 
-def make_simulated(
+def make_simulated_engine(
     info: EngineInfo,
-    timing: Timing,
+    timing: StepTiming,
     clock: Clock,
     *,
-    settled: Settled,
+    wait_until_quiescent: WaitUntilQuiescent,
     eviction: str,
-    known: Known | None = None,
-    words: Sequence[int] = (),
-    leaping: set[Leaper] | None = None,
+    resolve_request: ResolveRequest | None = None,
+    vocabulary: Sequence[int] = (),
+    fast_forwarding: set[FastForward] | None = None,
     prefix_caching: bool = True,
-) -> tuple[BatchedEngine, Leaper]:
+) -> tuple[BatchedEngine, FastForward]:
     """An engine that computes requests which are `known` otherwise than by their tokens; or, where
     they are not, one that speaks in `words` (ids) and takes requests as they are."""
-    runner = MockRunner(info, words, timing, clock, shortest_sleep_s=0.0)
-    leaper = Leaper(runner, clock, leaping)
+    runner = MockRunner(info, vocabulary, timing, clock, min_sleep_s=0.0)
+    leaper = FastForward(runner, clock, fast_forwarding)
     engine = BatchedEngine(
         runner,
         hits_from="scheduled",
         prefix_caching=prefix_caching,
-        eviction=make_eviction(eviction),
-        simulation=Simulation(known, settled, leaper),
+        eviction=make_eviction_policy(eviction),
+        simulation=SimulationHooks(resolve_request, wait_until_quiescent, leaper),
     )
     return engine, leaper

@@ -12,25 +12,25 @@ import msgspec
 from dynamo.core.errors import ConfigError
 from dynamo.inference.runner import StepPlan
 
-QUADRATIC = 3
-_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+QUADRATIC_COEFFICIENTS = 3
+_NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
+class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
     """`prefill` of the new prompt tokens (if any) plus `decode` of the decoding sequences' context
     as a share of the KV capacity (if any). Coefficients, lowest degree first."""
 
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
-    floor_ms: _NotNegative = 1.0
+    floor_ms: _NonNegativeFloat = 1.0
 
     def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
         """The time of one step."""
         took = 0.0
         if plan.new_tokens:
-            took = evaluate(self.prefill, plan.new_tokens)
+            took = evaluate_polynomial(self.prefill, plan.new_tokens)
         if plan.decode_seqs:
-            took += evaluate(self.decode, plan.decode_context / capacity_tokens)
+            took += evaluate_polynomial(self.decode, plan.decode_context / capacity_tokens)
         return max(took, self.floor_ms)
 
     def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
@@ -38,23 +38,25 @@ class Polynomials(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
         lengths in the first one, which grows by `seqs` a step."""
         lengths = range(context, context + seqs * steps, seqs)
         floor, coefficients = self.floor_ms, self.decode
-        if len(coefficients) == QUADRATIC:
+        if len(coefficients) == QUADRATIC_COEFFICIENTS:
             c0, c1, c2 = coefficients
             shares = [length / capacity_tokens for length in lengths]
             times = [(c2 * share + c1) * share + c0 for share in shares]
         else:
-            times = [evaluate(coefficients, length / capacity_tokens) for length in lengths]
+            times = [
+                evaluate_polynomial(coefficients, length / capacity_tokens) for length in lengths
+            ]
         return times if min(times) >= floor else [max(time, floor) for time in times]
 
 
-class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
+class LinearTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
     """c0 + c1 x new prompt tokens + c2 x sequences in the step + c3 x context of those that
     decode."""
 
-    c0: _NotNegative
-    c1: _NotNegative
-    c2: _NotNegative = 0.0
-    c3: _NotNegative = 0.0
+    c0: _NonNegativeFloat
+    c1: _NonNegativeFloat
+    c2: _NonNegativeFloat = 0.0
+    c3: _NonNegativeFloat = 0.0
 
     def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
         """The time of one step."""
@@ -70,16 +72,16 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linea
         return [base + self.c3 * (context + step * seqs) for step in range(steps)]
 
 
-Timing = Polynomials | Linear
+StepTiming = PolynomialTiming | LinearTiming
 """A model of an engine's speed. `capacity_tokens`: of its KV cache."""
 
-DYNAMO = Polynomials(
+DYNAMO_TIMING = PolynomialTiming(
     prefill=(16.50142, 1.518344e-2, 4.209989e-7), decode=(5.74, 54.01, -25.74), floor_ms=1.0
 )
 """The defaults of Dynamo 1.6.1's mocker."""
 
 
-def evaluate(coefficients: Sequence[float], x: float) -> float:
+def evaluate_polynomial(coefficients: Sequence[float], x: float) -> float:
     """A polynomial, lowest degree first."""
     value = 0.0
     for coefficient in reversed(coefficients):
@@ -87,16 +89,16 @@ def evaluate(coefficients: Sequence[float], x: float) -> float:
     return value
 
 
-def read_timing(text: str) -> Timing:
+def parse_timing(text: str) -> StepTiming:
     """`dynamo`, `constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP`, or the path of a JSON file that holds
     {"type": "linear", c0, c1, c2, c3} or {"type": "polynomials", prefill, decode, floor_ms}.
     Raises `ConfigError`."""
     if text in {"", "dynamo"}:
-        return DYNAMO
+        return DYNAMO_TIMING
     if text.startswith("constant:"):
-        return read_constant(text.removeprefix("constant:"))
+        return parse_constant_timing(text.removeprefix("constant:"))
     try:
-        return msgspec.json.decode(Path(text).read_bytes(), type=Linear | Polynomials)
+        return msgspec.json.decode(Path(text).read_bytes(), type=LinearTiming | PolynomialTiming)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"timing {text!r}: {error}",
@@ -104,7 +106,7 @@ def read_timing(text: str) -> Timing:
         ) from error
 
 
-def read_constant(text: str) -> Linear:
+def parse_constant_timing(text: str) -> LinearTiming:
     """`MS_PER_PROMPT_TOKEN,MS_PER_STEP`. Raises `ConfigError`."""
     try:
         per_token, per_step = (float(part) for part in text.split(","))
@@ -115,4 +117,4 @@ def read_constant(text: str) -> Linear:
         ) from None
     if not (0 <= per_token < math.inf and 0 <= per_step < math.inf):
         raise ConfigError(f"timing 'constant:{text}': times are finite and not negative")
-    return Linear(c0=per_step, c1=per_token)
+    return LinearTiming(c0=per_step, c1=per_token)

@@ -18,28 +18,28 @@ from dynamo.core.values import TokenLogprobs
 _pack = Struct("<I").pack
 
 
-class Voice:
+class MockTokenGenerator:
     """Speaks for one sequence: xxh3-64 over all its ids (packed u32) so far."""
 
-    __slots__ = ("_hash", "_words")
+    __slots__ = ("_hash", "_vocabulary")
 
-    def __init__(self, words: Sequence[int], context: array[int]) -> None:
-        self._words = words
+    def __init__(self, vocabulary: Sequence[int], context: array[int]) -> None:
+        self._vocabulary = vocabulary
         self._hash = xxh3_64(context.tobytes())
 
-    def hear(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
         """`token` was appended to the context."""
         self._hash.update(_pack(token))
 
-    def next(self) -> int:
+    def next_token(self) -> int:
         """The token after the context."""
-        words = self._words
+        words = self._vocabulary
         return words[self._hash.intdigest() % len(words)]
 
-    def say(self, last: int, count: int) -> list[int]:
+    def generate_tokens(self, last: int, count: int) -> list[int]:
         """The next `count` tokens after `last`, which is not heard yet; the last of them is not
         either."""
-        words, context = self._words, self._hash
+        words, context = self._vocabulary, self._hash
         said = []
         for _ in range(count):
             context.update(_pack(last))
@@ -50,7 +50,7 @@ class Voice:
     def logprobs(self, top: int) -> TokenLogprobs:
         """Of the token after the context: it has a probability between .5 and 1, and the `top` best
         share what is left, each half of the one before."""
-        words, digest = self._words, self._hash.intdigest()
+        words, digest = self._vocabulary, self._hash.intdigest()
         place = digest % len(words)
         share = 0.5 + (digest >> 40) / (1 << 25)
         best = [(words[place], math.log(share))]

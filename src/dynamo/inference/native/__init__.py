@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """From the model's weights, which are read when it starts."""
     from dynamo.inference.engine import BatchedEngine
-    from dynamo.inference.eviction import make_eviction
+    from dynamo.inference.eviction import make_eviction_policy
     from dynamo.inference.native.runner import NativeRunner
 
     settings = inputs.settings.engine
@@ -23,5 +23,5 @@ async def open_engine(inputs: EngineInputs) -> BatchedEngine:
         runner,
         eos_token_ids=inputs.card.eos_token_ids,
         prefix_caching=settings.prefix_caching,
-        eviction=make_eviction(settings.eviction),
+        eviction=make_eviction_policy(settings.eviction),
     )

@@ -27,12 +27,12 @@ class Arena:
         if whole > SLAB_FLOATS // 4:
             return np.empty(shape, np.float32)
         if whole > self._slab.size:
-            self._slab = _aligned(SLAB_FLOATS)
+            self._slab = _allocate_slab(SLAB_FLOATS)
         found, self._slab = self._slab[:size], self._slab[whole:]
         return found.reshape(shape)
 
 
-def _aligned(size: int) -> Floats:
+def _allocate_slab(size: int) -> Floats:
     slab = np.empty(size + ALIGNED_FLOATS, np.float32)
     skip = -(slab.ctypes.data // slab.itemsize) % ALIGNED_FLOATS
     return slab[skip : skip + size]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from dynamo.inference.native.ragged import Ragged
+    from dynamo.inference.native.ragged import RaggedBatch
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -18,15 +18,15 @@ Array = Any
 called again with the same `name`: buffers are used again."""
 
 
-class Arrays(ABC):
+class ArrayBackend(ABC):
     """One backend, one model, one thread at a time."""
 
     @abstractmethod
-    def matrix(self, *parts: Floats) -> Array:
+    def prepare_matrix(self, *parts: Floats) -> Array:
         """Prepare a linear layer's weights: `parts` are [out, in], stacked along out."""
 
     @abstractmethod
-    def begin(self, batch: Ragged) -> None:
+    def begin_step(self, batch: RaggedBatch) -> None:
         """What follows, up to the next `begin`, is about this step."""
 
     @abstractmethod
@@ -35,11 +35,11 @@ class Arrays(ABC):
         it: column i is id i."""
 
     @abstractmethod
-    def normalise(self, rows: Array, eps: float) -> Array:
+    def rms_norm(self, rows: Array, eps: float) -> Array:
         """Every row over its root mean square."""
 
     @abstractmethod
-    def gated(self, gate: Floats, up: Floats, down: Floats) -> Array:
+    def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> Array:
         """Prepare a gated MLP's weights, each [out, in]."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Arrays(ABC):
         """total += rows @ weight."""
 
     @abstractmethod
-    def add_gated(self, total: Array, rows: Array, weights: Array) -> None:
+    def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
         """total += (silu(rows @ gate) * (rows @ up)) @ down."""
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Arrays(ABC):
         and attend: [rows, heads * head_dim]."""
 
     @abstractmethod
-    def sampled(self, rows: Array) -> Array:
+    def select_sampled_rows(self, rows: Array) -> Array:
         """The rows whose next token is wanted."""
 
     @abstractmethod
@@ -68,11 +68,11 @@ class Arrays(ABC):
         """rows *= factors, column by column."""
 
     @abstractmethod
-    def vector(self, values: Floats) -> Array:
+    def prepare_vector(self, values: Floats) -> Array:
         """Prepare one row of factors."""
 
     @abstractmethod
-    def numbers(self, rows: Array) -> Floats:
+    def to_numpy(self, rows: Array) -> Floats:
         """As a NumPy array (may be the backend's own memory)."""
 
     @abstractmethod

@@ -10,16 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PREFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("openblas_", ""))
-SMALL_KERNELS = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
-SMALL_PRODUCT = 1_000_000
+SYMBOL_AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("openblas_", ""))
+CORES_WITH_SMALL_KERNELS = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
+SMALL_KERNEL_MULTIPLICATIONS = 1_000_000
 """Products of at most so many multiplications run in kernels that pack nothing, on processors with
 such kernels (AVX-512). Source: OpenBLAS, sgemm_small_kernel_permit."""
 
 
-def set_threads(threads: int) -> bool:
+def set_blas_threads(threads: int) -> bool:
     """Use so many threads for one product; False: this NumPy has another BLAS."""
-    function = _function("set_num_threads")
+    function = _find_function("set_num_threads")
     if function is None:
         return False
     function(ctypes.c_int(threads))
@@ -28,16 +28,16 @@ def set_threads(threads: int) -> bool:
 
 def has_small_kernels() -> bool:
     """Whether small products are fast here without packing."""
-    function = _function("get_corename")
+    function = _find_function("get_corename")
     if function is None:
         return False
     function.restype = ctypes.c_char_p
-    return function().decode() in SMALL_KERNELS
+    return function().decode() in CORES_WITH_SMALL_KERNELS
 
 
-def _function(name: str) -> Any:
-    for library in _libraries():
-        for before, after in PREFIXES:
+def _find_function(name: str) -> Any:
+    for library in _load_libraries():
+        for before, after in SYMBOL_AFFIXES:
             function = getattr(library, f"{before}{name}{after}", None)
             if function is not None:
                 return function
@@ -45,7 +45,7 @@ def _function(name: str) -> Any:
 
 
 @cache
-def _libraries() -> list[ctypes.CDLL]:
+def _load_libraries() -> list[ctypes.CDLL]:
     import numpy as np
 
     package = Path(np.__file__).parent

@@ -8,19 +8,19 @@ from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
 
-Job = Callable[[], None]
+ThreadJob = Callable[[], None]
 
 
-class _Helper:
+class _WorkerThread:
     """One thread: takes a job, says when it is done."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="native-crew", daemon=True)
         self._thread.start()
 
-    def give(self, job: Job) -> None:
+    def submit(self, job: ThreadJob) -> None:
         self._jobs.put(job)
 
     def wait(self) -> BaseException | None:
@@ -43,18 +43,18 @@ class _Helper:
                     self._done.put(None)
 
 
-class Crew:
+class ThreadPool:
     """`threads` threads in all, the caller being one of them. Used from one thread at a time."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._helpers = [_Helper() for _ in range(threads - 1)]
+        self._worker_threads = [_WorkerThread() for _ in range(threads - 1)]
 
-    def each(self, jobs: Sequence[Job]) -> None:
+    def run_jobs(self, jobs: Sequence[ThreadJob]) -> None:
         """Run up to `threads` jobs side by side; raises the first error when all are done."""
-        helpers = self._helpers[: len(jobs) - 1]
+        helpers = self._worker_threads[: len(jobs) - 1]
         for helper, job in zip(helpers, jobs[1:], strict=True):
-            helper.give(job)
+            helper.submit(job)
         errors: list[BaseException | None] = []
         try:
             jobs[0]()
@@ -64,7 +64,7 @@ class Crew:
             if error is not None:
                 raise error
 
-    def rows(self, count: int, least: int, work: Callable[[int, int], None]) -> None:
+    def split_rows(self, count: int, least: int, work: Callable[[int, int], None]) -> None:
         """Call `work(low, high)` over `count` rows, on more than one thread when each would have
         at least `least` rows."""
         parts = min(self.threads, count // least) if least else self.threads
@@ -72,10 +72,10 @@ class Crew:
             work(0, count)
             return
         borders = [count * part // parts for part in range(parts + 1)]
-        self.each([partial(work, low, high) for low, high in pairwise(borders)])
+        self.run_jobs([partial(work, low, high) for low, high in pairwise(borders)])
 
     def stop(self) -> None:
         """End the threads."""
-        for helper in self._helpers:
+        for helper in self._worker_threads:
             helper.stop()
-        self._helpers = []
+        self._worker_threads = []

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.inference.native.arrays import Array, Arrays
+from dynamo.inference.native.arrays import Array, ArrayBackend
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from dynamo.inference.native.ragged import Ragged
-    from dynamo.models.weights import Weights
+    from dynamo.inference.native.ragged import RaggedBatch
+    from dynamo.models.weights import ModelWeights
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class Layer(msgspec.Struct, frozen=True):
+class LlamaLayer(msgspec.Struct, frozen=True):
     """One transformer layer's matrices."""
 
     qkv: Array
@@ -30,38 +30,42 @@ class Layer(msgspec.Struct, frozen=True):
     mlp: Array
 
 
-class Llama:
+class LlamaModel:
     """A model's weights, prepared for a backend."""
 
-    def __init__(self, weights: Weights, arrays: Arrays) -> None:
+    def __init__(self, weights: ModelWeights, arrays: ArrayBackend) -> None:
         config = weights.config
-        self._arrays = arrays
-        self._eps = config.norm_eps
+        self._backend = arrays
+        self._norm_eps = config.norm_eps
         embedding = weights.tensor("model.embed_tokens.weight")
-        self._embedding = arrays.matrix(embedding)
-        self._head = (
-            self._embedding if config.tied else arrays.matrix(weights.tensor("lm_head.weight"))
+        self._embedding = arrays.prepare_matrix(embedding)
+        self._lm_head = (
+            self._embedding
+            if config.tied
+            else arrays.prepare_matrix(weights.tensor("lm_head.weight"))
         )
-        self._final = arrays.vector(weights.tensor("model.norm.weight"))
-        self._layers = [_layer(weights, arrays, index) for index in range(config.num_layers)]
+        self._final_norm = arrays.prepare_vector(weights.tensor("model.norm.weight"))
+        self._layers = [
+            _prepare_layer(weights, arrays, index) for index in range(config.num_layers)
+        ]
 
-    def forward(self, batch: Ragged) -> Floats:
+    def forward(self, batch: RaggedBatch) -> Floats:
         """Logits of the rows that sample: [samples, vocabulary], valid until the next call."""
-        arrays, eps = self._arrays, self._eps
-        arrays.begin(batch)
+        arrays, eps = self._backend, self._norm_eps
+        arrays.begin_step(batch)
         rows = arrays.embed(self._embedding)
         for index, layer in enumerate(self._layers):
-            qkv = arrays.linear(arrays.normalise(rows, eps), layer.qkv, "qkv")
+            qkv = arrays.linear(arrays.rms_norm(rows, eps), layer.qkv, "qkv")
             arrays.add_linear(rows, arrays.attend(qkv, index), layer.out)
-            arrays.add_gated(rows, arrays.normalise(rows, eps), layer.mlp)
-        if not len(batch.samples):
-            return arrays.numbers(rows[:0])
-        last = arrays.normalise(arrays.sampled(rows), eps)
-        arrays.scale(last, self._final)
-        return arrays.numbers(arrays.linear(last, self._head, "logits"))
+            arrays.add_gated_mlp(rows, arrays.rms_norm(rows, eps), layer.mlp)
+        if not len(batch.sampled_rows):
+            return arrays.to_numpy(rows[:0])
+        last = arrays.rms_norm(arrays.select_sampled_rows(rows), eps)
+        arrays.scale(last, self._final_norm)
+        return arrays.to_numpy(arrays.linear(last, self._lm_head, "logits"))
 
 
-def _layer(weights: Weights, arrays: Arrays, index: int) -> Layer:
+def _prepare_layer(weights: ModelWeights, arrays: ArrayBackend, index: int) -> LlamaLayer:
     import numpy as np
 
     config = weights.config
@@ -70,9 +74,9 @@ def _layer(weights: Weights, arrays: Arrays, index: int) -> Layer:
     def tensor(part: str) -> Floats:
         return weights.tensor(f"{name}{part}.weight")
 
-    query = paired(tensor("self_attn.q_proj"), config.num_heads)
+    query = interleave_rotary_pairs(tensor("self_attn.q_proj"), config.num_heads)
     query *= 1.0 / math.sqrt(config.head_dim)
-    key = paired(tensor("self_attn.k_proj"), config.num_kv_heads)
+    key = interleave_rotary_pairs(tensor("self_attn.k_proj"), config.num_kv_heads)
     value = tensor("self_attn.v_proj")
     before = tensor("input_layernorm")
     after = tensor("post_attention_layernorm")
@@ -81,14 +85,14 @@ def _layer(weights: Weights, arrays: Arrays, index: int) -> Layer:
     gate, up = tensor("mlp.gate_proj"), tensor("mlp.up_proj")
     for projection in (gate, up):
         np.multiply(projection, after, out=projection)
-    return Layer(
-        qkv=arrays.matrix(query, key, value),
-        out=arrays.matrix(tensor("self_attn.o_proj")),
-        mlp=arrays.gated(gate, up, tensor("mlp.down_proj")),
+    return LlamaLayer(
+        qkv=arrays.prepare_matrix(query, key, value),
+        out=arrays.prepare_matrix(tensor("self_attn.o_proj")),
+        mlp=arrays.prepare_gated_mlp(gate, up, tensor("mlp.down_proj")),
     )
 
 
-def paired(projection: Floats, heads: int) -> Floats:
+def interleave_rotary_pairs(projection: Floats, heads: int) -> Floats:
     """Rows in rotate_half order (halves) reordered so that a rotary pair's rows are neighbours."""
     import numpy as np
 

@@ -12,53 +12,61 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dynamo.inference.native.arena import Arena
-from dynamo.inference.native.arrays import Array, Arrays
-from dynamo.inference.native.attention import Attention
-from dynamo.inference.native.blas import has_small_kernels, set_threads
-from dynamo.inference.native.gated import Piece, add_gated, cut
-from dynamo.inference.native.products import Matrix, block_matrix, multiply
-from dynamo.inference.native.scratch import Scratch
+from dynamo.inference.native.arrays import Array, ArrayBackend
+from dynamo.inference.native.attention import SlotAttention
+from dynamo.inference.native.blas import has_small_kernels, set_blas_threads
+from dynamo.inference.native.gated import MlpShard, add_gated_mlp, shard_mlp
+from dynamo.inference.native.products import BlockedMatrix, make_blocked_matrix, matmul
+from dynamo.inference.native.scratch import ScratchBuffers
 
 if TYPE_CHECKING:
-    from dynamo.inference.native.crew import Crew
-    from dynamo.inference.native.ragged import Ragged
-    from dynamo.inference.native.slots import Slots
+    from dynamo.inference.native.crew import ThreadPool
+    from dynamo.inference.native.ragged import RaggedBatch
+    from dynamo.inference.native.slots import KvStorage
     from dynamo.models.llama_config import LlamaConfig
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-SPLIT_ROWS = 128
+MIN_ROWS_PER_THREAD = 128
 """A thread is worth its hand-over from so many rows on."""
 
 
-class NumpyArrays(Arrays):
+class NumpyBackend(ArrayBackend):
     """`slots`: where the keys and values live. `rope_divisors`: see `Weights`."""
 
     def __init__(
-        self, config: LlamaConfig, rope_divisors: Floats, slots: Slots, crew: Crew
+        self,
+        config: LlamaConfig,
+        rope_divisors: Floats,
+        kv_storage: KvStorage,
+        thread_pool: ThreadPool,
     ) -> None:
         self._arena = Arena()
-        self._scratch = Scratch()
-        self._crew = crew
-        set_threads(1)
+        self._scratch = ScratchBuffers()
+        self._thread_pool = thread_pool
+        set_blas_threads(1)
         self._small_kernels = has_small_kernels()
-        self._attention = Attention(config, rope_divisors, slots, crew, self._scratch)
-        self._batch: Ragged
+        self._attention = SlotAttention(
+            config, rope_divisors, kv_storage, thread_pool, self._scratch
+        )
+        self._batch: RaggedBatch
 
-    def matrix(self, *parts: Floats) -> Matrix:
-        return block_matrix(parts, self._crew.threads, self._small_kernels, self._arena)
+    def prepare_matrix(self, *parts: Floats) -> BlockedMatrix:
+        return make_blocked_matrix(
+            parts, self._thread_pool.threads, self._small_kernels, self._arena
+        )
 
-    def vector(self, values: Floats) -> Array:
+    def prepare_vector(self, values: Floats) -> Array:
         return values
 
-    def begin(self, batch: Ragged) -> None:
+    def begin_step(self, batch: RaggedBatch) -> None:
         self._batch = batch
-        self._attention.begin(batch)
+        self._attention.begin_step(batch)
 
     def embed(self, head: Array) -> Array:
-        return np.ascontiguousarray(head.columns(self._batch.ids))
+        return np.ascontiguousarray(head.columns(self._batch.token_ids))
 
-    def normalise(self, rows: Array, eps: float) -> Array:
+    def rms_norm(self, rows: Array, eps: float) -> Array:
         normal = self._scratch("normal", *rows.shape)
 
         if len(rows) == 1:
@@ -75,36 +83,38 @@ class NumpyArrays(Arrays):
             np.sqrt(means, out=means)
             np.divide(part, means[:, None], out=normal[low:high])
 
-        self._crew.rows(len(rows), SPLIT_ROWS, work)
+        self._thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, work)
         return normal
 
-    def gated(self, gate: Floats, up: Floats, down: Floats) -> tuple[Piece, ...]:
-        return cut(gate, up, down, self._crew.threads, self._small_kernels, self._arena)
+    def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> tuple[MlpShard, ...]:
+        return shard_mlp(
+            gate, up, down, self._thread_pool.threads, self._small_kernels, self._arena
+        )
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
         out = self._scratch(name, len(rows), weight.padded)
-        multiply(rows, weight, out, self._crew)
+        matmul(rows, weight, out, self._thread_pool)
         return out[:, : weight.width]
 
     def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
         total += self.linear(rows, weight, "sum0")
 
-    def add_gated(self, total: Array, rows: Array, weights: Array) -> None:
-        add_gated(total, rows, weights, self._scratch, self._crew)
+    def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
+        add_gated_mlp(total, rows, weights, self._scratch, self._thread_pool)
 
     def attend(self, qkv: Array, layer: int) -> Array:
         return self._attention(qkv, layer)
 
-    def sampled(self, rows: Array) -> Array:
-        return rows[self._batch.samples]
+    def select_sampled_rows(self, rows: Array) -> Array:
+        return rows[self._batch.sampled_rows]
 
     def scale(self, rows: Array, factors: Array) -> None:
         rows *= factors
 
-    def numbers(self, rows: Array) -> Floats:
+    def to_numpy(self, rows: Array) -> Floats:
         found: Floats = rows
         return found
 
     def stop(self) -> None:
-        self._crew.stop()
+        self._thread_pool.stop()
         self._scratch.clear()

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamo.inference.native.blas import SMALL_PRODUCT
+from dynamo.inference.native.blas import SMALL_KERNEL_MULTIPLICATIONS
 
 if TYPE_CHECKING:
     from dynamo.inference.native.arena import Arena
-    from dynamo.inference.native.crew import Crew
+    from dynamo.inference.native.crew import ThreadPool
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 BLOCK_COLUMNS = 32
-TILE_STEP = 8
-MOST_TILE_ROWS = 32
-SPLIT_MULTIPLICATIONS = 4_000_000
-SPLIT_WEIGHTS = 600_000
+TILE_ROW_MULTIPLE = 8
+MAX_TILE_ROWS = 32
+MIN_MULTIPLICATIONS_PER_THREAD = 4_000_000
+MIN_WEIGHTS_PER_THREAD = 600_000
 """What a thread must have to do at least (about 50 us), for the hand-over to pay."""
 
 
-class Matrix:
+class BlockedMatrix:
     """One linear layer's weights: [block][in][column of the block], zeros beyond `width`."""
 
     __slots__ = ("blocks", "tile_rows", "width")
@@ -40,7 +40,7 @@ class Matrix:
         self.tile_rows = tile_rows
 
     @property
-    def padded(self) -> int:
+    def padded_width(self) -> int:
         """Columns with those that only fill the last block."""
         blocks, _, size = self.blocks.shape
         return int(blocks * size)
@@ -52,26 +52,31 @@ class Matrix:
         return found
 
 
-def block_matrix(
-    parts: tuple[Floats, ...], threads: int, small_kernels: bool, empty: Arena
-) -> Matrix:
+def make_blocked_matrix(
+    parts: tuple[Floats, ...], threads: int, small_kernels: bool, arena: Arena
+) -> BlockedMatrix:
     """From weights [out, in], stacked along out."""
     width, depth = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    tile_rows = SMALL_PRODUCT // (BLOCK_COLUMNS * depth) // TILE_STEP * TILE_STEP
+    tile_rows = (
+        SMALL_KERNEL_MULTIPLICATIONS
+        // (BLOCK_COLUMNS * depth)
+        // TILE_ROW_MULTIPLE
+        * TILE_ROW_MULTIPLE
+    )
     if small_kernels and tile_rows:
-        size, tile_rows = BLOCK_COLUMNS, min(tile_rows, MOST_TILE_ROWS)
+        size, tile_rows = BLOCK_COLUMNS, min(tile_rows, MAX_TILE_ROWS)
     else:
         size, tile_rows = -(-width // threads), 0
-    blocks = empty(-(-width // size), depth, size)
+    blocks = arena(-(-width // size), depth, size)
     blocks[-1, :, (width - 1) % size + 1 :] = 0.0
     row = 0
     for part in parts:
-        _fill(blocks, part, row)
+        _fill_columns(blocks, part, row)
         row += part.shape[0]
-    return Matrix(blocks, width, tile_rows)
+    return BlockedMatrix(blocks, width, tile_rows)
 
 
-def _fill(blocks: Floats, part: Floats, row: int) -> None:
+def _fill_columns(blocks: Floats, part: Floats, row: int) -> None:
     """Put the rows of `part` in as columns, from column `row` on."""
     size, done = blocks.shape[2], 0
     while done < len(part):
@@ -81,20 +86,24 @@ def _fill(blocks: Floats, part: Floats, row: int) -> None:
         done += count
 
 
-def multiply(rows: Floats, matrix: Matrix, out: Floats, crew: Crew) -> None:
+def matmul(rows: Floats, matrix: BlockedMatrix, out: Floats, thread_pool: ThreadPool) -> None:
     """out[rows, padded columns] = rows @ matrix."""
     _, depth, size = matrix.blocks.shape
     weights = depth * size
-    least = min(SPLIT_WEIGHTS // weights, SPLIT_MULTIPLICATIONS // (weights * len(rows)))
-    crew.rows(len(matrix.blocks), max(1, least), partial(multiply_blocks, rows, matrix, out))
+    least = min(
+        MIN_WEIGHTS_PER_THREAD // weights, MIN_MULTIPLICATIONS_PER_THREAD // (weights * len(rows))
+    )
+    thread_pool.split_rows(
+        len(matrix.blocks), max(1, least), partial(matmul_blocks, rows, matrix, out)
+    )
 
 
-def multiply_here(rows: Floats, matrix: Matrix, out: Floats) -> None:
+def matmul_on_this_thread(rows: Floats, matrix: BlockedMatrix, out: Floats) -> None:
     """As `multiply`, on this thread."""
-    multiply_blocks(rows, matrix, out, 0, len(matrix.blocks))
+    matmul_blocks(rows, matrix, out, 0, len(matrix.blocks))
 
 
-def multiply_blocks(rows: Floats, matrix: Matrix, out: Floats, low: int, high: int) -> None:
+def matmul_blocks(rows: Floats, matrix: BlockedMatrix, out: Floats, low: int, high: int) -> None:
     """Some of the blocks' columns of `out`."""
     blocks, count = matrix.blocks[low:high], len(rows)
     size = blocks.shape[2]
@@ -102,7 +111,7 @@ def multiply_blocks(rows: Floats, matrix: Matrix, out: Floats, low: int, high: i
     if count == 1:
         np.matmul(rows[0], blocks, out=part[0])
         return
-    tile = _even_tile(count, matrix.tile_rows)
+    tile = _balanced_tile_rows(count, matrix.tile_rows)
     whole = count // tile
     top = whole * tile
     np.matmul(
@@ -114,9 +123,9 @@ def multiply_blocks(rows: Floats, matrix: Matrix, out: Floats, low: int, high: i
         np.matmul(rows[top:], blocks, out=part[top:].swapaxes(0, 1))
 
 
-def _even_tile(count: int, most: int) -> int:
+def _balanced_tile_rows(count: int, most: int) -> int:
     """Rows a tile, so that tiles are about equal; `most` 0: all."""
     if not most or count <= most:
         return count
     even = -(-count // -(-count // most))
-    return min(most, -(-even // TILE_STEP) * TILE_STEP)
+    return min(most, -(-even // TILE_ROW_MULTIPLE) * TILE_ROW_MULTIPLE)

@@ -10,27 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.core.settings.schema_engine import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
-from dynamo.inference.native.ragged import Work, lay_out
-from dynamo.inference.native.sizes import cores, plan_sizes
-from dynamo.inference.runner import Chunk, Runner, StepPlan, StepResult
+from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
+from dynamo.inference.native.sizes import plan_engine_info, usable_cores
+from dynamo.inference.runner import ModelRunner, StepChunk, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dynamo.inference.sequence import Sequence
-    from dynamo.models.weights import Weights
+    from dynamo.inference.sequence import EngineSequence
+    from dynamo.models.weights import ModelWeights
 
 log = logging.getLogger(__name__)
 
 
-class NativeRunner(Runner):
+class NativeRunner(ModelRunner):
     """One model on the NumPy backend. `open_weights` is called in the runner's thread."""
 
     def __init__(
         self,
-        open_weights: Callable[[], Weights],
+        open_weights: Callable[[], ModelWeights],
         settings: EngineSettings,
         *,
         context_tokens: int = 0,
@@ -38,76 +38,78 @@ class NativeRunner(Runner):
         self._open_weights = open_weights
         self._settings = settings
         self._context_tokens = context_tokens
-        self._threads = settings.threads or cores()
+        self._threads = settings.threads or usable_cores()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="native")
 
     async def start(self) -> EngineInfo:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._load)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._load_model)
 
     async def step(self, plan: StepPlan) -> StepResult:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._compute, plan)
+        return await loop.run_in_executor(self._executor, self._compute_step, plan)
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
-        if hasattr(self, "_arrays"):
-            self._arrays.stop()
+        if hasattr(self, "_backend"):
+            self._backend.stop()
 
-    def _load(self) -> EngineInfo:
-        from dynamo.inference.native.crew import Crew
-        from dynamo.inference.native.llama import Llama
-        from dynamo.inference.native.numpy_arrays import NumpyArrays
-        from dynamo.inference.native.slots import KvShape, Slots
+    def _load_model(self) -> EngineInfo:
+        from dynamo.inference.native.crew import ThreadPool
+        from dynamo.inference.native.llama import LlamaModel
+        from dynamo.inference.native.numpy_arrays import NumpyBackend
+        from dynamo.inference.native.slots import KvShape, KvStorage
 
         with self._open_weights() as weights:
             config = weights.config
             shape = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
-            info = plan_sizes(self._settings, config, shape, self._context_tokens)
-            self._slots = Slots(
+            info = plan_engine_info(self._settings, config, shape, self._context_tokens)
+            self._kv_storage = KvStorage(
                 shape,
                 max_num_seqs=info.max_num_seqs,
                 context_tokens=info.context_tokens,
                 num_blocks=info.num_blocks,
                 block_tokens=info.block_tokens,
             )
-            self._arrays = NumpyArrays(
-                config, weights.rope_divisors(), self._slots, Crew(self._threads)
+            self._backend = NumpyBackend(
+                config, weights.rope_divisors(), self._kv_storage, ThreadPool(self._threads)
             )
             try:
-                self._model = Llama(weights, self._arrays)
+                self._model = LlamaModel(weights, self._backend)
             except MemoryError as error:
                 raise ModelUnavailable(f"the weights do not fit into memory: {error}") from error
         log.info("weights opened", extra={"fields": {"cpu_s": round(time.process_time(), 2)}})
         return info
 
-    def _compute(self, plan: StepPlan) -> StepResult:
+    def _compute_step(self, plan: StepPlan) -> StepResult:
         import numpy as np
 
         from dynamo.inference.native.sampling import sample
 
-        self._release(plan.released)
-        work = [self._place(chunk) for chunk in plan.chunks]
+        self._free_slots(plan.released)
+        work = [self._prepare_chunk(chunk) for chunk in plan.chunks]
         with np.errstate(over="ignore"):
-            logits = self._model.forward(lay_out(work, self._threads))
+            logits = self._model.forward(make_ragged_batch(work, self._threads))
             for chunk in plan.chunks:
-                self._slots.save(chunk.sequence.slot, chunk.save)
+                self._kv_storage.save_blocks(chunk.sequence.runner_state, chunk.save_blocks)
             tokens, logprobs = sample(
                 logits, [chunk.sequence for chunk in plan.chunks if chunk.samples]
             )
         return StepResult(tokens, logprobs)
 
-    def _release(self, sequences: Listed[Sequence]) -> None:
+    def _free_slots(self, sequences: Listed[EngineSequence]) -> None:
         for sequence in sequences:
-            if sequence.slot is not None:
-                self._slots.give_back(sequence.slot)
-                sequence.slot = None
+            if sequence.runner_state is not None:
+                self._kv_storage.free_slot(sequence.runner_state)
+                sequence.runner_state = None
 
-    def _place(self, chunk: Chunk) -> Work:
+    def _prepare_chunk(self, chunk: StepChunk) -> SlotChunk:
         """Give the chunk's sequence its area, with the KV of what comes before the chunk."""
         sequence = chunk.sequence
-        if sequence.slot is None:
-            sequence.slot = self._slots.take()
-            self._slots.load(sequence.slot, chunk.load)
+        if sequence.runner_state is None:
+            sequence.runner_state = self._kv_storage.allocate_slot()
+            self._kv_storage.load_blocks(sequence.runner_state, chunk.load_block_ids)
         end = chunk.start + chunk.count
-        self._slots.reach(sequence.slot, end)
-        return Work(sequence.slot, chunk.start, sequence.tokens[chunk.start : end], chunk.samples)
+        self._kv_storage.mark_used(sequence.runner_state, end)
+        return SlotChunk(
+            sequence.runner_state, chunk.start, sequence.tokens[chunk.start : end], chunk.samples
+        )

@@ -17,62 +17,62 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from dynamo.core.values import Sampling, TokenLogprobs
+from dynamo.core.values import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from dynamo.inference.sequence import Sequence
+    from dynamo.inference.sequence import EngineSequence
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ids = np.ndarray[Any, np.dtype[np.intp]]
 
-GREEDY_BELOW = 1e-5
+GREEDY_TEMPERATURE = 1e-5
 """Temperatures at which only exact ties would be left to chance. Source: vLLM."""
-LARGEST = float(np.finfo(np.float32).max)
-MOST_TOP_LOGPROBS = 20
-FIRST_CANDIDATES = 128
-PIECE = 64
-_key = Struct("<qqq")
+MAX_LOGIT = float(np.finfo(np.float32).max)
+MAX_TOP_LOGPROBS = 20
+INITIAL_CANDIDATES = 128
+PARTITION_SIZE = 64
+_seed_struct = Struct("<qqq")
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing else."""
-    key = _key.pack((seed + (1 << 63)) % (1 << 64) - (1 << 63), choice, position)
+    key = _seed_struct.pack((seed + (1 << 63)) % (1 << 64) - (1 << 63), choice, position)
     return (xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
 
 
 def sample(
-    logits: Floats, sequences: Listed[Sequence]
+    logits: Floats, sequences: Listed[EngineSequence]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """One token for each row of `logits` [sequences, vocabulary], and the logprobs of the
     unmodified distribution where they are asked for. Rows may be changed. Raises `ArithmeticError`
     where logits are not finite numbers."""
-    asked = [_top_logprobs(sequence) for sequence in sequences]
+    asked = [_requested_top_logprobs(sequence) for sequence in sequences]
     before = {row: log_softmax(logits[row]) for row, top in enumerate(asked) if top is not None}
     tokens = [sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
     if not before:
         return tokens, None
     return tokens, [
-        None if top is None else describe(before[row], tokens[row], top)
+        None if top is None else make_token_logprobs(before[row], tokens[row], top)
         for row, top in enumerate(asked)
     ]
 
 
-def sample_row(row: Floats, sequence: Sequence) -> int:
+def sample_row(row: Floats, sequence: EngineSequence) -> int:
     """One token. `row` may be changed."""
     request = sequence.request
     if request is None:
-        return _best(row)
+        return _argmax(row)
     sampling = request.sampling
-    change(row, sampling, sequence)
+    apply_penalties(row, sampling, sequence)
     if banned := sequence.banned_ids:
-        row[[token for token in banned if token < len(row)]] = -LARGEST
-    if sampling.temperature < GREEDY_BELOW or sampling.top_k == 1:
-        return _best(row)
+        row[[token for token in banned if token < len(row)]] = -MAX_LOGIT
+    if sampling.temperature < GREEDY_TEMPERATURE or sampling.top_k == 1:
+        return _argmax(row)
     chance = uniform(sampling.seed, request.choice, request.resumed + sequence.output_tokens)
-    return draw(row, sampling, chance)
+    return sample_filtered(row, sampling, chance)
 
 
-def _best(row: Floats) -> int:
+def _argmax(row: Floats) -> int:
     found = int(row.argmax())
     _check_finite(float(row[found]))
     return found
@@ -84,7 +84,7 @@ def _check_finite(best: float) -> None:
         raise ArithmeticError("the model's logits are not finite: its weights may be damaged")
 
 
-def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
+def apply_penalties(row: Floats, sampling: SamplingParams, sequence: EngineSequence) -> None:
     """Apply bias and penalties in place. Presence and frequency count generated tokens;
     repetition looks at the prompt, too."""
     for token, bias in sampling.logit_bias.items():
@@ -94,7 +94,7 @@ def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
         seen = np.unique(np.asarray(sequence.tokens))
         logits, penalty = row[seen].astype(np.float64), sampling.repetition_penalty
         changed = np.where(logits > 0, logits / penalty, logits * penalty)
-        row[seen] = np.clip(changed, -LARGEST, LARGEST)
+        row[seen] = np.clip(changed, -MAX_LOGIT, MAX_LOGIT)
     if sampling.presence_penalty or sampling.frequency_penalty:
         resumed = sequence.request.resumed if sequence.request is not None else 0
         first = sequence.prompt_tokens - resumed
@@ -103,7 +103,7 @@ def change(row: Floats, sampling: Sampling, sequence: Sequence) -> None:
         row[ids] -= penalties.astype(np.float32)
 
 
-def draw(row: Floats, sampling: Sampling, chance: float) -> int:
+def sample_filtered(row: Floats, sampling: SamplingParams, chance: float) -> int:
     """The token at `chance` of the filtered distribution, most probable first (then lowest id);
     where nothing is filtered, by id."""
     best = row.max()
@@ -114,30 +114,30 @@ def draw(row: Floats, sampling: Sampling, chance: float) -> int:
         weights = (row - best) / np.float32(sampling.temperature)
         np.exp(weights, out=weights)
         if sampling.top_p >= 1.0:
-            return _anywhere(weights, chance)
+            return _sample_unfiltered(weights, chance)
         whole = float(weights.sum(dtype=np.float64))
-    count = min(limit, FIRST_CANDIDATES)
+    count = min(limit, INITIAL_CANDIDATES)
     while True:
-        ids = best_ids(row, count)
+        ids = top_ids(row, count)
         logits = row[ids].astype(np.float64)
         sorted_weights = np.exp((logits - float(best)) / sampling.temperature)
-        found = _inside(sorted_weights, limit, sampling, whole, chance)
+        found = _sample_sorted(sorted_weights, limit, sampling, whole, chance)
         if found is not None:
             return int(ids[found])
         count = min(limit, count * 8)
 
 
-def _anywhere(weights: Floats, chance: float) -> int:
+def _sample_unfiltered(weights: Floats, chance: float) -> int:
     """Where `chance` falls among all tokens, by id."""
     sums = np.cumsum(weights, dtype=np.float64)
     found = int(np.searchsorted(sums, chance * float(sums[-1]), side="right"))
     return min(found, int(np.flatnonzero(weights)[-1]))
 
 
-def _inside(
+def _sample_sorted(
     weights: np.ndarray[Any, np.dtype[np.float64]],
     limit: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     whole: float,
     chance: float,
 ) -> int | None:
@@ -168,21 +168,21 @@ def _inside(
     return found
 
 
-def best_ids(row: Floats, count: int) -> Ids:
+def top_ids(row: Floats, count: int) -> Ids:
     """The `count` highest of a row, best first, ties by id.
 
     The lowest of the `count` highest maxima of pieces bounds what can be among them, so that only
     a few are sorted.
     """
-    pieces = len(row) // PIECE
+    pieces = len(row) // PARTITION_SIZE
     if count * 4 >= pieces:
-        return _sorted(row, np.arange(len(row)), count)
-    maxima = row[: pieces * PIECE].reshape(pieces, PIECE).max(axis=1)
+        return _sort_descending(row, np.arange(len(row)), count)
+    maxima = row[: pieces * PARTITION_SIZE].reshape(pieces, PARTITION_SIZE).max(axis=1)
     bound = np.partition(maxima, pieces - count)[pieces - count]
-    return _sorted(row, np.flatnonzero(row >= bound), count)
+    return _sort_descending(row, np.flatnonzero(row >= bound), count)
 
 
-def _sorted(row: Floats, ids: Ids, count: int) -> Ids:
+def _sort_descending(row: Floats, ids: Ids, count: int) -> Ids:
     order = np.argsort(-row[ids], kind="stable")[:count]
     return ids[order]
 
@@ -195,13 +195,13 @@ def log_softmax(row: Floats) -> Floats:
     return shifted
 
 
-def describe(logprobs: Floats, token: int, top: int) -> TokenLogprobs:
+def make_token_logprobs(logprobs: Floats, token: int, top: int) -> TokenLogprobs:
     """The chosen token's logprob and the `top` best."""
-    best: Iterable[int] = best_ids(logprobs, min(top, MOST_TOP_LOGPROBS)).tolist() if top else ()
+    best: Iterable[int] = top_ids(logprobs, min(top, MAX_TOP_LOGPROBS)).tolist() if top else ()
     return TokenLogprobs(
         token, float(logprobs[token]), tuple((one, float(logprobs[one])) for one in best)
     )
 
 
-def _top_logprobs(sequence: Sequence) -> int | None:
+def _requested_top_logprobs(sequence: EngineSequence) -> int | None:
     return None if sequence.request is None else sequence.request.top_logprobs

@@ -10,7 +10,7 @@ import numpy as np
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
-class Scratch:
+class ScratchBuffers:
     """Float32 buffers by name; each grows to the largest shape asked for."""
 
     def __init__(self) -> None:

@@ -6,40 +6,40 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.core.settings.schema_engine import Engine as EngineSettings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
 
 if TYPE_CHECKING:
     from dynamo.inference.native.slots import KvShape
     from dynamo.models.llama_config import LlamaConfig
 
-MAX_NUM_SEQS = 64
-MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 """A step of so many tokens keeps the matrix products at full speed; more only delays the tokens of
 the sequences beside it."""
-MEMORY_SHARE = 0.2
+KV_MEMORY_SHARE = 0.2
 """Of what is available, for blocks; running sequences' areas take at most as much again."""
 
-CONTROL_GROUP = Path("/sys/fs/cgroup")
+CGROUP_DIR = Path("/sys/fs/cgroup")
 """Where a container finds its own limits."""
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def plan_sizes(
+def plan_engine_info(
     settings: EngineSettings, config: LlamaConfig, shape: KvShape, context_tokens: int
 ) -> EngineInfo:
     """What this engine is. `context_tokens`: 0 = what the model says."""
     context = min(context_tokens or config.context_tokens, config.context_tokens)
     block_tokens = settings.block_size
-    max_num_seqs = settings.max_num_seqs or MAX_NUM_SEQS
+    max_num_seqs = settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     num_blocks = settings.num_blocks
     if not num_blocks:
         most = -(-context // block_tokens) * max_num_seqs
-        room = int(available_bytes() * MEMORY_SHARE) // (shape.token_bytes * block_tokens)
+        room = int(available_memory_bytes() * KV_MEMORY_SHARE) // (shape.token_bytes * block_tokens)
         num_blocks = max(1, min(most, room))
     return EngineInfo(
         engine="native",
@@ -47,15 +47,15 @@ def plan_sizes(
         num_blocks=num_blocks,
         context_tokens=min(context, num_blocks * block_tokens),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=settings.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS,
         vocab_size=config.vocab_size,
         prefix_caching=settings.prefix_caching,
     )
 
 
-def available_bytes(group: Path = CONTROL_GROUP) -> int:
+def available_memory_bytes(group: Path = CGROUP_DIR) -> int:
     """Memory that may be taken without swapping: the machine's, within the control group's."""
-    machine = _machine_bytes()
+    machine = _machine_memory_bytes()
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":
@@ -68,7 +68,7 @@ def available_bytes(group: Path = CONTROL_GROUP) -> int:
     return max(0, min(machine, int(limit) - used + cache))
 
 
-def _machine_bytes() -> int:
+def _machine_memory_bytes() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

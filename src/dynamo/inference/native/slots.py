@@ -41,7 +41,7 @@ class KvShape(msgspec.Struct, frozen=True):
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * FLOAT_BYTES
 
 
-class Slots:
+class KvStorage:
     """Areas for `max_num_seqs` sequences of up to `context_tokens`, and `num_blocks` blocks."""
 
     def __init__(
@@ -57,8 +57,8 @@ class Slots:
 
         self.block_tokens = block_tokens
         layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        self._area_bytes = _whole_pages(shape.token_bytes * context_tokens)
-        self._memory = _reserve(self._area_bytes * max_num_seqs)
+        self._area_bytes = _round_up_to_pages(shape.token_bytes * context_tokens)
+        self._memory = _reserve_address_space(self._area_bytes * max_num_seqs)
         floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
         floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
         self.areas: Floats = floats.reshape(max_num_seqs, layers, 2, heads, context_tokens, dim)
@@ -68,64 +68,64 @@ class Slots:
             )
         except (MemoryError, ValueError) as error:  # ValueError: beyond what can be addressed
             size = shape.token_bytes * block_tokens * num_blocks
-            raise _refused("memory for KV blocks", size, "num-blocks") from error
+            raise _memory_error("memory for KV blocks", size, "num-blocks") from error
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._used = [0] * max_num_seqs
-        self._idle_tokens = 0
-        self._idle_limit = num_blocks * block_tokens // 4
+        self._used_tokens = [0] * max_num_seqs
+        self._free_slot_tokens = 0
+        self._free_slot_token_limit = num_blocks * block_tokens // 4
 
-    def take(self) -> int:
+    def allocate_slot(self) -> int:
         """A free slot: the lowest, so that slots in use are neighbours."""
         slot = self._free.pop()
-        self._idle_tokens -= self._used[slot]
+        self._free_slot_tokens -= self._used_tokens[slot]
         return slot
 
-    def give_back(self, slot: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """The sequence in `slot` is gone."""
         self._free.append(slot)
         self._free.sort(reverse=True)
-        self._idle_tokens += self._used[slot]
-        if self._idle_tokens > self._idle_limit:
-            self._trim()
+        self._free_slot_tokens += self._used_tokens[slot]
+        if self._free_slot_tokens > self._free_slot_token_limit:
+            self._trim_free_slots()
 
-    def reach(self, slot: int, length: int) -> None:
+    def mark_used(self, slot: int, length: int) -> None:
         """`slot` is about to be written up to `length` positions."""
-        if length > self._used[slot]:
-            self._used[slot] = length
+        if length > self._used_tokens[slot]:
+            self._used_tokens[slot] = length
 
-    def load(self, slot: int, blocks: Iterable[int]) -> None:
+    def load_blocks(self, slot: int, blocks: Iterable[int]) -> None:
         """Copy `blocks` into the first positions of a slot's area, in order."""
         area, size = self.areas[slot], self.block_tokens
         start = 0
         for block in blocks:
             area[:, :, :, start : start + size] = self.blocks[block]
             start += size
-        self.reach(slot, start)
+        self.mark_used(slot, start)
 
-    def save(self, slot: int, saves: Iterable[tuple[int, int]]) -> None:
+    def save_blocks(self, slot: int, saves: Iterable[tuple[int, int]]) -> None:
         """Copy (block index in the sequence, block id) out of a slot's area."""
         area, size = self.areas[slot], self.block_tokens
         for index, block in saves:
             self.blocks[block] = area[:, :, :, index * size : (index + 1) * size]
 
-    def _trim(self) -> None:
+    def _trim_free_slots(self) -> None:
         """Give the memory of idle areas back; they read as zeros."""
         for slot in self._free:
-            if self._used[slot]:
+            if self._used_tokens[slot]:
                 self._memory.madvise(mmap.MADV_DONTNEED, slot * self._area_bytes, self._area_bytes)
-                self._used[slot] = 0
-        self._idle_tokens = 0
+                self._used_tokens[slot] = 0
+        self._free_slot_tokens = 0
 
 
-def _refused(what: str, size: int, flags: str) -> ConfigError:
+def _memory_error(what: str, size: int, flags: str) -> ConfigError:
     return ConfigError(f"{size >> 20} MiB of {what} are refused", hint=f"lower --{flags}")
 
 
-def _whole_pages(size: int) -> int:
+def _round_up_to_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _reserve(size: int) -> mmap.mmap:
+def _reserve_address_space(size: int) -> mmap.mmap:
     """Address space that takes memory only where it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
@@ -134,7 +134,7 @@ def _reserve(size: int) -> mmap.mmap:
         memory = mmap.mmap(-1, size, flags=flags)
     except (OSError, OverflowError) as error:
         what = "address space for running sequences"
-        raise _refused(what, size, "max-num-seqs or --max-model-len") from error
+        raise _memory_error(what, size, "max-num-seqs or --max-model-len") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory

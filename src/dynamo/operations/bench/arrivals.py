@@ -6,17 +6,17 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from dynamo.operations.bench.plan import Load, Session, Shape, Turn
+from dynamo.operations.bench.plan import LoadProfile, RequestPlan, RequestShape, SessionPlan
 
 
-def made_up(shape: Shape) -> Iterator[Session]:
+def synthetic_sessions(shape: RequestShape) -> Iterator[SessionPlan]:
     """Conversations without end, all of one shape."""
-    turn = Turn(shape.input_tokens, shape.output_tokens)
+    turn = RequestPlan(shape.input_tokens, shape.output_tokens)
     while True:
-        yield Session([turn] * shape.turns, history=shape.turns > 1)
+        yield SessionPlan([turn] * shape.turns, history=shape.turns > 1)
 
 
-def arrivals(load: Load) -> Iterator[float]:
+def arrival_times(load: LoadProfile) -> Iterator[float]:
     """Seconds from the begin at which sessions start: by chance (Poisson), or evenly; the rate
     grows evenly from `rate` to `rate_to` over `duration_s`."""
     chance = random.Random(load.seed)
@@ -24,13 +24,13 @@ def arrivals(load: Load) -> Iterator[float]:
     due = 0.0
     while True:
         due += 1.0 if load.even else chance.expovariate(1.0)
-        at = _when(due, load.rate, slope)
+        at = _time_of_arrival(due, load.rate, slope)
         if at is None or (load.duration_s and at > load.duration_s):
             return
         yield at
 
 
-def _when(count: float, rate: float, slope: float) -> float | None:
+def _time_of_arrival(count: float, rate: float, slope: float) -> float | None:
     """When a rate that grows by `slope` has brought `count` requests; None: never."""
     if abs(slope) < 1e-12:
         return count / rate
@@ -38,10 +38,12 @@ def _when(count: float, rate: float, slope: float) -> float | None:
     return (math.sqrt(root) - rate) / slope if root >= 0 else None
 
 
-def timed(sessions: Iterator[Session] | Sequence[Session], load: Load) -> Iterator[Session]:
+def schedule_sessions(
+    sessions: Iterator[SessionPlan] | Sequence[SessionPlan], load: LoadProfile
+) -> Iterator[SessionPlan]:
     """Each session with a start: its own, unless a rate is asked for."""
     if not load.rate:
         yield from sessions
         return
-    for start_s, session in zip(arrivals(load), sessions, strict=False):
-        yield Session(session.turns, start_s, session.history)
+    for start_s, session in zip(arrival_times(load), sessions, strict=False):
+        yield SessionPlan(session.turns, start_s, session.history)

@@ -13,34 +13,40 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError
-from dynamo.core.tasks import Tasks
-from dynamo.operations.bench.arrivals import made_up
-from dynamo.operations.bench.figures import Result, figures
-from dynamo.operations.bench.measure import Measurement
-from dynamo.operations.bench.plan import Load, Objectives, Session, Shape, Target
-from dynamo.operations.bench.processes import Cpu
-from dynamo.operations.bench.prompts import Prompts
-from dynamo.operations.bench.timeline import Timeline
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.operations.bench.arrivals import synthetic_sessions
+from dynamo.operations.bench.figures import BenchResult, compute_result
+from dynamo.operations.bench.measure import LoadGenerator
+from dynamo.operations.bench.plan import (
+    BenchTarget,
+    LatencyObjectives,
+    LoadProfile,
+    RequestShape,
+    SessionPlan,
+)
+from dynamo.operations.bench.processes import ProcessCpuMeter
+from dynamo.operations.bench.prompts import PromptGenerator
+from dynamo.operations.bench.timeline import ThroughputTimeline
 from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
-from dynamo.operations.bench.wire import Server, Unreachable
+from dynamo.operations.bench.wire import LoadClient, Unreachable
 from dynamo.operations.bench.words import (
-    counter_of_folder,
-    words_of_folder,
-    words_of_server,
+    token_counter_from_tokenizer,
+    words_from_server,
+    words_from_tokenizer,
 )
 
-Tell = Callable[[Measurement, float], None]
+BenchProgressCallback = Callable[[LoadGenerator, float], None]
 
 
-class Bench(msgspec.Struct, frozen=True):
+class BenchConfig(msgspec.Struct, frozen=True):
     """What to measure. `trace`: a Mooncake file whose hash ids stand for `block_tokens` each,
     `speed` times as fast; `closed`: not at its times, but `load.concurrency` sessions at a time;
     `sharegpt`: a file of conversations; without either requests are made up by `shape`."""
 
-    target: Target = Target()
-    shape: Shape = Shape()
-    load: Load = Load()
-    objectives: Objectives = Objectives()
+    target: BenchTarget = BenchTarget()
+    shape: RequestShape = RequestShape()
+    load: LoadProfile = LoadProfile()
+    objectives: LatencyObjectives = LatencyObjectives()
     trace: str = ""
     block_tokens: int = 512
     speed: float = 1.0
@@ -51,53 +57,53 @@ class Bench(msgspec.Struct, frozen=True):
 
 
 async def run_bench(
-    bench: Bench,
-    tell: Tell | None = None,
+    bench: BenchConfig,
+    on_progress: BenchProgressCallback | None = None,
     clock: Clock | None = None,
     stop: asyncio.Event | None = None,
-) -> Result:
+) -> BenchResult:
     """Measure. `tell(measurement, seconds)` now and then; `stop`: set, what was answered until then
     is the result. Raises `Unreachable`, `ConfigError`."""
     clock = clock or SystemClock()
     stop = stop or asyncio.Event()
-    bench = replace(bench, load=replace(bench.load, seed=bench.load.seed or fresh_seed()))
-    server = Server(bench.target)
+    bench = replace(bench, load=replace(bench.load, seed=bench.load.seed or random_seed()))
+    server = LoadClient(bench.target)
     try:
-        check_fits(bench, await models_of(server))
-        words = await _words(bench, server, clock)
-        prompts = Prompts(words, bench.shape, bench.load.seed, bench.block_tokens)
-        sessions = await clock.offload(_sessions, bench)
-        measurement = Measurement(bench.target, server, prompts, clock, stop)
+        check_context_length(bench, await fetch_models(server))
+        words = await _load_words(bench, server, clock)
+        prompts = PromptGenerator(words, bench.shape, bench.load.seed, bench.block_tokens)
+        sessions = await clock.offload(_make_sessions, bench)
+        measurement = LoadGenerator(bench.target, server, prompts, clock, stop)
         if bench.load.warmup:
-            await measurement.warm_up(made_up(bench.shape), bench.load)
-        cpu = await clock.offload(Cpu, bench.target.url)
-        async with Tasks() as tasks:
-            timeline = Timeline(measurement, tell, clock)
-            tasks.start(timeline.keep())
+            await measurement.warm_up(synthetic_sessions(bench.shape), bench.load)
+        cpu = await clock.offload(ProcessCpuMeter, bench.target.url)
+        async with BackgroundTasks() as tasks:
+            timeline = ThroughputTimeline(measurement, on_progress, clock)
+            tasks.start(timeline.run())
             cpu.start()
-            run = await measurement.run(sessions, _limits(bench))
+            run = await measurement.run(sessions, _effective_load(bench))
             cpu.stop()
     finally:
         server.close()
-    result = figures(run, bench.objectives)
+    result = compute_result(run, bench.objectives)
     return replace(
         result,
         name=bench.name,
-        settings=_shown(bench),
+        settings=_recorded_settings(bench),
         interrupted=stop.is_set(),
-        processes=cpu.per(result.output_tokens, result.requests),
+        processes=cpu.summarize(result.output_tokens, result.requests),
         timeline=timeline.per_second,
     )
 
 
-def fresh_seed() -> int:
+def random_seed() -> int:
     """Another one every time."""
     return secrets.randbelow(1 << 31) + 1
 
 
-async def models_of(server: Server) -> Sequence[Mapping[str, Any]]:
+async def fetch_models(server: LoadClient) -> Sequence[Mapping[str, Any]]:
     """What the server tells of its models. Raises `Unreachable`."""
-    status, answer = await server.call("/v1/models", method="GET")
+    status, answer = await server.fetch_json("/v1/models", method="GET")
     if status != 200:
         error = answer.get("error") if isinstance(answer, dict) else None
         told = error.get("message", "") if isinstance(error, dict) else ""
@@ -111,7 +117,7 @@ async def models_of(server: Server) -> Sequence[Mapping[str, Any]]:
     return [one for one in models if isinstance(one, dict)]
 
 
-def check_fits(bench: Bench, models: Sequence[Mapping[str, Any]]) -> None:
+def check_context_length(bench: BenchConfig, models: Sequence[Mapping[str, Any]]) -> None:
     """Raises `ConfigError` where made-up requests go beyond the context that the server tells."""
     named = [one for one in models if one.get("id") == bench.target.model] or models
     context = named[0].get("max_model_len") if named else None
@@ -127,41 +133,43 @@ def check_fits(bench: Bench, models: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-async def _words(bench: Bench, server: Server, clock: Clock) -> Sequence[str]:
+async def _load_words(bench: BenchConfig, server: LoadClient, clock: Clock) -> Sequence[str]:
     if bench.sharegpt:
         return ()
     if bench.tokenizer:
-        return await clock.offload(words_of_folder, bench.tokenizer)
-    return await words_of_server(server, bench.target.model)
+        return await clock.offload(words_from_tokenizer, bench.tokenizer)
+    return await words_from_server(server, bench.target.model)
 
 
-def _sessions(bench: Bench) -> Iterable[Session]:
+def _make_sessions(bench: BenchConfig) -> Iterable[SessionPlan]:
     if bench.trace:
         rows = bench.load.requests
         sessions = read_mooncake(bench.trace, rows=rows, speed=bench.speed)
         if bench.closed or bench.load.rate:
-            return [Session(one.turns) for one in sessions]
+            return [SessionPlan(one.turns) for one in sessions]
         return sessions
     if bench.sharegpt:
-        count = counter_of_folder(bench.tokenizer) if bench.tokenizer else _guess
+        count = (
+            token_counter_from_tokenizer(bench.tokenizer) if bench.tokenizer else _estimate_tokens
+        )
         found = read_sharegpt(bench.sharegpt, count, turns=bench.shape.turns)
         return itertools.cycle(found) if bench.load.requests or bench.load.duration_s else found
-    return made_up(bench.shape)
+    return synthetic_sessions(bench.shape)
 
 
-def _limits(bench: Bench) -> Load:
+def _effective_load(bench: BenchConfig) -> LoadProfile:
     """A trace ends by itself."""
     if bench.trace and not bench.load.rate:
         return replace(bench.load, duration_s=0.0)
     return bench.load
 
 
-def _guess(text: str) -> int:
+def _estimate_tokens(text: str) -> int:
     """Tokens of a text, roughly, where no tokenizer is at hand."""
     return max(1, len(text) // 4)
 
 
-def _shown(bench: Bench) -> dict[str, object]:
+def _recorded_settings(bench: BenchConfig) -> dict[str, object]:
     bare = replace(bench, target=replace(bench.target, api_key=""))
     found: dict[str, object] = msgspec.to_builtins(bare)
     return found

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.operations.bench.plan import Objectives
-from dynamo.operations.bench.sample import Sample
+from dynamo.operations.bench.plan import LatencyObjectives
+from dynamo.operations.bench.sample import RequestSample
 
 VERSION = 1
 CURVE_POINTS = 100
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencySummary(msgspec.Struct, frozen=True):
     """Milliseconds. `curve`: the value at every hundredth of the values, smallest first."""
 
     n: int = 0
@@ -33,7 +33,7 @@ class Spread(msgspec.Struct, frozen=True):
 class Goodput(msgspec.Struct, frozen=True):
     """Requests that met the objectives. `ratio`: of all that were sent, failed ones too."""
 
-    objectives: Objectives
+    objectives: LatencyObjectives
     requests: int
     requests_per_s: float
     ratio: float
@@ -47,7 +47,7 @@ class ProcessCpu(msgspec.Struct, frozen=True):
     us_per_request: float
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run. `settings`: what was asked for; `timeline`: events with text in every second;
     `interrupted`: it was told to stop, and what was in flight then is left out."""
 
@@ -67,10 +67,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     cached_ratio: float
     events_per_token: float
-    ttft_ms: Spread
-    itl_ms: Spread
-    tpot_ms: Spread
-    e2e_ms: Spread
+    ttft_ms: LatencySummary
+    itl_ms: LatencySummary
+    tpot_ms: LatencySummary
+    e2e_ms: LatencySummary
     goodput: Goodput | None = None
     peak_in_flight: int = 0
     late_ms: float = 0.0
@@ -78,29 +78,29 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     processes: Mapping[str, ProcessCpu] = {}
 
 
-class Run(msgspec.Struct):
+class BenchRun(msgspec.Struct):
     """What was seen. `gaps`: seconds between texts of every stream; `late_s`: how late the latest
     request was sent."""
 
-    samples: list[Sample]
-    gaps: Sequence[float]
-    began: float
+    samples: list[RequestSample]
+    inter_token_s: Sequence[float]
+    started: float
     ended: float
     peak_in_flight: int = 0
     late_s: float = 0.0
     timeline: Sequence[int] = ()
 
 
-def figures(run: Run, objectives: Objectives) -> Result:
+def compute_result(run: BenchRun, objectives: LatencyObjectives) -> BenchResult:
     """Of a whole run."""
     good = [one for one in run.samples if not one.error]
-    seconds = max(run.ended - run.began, 1e-9)
+    seconds = max(run.ended - run.started, 1e-9)
     usages = [one.usage for one in good if one.usage is not None]
     prompt = sum(one.prompt for one in usages)
     cached = sum(one.cached for one in usages)
-    events = sum(one.events for one in good)
+    events = sum(one.text_events for one in good)
     tokens = sum(one.completion for one in usages) or events
-    return Result(
+    return BenchResult(
         seconds=round(seconds, 3),
         requests=len(good),
         failed=len(run.samples) - len(good),
@@ -112,30 +112,34 @@ def figures(run: Run, objectives: Objectives) -> Result:
         cached_tokens=cached,
         cached_ratio=round(cached / prompt, 4) if prompt else 0.0,
         events_per_token=round(events / tokens, 4) if tokens else 0.0,
-        ttft_ms=spread([one.first - one.began for one in good if one.first is not None]),
-        itl_ms=spread(run.gaps),
-        tpot_ms=spread([gap for one in good if (gap := mean_gap(one)) is not None]),
-        e2e_ms=spread([one.ended - one.began for one in good]),
-        goodput=_goodput(run.samples, objectives, seconds) if objectives.given else None,
+        ttft_ms=summarize_latencies(
+            [one.first_text_at - one.sent_at for one in good if one.first_text_at is not None]
+        ),
+        itl_ms=summarize_latencies(run.inter_token_s),
+        tpot_ms=summarize_latencies(
+            [gap for one in good if (gap := mean_inter_token_s(one)) is not None]
+        ),
+        e2e_ms=summarize_latencies([one.ended_at - one.sent_at for one in good]),
+        goodput=_goodput(run.samples, objectives, seconds) if objectives.any_set else None,
         peak_in_flight=run.peak_in_flight,
         late_ms=round(run.late_s * 1000, 3),
         timeline=run.timeline,
     )
 
 
-def mean_gap(sample: Sample) -> float | None:
+def mean_inter_token_s(sample: RequestSample) -> float | None:
     """Mean seconds between texts of one stream; None: fewer than two."""
-    if sample.first is None or sample.events < 2:
+    if sample.first_text_at is None or sample.text_events < 2:
         return None
-    return (sample.last - sample.first) / (sample.events - 1)
+    return (sample.last_text_at - sample.first_text_at) / (sample.text_events - 1)
 
 
-def spread(seconds: Sequence[float]) -> Spread:
+def summarize_latencies(seconds: Sequence[float]) -> LatencySummary:
     """Of values in seconds."""
     if not seconds:
-        return Spread()
+        return LatencySummary()
     ordered = sorted(seconds)
-    return Spread(
+    return LatencySummary(
         n=len(ordered),
         mean=_ms(sum(ordered) / len(ordered)),
         p50=_ms(quantile(ordered, 0.5)),
@@ -152,23 +156,23 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
 
 
-def meets(sample: Sample, objectives: Objectives) -> bool:
+def meets_objectives(sample: RequestSample, objectives: LatencyObjectives) -> bool:
     """Did one request meet the objectives?"""
-    if sample.error or sample.first is None:
+    if sample.error or sample.first_text_at is None:
         return False
-    gap = mean_gap(sample) or 0.0
-    ttft_ms = (sample.first - sample.began) * 1000
+    gap = mean_inter_token_s(sample) or 0.0
+    ttft_ms = (sample.first_text_at - sample.sent_at) * 1000
     return not (
         (objectives.ttft_ms and ttft_ms > objectives.ttft_ms)
         or (objectives.itl_ms and gap * 1000 > objectives.itl_ms)
     )
 
 
-def read_result(path: str) -> Result:
+def read_result(path: str) -> BenchResult:
     """A result file. Raises `ConfigError`. Blocks."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - the error names what was asked for
-            return msgspec.json.decode(file.read(), type=Result)
+            return msgspec.json.decode(file.read(), type=BenchResult)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -177,8 +181,10 @@ def read_result(path: str) -> Result:
         ) from None
 
 
-def _goodput(samples: Sequence[Sample], objectives: Objectives, seconds: float) -> Goodput:
-    good = sum(meets(one, objectives) for one in samples)
+def _goodput(
+    samples: Sequence[RequestSample], objectives: LatencyObjectives, seconds: float
+) -> Goodput:
+    good = sum(meets_objectives(one, objectives) for one in samples)
     ratio = good / len(samples) if samples else 0.0
     return Goodput(objectives, good, round(good / seconds, 3), round(ratio, 4))
 

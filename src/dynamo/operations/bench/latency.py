@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from dynamo.operations.bench.bench import Bench, run_bench
-from dynamo.operations.bench.figures import Result
-from dynamo.operations.bench.plan import Load, Shape, Target
+from dynamo.operations.bench.bench import BenchConfig, run_bench
+from dynamo.operations.bench.figures import BenchResult
+from dynamo.operations.bench.plan import BenchTarget, LoadProfile, RequestShape
 
 CASES = ((50, 100), (200, 200), (500, 300))
 """Prompt and answer, tokens."""
-PRESETS: Mapping[str, Sequence[tuple[int, int]]] = {"benchmark_latency": CASES}
+PRESET_CASES: Mapping[str, Sequence[tuple[int, int]]] = {"benchmark_latency": CASES}
 
 
 async def benchmark_latency(
@@ -21,34 +21,36 @@ async def benchmark_latency(
     model: str = "default",
     *,
     requests: int = 1,
-    tell: Callable[[str], object] = sys.stdout.write,
-) -> Sequence[Result]:
+    write: Callable[[str], object] = sys.stdout.write,
+) -> Sequence[BenchResult]:
     """One request after the other, `requests` a case, after one to warm up; `tell` gets a line a
     case. Raises `Unreachable`."""
-    bench = Bench(target=Target(url=base_url, model=model))
-    return await run_cases(bench, CASES, requests=requests, tell=tell)
+    bench = BenchConfig(target=BenchTarget(url=base_url, model=model))
+    return await run_cases(bench, CASES, requests=requests, write=write)
 
 
 async def run_cases(
-    bench: Bench,
+    bench: BenchConfig,
     cases: Sequence[tuple[int, int]],
     *,
     requests: int,
-    tell: Callable[[str], object],
-) -> Sequence[Result]:
+    write: Callable[[str], object],
+) -> Sequence[BenchResult]:
     """Each case with the rest of `bench` as it is."""
     results = []
-    load = Load(concurrency=1, requests=requests, duration_s=0.0, warmup=1, seed=bench.load.seed)
+    load = LoadProfile(
+        concurrency=1, requests=requests, duration_s=0.0, warmup=1, seed=bench.load.seed
+    )
     for given, wanted in cases:
-        shape = Shape(input_tokens=given, output_tokens=wanted)
+        shape = RequestShape(input_tokens=given, output_tokens=wanted)
         name = f"{given}/{wanted}"
         result = await run_bench(replace(bench, shape=shape, load=load, name=name))
         results.append(result)
-        tell(f"{line_of(given, wanted, result)}\n")
+        write(f"{format_case(given, wanted, result)}\n")
     return results
 
 
-def line_of(given: int, wanted: int, result: Result) -> str:
+def format_case(given: int, wanted: int, result: BenchResult) -> str:
     """One case in a line."""
     latency_s = result.e2e_ms.mean / 1000
     rate = result.output_tokens / result.requests / latency_s if result.requests else 0.0

@@ -10,148 +10,162 @@ from collections.abc import Iterable, Iterator
 from time import monotonic as now
 
 from dynamo.core.clock import Clock
-from dynamo.core.tasks import Tasks, first_of, run_all
-from dynamo.operations.bench.arrivals import timed
-from dynamo.operations.bench.figures import Run
-from dynamo.operations.bench.plan import Load, Session, Target, Turn
-from dynamo.operations.bench.prompts import Prompts, body_of
-from dynamo.operations.bench.sample import Sample
-from dynamo.operations.bench.wire import Server
+from dynamo.core.tasks import BackgroundTasks, run_all, wait_for_first
+from dynamo.operations.bench.arrivals import schedule_sessions
+from dynamo.operations.bench.figures import BenchRun
+from dynamo.operations.bench.plan import BenchTarget, LoadProfile, RequestPlan, SessionPlan
+from dynamo.operations.bench.prompts import PromptGenerator, request_body
+from dynamo.operations.bench.sample import RequestSample
+from dynamo.operations.bench.wire import LoadClient
 
-AHEAD_S = 0.2
+SCHEDULE_AHEAD_S = 0.2
 """A session is made so long before it is due."""
-PATHS = {False: "/v1/chat/completions", True: "/v1/completions"}
+PATH_BY_COMPLETIONS = {False: "/v1/chat/completions", True: "/v1/completions"}
 
 
-class Measurement:
+class LoadGenerator:
     """One run against one server, cut short by `stop`. `samples` and `in_flight` may be looked at
     while it runs."""
 
     def __init__(
-        self, target: Target, server: Server, prompts: Prompts, clock: Clock, stop: asyncio.Event
+        self,
+        target: BenchTarget,
+        server: LoadClient,
+        prompts: PromptGenerator,
+        clock: Clock,
+        stop: asyncio.Event,
     ) -> None:
         self._stop = stop
         self._target = target
         self._server = server
         self._prompts = prompts
         self._clock = clock
-        self._path = PATHS[target.completions]
-        self._gaps: array[float] = array("d")
-        self._budget = math.inf
+        self._path = PATH_BY_COMPLETIONS[target.completions]
+        self._inter_token_s: array[float] = array("d")
+        self._requests_left = math.inf
         self._late_s = 0.0
-        self._peak = 0
-        self._began = 0.0
-        self.samples: list[Sample] = []
+        self._peak_in_flight = 0
+        self._started = 0.0
+        self.samples: list[RequestSample] = []
         self.in_flight = 0
 
     @property
-    def texts(self) -> int:
+    def text_events(self) -> int:
         """Events with text so far."""
-        return len(self._gaps) + len(self.samples)
+        return len(self._inter_token_s) + len(self.samples)
 
-    async def warm_up(self, sessions: Iterator[Session], load: Load) -> None:
+    async def warm_up(self, sessions: Iterator[SessionPlan], load: LoadProfile) -> None:
         """Unmeasured requests, as many at a time as later."""
-        self._budget = load.warmup
+        self._requests_left = load.warmup
         places = min(load.concurrency, load.warmup)
-        await first_of(self._closed(sessions, places, math.inf), self._stop.wait())
+        await wait_for_first(self._run_closed_loop(sessions, places, math.inf), self._stop.wait())
         self.samples.clear()
-        self._gaps = array("d")
-        self._peak = 0
+        self._inter_token_s = array("d")
+        self._peak_in_flight = 0
 
-    async def run(self, sessions: Iterable[Session], load: Load) -> Run:
+    async def run(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> BenchRun:
         """Until the load's end and the answers of all that was sent, or until `stop`."""
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
-            self._budget = load.requests or math.inf
-            self._began = now()
-            await first_of(self._load(sessions, load), self._stop.wait())
+            self._requests_left = load.requests or math.inf
+            self._started = now()
+            await wait_for_first(self._run_load(sessions, load), self._stop.wait())
         finally:
             gc.enable()
             gc.unfreeze()
-        ended = max((one.ended for one in self.samples), default=now())
+        ended = max((one.ended_at for one in self.samples), default=now())
         if self._stop.is_set():
             ended = now()
-        return Run(self.samples, self._gaps, self._began, ended, self._peak, self._late_s)
+        return BenchRun(
+            self.samples,
+            self._inter_token_s,
+            self._started,
+            ended,
+            self._peak_in_flight,
+            self._late_s,
+        )
 
-    async def _load(self, sessions: Iterable[Session], load: Load) -> None:
-        end = self._began + load.duration_s if load.duration_s else math.inf
-        every = timed(iter(sessions), load)
+    async def _run_load(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> None:
+        end = self._started + load.duration_s if load.duration_s else math.inf
+        every = schedule_sessions(iter(sessions), load)
         first = next(every, None)
         if first is None:
             return
-        every = _again(first, every)
+        every = _prepend(first, every)
         if first.start_s is None:
-            await self._closed(every, load.concurrency, end)
+            await self._run_closed_loop(every, load.concurrency, end)
         else:
-            await self._open(every, end)
+            await self._run_open_loop(every, end)
 
-    async def _closed(self, sessions: Iterator[Session], places: int, end: float) -> None:
+    async def _run_closed_loop(
+        self, sessions: Iterator[SessionPlan], places: int, end: float
+    ) -> None:
         async def place() -> None:
-            while now() < end and self._budget > 0:
+            while now() < end and self._requests_left > 0:
                 session = next(sessions, None)
                 if session is None:
                     return
-                await self._session(session, end)
+                await self._run_session(session, end)
 
         await run_all(*(place() for _ in range(places)))
 
-    async def _open(self, sessions: Iterator[Session], end: float) -> None:
+    async def _run_open_loop(self, sessions: Iterator[SessionPlan], end: float) -> None:
         failures: list[BaseException] = []
-        async with Tasks(failures.append) as tasks:
+        async with BackgroundTasks(failures.append) as tasks:
             for session in sessions:
-                due = self._began + (session.start_s or 0.0)
-                if self._budget <= 0 or due > end or failures:
+                due = self._started + (session.start_s or 0.0)
+                if self._requests_left <= 0 or due > end or failures:
                     break
-                await self._clock.sleep_until(due - AHEAD_S)
-                tasks.start(self._session(session, math.inf, due))
+                await self._clock.sleep_until(due - SCHEDULE_AHEAD_S)
+                tasks.start(self._run_session(session, math.inf, due))
             await tasks.join()
         if failures:
             raise failures[0]
 
-    async def _session(self, session: Session, end: float, due: float = 0.0) -> None:
+    async def _run_session(self, session: SessionPlan, end: float, due: float = 0.0) -> None:
         messages: list[dict[str, str]] = []
         for turn in session.turns:
-            if self._budget <= 0 or now() >= end:
+            if self._requests_left <= 0 or now() >= end:
                 return
-            self._budget -= 1
+            self._requests_left -= 1
             if turn.delay_s:
                 await self._clock.sleep(turn.delay_s)
             if not session.history:
                 messages.clear()
-            messages.append({"role": "user", "content": self._prompts.text(turn)})
+            messages.append({"role": "user", "content": self._prompts.make_prompt(turn)})
             keep = session.history and not turn.answer
-            sample = await self._turn(messages, turn, due, keep=keep)
+            sample = await self._send_request(messages, turn, due, keep=keep)
             due = 0.0
             if sample.error:
                 return
             if session.history:
-                said = turn.answer or sample.text()
+                said = turn.answer or sample.response_text()
                 messages.append({"role": "assistant", "content": said})
                 sample.body.clear()
 
-    async def _turn(
-        self, messages: list[dict[str, str]], turn: Turn, due: float, *, keep: bool
-    ) -> Sample:
-        body = body_of(self._target, messages, turn)
-        request = self._server.request(self._path, body)
-        sample = Sample(self._gaps, keep=keep)
+    async def _send_request(
+        self, messages: list[dict[str, str]], turn: RequestPlan, due: float, *, keep: bool
+    ) -> RequestSample:
+        body = request_body(self._target, messages, turn)
+        request = self._server.encode_request(self._path, body)
+        sample = RequestSample(self._inter_token_s, keep_body=keep)
         if due:
             self._late_s = max(self._late_s, now() - due)
             await self._clock.sleep_until(due)
         self.in_flight += 1
-        self._peak = max(self._peak, self.in_flight)
+        self._peak_in_flight = max(self._peak_in_flight, self.in_flight)
         try:
             await self._server.send(request, sample)
         finally:
             self.in_flight -= 1
-        if not (sample.error or sample.usage or sample.events):
+        if not (sample.error or sample.usage or sample.text_events):
             sample.error = "an empty answer"
         self.samples.append(sample)
         return sample
 
 
-def _again(first: Session, rest: Iterator[Session]) -> Iterator[Session]:
+def _prepend(first: SessionPlan, rest: Iterator[SessionPlan]) -> Iterator[SessionPlan]:
     yield first
     yield from rest

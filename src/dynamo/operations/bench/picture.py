@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.core.errors import Unsupported
-from dynamo.operations.bench.figures import CURVE_POINTS, Result, Spread
+from dynamo.operations.bench.figures import CURVE_POINTS, BenchResult, LatencySummary
 
 PANELS = (("ttft_ms", "time to first token"), ("itl_ms", "between tokens"), ("e2e_ms", "whole"))
 SIZE_INCHES = (12.0, 8.0)
@@ -25,7 +25,7 @@ def check_drawable() -> None:
         ) from None
 
 
-def draw(results: Sequence[Result], path: str) -> None:
+def draw_bench_results(results: Sequence[BenchResult], path: str) -> None:
     """Distributions of latencies, and text over time, of all `results` in one PNG file. Raises
     `Unsupported` without matplotlib. Blocks."""
     check_drawable()
@@ -37,13 +37,15 @@ def draw(results: Sequence[Result], path: str) -> None:
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     panels: Any = figure.subplots(2, 2)
     for panel, (name, title) in zip(panels.flat, PANELS, strict=False):
-        _distribution(panel, title, [(_label(one), getattr(one, name)) for one in results])
-    _timeline(panels.flat[-1], results)
+        _plot_distribution(panel, title, [(_label(one), getattr(one, name)) for one in results])
+    _plot_timeline(panels.flat[-1], results)
     figure.suptitle("; ".join(_headline(one) for one in results), fontsize=10)
     figure.savefig(path, format="png")
 
 
-def _distribution(panel: Any, title: str, spreads: Sequence[tuple[str, Spread]]) -> None:
+def _plot_distribution(
+    panel: Any, title: str, spreads: Sequence[tuple[str, LatencySummary]]
+) -> None:
     for label, spread in spreads:
         if spread.curve:
             shares = [at / CURVE_POINTS for at in range(len(spread.curve))]
@@ -54,18 +56,18 @@ def _distribution(panel: Any, title: str, spreads: Sequence[tuple[str, Spread]])
         panel.legend(fontsize=8)
 
 
-def _timeline(panel: Any, results: Sequence[Result]) -> None:
+def _plot_timeline(panel: Any, results: Sequence[BenchResult]) -> None:
     for one in results:
         panel.plot(range(1, len(one.timeline) + 1), one.timeline, label=_label(one))
     panel.set(title="events with text a second", xlabel="seconds", ylim=(0, None))
     panel.grid(visible=True, alpha=0.3)
 
 
-def _label(result: Result) -> str:
+def _label(result: BenchResult) -> str:
     return result.name or "run"
 
 
-def _headline(result: Result) -> str:
+def _headline(result: BenchResult) -> str:
     return (
         f"{_label(result)}: {result.requests} requests, {result.requests_per_s:g}/s, "
         f"{result.output_tokens_per_s:g} tokens/s"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 
-class Turn(msgspec.Struct, frozen=True):
+class RequestPlan(msgspec.Struct, frozen=True):
     """One request. Its prompt is `text`; else blocks of words fixed by `hash_ids`; else fresh
     words. `delay_s` passes after the turn before; `answer` stands in the conversation for what the
     server said."""
@@ -21,16 +21,16 @@ class Turn(msgspec.Struct, frozen=True):
     answer: str = ""
 
 
-class Session(msgspec.Struct, frozen=True):
+class SessionPlan(msgspec.Struct, frozen=True):
     """Turns one after the other. `start_s`: when the first is due, from the run's begin; None: as
     soon as there is a place. `history`: every turn's prompt holds the turns before it."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[RequestPlan]
     start_s: float | None = None
     history: bool = False
 
 
-class Target(msgspec.Struct, frozen=True):
+class BenchTarget(msgspec.Struct, frozen=True):
     """The server, and what every request says. `extra` is merged into each body."""
 
     url: str = "http://127.0.0.1:8000"
@@ -42,7 +42,7 @@ class Target(msgspec.Struct, frozen=True):
     extra: Mapping[str, Any] = {}
 
 
-class Shape(msgspec.Struct, frozen=True):
+class RequestShape(msgspec.Struct, frozen=True):
     """Prompts and answers of made-up requests. `prefix_share` of each prompt is one of `prefixes`
     shared beginnings; `turns` over 1: conversations."""
 
@@ -53,7 +53,7 @@ class Shape(msgspec.Struct, frozen=True):
     turns: int = 1
 
 
-class Load(msgspec.Struct, frozen=True):
+class LoadProfile(msgspec.Struct, frozen=True):
     """How requests come. `rate` requests a second, growing evenly to `rate_to`, else `concurrency`
     at a time; until `duration_s` have passed or `requests` were sent (0: no limit). `seed` 0: other
     prompts in every run, so that no cache knows them from the run before."""
@@ -68,13 +68,13 @@ class Load(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class Objectives(msgspec.Struct, frozen=True):
+class LatencyObjectives(msgspec.Struct, frozen=True):
     """A request is good whose first token and whose mean gap between texts are in time; 0: any."""
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
 
     @property
-    def given(self) -> bool:
+    def any_set(self) -> bool:
         """Is there any?"""
         return bool(self.ttft_ms or self.itl_ms)

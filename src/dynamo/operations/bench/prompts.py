@@ -6,68 +6,72 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.operations.bench.plan import Shape, Target, Turn
+from dynamo.operations.bench.plan import BenchTarget, RequestPlan, RequestShape
 
-CACHED_BLOCKS = 100_000
-OPENING = 4
-POOL = 1 << 14
+MAX_CACHED_BLOCKS = 100_000
+UNIQUE_PREFIX_WORDS = 4
+POOL_WORDS = 1 << 14
 
 
-class Prompts:
+class PromptGenerator:
     """Texts made of words that are one token each."""
 
-    def __init__(self, words: Sequence[str], shape: Shape, seed: int, block_tokens: int) -> None:
+    def __init__(
+        self, words: Sequence[str], shape: RequestShape, seed: int, block_tokens: int
+    ) -> None:
         self._words = [f" {word}" for word in words]
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._block_tokens = block_tokens
         self._pool: list[str] = []
         self._blocks: dict[int | str, Sequence[str]] = {}
         self._shape = shape
-        self._shared = round(shape.input_tokens * shape.prefix_share)
+        self._shared_tokens = round(shape.input_tokens * shape.prefix_share)
 
-    def text(self, turn: Turn) -> str:
+    def make_prompt(self, turn: RequestPlan) -> str:
         """The prompt of one turn."""
         if turn.text:
             return turn.text
         if turn.hash_ids:
-            return self._of_blocks(turn)
+            return self._prompt_from_blocks(turn)
         shared: Sequence[str] = ()
-        if self._shared:
-            which = self._chance.randrange(self._shape.prefixes)
-            shared = random.Random(f"prefix {which}").choices(self._words, k=self._shared)
-        return "".join([*shared, *self._fresh(max(0, turn.input_tokens - len(shared)))])
+        if self._shared_tokens:
+            which = self._rng.randrange(self._shape.prefixes)
+            shared = random.Random(f"prefix {which}").choices(self._words, k=self._shared_tokens)
+        return "".join([*shared, *self._unique_words(max(0, turn.input_tokens - len(shared)))])
 
-    def _fresh(self, count: int) -> list[str]:
+    def _unique_words(self, count: int) -> list[str]:
         """Words that no other prompt begins with: a few by chance, then a piece of the pool."""
-        first = self._chance.choices(self._words, k=min(count, OPENING))
+        first = self._rng.choices(self._words, k=min(count, UNIQUE_PREFIX_WORDS))
         rest = count - len(first)
-        while len(self._pool) < POOL + rest:
-            self._pool += self._chance.choices(self._words, k=POOL)
-        at = self._chance.randrange(POOL)
+        while len(self._pool) < POOL_WORDS + rest:
+            self._pool += self._rng.choices(self._words, k=POOL_WORDS)
+        at = self._rng.randrange(POOL_WORDS)
         return first + self._pool[at : at + rest]
 
-    def _of_blocks(self, turn: Turn) -> str:
+    def _prompt_from_blocks(self, turn: RequestPlan) -> str:
         words: list[str] = []
         for block in turn.hash_ids:
-            words += self._block(block)
+            words += self._block_words(block)
         words = words[: turn.input_tokens]
         if missing := turn.input_tokens - len(words):
-            words += self._fixed(f"after {turn.hash_ids[-1]}", missing)
+            words += self._seeded_words(f"after {turn.hash_ids[-1]}", missing)
         return "".join(words)
 
-    def _block(self, block: int | str) -> Sequence[str]:
+    def _block_words(self, block: int | str) -> Sequence[str]:
         found = self._blocks.get(block)
         if found is None:
-            found = self._fixed(f"block {block}", self._block_tokens)
-            if len(self._blocks) < CACHED_BLOCKS:
+            found = self._seeded_words(f"block {block}", self._block_tokens)
+            if len(self._blocks) < MAX_CACHED_BLOCKS:
                 self._blocks[block] = found
         return found
 
-    def _fixed(self, key: str, count: int) -> Sequence[str]:
+    def _seeded_words(self, key: str, count: int) -> Sequence[str]:
         return random.Random(key).choices(self._words, k=count)
 
 
-def body_of(target: Target, messages: Sequence[Mapping[str, str]], turn: Turn) -> dict[str, Any]:
+def request_body(
+    target: BenchTarget, messages: Sequence[Mapping[str, str]], turn: RequestPlan
+) -> dict[str, Any]:
     """What a request says; the last message is the turn's."""
     body: dict[str, Any] = {"model": target.model}
     if target.completions:

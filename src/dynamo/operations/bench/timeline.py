@@ -5,36 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dynamo.core.clock import Clock
-from dynamo.operations.bench.measure import Measurement
+from dynamo.operations.bench.measure import LoadGenerator
 
-TICK_S = 0.25
-TICKS = 4
+PROGRESS_INTERVAL_S = 0.25
+TICKS_PER_SECOND = 4
 
 
-class Timeline:
+class ThroughputTimeline:
     """Events with text of requests that ended, by second."""
 
     def __init__(
         self,
-        measurement: Measurement,
-        tell: Callable[[Measurement, float], None] | None,
+        measurement: LoadGenerator,
+        on_progress: Callable[[LoadGenerator, float], None] | None,
         clock: Clock,
     ) -> None:
-        self._measurement = measurement
-        self._tell = tell
+        self._generator = measurement
+        self._on_progress = on_progress
         self._clock = clock
         self.per_second: list[int] = []
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Until cancelled."""
         began = self._clock.now()
         before = ticks = 0
         while True:
             ticks += 1
-            await self._clock.sleep_until(began + ticks * TICK_S)
-            if self._tell is not None:
-                self._tell(self._measurement, ticks * TICK_S)
-            if ticks % TICKS == 0:
-                texts = self._measurement.texts
+            await self._clock.sleep_until(began + ticks * PROGRESS_INTERVAL_S)
+            if self._on_progress is not None:
+                self._on_progress(self._generator, ticks * PROGRESS_INTERVAL_S)
+            if ticks % TICKS_PER_SECOND == 0:
+                texts = self._generator.text_events
                 self.per_second.append(texts - before)
                 before = texts

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import run_all
-from dynamo.operations.bench.wire import Server, Unreachable
+from dynamo.operations.bench.wire import LoadClient, Unreachable
 
-COMMON = """
+COMMON_WORDS = """
 able about above access account across act action active activity actual add address after again
 against age agree air all allow almost alone along already also although always am among amount an
 and animal another answer any anything appear apply approach area arm around arrive art article as
@@ -67,47 +67,51 @@ water way we weapon wear week weight well west what when where whether which whi
 whose why wide wife will win wind window wish with within without woman wonder word work workers
 world worry would write writer wrong yard yeah year yes yet you young your
 """
-CANDIDATES = tuple(COMMON.split())
-FEW = 8
-AT_ONCE = 16
-CHECKED = 200
+CANDIDATES = tuple(COMMON_WORDS.split())
+MIN_WORDS = 8
+MAX_CONCURRENT_CALLS = 16
+CHECKED_WORDS = 200
 
 
-def words_of_folder(folder: str) -> Sequence[str]:
+def words_from_tokenizer(folder: str) -> Sequence[str]:
     """Those that the tokenizer in `folder` makes one token of. Raises `ConfigError`. Blocks."""
-    from dynamo.models.tokenizer import read_tokenizer
+    from dynamo.models.tokenizer import load_tokenizer_blocking
 
     path = Path(folder)
     if path.is_dir():
         path /= "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"no tokenizer in {folder}", hint="wanted a folder with tokenizer.json")
-    tokenizer = read_tokenizer(path)
-    return _enough([one for one in CANDIDATES if len(tokenizer.encode(f" {one}")) == 4])
+    tokenizer = load_tokenizer_blocking(path)
+    return _require_enough_words(
+        [one for one in CANDIDATES if len(tokenizer.encode(f" {one}")) == 4]
+    )
 
 
-def counter_of_folder(folder: str) -> Callable[[str], int]:
+def token_counter_from_tokenizer(folder: str) -> Callable[[str], int]:
     """Counts a text's tokens by the tokenizer in `folder`. Blocks."""
-    from dynamo.models.tokenizer import read_tokenizer
+    from dynamo.models.tokenizer import load_tokenizer_blocking
 
     path = Path(folder)
-    tokenizer = read_tokenizer(path / "tokenizer.json" if path.is_dir() else path)
+    tokenizer = load_tokenizer_blocking(path / "tokenizer.json" if path.is_dir() else path)
     return lambda text: len(tokenizer.encode(text)) // 4
 
 
-async def words_of_server(server: Server, model: str) -> Sequence[str]:
+async def words_from_server(server: LoadClient, model: str) -> Sequence[str]:
     """Those that the server's /tokenize makes one token of. Raises `Unreachable`."""
     await count_tokens(server, model, " the")
-    places = asyncio.Semaphore(AT_ONCE)
+    places = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def alone(word: str) -> bool:
         async with places:
             return await count_tokens(server, model, f" {word}") == 1
 
     single = await run_all(*(alone(word) for word in CANDIDATES))
-    words = _enough([word for word, one in zip(CANDIDATES, single, strict=True) if one])
-    text = "".join(f" {words[at % len(words)]}" for at in range(CHECKED))
-    if await count_tokens(server, model, text) != CHECKED:
+    words = _require_enough_words(
+        [word for word, one in zip(CANDIDATES, single, strict=True) if one]
+    )
+    text = "".join(f" {words[at % len(words)]}" for at in range(CHECKED_WORDS))
+    if await count_tokens(server, model, text) != CHECKED_WORDS:
         raise Unreachable(
             "the model's tokens of a text are not those of its words",
             hint="give the tokenizer with --tokenizer FOLDER",
@@ -115,16 +119,16 @@ async def words_of_server(server: Server, model: str) -> Sequence[str]:
     return words
 
 
-async def count_tokens(server: Server, model: str, text: str) -> int:
+async def count_tokens(server: LoadClient, model: str, text: str) -> int:
     """By the server. Raises `Unreachable` where it does not know /tokenize."""
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    status, answer = await server.call("/tokenize", body)
+    status, answer = await server.fetch_json("/tokenize", body)
     if status != 200 or not isinstance(answer, dict) or "tokens" not in answer:
-        raise _no_tokens(status, answer)
+        raise _tokenize_error(status, answer)
     return len(answer["tokens"])
 
 
-def _no_tokens(status: int, answer: object) -> Unreachable:
+def _tokenize_error(status: int, answer: object) -> Unreachable:
     error = answer.get("error") if isinstance(answer, dict) else None
     told = error if isinstance(error, dict) else {}
     hint = "another model is named by --model; a server without /tokenize needs --tokenizer FOLDER"
@@ -132,8 +136,8 @@ def _no_tokens(status: int, answer: object) -> Unreachable:
     return Unreachable(message, hint=told.get("hint") or hint)
 
 
-def _enough(words: Sequence[str]) -> Sequence[str]:
-    if len(words) < FEW:
+def _require_enough_words(words: Sequence[str]) -> Sequence[str]:
+    if len(words) < MIN_WORDS:
         raise ConfigError(
             f"this tokenizer knows only {len(words)} common English words as one token",
             hint="measure with a trace of texts: --sharegpt FILE",

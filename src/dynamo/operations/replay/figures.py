@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-BIN = 1000.0
+BINS_PER_E_FOLD = 1000.0
 """Gaps are counted by their logarithm, in steps of 0.1 %."""
 
 
-class Spread(msgspec.Struct, frozen=True):
+class ReplayDistribution(msgspec.Struct, frozen=True):
     """A distribution, in milliseconds."""
 
     mean: float
@@ -21,7 +21,7 @@ class Spread(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Result(msgspec.Struct, frozen=True):
+class ReplayResult(msgspec.Struct, frozen=True):
     """`rejected`: those of `errors` that were turned away; times are of those completed.
     `reuse_first_admission`: share of prompt tokens that a cache held when their request was first
     admitted; `tpot_ms`: a request's mean time between tokens, `itl_ms`: every single one;
@@ -34,10 +34,10 @@ class Result(msgspec.Struct, frozen=True):
     completed: int
     rejected: int
     reuse_first_admission: float
-    ttft_ms: Spread
-    tpot_ms: Spread
-    itl_ms: Spread
-    e2e_ms: Spread
+    ttft_ms: ReplayDistribution
+    tpot_ms: ReplayDistribution
+    itl_ms: ReplayDistribution
+    e2e_ms: ReplayDistribution
     output_tokens_per_s: float
     duration_s: float
     preemptions: int
@@ -48,7 +48,7 @@ class Result(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-class Gaps:
+class InterTokenHistogram:
     """Times between tokens, counted."""
 
     def __init__(self) -> None:
@@ -58,35 +58,35 @@ class Gaps:
 
     def add(self, seconds: float, times: int = 1) -> None:
         """`times` gaps of `seconds`."""
-        at = round(math.log(seconds) * BIN) if seconds > 0 else -(1 << 30)
+        at = round(math.log(seconds) * BINS_PER_E_FOLD) if seconds > 0 else -(1 << 30)
         self._bins[at] = self._bins.get(at, 0) + times
         self._sum += seconds * times
         self._count += times
 
-    def spread(self) -> Spread:
+    def summarize(self) -> ReplayDistribution:
         """Percentiles within 0.1 %."""
         if not self._count:
-            return Spread(0.0, 0.0, 0.0, 0.0)
-        points = [self._at(share) for share in (0.5, 0.9, 0.99)]
-        return Spread(_ms(self._sum / self._count), *map(_ms, points))
+            return ReplayDistribution(0.0, 0.0, 0.0, 0.0)
+        points = [self._quantile(share) for share in (0.5, 0.9, 0.99)]
+        return ReplayDistribution(_ms(self._sum / self._count), *map(_ms, points))
 
-    def _at(self, share: float) -> float:
+    def _quantile(self, share: float) -> float:
         left = round((self._count - 1) * share)
         for at in sorted(self._bins):
             left -= self._bins[at]
             if left < 0:
-                return math.exp(at / BIN)
+                return math.exp(at / BINS_PER_E_FOLD)
         return 0.0
 
 
-def spread(seconds: array[float]) -> Spread:
+def summarize_distribution(seconds: array[float]) -> ReplayDistribution:
     """The distribution of times in seconds."""
     if not seconds:
-        return Spread(0.0, 0.0, 0.0, 0.0)
+        return ReplayDistribution(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(seconds)
     last = len(ordered) - 1
     points = [ordered[round(last * share)] for share in (0.5, 0.9, 0.99)]
-    return Spread(_ms(mean(ordered)), *map(_ms, points))
+    return ReplayDistribution(_ms(mean(ordered)), *map(_ms, points))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -94,7 +94,7 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def counted(values: Iterable[str]) -> dict[str, int]:
+def count_values(values: Iterable[str]) -> dict[str, int]:
     """How often each."""
     counts: dict[str, int] = {}
     for value in values:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.operations.bench.picture import check_drawable
-from dynamo.operations.replay.figures import Result
-from dynamo.operations.replay.flight import FlightLog
+from dynamo.operations.replay.figures import ReplayResult
+from dynamo.operations.replay.flight import ReplayLog
 
-__all__ = ["check_drawable", "draw"]
+__all__ = ["check_drawable", "draw_replay"]
 
 SIZE_INCHES = (12.0, 8.0)
 DOTS_PER_INCH = 110
@@ -18,7 +18,7 @@ RUNNING_MEAN = 100
 CURVE_POINTS = 500
 
 
-def draw(result: Result, log: FlightLog, path: str) -> None:
+def draw_replay(result: ReplayResult, log: ReplayLog, path: str) -> None:
     """Times to first token over the trace and as a distribution, whole times, and the requests of
     every worker, in one PNG file. Raises `Unsupported` without matplotlib. Blocks."""
     check_drawable()
@@ -29,26 +29,26 @@ def draw(result: Result, log: FlightLog, path: str) -> None:
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     panels: Any = figure.subplots(2, 2)
-    _over_time(panels[0][0], log)
-    _distribution(panels[0][1], "time to first token", log.ttft_s)
-    _distribution(panels[1][0], "whole answer", log.e2e_s)
-    _workers(panels[1][1], result.requests_per_worker)
+    _plot_ttft_over_time(panels[0][0], log)
+    _plot_distribution(panels[0][1], "time to first token", log.ttft_s)
+    _plot_distribution(panels[1][0], "whole answer", log.e2e_s)
+    _plot_requests_per_worker(panels[1][1], result.requests_per_worker)
     figure.suptitle(_headline(result), fontsize=10)
     figure.savefig(path, format="png")
 
 
-def _over_time(panel: Any, log: FlightLog) -> None:
+def _plot_ttft_over_time(panel: Any, log: ReplayLog) -> None:
     order = sorted(range(len(log.arrived_s)), key=log.arrived_s.__getitem__)
     times = [log.arrived_s[at] for at in order]
     first_ms = [log.ttft_s[at] * 1e3 for at in order]
     panel.plot(times, first_ms, ".", markersize=1, alpha=0.4)
-    panel.plot(times, _smooth(first_ms), label=f"mean of {RUNNING_MEAN} requests")
+    panel.plot(times, _running_mean(first_ms), label=f"mean of {RUNNING_MEAN} requests")
     panel.set(title="time to first token", xlabel="arrival, s", ylabel="ms", yscale="log")
     panel.legend(fontsize=8)
     panel.grid(visible=True, alpha=0.3)
 
 
-def _distribution(panel: Any, title: str, seconds: Sequence[float]) -> None:
+def _plot_distribution(panel: Any, title: str, seconds: Sequence[float]) -> None:
     ordered = sorted(seconds)
     if ordered:
         shares = [at / CURVE_POINTS for at in range(CURVE_POINTS)]
@@ -57,13 +57,13 @@ def _distribution(panel: Any, title: str, seconds: Sequence[float]) -> None:
     panel.grid(visible=True, alpha=0.3)
 
 
-def _workers(panel: Any, counts: Sequence[int]) -> None:
+def _plot_requests_per_worker(panel: Any, counts: Sequence[int]) -> None:
     panel.bar(range(len(counts)), counts)
     panel.set(title="requests a worker", xlabel="worker")
     panel.grid(visible=True, alpha=0.3, axis="y")
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
+def _running_mean(values: Sequence[float]) -> list[float]:
     window: deque[float] = deque(maxlen=RUNNING_MEAN)
     means, total = [], 0.0
     for value in values:
@@ -75,7 +75,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return means
 
 
-def _headline(result: Result) -> str:
+def _headline(result: ReplayResult) -> str:
     about = result.settings
     policy = f" {about['router_policy']}" if about.get("router_policy") else ""
     return (

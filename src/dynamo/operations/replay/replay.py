@@ -11,69 +11,71 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.settings.schema_router import Router as RouterSettings
-from dynamo.core.tasks import Tasks
-from dynamo.core.values import GenerateRequest, Sampling, Stops
-from dynamo.core.virtual_time import Deadlock, VirtualClock, run_virtually
-from dynamo.operations.replay.cluster import Cluster, Workers
-from dynamo.operations.replay.figures import Result, spread
-from dynamo.operations.replay.flight import FlightLog, Progress
-from dynamo.operations.replay.trace import Blocks, Conversation
-from dynamo.scheduling.admission import Promise
+from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
+from dynamo.operations.replay.cluster import ReplayCluster, ReplayWorkers
+from dynamo.operations.replay.figures import ReplayResult, summarize_distribution
+from dynamo.operations.replay.flight import ReplayLog, ReplayProgressCallback
+from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
+from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.router.opening import KV
 
-SAMPLING = Sampling()
-INSTANT_S = 1e-9
+SAMPLING = SamplingParams()
+SIMULTANEOUS_S = 1e-9
 """Timers so close to each other fire together: who arrives then arrives at one instant."""
-STUCK_S = 3600.0
-STOPS = Stops()
+DEADLOCK_AFTER_S = 3600.0
+STOPS = StopConditions()
 """The same for all: no policy may see how long an answer will be."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ReplayPlan(msgspec.Struct, frozen=True):
     """What is replayed on what. `promise`: what admission goes by (None: there is none); `about`:
     the settings, for the result."""
 
     trace: str
-    workers: Workers
-    routing: RouterSettings
+    workers: ReplayWorkers
+    router_settings: RouterSettings
     trace_block_tokens: int = 512
     seed: int = 0
-    promise: Promise | None = None
-    about: Mapping[str, object] = {}
+    slo: SloLimits | None = None
+    settings: Mapping[str, object] = {}
 
 
 class Replay:
     """One replay; `run` it once."""
 
-    def __init__(self, plan: Plan, progress: Progress | None = None) -> None:
+    def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
         self._plan = plan
         self._progress = progress
 
-    def run(self, conversations: Iterable[Conversation]) -> tuple[Result, FlightLog]:
+    def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
         """Replay `conversations`, which come in order of their start. Raises `Deadlock`."""
         wall, cpu = time.perf_counter(), time.process_time()
-        log = run_virtually(lambda clock: self._replay(clock, conversations))
+        log = run_in_virtual_time(lambda clock: self._replay(clock, conversations))
         took = (time.perf_counter() - wall, time.process_time() - cpu)
-        return self._result(log, *took), log
+        return self._make_result(log, *took), log
 
     async def _replay(
-        self, clock: VirtualClock, conversations: Iterable[Conversation]
-    ) -> FlightLog:
+        self, clock: VirtualClock, conversations: Iterable[TraceConversation]
+    ) -> ReplayLog:
         plan = self._plan
         block_tokens = plan.workers.engine.block_tokens
-        log = FlightLog(clock, Blocks(plan.trace_block_tokens, block_tokens), block_tokens)
+        log = ReplayLog(
+            clock, TraceBlockConverter(plan.trace_block_tokens, block_tokens), block_tokens
+        )
         rng = Random(plan.seed)
         async with (
-            Cluster(plan.workers, plan.routing, log, clock, rng, plan.promise) as cluster,
-            Tasks() as tasks,
+            ReplayCluster(plan.workers, plan.router_settings, log, clock, rng, plan.slo) as cluster,
+            BackgroundTasks() as tasks,
         ):
-            clock.on_jump(lambda: self._jumped(cluster, log))
+            clock.on_time_advanced(lambda: self._on_clock_jump(cluster, log))
             for conversation in conversations:
-                if conversation.start_s > clock.now() + INSTANT_S:
+                if conversation.start_s > clock.now() + SIMULTANEOUS_S:
                     await clock.sleep_until(conversation.start_s)
-                tasks.start(self._converse(conversation, cluster, log, clock))
-                self._tell(log)
+                tasks.start(self._run_conversation(conversation, cluster, log, clock))
+                self._report_progress(log)
             await tasks.join()
             log.close()
             self._duration_s = clock.now()
@@ -81,13 +83,17 @@ class Replay:
             self._evictions = sum(one.scheduler.pool.evictions for one in cluster.engines)
         return log
 
-    async def _converse(
-        self, conversation: Conversation, cluster: Cluster, log: FlightLog, clock: VirtualClock
+    async def _run_conversation(
+        self,
+        conversation: TraceConversation,
+        cluster: ReplayCluster,
+        log: ReplayLog,
+        clock: VirtualClock,
     ) -> None:
-        for turn in conversation.turns:
+        for turn in conversation.requests:
             if turn.delay_s:
                 await clock.sleep(turn.delay_s)
-            flight = log.depart(turn)
+            flight = log.on_arrival(turn)
             name = str(turn.row)
             ids = bytes(turn.prompt_tokens * TOKEN_BYTES)
             request = GenerateRequest(name, self._plan.trace, ids, SAMPLING, STOPS)
@@ -96,41 +102,41 @@ class Replay:
                 await cluster.send(request, Context(name), flight)
             except DynamoError as failure:
                 error = failure.code
-            log.landed(turn, error)
-            self._tell(log)
+            log.on_ended(turn, error)
+            self._report_progress(log)
 
-    def _jumped(self, cluster: Cluster, log: FlightLog) -> None:
-        if self._plan.routing.mode == KV:
-            cluster.catch_up()
-        if log.under_way and log.clock.now() > log.moved_s + STUCK_S:
+    def _on_clock_jump(self, cluster: ReplayCluster, log: ReplayLog) -> None:
+        if self._plan.router_settings.mode == KV:
+            cluster.deliver_computed_tokens()
+        if log.in_flight and log.clock.now() > log.last_progress_s + DEADLOCK_AFTER_S:
             raise Deadlock(
-                f"{len(log.under_way)} requests wait and nothing has moved since "
-                f"{log.moved_s:.0f} s of virtual time"
+                f"{len(log.in_flight)} requests wait and nothing has moved since "
+                f"{log.last_progress_s:.0f} s of virtual time"
             )
 
-    def _tell(self, log: FlightLog) -> None:
+    def _report_progress(self, log: ReplayLog) -> None:
         if self._progress is not None:
             self._progress(log)
 
-    def _result(self, log: FlightLog, wall_s: float, cpu_s: float) -> Result:
+    def _make_result(self, log: ReplayLog, wall_s: float, cpu_s: float) -> ReplayResult:
         plan = self._plan
-        engines = plan.workers.number * plan.workers.ranks
-        return Result(
+        engines = plan.workers.count * plan.workers.ranks
+        return ReplayResult(
             trace=plan.trace,
-            settings=plan.about,
+            settings=plan.settings,
             requests=log.requests,
             completed=log.completed,
             rejected=log.errors.get(Overloaded.code, 0),
             reuse_first_admission=log.cached_tokens / max(1, log.prompt_tokens),
-            ttft_ms=spread(log.ttft_s),
-            tpot_ms=spread(log.tpot_s),
-            itl_ms=log.gaps.spread(),
-            e2e_ms=spread(log.e2e_s),
+            ttft_ms=summarize_distribution(log.ttft_s),
+            tpot_ms=summarize_distribution(log.tpot_s),
+            itl_ms=log.inter_token.summarize(),
+            e2e_ms=summarize_distribution(log.e2e_s),
             output_tokens_per_s=log.output_tokens / max(1e-9, self._duration_s),
             duration_s=self._duration_s,
             preemptions=self._preemptions,
             evictions=self._evictions,
-            requests_per_worker=[log.requests_of(engine) for engine in range(engines)],
+            requests_per_worker=[log.count_requests(engine) for engine in range(engines)],
             errors=log.errors,
             wall_s=round(wall_s, 3),
             cpu_s=round(cpu_s, 3),

@@ -9,43 +9,43 @@ from random import Random
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.operations.bench.traces import Row, read_rows
+from dynamo.operations.bench.traces import TraceRow, read_rows
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TraceRequest(msgspec.Struct, frozen=True):
     """One request. `row`: its line in the trace, from 0; `names`: of its trace blocks, each of
     which stands for the whole prompt up to its end; `delay_s`: after the turn before."""
 
     row: int
     prompt_tokens: int
-    answer_tokens: int
-    names: Sequence[int] = ()
+    output_tokens: int
+    block_ids: Sequence[int] = ()
     delay_s: float = 0.0
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class TraceConversation(msgspec.Struct, frozen=True):
     """Turns one after the other, the first at `start_s`."""
 
     start_s: float
-    turns: Sequence[Turn]
+    requests: Sequence[TraceRequest]
 
 
-class Arrivals(msgspec.Struct, frozen=True):
+class ArrivalOptions(msgspec.Struct, frozen=True):
     """When requests come: `speed` times as fast as in the trace; `smear_s`: each conversation
     starts later by up to so much of the trace's time, by chance."""
 
     speed: float = 1.0
-    smear_s: float = 0.0
+    jitter_s: float = 0.0
     seed: int = 0
 
 
-class Names:
+class PrefixBlockIds:
     """Numbers for trace blocks, one for every chain of them: equal numbers mean equal prompts."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
 
-    def of(self, hash_ids: Iterable[int | str]) -> array[int]:
+    def assign(self, hash_ids: Iterable[int | str]) -> array[int]:
         """The numbers of a prompt's blocks; none is 0."""
         numbers = self._numbers
         found = array("q")
@@ -56,7 +56,7 @@ class Names:
         return found
 
 
-class Blocks:
+class TraceBlockConverter:
     """Cuts trace blocks into blocks of the engine, or joins them."""
 
     def __init__(self, trace_tokens: int, block_tokens: int) -> None:
@@ -68,27 +68,27 @@ class Blocks:
                 hint="one of --trace-block-size and --block-size must be a multiple of the other",
             )
         self._block_tokens = block_tokens
-        self._parts = trace_tokens // block_tokens
-        self._joined = block_tokens // trace_tokens
+        self._engine_blocks_per_trace_block = trace_tokens // block_tokens
+        self._trace_blocks_per_engine_block = block_tokens // trace_tokens
 
-    def hashes(self, turn: Turn) -> list[int]:
+    def block_hashes(self, turn: TraceRequest) -> list[int]:
         """Of the full engine blocks of its prompt, as far as the trace names them."""
         full = turn.prompt_tokens // self._block_tokens
-        parts = self._parts
+        parts = self._engine_blocks_per_trace_block
         if parts == 1:
-            return list(turn.names[:full])
+            return list(turn.block_ids[:full])
         if parts:
-            found = [name * parts + part for name in turn.names for part in range(parts)]
+            found = [name * parts + part for name in turn.block_ids for part in range(parts)]
             del found[full:]
             return found
-        joined = self._joined
-        return list(turn.names[joined - 1 : full * joined : joined])
+        joined = self._trace_blocks_per_engine_block
+        return list(turn.block_ids[joined - 1 : full * joined : joined])
 
 
-def read_trace(path: str, arrivals: Arrivals, rows: int = 0) -> list[Conversation]:
+def read_trace(path: str, arrivals: ArrivalOptions, rows: int = 0) -> list[TraceConversation]:
     """A Mooncake trace (JSON lines, .gz too), in order of start, which is 0 for the first.
     `rows`: only the first so many. Raises `ConfigError`. Blocks."""
-    together: dict[str, list[tuple[int, Row]]] = {}
+    together: dict[str, list[tuple[int, TraceRow]]] = {}
     for at, row in enumerate(read_rows(path)):
         if rows and at >= rows:
             break
@@ -96,29 +96,33 @@ def read_trace(path: str, arrivals: Arrivals, rows: int = 0) -> list[Conversatio
         together.setdefault(key, []).append((at, row))
     if not together:
         raise ConfigError(f"{path}: no requests", hint="a Mooncake trace: one JSON object a line")
-    names, chance = Names(), Random(arrivals.seed)
+    names, chance = PrefixBlockIds(), Random(arrivals.seed)
     begin = min(found[0][1].timestamp for found in together.values())
     conversations = [
-        _conversation(found, begin, names, arrivals, chance) for found in together.values()
+        _make_conversation(found, begin, names, arrivals, chance) for found in together.values()
     ]
     return sorted(conversations, key=lambda one: one.start_s)
 
 
-def _conversation(
-    rows: Sequence[tuple[int, Row]], begin: float, names: Names, arrivals: Arrivals, chance: Random
-) -> Conversation:
+def _make_conversation(
+    rows: Sequence[tuple[int, TraceRow]],
+    begin: float,
+    names: PrefixBlockIds,
+    arrivals: ArrivalOptions,
+    chance: Random,
+) -> TraceConversation:
     scale = 1e-3 / arrivals.speed
     start_s = (rows[0][1].timestamp - begin) * scale
-    if arrivals.smear_s:
-        start_s += chance.random() * arrivals.smear_s / arrivals.speed
+    if arrivals.jitter_s:
+        start_s += chance.random() * arrivals.jitter_s / arrivals.speed
     turns = [
-        Turn(
+        TraceRequest(
             at,
             max(1, row.input_length),
             max(1, row.output_length),
-            names.of(row.hash_ids),
+            names.assign(row.hash_ids),
             row.delay * scale if number else 0.0,
         )
         for number, (at, row) in enumerate(rows)
     ]
-    return Conversation(start_s, turns)
+    return TraceConversation(start_s, turns)

@@ -1,6 +1,6 @@
 """Whether a request is taken, and when it may go to a worker."""
 
 from dynamo.scheduling.admission.admission import Admission
-from dynamo.scheduling.admission.promise import Promise
+from dynamo.scheduling.admission.promise import SloLimits
 
-__all__ = ["Admission", "Promise"]
+__all__ = ["Admission", "SloLimits"]

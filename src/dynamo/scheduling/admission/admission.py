@@ -17,35 +17,35 @@ from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.reply import Operator, Reply, Send
+from dynamo.core.reply import Operator, Reply, SendRequest
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.client import Client
-from dynamo.scheduling.admission.attendance import Attendance
-from dynamo.scheduling.admission.places import Places
-from dynamo.scheduling.admission.promise import Promise
-from dynamo.scheduling.admission.ticket import Ticket, Turns
-from dynamo.scheduling.router.attempt import Follow
+from dynamo.scheduling.admission.attendance import InFlight
+from dynamo.scheduling.admission.places import ClusterCapacity
+from dynamo.scheduling.admission.promise import SloLimits
+from dynamo.scheduling.admission.ticket import DequeueRate, QueuedRequest
+from dynamo.scheduling.router.attempt import ListenerFactory
 from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.labels import barred
-from dynamo.scheduling.router.placing.fleet import Fleet
-from dynamo.scheduling.router.placing.waiting import Rank, WaitingQueue
+from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.placing.fleet import WorkerStates
+from dynamo.scheduling.router.placing.waiting import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.policy import Policy
 from dynamo.telemetry import Registry
 
-RELAXED_S = 30.0
+MAX_CHECKED_TTFT_S = 30.0
 """No prefill is weighed against a limit beyond this."""
-LOOK_AGAIN_S = 0.25
+RECHECK_INTERVAL_S = 0.25
 """While requests wait, places are counted anew so often, whatever was reported or not."""
-RECOVERY_S = 30.0
+NO_WORKERS_TIMEOUT_S = 30.0
 """Who waits already does so for so long when there is no worker any more."""
-RESERVE = 0.05
+TTFT_RESERVE_SHARE = 0.05
 """Of a promised first token's time, for the way to the client."""
-PATIENCE = 2.0
+QUEUE_TIMEOUT_FACTOR = 2.0
 """Who waits longer than predicted, without a promise, goes after so many times the limit."""
-LONGEST_RETRY_S = 60.0
-LOOKED_AT = 32
+MAX_RETRY_AFTER_S = 60.0
+MAX_SCANNED_REQUESTS = 32
 """So many that wait are looked at for one that may go."""
-WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+WAIT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Admission(Operator):
@@ -57,75 +57,79 @@ class Admission(Operator):
         client: Client,
         policy: Policy | None,
         clock: Clock,
-        promise: Promise | None = None,
+        limits: SloLimits | None = None,
         metrics: Registry | None = None,
     ) -> None:
-        self.promise = promise or Promise()
-        self._promised_s = inf
+        self.limits = limits or SloLimits()
+        self._ttft_limit_s = inf
         self._client = client
         self._clock = clock
-        self.places = Places(self.promise.worker_cap, clock.now)
-        kept = policy.placement.fleet if isinstance(policy, KvPolicy) else None
-        self._fleet = kept or Fleet()
-        self._alone = kept is None
-        self._attendance = Attendance(clock, self.places, self._fleet)
-        self.follow: Follow = self._attendance.follow
-        self._attendance.on_left = self._release
-        self._attendance.on_came = self._came
-        self._queue: WaitingQueue[Ticket] = WaitingQueue(self.promise.order, self.promise.bound)
-        self._between: dict[int, Ticket | None] = {}
-        self._count = 0
-        self._told_s = 0.0
-        self._turns = Turns()
-        self._alone_s: float | None = None
-        self._stop_looking: Callable[[], None] | None = None
-        self._declare(metrics or Registry())
-        self._stop_listening = client.on_change(self._announced)
-        self.keep_to(self.promise)
+        self.capacity = ClusterCapacity(self.limits.max_worker_requests, clock.now)
+        kept = policy.solver.worker_states if isinstance(policy, KvPolicy) else None
+        self._worker_states = kept or WorkerStates()
+        self._owns_worker_states = kept is None
+        self._in_flight = InFlight(clock, self.capacity, self._worker_states)
+        self.track_attempt: ListenerFactory = self._in_flight.track
+        self._in_flight.on_attempt_ended = self._dequeue_ready
+        self._in_flight.on_attempt_started = self._on_attempt_started
+        self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
+            self.limits.queue_order, self.limits.queue_bound
+        )
+        self._dispatching: dict[int, QueuedRequest | None] = {}
+        self._last_queue_number = 0
+        self._last_retry_at_s = 0.0
+        self._dequeue_rate = DequeueRate()
+        self._no_workers_since_s: float | None = None
+        self._cancel_recheck: Callable[[], None] | None = None
+        self._declare_metrics(metrics or Registry())
+        self._unsubscribe = client.on_change(self._on_instances_changed)
+        self.update(self.limits)
 
-    def _declare(self, registry: Registry) -> None:
-        self._waiting = registry.gauge(
+    def _declare_metrics(self, registry: Registry) -> None:
+        self._waiting_gauge = registry.gauge(
             "dynamo_admission_waiting_requests", "Requests that wait for a place at a worker"
         )
-        self._waited = registry.histogram(
-            "dynamo_admission_wait_seconds", "Waiting for a place, of those that waited", WAITS
+        self._wait_histogram = registry.histogram(
+            "dynamo_admission_wait_seconds",
+            "Waiting for a place, of those that waited",
+            WAIT_BUCKETS_S,
         )
-        self._rejected = registry.counter(
+        self._rejection_counter = registry.counter(
             "dynamo_admission_rejected_total",
             "Requests turned away because what was promised could not be kept",
             ("reason",),
         )
 
-    def keep_to(self, promise: Promise) -> None:
+    def update(self, promise: SloLimits) -> None:
         """This holds from now on, but for `order` and `bound`, which are those of the beginning.
         Who waits already has the old one."""
-        self.promise = promise
-        self._promised_s = promise.ttft_s * (1 - RESERVE)
-        self.places.cap = promise.worker_cap
-        self._attendance.keeps = self._alone and promise.ttft_s < inf
-        self._announced()
+        self.limits = promise
+        self._ttft_limit_s = promise.ttft_s * (1 - TTFT_RESERVE_SHARE)
+        self.capacity.max_worker_requests = promise.max_worker_requests
+        self._in_flight.updates_worker_states = self._owns_worker_states and promise.ttft_s < inf
+        self._on_instances_changed()
 
     def close(self) -> None:
         """Follow the workers no more. Who waits goes on."""
-        self._stop_listening()
+        self._unsubscribe()
 
-    def reported(self, worker: str, load: Load, now: float) -> None:
+    def on_load_report(self, worker: str, load: Load, now: float) -> None:
         """A worker's own word about its load."""
-        self.places.reported(worker, load, now)
+        self.capacity.on_load_report(worker, load, now)
         if len(self._queue):
-            self._release()
+            self._dequeue_ready()
 
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: Send
+        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
     ) -> None:
         """Raises `Overloaded` where the request is not taken, saying when it might be."""
-        ticket = None if self._open_to(context) else self._enter(request, context)
-        if ticket is None or ticket.turn is None:
-            self._between[id(request)] = ticket
+        ticket = None if self._can_skip_queue(context) else self._admit_or_enqueue(request, context)
+        if ticket is None or ticket.slot_ready is None:
+            self._dispatching[id(request)] = ticket
         else:
-            await self._wait(ticket, ticket.turn)
+            await self._wait_for_slot(ticket, ticket.slot_ready)
         try:
-            full = self.places.full if self.places.free else None
+            full = self.capacity.full_workers if self.capacity.free_slots else None
             if not full:
                 return await onward(request, context, reply)
             try:  # any worker that has a place; where those are gone, any
@@ -133,185 +137,208 @@ class Admission(Operator):
             except NoWorkers:
                 await onward(request, context, reply)
         finally:
-            if id(request) in self._between:
-                del self._between[id(request)]
-                self._release()
+            if id(request) in self._dispatching:
+                del self._dispatching[id(request)]
+                self._dequeue_ready()
 
-    def _open_to(self, context: Context) -> bool:
+    def _can_skip_queue(self, context: Context) -> bool:
         """Nobody waits, any worker will do, there is a place, and a prefill is no matter."""
-        if context.metadata or self.places.free <= len(self._between) or len(self._queue):
+        if (
+            context.metadata
+            or self.capacity.free_slots <= len(self._dispatching)
+            or len(self._queue)
+        ):
             return False
         limit_s = context.timeout_s
-        return self._promised_s >= RELAXED_S and (limit_s is None or limit_s >= RELAXED_S)
+        return self._ttft_limit_s >= MAX_CHECKED_TTFT_S and (
+            limit_s is None or limit_s >= MAX_CHECKED_TTFT_S
+        )
 
-    def _enter(self, request: GenerateRequest, context: Context) -> Ticket:
+    def _admit_or_enqueue(self, request: GenerateRequest, context: Context) -> QueuedRequest:
         """Let in: at once where it has no `turn` to wait for. Raises `Overloaded`."""
-        limit_s = self._promised_s
+        limit_s = self._ttft_limit_s
         if context.timeout_s is not None and context.timeout_s < limit_s:
             limit_s = context.timeout_s
-        ticket = Ticket(request, self._clock.now(), limit_s)
+        ticket = QueuedRequest(request, self._clock.now(), limit_s)
         if context.metadata:
-            ticket.barred = barred(self._client.instances, context)
+            ticket.excluded_workers = excluded_workers(self._client.instances, context)
         if not self._client.instances:
             return ticket  # the router knows what to say
-        prompt, between = len(request.token_ids) // TOKEN_BYTES, len(self._between)
-        if len(self._queue) or not self._has_place(ticket):
-            ticket.prefill_s = self._attendance.prefill_s(prompt, between)
-            self._join(ticket, prompt)
-        elif limit_s < RELAXED_S and (ticket.barred or self.places.idle <= between):
-            self._weigh(ticket, 0.0, self._attendance.prefill_s(prompt, between, limit_s))
+        prompt, between = len(request.token_ids) // TOKEN_BYTES, len(self._dispatching)
+        if len(self._queue) or not self._has_free_slot(ticket):
+            ticket.predicted_prefill_s = self._in_flight.predict_prefill_s(prompt, between)
+            self._enqueue(ticket, prompt)
+        elif limit_s < MAX_CHECKED_TTFT_S and (
+            ticket.excluded_workers or self.capacity.idle_workers <= between
+        ):
+            self._reject_over_limit(
+                ticket, 0.0, self._in_flight.predict_prefill_s(prompt, between, limit_s)
+            )
         return ticket
 
-    def _join(self, ticket: Ticket, prompt: int) -> None:
+    def _enqueue(self, ticket: QueuedRequest, prompt: int) -> None:
         """Queue, or be turned away."""
         request, now = ticket.request, ticket.arrived_s
-        rank = Rank(now, prompt, request.priority, now + ticket.limit_s)
-        ahead = self._queue.ahead(rank) + len(self._between)
-        wait_s = self.places.wait_s(ahead, request.stops.max_tokens)
-        if self.places.shared:
-            wait_s = max(wait_s, self._turns.wait_s(ahead))
-        margin_s = min(self._attendance.margin_s(), ticket.limit_s / 2)
-        predicted_s = wait_s + ticket.prefill_s
-        self._weigh(ticket, wait_s, predicted_s + margin_s)
-        ticket.predicted_s = now + predicted_s
-        self._count += 1
-        ticket.name = str(self._count)
+        rank = QueueOrderKey(now, prompt, request.priority, now + ticket.ttft_limit_s)
+        ahead = self._queue.count_ahead(rank) + len(self._dispatching)
+        wait_s = self.capacity.predict_wait_s(ahead, request.stops.max_tokens)
+        if self.capacity.has_foreign_requests:
+            wait_s = max(wait_s, self._dequeue_rate.predict_wait_s(ahead))
+        margin_s = min(self._in_flight.compute_margin_s(), ticket.ttft_limit_s / 2)
+        predicted_s = wait_s + ticket.predicted_prefill_s
+        self._reject_over_limit(ticket, wait_s, predicted_s + margin_s)
+        ticket.predicted_first_token_s = now + predicted_s
+        self._last_queue_number += 1
+        ticket.queue_id = str(self._last_queue_number)
         try:
-            self._queue.push(ticket.name, ticket, rank)
+            self._queue.push(ticket.queue_id, ticket, rank)
         except Overloaded:
-            self._rejected.labels("queue_full").inc()
+            self._rejection_counter.labels("queue_full").inc()
             raise
-        ticket.turn = asyncio.get_running_loop().create_future()
-        if self._promised_s < inf:
-            at = now + self._promised_s - ticket.prefill_s
+        ticket.slot_ready = asyncio.get_running_loop().create_future()
+        if self._ttft_limit_s < inf:
+            at = now + self._ttft_limit_s - ticket.predicted_prefill_s
         else:
-            at = now + self.promise.queue_wait_s * PATIENCE
-        ticket.stop_timer = self._clock.call_at(at, lambda: self._shed(ticket))
-        self._waiting.inc()
-        self._look_later()
+            at = now + self.limits.max_queue_wait_s * QUEUE_TIMEOUT_FACTOR
+        ticket.cancel_timer = self._clock.call_at(at, lambda: self._shed_overdue(ticket))
+        self._waiting_gauge.inc()
+        self._schedule_recheck()
 
-    def _weigh(self, ticket: Ticket, wait_s: float, first_token_s: float) -> None:
+    def _reject_over_limit(
+        self, ticket: QueuedRequest, wait_s: float, first_token_s: float
+    ) -> None:
         """Raises `Overloaded` where a promise would be broken and no worker is idle."""
-        limit_s = ticket.limit_s
+        limit_s = ticket.ttft_limit_s
         if first_token_s > limit_s:
             over_s = first_token_s - limit_s
-        elif self.promise.ttft_s == inf and wait_s > self.promise.queue_wait_s:
-            over_s = wait_s - self.promise.queue_wait_s
+        elif self.limits.ttft_s == inf and wait_s > self.limits.max_queue_wait_s:
+            over_s = wait_s - self.limits.max_queue_wait_s
         else:
             return
-        if self.places.anybody_idle(ticket.barred):
+        if self.capacity.has_idle_worker(ticket.excluded_workers):
             return
         if first_token_s <= limit_s:
-            reason, limit_s = "queue_wait", self.promise.queue_wait_s
+            reason, limit_s = "queue_wait", self.limits.max_queue_wait_s
             hint = "router.max_queue_wait is the limit; more workers would take it"
-        elif limit_s < self._promised_s:
+        elif limit_s < self._ttft_limit_s:
             reason, hint = "deadline", "the request's own time is the limit"
         else:
             reason, hint = "ttft", "router.ttft_slo is the promise; more workers would keep it"
-        self._rejected.labels(reason).inc()
+        self._rejection_counter.labels(reason).inc()
         bound = ticket.request.stops.max_tokens
         raise Overloaded(
             f"a first token is expected in {first_token_s:.2f} s, which is beyond {limit_s:g} s",
             hint=hint,
-            retry_after_s=self._retry_s(over_s, bound),
+            retry_after_s=self._retry_after_s(over_s, bound),
         )
 
-    def _retry_s(self, over_s: float, bound: int) -> float:
+    def _retry_after_s(self, over_s: float, bound: int) -> float:
         """In how long it should come again: those turned away are told one after the other, as
         places become free, so that they do not all come back at once."""
         now = self._clock.now()
-        self._told_s = max(now + over_s, self._told_s + self.places.gap_s(bound))
-        self._told_s = min(self._told_s, now + LONGEST_RETRY_S)
-        return self._told_s - now
+        self._last_retry_at_s = max(
+            now + over_s, self._last_retry_at_s + self.capacity.predict_gap_s(bound)
+        )
+        self._last_retry_at_s = min(self._last_retry_at_s, now + MAX_RETRY_AFTER_S)
+        return self._last_retry_at_s - now
 
-    async def _wait(self, ticket: Ticket, turn: asyncio.Future[None]) -> None:
+    async def _wait_for_slot(self, ticket: QueuedRequest, turn: asyncio.Future[None]) -> None:
         try:
             await turn
         except BaseException:
-            if self._queue.pop(ticket.name) is None:
-                self._between.pop(id(ticket.request), None)
-                self._release()
+            if self._queue.pop(ticket.queue_id) is None:
+                self._dispatching.pop(id(ticket.request), None)
+                self._dequeue_ready()
             raise
         finally:
-            self._waiting.dec()
-            self._waited.observe(self._clock.now() - ticket.arrived_s)
-            if ticket.stop_timer is not None:
-                ticket.stop_timer()
+            self._waiting_gauge.dec()
+            self._wait_histogram.observe(self._clock.now() - ticket.arrived_s)
+            if ticket.cancel_timer is not None:
+                ticket.cancel_timer()
 
-    def _shed(self, ticket: Ticket) -> None:
+    def _shed_overdue(self, ticket: QueuedRequest) -> None:
         """Its time has come, but no place: what was predicted did not happen."""
-        turn = ticket.turn
-        if turn is None or turn.done() or self._queue.pop(ticket.name) is None:
+        turn = ticket.slot_ready
+        if turn is None or turn.done() or self._queue.pop(ticket.queue_id) is None:
             return
-        self._rejected.labels("late").inc()
-        if ticket.predicted_s is not None:
-            self._attendance.told(ticket.predicted_s, self._clock.now() + ticket.prefill_s)
+        self._rejection_counter.labels("late").inc()
+        if ticket.predicted_first_token_s is not None:
+            self._in_flight.record_prediction_error(
+                ticket.predicted_first_token_s, self._clock.now() + ticket.predicted_prefill_s
+            )
         waited_s = self._clock.now() - ticket.arrived_s
         turn.set_exception(
             Overloaded(
                 f"no worker became free in {waited_s:.3g} s",
                 hint="router.ttft_slo and router.max_queue_wait are the limits; more workers would "
                 "keep them",
-                retry_after_s=self._retry_s(0.0, ticket.request.stops.max_tokens),
+                retry_after_s=self._retry_after_s(0.0, ticket.request.stops.max_tokens),
             )
         )
 
-    def _release(self) -> None:
+    def _dequeue_ready(self) -> None:
         """Whoever is first goes as long as there are places."""
-        while len(self._queue) and self.places.free > len(self._between):
-            for ticket in self._queue.in_order(self._clock.now(), LOOKED_AT):
-                if self._has_place(ticket):
+        while len(self._queue) and self.capacity.free_slots > len(self._dispatching):
+            for ticket in self._queue.ordered(self._clock.now(), MAX_SCANNED_REQUESTS):
+                if self._has_free_slot(ticket):
                     break
             else:
                 return
-            self._queue.pop(ticket.name, self._clock.now())
-            self._between[id(ticket.request)] = ticket
-            self.places.granted(ticket.request.stops.max_tokens)
-            self._turns.granted(self._clock.now(), len(self._queue))
-            if ticket.turn is not None and not ticket.turn.done():
-                ticket.turn.set_result(None)
+            self._queue.pop(ticket.queue_id, self._clock.now())
+            self._dispatching[id(ticket.request)] = ticket
+            self.capacity.assign_next_slot(ticket.request.stops.max_tokens)
+            self._dequeue_rate.record_dequeue(self._clock.now(), len(self._queue))
+            if ticket.slot_ready is not None and not ticket.slot_ready.done():
+                ticket.slot_ready.set_result(None)
 
-    def _has_place(self, ticket: Ticket) -> bool:
-        taken = len(self._between)
-        if not ticket.barred:
-            return self.places.free > taken
-        desks = self.places.desks.items()
-        return sum(desk.open for name, desk in desks if name not in ticket.barred) > taken
+    def _has_free_slot(self, ticket: QueuedRequest) -> bool:
+        taken = len(self._dispatching)
+        if not ticket.excluded_workers:
+            return self.capacity.free_slots > taken
+        desks = self.capacity.workers.items()
+        return (
+            sum(desk.free_slots for name, desk in desks if name not in ticket.excluded_workers)
+            > taken
+        )
 
-    def _came(self, request: GenerateRequest) -> float | None:
-        ticket = self._between.pop(id(request), None)
-        return ticket.predicted_s if ticket is not None else None
+    def _on_attempt_started(self, request: GenerateRequest) -> float | None:
+        ticket = self._dispatching.pop(id(request), None)
+        return ticket.predicted_first_token_s if ticket is not None else None
 
-    def _announced(self) -> None:
+    def _on_instances_changed(self) -> None:
         live = self._client.instances
-        if self._alone:
-            self._fleet.replace(live if self._attendance.keeps else {})
-        self.places.announced(live, {book.name: book for book in self._fleet.books})
+        if self._owns_worker_states:
+            self._worker_states.update_instances(
+                live if self._in_flight.updates_worker_states else {}
+            )
+        self.capacity.update_workers(
+            live, {book.name: book for book in self._worker_states.workers}
+        )
         if live:
-            self._alone_s = None
-        elif self._alone_s is None:
-            self._alone_s = self._clock.now()
-        self._release()
+            self._no_workers_since_s = None
+        elif self._no_workers_since_s is None:
+            self._no_workers_since_s = self._clock.now()
+        self._dequeue_ready()
 
-    def _give_up(self) -> None:
+    def _release_all(self) -> None:
         """No worker has come for long: the router knows what to say."""
-        for ticket in self._queue.in_order(self._clock.now()):
-            self._queue.pop(ticket.name)
-            if ticket.turn is not None and not ticket.turn.done():
-                ticket.turn.set_result(None)
+        for ticket in self._queue.ordered(self._clock.now()):
+            self._queue.pop(ticket.queue_id)
+            if ticket.slot_ready is not None and not ticket.slot_ready.done():
+                ticket.slot_ready.set_result(None)
 
-    def _look_later(self) -> None:
-        if self._stop_looking is None:
-            self._stop_looking = self._clock.call_at(
-                self._clock.now() + LOOK_AGAIN_S, self._look_again
+    def _schedule_recheck(self) -> None:
+        if self._cancel_recheck is None:
+            self._cancel_recheck = self._clock.call_at(
+                self._clock.now() + RECHECK_INTERVAL_S, self._recheck
             )
 
-    def _look_again(self) -> None:
-        self._stop_looking = None
-        alone_s = self._alone_s
-        if alone_s is not None and self._clock.now() - alone_s >= RECOVERY_S:
-            self._give_up()
+    def _recheck(self) -> None:
+        self._cancel_recheck = None
+        alone_s = self._no_workers_since_s
+        if alone_s is not None and self._clock.now() - alone_s >= NO_WORKERS_TIMEOUT_S:
+            self._release_all()
         if len(self._queue):
-            self.places.recount()
-            self._release()
-            self._look_later()
+            self.capacity.refresh()
+            self._dequeue_ready()
+            self._schedule_recheck()

@@ -7,254 +7,285 @@ from collections.abc import Callable, Mapping
 
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.admission.durations import Durations
-from dynamo.scheduling.router.placing.fleet import Active, Book
+from dynamo.scheduling.admission.durations import DurationModel
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerState
 from dynamo.scheduling.router.placing.ranks import engine_info
 
-BOUNDLESS = 1 << 20
+DEFAULT_MAX_REQUESTS = 1 << 20
 """Places of a worker that does not tell."""
-REPORT_AGE_S = 1.0
+MAX_REPORT_AGE_S = 1.0
 """A busy worker reports ten times a second; what is older is not believed."""
-ALWAYS_FRESH = 64
+MAX_UNCACHED_ENDS = 64
 """Up to so many ends are looked at anew for every request that waits."""
-UNSEEN = (0, 0, 0)
-LEAST_SHARE = 0.05
-STUFFED = 0.9
+NO_REPORTS = (0, 0, 0)
+MIN_MEMORY_USE_RATIO = 0.05
+FULL_MEMORY_SHARE = 0.9
 """A worker with so much of its memory in use and somebody waiting there has no place, whatever was
 expected of its answers."""
 
 
-class Held:
+class Reservation:
     """One request in its place. `bound`: its max_tokens; `need`: tokens of KV memory that it will
     have taken; `predicted_s`: when its first token was expected, where it waited (else None)."""
 
-    __slots__ = ("active", "began_s", "bound", "first_s", "need", "predicted_s", "tokens")
+    __slots__ = (
+        "first_token_s",
+        "kv_tokens",
+        "max_tokens",
+        "output_tokens",
+        "placed_request",
+        "predicted_first_token_s",
+        "started_s",
+    )
 
     def __init__(self, bound: int, need: float, now: float) -> None:
-        self.bound = bound
-        self.need = need
-        self.began_s = now
-        self.first_s: float | None = None
-        self.predicted_s: float | None = None
-        self.tokens = 0
-        self.active: Active | None = None
+        self.max_tokens = bound
+        self.kv_tokens = need
+        self.started_s = now
+        self.first_token_s: float | None = None
+        self.predicted_first_token_s: float | None = None
+        self.output_tokens = 0
+        self.placed_request: PlacedRequest | None = None
 
 
-class Desk:
+class WorkerCapacity:
     """One worker's places. `open`: free ones; `others`: taken by requests that are not ours, as the
     worker reported; `idle`: it has nothing to do; `live`: it is among those that may be chosen."""
 
     __slots__ = (
         "_info",
-        "_memory",
-        "_peak",
-        "_peak_before",
-        "_places",
-        "_reported_s",
-        "_seen",
-        "_share",
-        "_stuffed",
-        "_tokens",
-        "book",
-        "held",
+        "_kv_capacity_tokens",
+        "_last_report_s",
+        "_max_requests",
+        "_memory_full",
+        "_memory_use_ratio",
+        "_peak_requests",
+        "_previous_peak_requests",
+        "_recent_foreign_requests",
+        "_reserved_tokens",
+        "foreign_requests",
+        "free_slots",
         "idle",
         "live",
-        "open",
-        "others",
+        "reservations",
+        "state",
     )
 
     def __init__(self) -> None:
-        self.book: Book | None = None
+        self.state: WorkerState | None = None
         self._info: EngineInfo | None = None
-        self._places = BOUNDLESS
-        self._memory = 0
-        self.held: set[Held] = set()
+        self._max_requests = DEFAULT_MAX_REQUESTS
+        self._kv_capacity_tokens = 0
+        self.reservations: set[Reservation] = set()
         self.live = False
         self.idle = False
-        self.open = 0
-        self.others = 0
-        self._tokens = 0.0
-        self._share = 1.0
-        self._stuffed = False
-        self._peak = self._peak_before = 0
-        self._seen = UNSEEN
-        self._reported_s = float("-inf")
+        self.free_slots = 0
+        self.foreign_requests = 0
+        self._reserved_tokens = 0.0
+        self._memory_use_ratio = 1.0
+        self._memory_full = False
+        self._peak_requests = self._previous_peak_requests = 0
+        self._recent_foreign_requests = NO_REPORTS
+        self._last_report_s = float("-inf")
 
-    def announce(self, info: EngineInfo | None, cap: int) -> None:
+    def configure(self, info: EngineInfo | None, cap: int) -> None:
         """What its engine is; `cap`: requests at a time, at most (0: what the engine says)."""
         self._info = info
-        self._places = info.max_num_seqs if info else BOUNDLESS
+        self._max_requests = info.max_num_seqs if info else DEFAULT_MAX_REQUESTS
         if cap:
-            self._places = min(self._places, cap)
-        self._memory = info.num_blocks * info.block_tokens if info else 0
+            self._max_requests = min(self._max_requests, cap)
+        self._kv_capacity_tokens = info.num_blocks * info.block_tokens if info else 0
 
-    def take(self, held: Held) -> None:
+    def reserve(self, held: Reservation) -> None:
         """One place less."""
-        self.held.add(held)
-        self._tokens += held.need
-        if len(self.held) > self._peak:
-            self._peak = len(self.held)
+        self.reservations.add(held)
+        self._reserved_tokens += held.kv_tokens
+        if len(self.reservations) > self._peak_requests:
+            self._peak_requests = len(self.reservations)
 
-    def leave(self, held: Held) -> None:
+    def release(self, held: Reservation) -> None:
         """One place more."""
-        self.held.discard(held)
-        self._tokens = self._tokens - held.need if self.held else 0.0
+        self.reservations.discard(held)
+        self._reserved_tokens = self._reserved_tokens - held.kv_tokens if self.reservations else 0.0
 
-    def reported(self, load: Load, now: float) -> None:
+    def on_load_report(self, load: Load, now: float) -> None:
         """The worker's word. It is older than what is known here, so of our own requests as many
         count as were there since the report before; and of the others as many as in any of the last
         few, for who has just lost a request fills that place again."""
-        self._reported_s = now
-        ours = max(self._peak, self._peak_before, len(self.held))
-        self._peak_before, self._peak = self._peak, len(self.held)
-        self._seen = (*self._seen[1:], max(0, load.running + load.waiting - ours))
-        self.others = max(self._seen)
-        self._stuffed = load.waiting > 0 and load.active_blocks > STUFFED * load.total_blocks > 0
+        self._last_report_s = now
+        ours = max(self._peak_requests, self._previous_peak_requests, len(self.reservations))
+        self._previous_peak_requests, self._peak_requests = (
+            self._peak_requests,
+            len(self.reservations),
+        )
+        self._recent_foreign_requests = (
+            *self._recent_foreign_requests[1:],
+            max(0, load.running + load.waiting - ours),
+        )
+        self.foreign_requests = max(self._recent_foreign_requests)
+        self._memory_full = (
+            load.waiting > 0 and load.active_blocks > FULL_MEMORY_SHARE * load.total_blocks > 0
+        )
         info = self._info
-        if info and self._tokens and self.held and not self.others:
-            share = min(1.0, load.active_blocks * info.block_tokens / self._tokens)
-            self._share = max(LEAST_SHARE, self._share + 0.1 * (share - self._share))
+        if info and self._reserved_tokens and self.reservations and not self.foreign_requests:
+            share = min(1.0, load.active_blocks * info.block_tokens / self._reserved_tokens)
+            self._memory_use_ratio = max(
+                MIN_MEMORY_USE_RATIO,
+                self._memory_use_ratio + 0.1 * (share - self._memory_use_ratio),
+            )
 
-    def count(self, typical: float, now: float) -> int:
+    def count_free_slots(self, typical: float, now: float) -> int:
         """Free places for requests that take `typical` tokens of memory."""
-        if now - self._reported_s > REPORT_AGE_S:
-            self.others, self._seen, self._stuffed = 0, UNSEEN, False
-        if self._stuffed:
+        if now - self._last_report_s > MAX_REPORT_AGE_S:
+            self.foreign_requests, self._recent_foreign_requests, self._memory_full = (
+                0,
+                NO_REPORTS,
+                False,
+            )
+        if self._memory_full:
             return 0
-        taken = len(self.held) + self.others
-        free = self._places - taken
-        if self._memory and taken and free > 0:
-            needed = typical * self._share
-            left = self._memory - self._tokens * self._share
+        taken = len(self.reservations) + self.foreign_requests
+        free = self._max_requests - taken
+        if self._kv_capacity_tokens and taken and free > 0:
+            needed = typical * self._memory_use_ratio
+            left = self._kv_capacity_tokens - self._reserved_tokens * self._memory_use_ratio
             if left < free * needed:
                 free = int(left / needed)
         return max(0, free)
 
 
-class Places:
+class ClusterCapacity:
     """All desks. `cap`: requests that any worker is given at a time (0: as many as its engine works
     on), for all desks with the next `announced`; `free`: places in all; `idle`: workers that have
     nothing to do; `full`: workers without a place."""
 
-    def __init__(self, cap: int, now: Callable[[], float]) -> None:
-        self.desks: dict[str, Desk] = {}
-        self.durations = Durations()
-        self.free = 0
-        self.idle = 0
-        self.full: frozenset[str] = frozenset()
-        self.cap = cap
+    def __init__(self, max_worker_requests: int, now: Callable[[], float]) -> None:
+        self.workers: dict[str, WorkerCapacity] = {}
+        self.durations = DurationModel()
+        self.free_slots = 0
+        self.idle_workers = 0
+        self.full_workers: frozenset[str] = frozenset()
+        self.max_worker_requests = max_worker_requests
         self._now = now
-        self._typical = 0.0
-        self._ends: list[float] = []
-        self._ends_s = float("-inf")
+        self._mean_kv_tokens = 0.0
+        self._predicted_ends: list[float] = []
+        self._predicted_at_s = float("-inf")
 
-    def announced(self, live: Mapping[str, Instance], books: Mapping[str, Book]) -> None:
+    def update_workers(
+        self, live: Mapping[str, Instance], books: Mapping[str, WorkerState]
+    ) -> None:
         """These are the workers that may be chosen from now on, with those of their books that are
         kept."""
-        for name in live.keys() - self.desks.keys():
-            self.desks[name] = Desk()
-        for name, desk in tuple(self.desks.items()):
+        for name in live.keys() - self.workers.keys():
+            self.workers[name] = WorkerCapacity()
+        for name, desk in tuple(self.workers.items()):
             instance = live.get(name)
             desk.live = instance is not None
             if instance is not None:
-                desk.announce(engine_info(instance), self.cap)
-                desk.book = books.get(name)
-            if not desk.live and not desk.held:
-                self._changed(name, desk, self._now())
-                del self.desks[name]
-        self.recount()
+                desk.configure(engine_info(instance), self.max_worker_requests)
+                desk.state = books.get(name)
+            if not desk.live and not desk.reservations:
+                self._update_totals(name, desk, self._now())
+                del self.workers[name]
+        self.refresh()
 
-    def recount(self) -> None:
+    def refresh(self) -> None:
         """Look at every worker anew."""
         now = self._now()
-        for name, desk in self.desks.items():
-            self._changed(name, desk, now)
-        self._ends_s = float("-inf")
+        for name, desk in self.workers.items():
+            self._update_totals(name, desk, now)
+        self._predicted_at_s = float("-inf")
 
-    def take(self, name: str, held: Held, now: float) -> None:
+    def reserve(self, name: str, held: Reservation, now: float) -> None:
         """The request goes to that worker now."""
-        desk = self.desks.get(name)
+        desk = self.workers.get(name)
         if desk is None:
-            desk = self.desks[name] = Desk()
-        desk.take(held)
-        self._typical += 0.1 * (held.need - self._typical) if self._typical else held.need
-        self._changed(name, desk, now)
+            desk = self.workers[name] = WorkerCapacity()
+        desk.reserve(held)
+        self._mean_kv_tokens += (
+            0.1 * (held.kv_tokens - self._mean_kv_tokens)
+            if self._mean_kv_tokens
+            else held.kv_tokens
+        )
+        self._update_totals(name, desk, now)
 
-    def leave(self, name: str, held: Held, now: float) -> None:
+    def release(self, name: str, held: Reservation, now: float) -> None:
         """It left."""
-        desk = self.desks[name]
-        desk.leave(held)
-        if desk.live or desk.held:
-            self._changed(name, desk, now)
+        desk = self.workers[name]
+        desk.release(held)
+        if desk.live or desk.reservations:
+            self._update_totals(name, desk, now)
         else:
-            del self.desks[name]
+            del self.workers[name]
 
-    def reported(self, name: str, load: Load, now: float) -> None:
+    def on_load_report(self, name: str, load: Load, now: float) -> None:
         """A worker's own word about its load."""
-        desk = self.desks.get(name)
+        desk = self.workers.get(name)
         if desk is not None:
-            desk.reported(load, now)
-            self._changed(name, desk, now)
+            desk.on_load_report(load, now)
+            self._update_totals(name, desk, now)
 
     @property
-    def shared(self) -> bool:
+    def has_foreign_requests(self) -> bool:
         """Whether others have places, too."""
-        return any(desk.others for desk in self.desks.values())
+        return any(desk.foreign_requests for desk in self.workers.values())
 
-    def open_desks(self) -> list[Desk]:
+    def list_workers_with_free_slots(self) -> list[WorkerCapacity]:
         """Those with a free place."""
-        return [desk for desk in self.desks.values() if desk.open]
+        return [desk for desk in self.workers.values() if desk.free_slots]
 
-    def anybody_idle(self, barred: frozenset[str]) -> bool:
+    def has_idle_worker(self, barred: frozenset[str]) -> bool:
         """Whether a worker that may be chosen has nothing to do."""
-        return any(desk.idle and name not in barred for name, desk in self.desks.items())
+        return any(desk.idle and name not in barred for name, desk in self.workers.items())
 
-    def wait_s(self, ahead: int, bound: int) -> float:
+    def predict_wait_s(self, ahead: int, bound: int) -> float:
         """How long one of that bound, with so many before it, waits for a place."""
         now = self._now()
-        if now - self._ends_s > 0.005 + 1e-4 * len(self._ends):
-            self._look_ahead(now)
-        ends = self._ends
+        if now - self._predicted_at_s > 0.005 + 1e-4 * len(self._predicted_ends):
+            self._predict_ends(now)
+        ends = self._predicted_ends
         if not ends:
             return 0.0
         rounds, at = divmod(ahead, len(ends))
-        return max(0.0, ends[at] - now) + rounds * self.durations.rest(bound, 0.0)
+        return max(0.0, ends[at] - now) + rounds * self.durations.predict_remaining_s(bound, 0.0)
 
-    def gap_s(self, bound: int) -> float:
+    def predict_gap_s(self, bound: int) -> float:
         """Between two places that become free, on average."""
-        return self.durations.rest(bound, 0.0) / max(1, len(self._ends))
+        return self.durations.predict_remaining_s(bound, 0.0) / max(1, len(self._predicted_ends))
 
-    def granted(self, bound: int) -> None:
+    def assign_next_slot(self, bound: int) -> None:
         """The next place that becomes free is given away."""
-        if self._ends:
-            begins = max(self._ends.pop(0), self._now())
-            insort(self._ends, begins + self.durations.rest(bound, 0.0))
+        if self._predicted_ends:
+            begins = max(self._predicted_ends.pop(0), self._now())
+            insort(self._predicted_ends, begins + self.durations.predict_remaining_s(bound, 0.0))
 
-    def _look_ahead(self, now: float) -> None:
-        rest = self.durations.rest
+    def _predict_ends(self, now: float) -> None:
+        rest = self.durations.predict_remaining_s
         whole_s = rest(1 << 10, 0.0)
         ends: list[float] = []
-        for desk in self.desks.values():
+        for desk in self.workers.values():
             if not desk.live:
                 continue
-            ends += [now + rest(held.bound, now - held.began_s) for held in desk.held]
-            others = desk.others
+            ends += [
+                now + rest(held.max_tokens, now - held.started_s) for held in desk.reservations
+            ]
+            others = desk.foreign_requests
             ends += [now + whole_s * at / others for at in range(1, others + 1)]
-            ends += [now] * min(desk.open, 1 << 10)
+            ends += [now] * min(desk.free_slots, 1 << 10)
         ends.sort()
-        self._ends, self._ends_s = ends, now
+        self._predicted_ends, self._predicted_at_s = ends, now
 
-    def _changed(self, name: str, desk: Desk, now: float) -> None:
-        live, before = desk.live, desk.open
-        desk.open = free = desk.count(self._typical, now) if live else 0
-        self.free += free - before
-        idle = live and not desk.held and not desk.others
+    def _update_totals(self, name: str, desk: WorkerCapacity, now: float) -> None:
+        live, before = desk.live, desk.free_slots
+        desk.free_slots = free = desk.count_free_slots(self._mean_kv_tokens, now) if live else 0
+        self.free_slots += free - before
+        idle = live and not desk.reservations and not desk.foreign_requests
         if idle != desk.idle:
             desk.idle = idle
-            self.idle += 1 if idle else -1
+            self.idle_workers += 1 if idle else -1
         if live and not free:
-            self.full |= {name}
+            self.full_workers |= {name}
         elif not before:
-            self.full -= {name}
-        if len(self._ends) <= ALWAYS_FRESH:
-            self._ends_s = float("-inf")
+            self.full_workers -= {name}
+        if len(self._predicted_ends) <= MAX_UNCACHED_ENDS:
+            self._predicted_at_s = float("-inf")

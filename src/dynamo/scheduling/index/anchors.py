@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-SHARDS: Final = 256
+SHARD_COUNT: Final = 256
 """Parts of the map. A dict that grows copies itself at once: in parts, each copy is short."""
 
 ANCHOR_BYTES: Final = 108
@@ -17,8 +17,10 @@ class Anchors:
     """`gets[block & 255](block)`: the number of the run that it stands in, or None."""
 
     def __init__(self) -> None:
-        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
-        self.gets: list[Callable[[int], int | None]] = [shard.get for shard in self._shards]
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]
+        self.shard_getters: list[Callable[[int], int | None]] = [
+            shard.get for shard in self._shards
+        ]
         self.count = 0
 
     def put(self, block: int, name: int) -> None:
@@ -28,7 +30,7 @@ class Anchors:
         shard[block] = name
         self.count += len(shard) - before
 
-    def drop(self, blocks: Iterable[int], name: int) -> list[int]:
+    def remove(self, blocks: Iterable[int], name: int) -> list[int]:
         """None of these stands in this run any more; those that stand in another."""
         shards = self._shards
         others = []
@@ -42,7 +44,7 @@ class Anchors:
                     others.append(block)
         return others
 
-    def others(self, blocks: Iterable[int], name: int) -> list[int]:
+    def find_in_other_runs(self, blocks: Iterable[int], name: int) -> list[int]:
         """Those that stand in another run than this."""
         shards = self._shards
         return [

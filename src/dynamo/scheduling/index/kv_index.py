@@ -15,22 +15,22 @@ from typing import Final
 from dynamo.scheduling.index.anchors import ANCHOR_BYTES, Anchors
 from dynamo.scheduling.index.holes import HOLE_BYTES, Holes
 from dynamo.scheduling.index.runs import (
-    COPY,
+    COPY_CURSOR,
     HOLDER_BYTES,
     RUN_BLOCK_BYTES,
     RUN_BYTES,
-    SWEEP,
-    Run,
-    Runs,
+    SWEEP_CURSOR,
+    BlockRun,
+    LruBlockRuns,
 )
-from dynamo.scheduling.index.worker_sets import WorkerSets
+from dynamo.scheduling.index.worker_sets import WorkerBitsets
 
 DEFAULT_BUDGET_BYTES: Final = 256 << 20
-GROWTH_BYTES: Final = 2 * ANCHOR_BYTES + RUN_BYTES + HOLDER_BYTES
+PIECE_OVERHEAD_BYTES: Final = 2 * ANCHOR_BYTES + RUN_BYTES + HOLDER_BYTES
 """Upper bound of what a piece of a chain takes besides its blocks."""
 
-EVICT_BLOCKS: Final = 64
-SWEEP_RUNS: Final = 8
+MAX_BLOCKS_PER_EVICTION: Final = 64
+RUNS_PER_SWEEP: Final = 8
 
 Chain = tuple[int, Sequence[int], Mapping[str, int]]
 """Parent, blocks, worker -> how many of them it holds."""
@@ -46,19 +46,19 @@ class KvIndex:
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
-        self._spare = budget_bytes
-        self.blocks = 0
-        self.evicted = 0
+        self._spare_bytes = budget_bytes
+        self.block_count = 0
+        self.evicted_blocks = 0
         self._anchors = Anchors()
-        self._gets = self._anchors.gets
-        self._sets = WorkerSets()
-        self._runs = Runs()
+        self._shard_getters = self._anchors.shard_getters
+        self._worker_bitsets = WorkerBitsets()
+        self._runs = LruBlockRuns()
         self._holes = Holes(budget_bytes)
-        self._holders = 0
-        self._dropped = 0
-        self._sweeping = 0
-        self._copies = 0
-        self._kept: deque[Chain] | None = None
+        self._holder_count = 0
+        self._removed_workers = 0
+        self._workers_being_swept = 0
+        self._copy_number = 0
+        self._copied_chains: deque[Chain] | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -68,19 +68,19 @@ class KvIndex:
     @budget_bytes.setter
     def budget_bytes(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._spare = 0
+        self._spare_bytes = 0
 
     @property
     def workers(self) -> Sequence[str]:
         """Every worker that was heard of and not dropped."""
-        return self._sets.names
+        return self._worker_bitsets.names
 
     @property
     def bytes_used(self) -> int:
         """An upper bound of the memory that the index takes."""
-        shared = self._holders - self._runs.count
+        shared = self._holder_count - self._runs.count
         return (
-            RUN_BLOCK_BYTES * self.blocks
+            RUN_BLOCK_BYTES * self.block_count
             + ANCHOR_BYTES * self._anchors.count
             + RUN_BYTES * self._runs.count
             + HOLDER_BYTES * shared
@@ -89,58 +89,64 @@ class KvIndex:
 
     def store(self, worker: str, parent: int, hashes: Sequence[int]) -> None:
         """`worker` holds this chain; its first block hangs under `parent` (0: the root)."""
-        bit = self._sets.bit(worker)
-        filled = bool(self._holes.workers) and self._holes.fill(bit, hashes)
-        above, place = self._run(parent), -1
+        bit = self._worker_bitsets.get_or_assign_bit(worker)
+        filled = bool(self._holes.workers_by_block) and self._holes.fill(bit, hashes)
+        above, place = self._find_run(parent), -1
         if above is not None:
             if above.hashes[-1] != parent:
-                place = above.follows(worker, parent)
-            elif above.workers == bit and not filled and self._extend(above, parent, hashes):
-                self._step(GROWTH_BYTES + RUN_BLOCK_BYTES * len(hashes))
+                place = above.find_next_position(worker, parent)
+            elif (
+                above.holder_bits == bit and not filled and self._try_extend(above, parent, hashes)
+            ):
+                self._enforce_budget(PIECE_OVERHEAD_BYTES + RUN_BLOCK_BYTES * len(hashes))
                 return
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
             run = above
             if run is None or not 0 <= place < len(run.hashes) or run.hashes[place] != block:
-                run = self._run(block)
-                place = -1 if run is None else run.place(block)
+                run = self._find_run(block)
+                place = -1 if run is None else run.find_position(block)
             if run is None:
-                run, count = self._add(worker, bit, above, parent, hashes[at:])
+                run, count = self._insert(worker, bit, above, parent, hashes[at:])
             else:
-                count = run.common(place, hashes, at)
-                if place + count > run.depth(worker):
-                    self._hold(run, worker, bit, place + count)
-            run.doubtful |= filled
+                count = run.match_length(place, hashes, at)
+                if place + count > run.get_depth(worker):
+                    self._set_depth(run, worker, bit, place + count)
+            run.may_repeat_blocks |= filled
             at += count
             above, place, parent = run, -1, hashes[at - 1]
-            self._spare -= GROWTH_BYTES
-        self._step(RUN_BLOCK_BYTES * end)
+            self._spare_bytes -= PIECE_OVERHEAD_BYTES
+        self._enforce_budget(RUN_BLOCK_BYTES * end)
 
     def remove(self, worker: str, hashes: Sequence[int]) -> None:
         """`worker` does not hold these blocks any more, nor what hangs under them."""
-        bit = self._sets.known(worker)
-        missed = self._remove(worker, bit, hashes) if bit else ()
+        bit = self._worker_bitsets.get_bit(worker)
+        missed = self._remove_blocks(worker, bit, hashes) if bit else ()
         while missed:
-            left = self._remove(worker, bit, missed[::-1])
+            left = self._remove_blocks(worker, bit, missed[::-1])
             if len(left) >= len(missed):
                 self._holes.add(bit, missed)
                 break
             missed = left
-        self._step((ANCHOR_BYTES + HOLE_BYTES) * len(hashes))
+        self._enforce_budget((ANCHOR_BYTES + HOLE_BYTES) * len(hashes))
 
     def clear(self, worker: str) -> None:
         """`worker` holds nothing."""
-        self.drop(worker)
+        self.remove_worker(worker)
 
-    def drop(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """`worker` is no more. Takes no time: its blocks are forgotten in steps, by and by."""
-        self._dropped |= self._sets.drop(worker)
+        self._removed_workers |= self._worker_bitsets.remove(worker)
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
         """worker -> blocks of the longest prefix of `hashes` that it holds (> 0 only)."""
-        path: list[tuple[int, int, Run]] = []
-        gets, named, gone = self._gets, self._runs.named, self._dropped | self._sweeping
+        path: list[tuple[int, int, BlockRun]] = []
+        gets, named, gone = (
+            self._shard_getters,
+            self._runs.by_number,
+            self._removed_workers | self._workers_being_swept,
+        )
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
@@ -148,244 +154,250 @@ class KvIndex:
             if name is None:
                 break
             run = named[name]
-            if gone and run.workers & gone and not self._living(run):
+            if gone and run.holder_bits & gone and not self._purge_removed_workers(run):
                 break
-            place = run.place(block)
-            count = run.common(place, hashes, at)
+            place = run.find_position(block)
+            count = run.match_length(place, hashes, at)
             path.append((at - place, place + count, run))
             at += count
-        if self._holes.workers and self._mind_holes(path, hashes[:at]):
+        if self._holes.workers_by_block and self._apply_holes(path, hashes[:at]):
             return self.match(hashes)
         found: dict[str, int] = {}
         others = -1
         for start, most, run in reversed(path):
             self._runs.touch(run)
-            if run.workers & others:
-                found = run.merge(found, start, most)
-                others &= ~run.workers
+            if run.holder_bits & others:
+                found = run.merge_overlaps(found, start, most)
+                others &= ~run.holder_bits
         return found
 
-    def spans(self, hashes: Sequence[int]) -> Iterator[tuple[int, Mapping[str, int]]]:
+    def iter_spans(self, hashes: Sequence[int]) -> Iterator[tuple[int, Mapping[str, int]]]:
         """Wherever blocks of `hashes` are held, in order: (from, worker -> up to where). Whoever
         holds what is above them does not matter here."""
         at = 0
         while at < len(hashes):
-            run = self._run(hashes[at])
+            run = self._find_run(hashes[at])
             if run is None:
                 at += 1
                 continue
-            place = run.place(hashes[at])
-            count = run.common(place, hashes, at)
+            place = run.find_position(hashes[at])
+            count = run.match_length(place, hashes, at)
             depths = run.depths.items()
             yield at, {name: at + min(held - place, count) for name, held in depths if held > place}
             at += count
 
-    def held(self, worker: str) -> set[int]:
+    def get_blocks(self, worker: str) -> set[int]:
         """Every block of a worker. Walks all runs."""
-        bit = self._sets.known(worker)
+        bit = self._worker_bitsets.get_bit(worker)
         return {
             block
             for run in self._runs
-            if run.workers & bit
-            for block in run.hashes[: run.depth(worker)]
+            if run.holder_bits & bit
+            for block in run.hashes[: run.get_depth(worker)]
         }
 
-    def chains(self) -> Iterator[Chain]:
+    def iter_chains(self) -> Iterator[Chain]:
         """All that is known. A chain may come before the one that its parent stands in."""
-        return filter(None, map(self._chain, self._runs))
+        return filter(None, map(self._to_chain, self._runs))
 
     def copy(self) -> Generator[Chain, None, None]:
         """All that is known when the first is taken, about in the order of last use. Between two
         steps the index may change: what is to change is copied before. One copy at a time."""
-        self._copies += 1
-        kept = self._kept = deque()
-        self._runs.begin_round(COPY)
+        self._copy_number += 1
+        kept = self._copied_chains = deque()
+        self._runs.start_walk(COPY_CURSOR)
         try:
             while True:
-                run = self._runs.next(COPY)
+                run = self._runs.advance(COPY_CURSOR)
                 if run is not None:
-                    self._keep(run)
+                    self._copy_before_change(run)
                 while kept:
                     yield kept.popleft()
                 if run is None:
                     return
         finally:
-            self._kept = None
+            self._copied_chains = None
 
-    def _keep(self, run: Run) -> None:
+    def _copy_before_change(self, run: BlockRun) -> None:
         """It is about to change, or its turn has come."""
-        if self._kept is not None and run.copied != self._copies:
-            run.copied = self._copies
-            if chain := self._chain(run):
-                self._kept.append(chain)
+        if self._copied_chains is not None and run.last_copy != self._copy_number:
+            run.last_copy = self._copy_number
+            if chain := self._to_chain(run):
+                self._copied_chains.append(chain)
 
-    def _chain(self, run: Run) -> Chain | None:
-        known, workers = self._sets.known, run.workers
+    def _to_chain(self, run: BlockRun) -> Chain | None:
+        known, workers = self._worker_bitsets.get_bit, run.holder_bits
         depths = {name: depth for name, depth in run.depths.items() if known(name) & workers}
         return (run.parent, run.hashes[: max(depths.values())], depths) if depths else None
 
-    def _run(self, block: int) -> Run | None:
+    def _find_run(self, block: int) -> BlockRun | None:
         """The run that has this anchor."""
-        name = self._gets[block & 255](block)
+        name = self._shard_getters[block & 255](block)
         if name is None:
             return None
-        run = self._runs.named[name]
-        if (self._dropped or self._sweeping) and not self._living(run):
+        run = self._runs.by_number[name]
+        if (self._removed_workers or self._workers_being_swept) and not self._purge_removed_workers(
+            run
+        ):
             return None
         return run
 
-    def _living(self, run: Run) -> bool:
+    def _purge_removed_workers(self, run: BlockRun) -> bool:
         """Whether it is still there when those dropped are forgotten."""
-        gone = run.workers & (self._dropped | self._sweeping)
+        gone = run.holder_bits & (self._removed_workers | self._workers_being_swept)
         if gone:
-            self._keep(run)
-            for name in self._sets.members(gone):
-                self._holders += run.hold(name, gone, 0)
-            self._cut(run, run.deepest())
+            self._copy_before_change(run)
+            for name in self._worker_bitsets.list_members(gone):
+                self._holder_count += run.set_depth(name, gone, 0)
+            self._truncate(run, run.find_max_depth())
         return len(run.hashes) > 0
 
-    def _extend(self, run: Run, parent: int, hashes: Sequence[int]) -> bool:
+    def _try_extend(self, run: BlockRun, parent: int, hashes: Sequence[int]) -> bool:
         """Whether these blocks are simply more of a run that one worker holds and `parent` ends:
         most events."""
-        known = self._runs.children
+        known = self._runs.child_counts
         if parent in known or not hashes or not known.keys().isdisjoint(hashes):
             return False
-        if self._kept is not None:
-            self._keep(run)
-        run.grow(hashes)
-        self.blocks += len(hashes)
-        self._anchors.put(hashes[-1], run.name)
+        if self._copied_chains is not None:
+            self._copy_before_change(run)
+        run.append_blocks(hashes)
+        self.block_count += len(hashes)
+        self._anchors.put(hashes[-1], run.number)
         self._runs.touch(run)
         return True
 
-    def _add(
-        self, worker: str, bit: int, above: Run | None, parent: int, hashes: Sequence[int]
-    ) -> tuple[Run, int]:
+    def _insert(
+        self, worker: str, bit: int, above: BlockRun | None, parent: int, hashes: Sequence[int]
+    ) -> tuple[BlockRun, int]:
         """Blocks of one worker, the first of them unknown, up to one that is known: the run in
         which they stand now, and how many they are."""
         count = len(hashes)
-        if not self._runs.children.keys().isdisjoint(hashes):
+        if not self._runs.child_counts.keys().isdisjoint(hashes):
             count = 1
-            while count < len(hashes) and self._run(hashes[count]) is None:
+            while count < len(hashes) and self._find_run(hashes[count]) is None:
                 count += 1
         new = hashes if count == len(hashes) else hashes[:count]
-        if above is not None and above.workers == bit and above.hashes[-1] == parent:
+        if above is not None and above.holder_bits == bit and above.hashes[-1] == parent:
             run = above
-            self._keep(run)
+            self._copy_before_change(run)
             self._runs.touch(run)
-            run.grow(new)
+            run.append_blocks(new)
         else:
-            run = self._runs.begin(parent, worker, bit, new)
-            run.copied = self._copies
-            self._holders += 1
-            self._anchors.put(new[0], run.name)
-        self.blocks += count
-        self._anchors.put(new[-1], run.name)
+            run = self._runs.create(parent, worker, bit, new)
+            run.last_copy = self._copy_number
+            self._holder_count += 1
+            self._anchors.put(new[0], run.number)
+        self.block_count += count
+        self._anchors.put(new[-1], run.number)
         return run, count
 
-    def _hold(self, run: Run, worker: str, bit: int, depth: int) -> None:
-        if self._kept is not None:
-            self._keep(run)
-        self._holders += run.hold(worker, bit, depth)
+    def _set_depth(self, run: BlockRun, worker: str, bit: int, depth: int) -> None:
+        if self._copied_chains is not None:
+            self._copy_before_change(run)
+        self._holder_count += run.set_depth(worker, bit, depth)
         if depth:
-            self._anchors.put(run.hashes[depth - 1], run.name)
+            self._anchors.put(run.hashes[depth - 1], run.number)
 
-    def _remove(self, worker: str, bit: int, hashes: Sequence[int]) -> Sequence[int]:
+    def _remove_blocks(self, worker: str, bit: int, hashes: Sequence[int]) -> Sequence[int]:
         """Those that stand nowhere at the end of what `worker` holds, or perhaps elsewhere, too."""
         missed: list[int] = []
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
             first, at = at, at + 1
-            run = self._run(block)
-            depth = 0 if run is None else run.depth(worker)
+            run = self._find_run(block)
+            depth = 0 if run is None else run.get_depth(worker)
             if run is None or not depth:
                 missed.append(block)
                 continue
             own = run.hashes
-            left = depth - 1 if own[depth - 1] == block else run.place(block)
+            left = depth - 1 if own[depth - 1] == block else run.find_position(block)
             if left >= depth:
                 continue
-            more = run.tail(left, hashes, at)
+            more = run.match_tail(left, hashes, at)
             left, at = left - more, at + more
-            if self._holes.workers:
-                left = self._holes.end(bit, own, left)
-            gone, elsewhere = self._shrink(run, worker, bit, left)
+            if self._holes.workers_by_block:
+                left = self._holes.trim_end(bit, own, left)
+            gone, elsewhere = self._reduce_depth(run, worker, bit, left)
             missed += elsewhere
-            if run.doubtful:
+            if run.may_repeat_blocks:
                 missed += hashes[first:at]
             elif first + gone < at:
-                missed += self._anchors.others(hashes[first + gone : at], run.name)
+                missed += self._anchors.find_in_other_runs(hashes[first + gone : at], run.number)
         return missed
 
-    def _shrink(self, run: Run, worker: str, bit: int, depth: int) -> tuple[int, Sequence[int]]:
+    def _reduce_depth(
+        self, run: BlockRun, worker: str, bit: int, depth: int
+    ) -> tuple[int, Sequence[int]]:
         """`worker` holds less of it than before. Of what nobody holds now, tails first: how many
         blocks, and those that stand elsewhere, too."""
-        if run.workers == bit:
-            return self._cut(run, depth)
-        last = run.depth(worker) == len(run.hashes)
-        self._hold(run, worker, bit, depth)
-        return self._cut(run, run.deepest()) if last else (0, ())
+        if run.holder_bits == bit:
+            return self._truncate(run, depth)
+        last = run.get_depth(worker) == len(run.hashes)
+        self._set_depth(run, worker, bit, depth)
+        return self._truncate(run, run.find_max_depth()) if last else (0, ())
 
-    def _cut(self, run: Run, length: int) -> tuple[int, Sequence[int]]:
+    def _truncate(self, run: BlockRun, length: int) -> tuple[int, Sequence[int]]:
         """Forget what is beyond `length`: how many blocks, and those that stand elsewhere, too."""
         if length == len(run.hashes):
             return 0, ()
-        if self._kept is not None:
-            self._keep(run)
-        gone = run.cut(length)
-        elsewhere = self._anchors.drop(gone, run.name)
-        self.blocks -= len(gone)
+        if self._copied_chains is not None:
+            self._copy_before_change(run)
+        gone = run.truncate(length)
+        elsewhere = self._anchors.remove(gone, run.number)
+        self.block_count -= len(gone)
         if length:
-            self._anchors.put(run.hashes[-1], run.name)
+            self._anchors.put(run.hashes[-1], run.number)
         else:
-            self._holders -= run.holders
-            self._runs.end(run)
+            self._holder_count -= run.holder_count
+            self._runs.delete(run)
         return len(gone), elsewhere
 
-    def _mind_holes(self, path: Sequence[tuple[int, int, Run]], hashes: Sequence[int]) -> bool:
+    def _apply_holes(
+        self, path: Sequence[tuple[int, int, BlockRun]], hashes: Sequence[int]
+    ) -> bool:
         """Whether somebody on the path of these blocks turned out to hold less."""
         found = False
-        for place, workers in self._holes.along(hashes):
+        for place, workers in self._holes.iter_holes(hashes):
             for start, most, run in path:
                 left = max(0, place - start)
                 if start + most <= place:
                     continue
-                for name in self._sets.members(run.workers & workers):
-                    if run.depth(name) > left:
-                        self._spare -= ANCHOR_BYTES
-                        self._shrink(run, name, self._sets.known(name), left)
+                for name in self._worker_bitsets.list_members(run.holder_bits & workers):
+                    if run.get_depth(name) > left:
+                        self._spare_bytes -= ANCHOR_BYTES
+                        self._reduce_depth(run, name, self._worker_bitsets.get_bit(name), left)
                         found = True
         return found
 
     def _evict(self) -> bool:
         """Forget some of what was not used for longest. False: nothing is left."""
-        coldest = self._runs.coldest(EVICT_BLOCKS)
+        coldest = self._runs.find_coldest(MAX_BLOCKS_PER_EVICTION)
         if coldest is None:
             return False
-        self.evicted += self._cut(*coldest)[0]
+        self.evicted_blocks += self._truncate(*coldest)[0]
         return True
 
-    def _step(self, grown: int) -> None:
+    def _enforce_budget(self, grown: int) -> None:
         """After a change that took at most `grown` bytes: back below the budget, and on with
         forgetting who was dropped."""
-        self._spare -= grown
-        if self._spare < 0:
+        self._spare_bytes -= grown
+        if self._spare_bytes < 0:
             while self.bytes_used > self._budget_bytes and self._evict():
                 pass
-            self._spare = self._budget_bytes - self.bytes_used
-        if self._sweeping or self._dropped:
+            self._spare_bytes = self._budget_bytes - self.bytes_used
+        if self._workers_being_swept or self._removed_workers:
             self._sweep()
 
     def _sweep(self) -> None:
-        if not self._sweeping:
-            self._sweeping, self._dropped = self._dropped, 0
-            self._runs.begin_round(SWEEP)
-        for _ in range(SWEEP_RUNS):
-            run = self._runs.next(SWEEP)
+        if not self._workers_being_swept:
+            self._workers_being_swept, self._removed_workers = self._removed_workers, 0
+            self._runs.start_walk(SWEEP_CURSOR)
+        for _ in range(RUNS_PER_SWEEP):
+            run = self._runs.advance(SWEEP_CURSOR)
             if run is None:
-                self._sets.forget(self._sweeping)
-                self._holes.forget(self._sweeping)
-                self._sweeping = 0
+                self._worker_bitsets.recycle_bits(self._workers_being_swept)
+                self._holes.remove_workers(self._workers_being_swept)
+                self._workers_being_swept = 0
                 return
-            self._living(run)
+            self._purge_removed_workers(run)

@@ -9,37 +9,37 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-GRACE_S: Final = 0.5
+EVENT_GRACE_S: Final = 0.5
 """After its first token a prompt is believed in so much longer: its events may be on their way."""
 
-MAX_BLOCKS: Final = 400_000
+MAX_PREDICTED_BLOCKS: Final = 400_000
 
-Key = tuple[str, int]
+PromptKey = tuple[str, int]
 """A worker, and the last block of a prompt that was routed there."""
 
 
-class _Routed:
+class _RoutedPrompt:
     """One routed prompt. `kept`: believed until `due`, whatever is settled."""
 
-    __slots__ = ("due", "hashes", "kept", "key")
+    __slots__ = ("expires_s", "hashes", "key", "until_ttl")
 
-    def __init__(self, due: float, key: Key, hashes: Sequence[int]) -> None:
-        self.due = due
+    def __init__(self, due: float, key: PromptKey, hashes: Sequence[int]) -> None:
+        self.expires_s = due
         self.key = key
         self.hashes = hashes
-        self.kept = False
+        self.until_ttl = False
 
 
-class _Piece:
+class _PrefixNode:
     """Blocks that every prompt has all of or none of. `prompts`: worker -> how many have them."""
 
-    __slots__ = ("blocks", "prompts")
+    __slots__ = ("blocks", "prompt_counts")
 
     def __init__(self, blocks: Sequence[int], prompts: dict[str, int]) -> None:
         self.blocks = blocks
-        self.prompts = prompts
+        self.prompt_counts = prompts
 
-    def common(self, hashes: Sequence[int], start: int) -> int:
+    def match_length(self, hashes: Sequence[int], start: int) -> int:
         """How many of its blocks are those of `hashes` from `start` on; the first is. The chain
         makes halving enough: where two are equal, so are all before."""
         own = self.blocks
@@ -56,80 +56,80 @@ class _Piece:
         return low
 
 
-class Predictions:
+class ApproximateIndex:
     """Routed prompts by worker, as a tree of pieces, cut where prompts part or end: each prompt is
     counted in its pieces and takes itself back. Not thread-safe."""
 
-    def __init__(self, ttl_s: float, *, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, ttl_s: float, *, max_blocks: int = MAX_PREDICTED_BLOCKS) -> None:
         self._ttl_s = ttl_s
         self._max_blocks = max_blocks
-        self._open: OrderedDict[_Routed, None] = OrderedDict()
-        self._keys: dict[Key, list[_Routed]] = {}
-        self._closing: deque[_Routed] = deque()
-        self._pieces: dict[int, _Piece] = {}
-        self._due = inf
-        self.blocks = 0
+        self._active: OrderedDict[_RoutedPrompt, None] = OrderedDict()
+        self._active_by_key: dict[PromptKey, list[_RoutedPrompt]] = {}
+        self._in_grace: deque[_RoutedPrompt] = deque()
+        self._nodes: dict[int, _PrefixNode] = {}
+        self._next_expiry_s = inf
+        self.block_count = 0
 
-    def routed(self, worker: str, hashes: Sequence[int], now: float) -> None:
+    def add(self, worker: str, hashes: Sequence[int], now: float) -> None:
         """The worker will hold these blocks; believed for at most `ttl_s`."""
-        if now >= self._due:
+        if now >= self._next_expiry_s:
             self.expire(now)
         if not hashes:
             return
         key = worker, hashes[-1]
-        routed = _Routed(now + self._ttl_s, key, hashes)
-        self._due = min(self._due, routed.due)
-        self._open[routed] = None
-        same = self._keys.get(key)
+        routed = _RoutedPrompt(now + self._ttl_s, key, hashes)
+        self._next_expiry_s = min(self._next_expiry_s, routed.expires_s)
+        self._active[routed] = None
+        same = self._active_by_key.get(key)
         if same is None:
-            self._keys[key] = [routed]
+            self._active_by_key[key] = [routed]
         else:
             same.append(routed)
-        self._count(worker, hashes)
-        self.blocks += len(hashes)
-        while self.blocks > self._max_blocks:
-            self._forget_oldest()
+        self._insert(worker, hashes)
+        self.block_count += len(hashes)
+        while self.block_count > self._max_blocks:
+            self._evict_oldest()
 
-    def settled(self, worker: str, hashes: Sequence[int], now: float, *, keep: bool) -> None:
+    def settle(self, worker: str, hashes: Sequence[int], now: float, *, until_ttl: bool) -> None:
         """A routed prompt has its first token, or failed. `keep`: there are no events to tell, so
         that it is believed on."""
-        same = self._keys.get((worker, hashes[-1])) if hashes else None
+        same = self._active_by_key.get((worker, hashes[-1])) if hashes else None
         if not same:
             return
-        if keep:
-            same[0].kept = True
+        if until_ttl:
+            same[0].until_ttl = True
             same.append(same.pop(0))
         else:
-            self._close(same[0], now)
+            self._start_grace(same[0], now)
 
-    def told(self, worker: str, now: float) -> None:
+    def expire_retained(self, worker: str, now: float) -> None:
         """From now on events tell of this worker: what was kept in their place goes."""
-        for routed in [one for one in self._open if one.kept and one.key[0] == worker]:
-            self._close(routed, now)
+        for routed in [one for one in self._active if one.until_ttl and one.key[0] == worker]:
+            self._start_grace(routed, now)
 
-    def drop(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """The worker is no more."""
-        for routed in [one for one in self._open if one.key[0] == worker]:
-            self._pop(routed)
-            self._take_back(routed)
-        for routed in [one for one in self._closing if one.key[0] == worker]:
-            self._closing.remove(routed)
-            self._take_back(routed)
+        for routed in [one for one in self._active if one.key[0] == worker]:
+            self._deactivate(routed)
+            self._remove(routed)
+        for routed in [one for one in self._in_grace if one.key[0] == worker]:
+            self._in_grace.remove(routed)
+            self._remove(routed)
 
-    def add_to(self, found: dict[str, int], hashes: Sequence[int], now: float) -> None:
+    def merge_overlaps(self, found: dict[str, int], hashes: Sequence[int], now: float) -> None:
         """Raise `found` (worker -> blocks of the longest prefix that it holds) to what is predicted
         where that is more."""
-        if now >= self._due:
+        if now >= self._next_expiry_s:
             self.expire(now)
-        pieces = self._pieces
+        pieces = self._nodes
         depth, size = 0, len(hashes)
         while depth < size:
             piece = pieces.get(hashes[depth])
             if piece is None:
                 return
-            count = piece.common(hashes, depth)
+            count = piece.match_length(hashes, depth)
             depth += count
-            for worker in piece.prompts:
+            for worker in piece.prompt_counts:
                 if found.get(worker, 0) < depth:
                     found[worker] = depth
             if count < len(piece.blocks):
@@ -137,64 +137,64 @@ class Predictions:
 
     def expire(self, now: float) -> None:
         """Forget what is not believed any more."""
-        if now < self._due:
+        if now < self._next_expiry_s:
             return
-        while self._closing and self._closing[0].due <= now:
-            self._take_back(self._closing.popleft())
-        while self._open and (routed := next(iter(self._open))).due <= now:
-            self._pop(routed)
-            self._take_back(routed)
-        oldest = *islice(self._closing, 1), *islice(self._open, 1)
-        self._due = min((one.due for one in oldest), default=inf)
+        while self._in_grace and self._in_grace[0].expires_s <= now:
+            self._remove(self._in_grace.popleft())
+        while self._active and (routed := next(iter(self._active))).expires_s <= now:
+            self._deactivate(routed)
+            self._remove(routed)
+        oldest = *islice(self._in_grace, 1), *islice(self._active, 1)
+        self._next_expiry_s = min((one.expires_s for one in oldest), default=inf)
 
-    def _forget_oldest(self) -> None:
-        if self._closing:
-            routed = self._closing.popleft()
+    def _evict_oldest(self) -> None:
+        if self._in_grace:
+            routed = self._in_grace.popleft()
         else:
-            routed = next(iter(self._open))
-            self._pop(routed)
-        self._take_back(routed)
+            routed = next(iter(self._active))
+            self._deactivate(routed)
+        self._remove(routed)
 
-    def _close(self, routed: _Routed, now: float) -> None:
-        self._pop(routed)
-        routed.due = now + GRACE_S
-        self._due = min(self._due, routed.due)
-        self._closing.append(routed)
+    def _start_grace(self, routed: _RoutedPrompt, now: float) -> None:
+        self._deactivate(routed)
+        routed.expires_s = now + EVENT_GRACE_S
+        self._next_expiry_s = min(self._next_expiry_s, routed.expires_s)
+        self._in_grace.append(routed)
 
-    def _pop(self, routed: _Routed) -> None:
-        del self._open[routed]
-        same = self._keys[routed.key]
+    def _deactivate(self, routed: _RoutedPrompt) -> None:
+        del self._active[routed]
+        same = self._active_by_key[routed.key]
         if len(same) == 1:
-            del self._keys[routed.key]
+            del self._active_by_key[routed.key]
         else:
             same.remove(routed)
 
-    def _count(self, worker: str, hashes: Sequence[int]) -> None:
+    def _insert(self, worker: str, hashes: Sequence[int]) -> None:
         """One prompt more."""
-        pieces = self._pieces
+        pieces = self._nodes
         depth, size = 0, len(hashes)
         while depth < size:
             piece = pieces.get(hashes[depth])
             if piece is None:
-                pieces[hashes[depth]] = _Piece(hashes[depth:], {worker: 1})
+                pieces[hashes[depth]] = _PrefixNode(hashes[depth:], {worker: 1})
                 return
-            count = piece.common(hashes, depth)
+            count = piece.match_length(hashes, depth)
             if count < len(piece.blocks):
                 below = piece.blocks[count:]
-                pieces[below[0]] = _Piece(below, piece.prompts.copy())
+                pieces[below[0]] = _PrefixNode(below, piece.prompt_counts.copy())
                 piece.blocks = piece.blocks[:count]
-            piece.prompts[worker] = piece.prompts.get(worker, 0) + 1
+            piece.prompt_counts[worker] = piece.prompt_counts.get(worker, 0) + 1
             depth += count
 
-    def _take_back(self, routed: _Routed) -> None:
+    def _remove(self, routed: _RoutedPrompt) -> None:
         worker, hashes = routed.key[0], routed.hashes
-        pieces = self._pieces
+        pieces = self._nodes
         depth, size = 0, len(hashes)
-        self.blocks -= size
+        self.block_count -= size
         while depth < size:
             block = hashes[depth]
             piece = pieces[block]
-            prompts = piece.prompts
+            prompts = piece.prompt_counts
             left = prompts[worker] - 1
             if left:
                 prompts[worker] = left

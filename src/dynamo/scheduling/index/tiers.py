@@ -10,12 +10,12 @@ import msgspec
 from dynamo.core.values import Tier
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
 
-LOWER: Final[tuple[Tier, ...]] = ("host", "disk", "shared")
-BUDGET_SHARE: Final = 8
+LOWER_TIERS: Final[tuple[Tier, ...]] = ("host", "disk", "shared")
+LOWER_TIER_BUDGET_DIVISOR: Final = 8
 """Each lower tier in use takes an eighth of the budget from the device's index."""
 
 
-class Below(msgspec.Struct, frozen=True):
+class LowerTierBlocks(msgspec.Struct, frozen=True):
     """Blocks of a prompt that follow what the device holds, by the fastest tier that has each."""
 
     host: int = 0
@@ -31,50 +31,52 @@ class TieredIndex:
         self.tiers: dict[Tier, KvIndex] = {"device": KvIndex(budget_bytes)}
         self.device = self.tiers["device"]
 
-    def tier(self, name: Tier) -> KvIndex:
+    def get_or_create_tier(self, name: Tier) -> KvIndex:
         """The index of one tier."""
         found = self.tiers.get(name)
         if found is None:
-            share = self._budget_bytes // BUDGET_SHARE
+            share = self._budget_bytes // LOWER_TIER_BUDGET_DIVISOR
             self.tiers[name] = found = KvIndex(share)
             self.device.budget_bytes -= share
         return found
 
-    def drop(self, worker: str) -> None:
+    def remove_worker(self, worker: str) -> None:
         """The worker is no more, or holds nothing, in no tier."""
         for index in self.tiers.values():
-            index.drop(worker)
+            index.remove_worker(worker)
 
-    def below(self, hashes: Sequence[int], device: Mapping[str, int]) -> dict[str, Below]:
+    def find_lower_tier_blocks(
+        self, hashes: Sequence[int], device: Mapping[str, int]
+    ) -> dict[str, LowerTierBlocks]:
         """For every worker with blocks of lower tiers right after its overlap on the device
         (`device`: worker -> blocks): how many, in order, until the first that nobody has."""
-        lower = {tier: self.tiers[tier] for tier in LOWER if tier in self.tiers}
+        lower = {tier: self.tiers[tier] for tier in LOWER_TIERS if tier in self.tiers}
         if not lower:
             return {}
         workers = {name for index in lower.values() for name in index.workers} | device.keys()
-        places = {tier: _places(index, hashes) for tier, index in lower.items()}
+        places = {tier: _held_positions(index, hashes) for tier, index in lower.items()}
         shared = 0
         for held in places.pop("shared", {}).values():
             shared |= held
         found = {}
         for worker in workers:
             own: dict[str, int] = {tier: held.get(worker, 0) for tier, held in places.items()}
-            counts = _walk({**own, "shared": shared}, device.get(worker, 0))
+            counts = _count_blocks_per_tier({**own, "shared": shared}, device.get(worker, 0))
             if counts:
-                found[worker] = Below(**counts)
+                found[worker] = LowerTierBlocks(**counts)
         return found
 
 
-def _places(index: KvIndex, hashes: Sequence[int]) -> dict[str, int]:
+def _held_positions(index: KvIndex, hashes: Sequence[int]) -> dict[str, int]:
     """worker -> which of `hashes` it holds, a bit each."""
     found: dict[str, int] = {}
-    for start, depths in index.spans(hashes):
+    for start, depths in index.iter_spans(hashes):
         for worker, end in depths.items():
             found[worker] = found.get(worker, 0) | (1 << end) - (1 << start)
     return found
 
 
-def _walk(places: Mapping[str, int], start: int) -> dict[str, int]:
+def _count_blocks_per_tier(places: Mapping[str, int], start: int) -> dict[str, int]:
     counts: dict[str, int] = {}
     while True:
         for tier, held in places.items():

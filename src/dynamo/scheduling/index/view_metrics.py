@@ -6,35 +6,35 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, get_args
 
-from dynamo.scheduling.index.cache_view import CacheView, Mode
+from dynamo.scheduling.index.cache_view import CacheView, CacheViewMode
 from dynamo.telemetry import Registry
 
-CHANGES: Final = ("stored", "removed")
-KINDS: Final = ("event", "dump", "stale", "repaired", "gone", "undecodable")
+BLOCK_CHANGES: Final = ("stored", "removed")
+EVENT_KINDS: Final = ("event", "dump", "stale", "repaired", "gone", "undecodable")
 
-Views = Callable[[], Iterable[CacheView]]
+CacheViewSource = Callable[[], Iterable[CacheView]]
 
 
-def declare_view(registry: Registry, views: Views) -> None:
+def declare_cache_view_metrics(registry: Registry, views: CacheViewSource) -> None:
     """Size, trust and events of `views()` together."""
-    _declare_sizes(registry, views)
-    _declare_events(registry, views)
+    _declare_size_metrics(registry, views)
+    _declare_event_metrics(registry, views)
 
 
-def _declare_sizes(registry: Registry, views: Views) -> None:
+def _declare_size_metrics(registry: Registry, views: CacheViewSource) -> None:
     def modes() -> Mapping[tuple[str, ...], float]:
-        counted = Counter(mode for view in views() for mode in view.modes().values())
-        return {(mode,): counted[mode] for mode in get_args(Mode)}
+        counted = Counter(mode for view in views() for mode in view.get_modes().values())
+        return {(mode,): counted[mode] for mode in get_args(CacheViewMode)}
 
     registry.gauge(
         "dynamo_kv_index_blocks",
         "KV blocks that the index knows, by events.",
-        callback=lambda: sum(view.index.blocks for view in views()),
+        callback=lambda: sum(view.device_index.block_count for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_bytes",
         "Upper bound of the memory that the index takes; index.budget_bytes bounds it.",
-        callback=lambda: sum(view.index.bytes_used for view in views()),
+        callback=lambda: sum(view.device_index.bytes_used for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_predicted_blocks",
@@ -51,29 +51,29 @@ def _declare_sizes(registry: Registry, views: Views) -> None:
     registry.counter(
         "dynamo_kv_index_forgotten_blocks_total",
         "KV blocks forgotten for want of memory (index.budget_bytes).",
-        callback=lambda: sum(view.index.evicted for view in views()),
+        callback=lambda: sum(view.device_index.evicted_blocks for view in views()),
     )
 
 
-def _declare_events(registry: Registry, views: Views) -> None:
+def _declare_event_metrics(registry: Registry, views: CacheViewSource) -> None:
     def heard(kinds: Iterable[str]) -> Mapping[tuple[str, ...], float]:
         found = list(views())
-        return {(kind,): sum(view.heard[kind] for view in found) for kind in kinds}
+        return {(kind,): sum(view.event_counts[kind] for view in found) for kind in kinds}
 
     registry.counter(
         "dynamo_kv_index_blocks_told_total",
         "KV blocks that events told of, by what became of them.",
         ("change",),
-        callback=lambda: heard(CHANGES),
+        callback=lambda: heard(BLOCK_CHANGES),
     )
     registry.counter(
         "dynamo_kv_index_events_total",
         "KV events heard, by kind: stale is a gap, dump a whole state, gone a worker that left.",
         ("kind",),
-        callback=lambda: heard(KINDS),
+        callback=lambda: heard(EVENT_KINDS),
     )
     registry.counter(
         "dynamo_kv_index_events_lost_total",
         "Events that could not be repaired.",
-        callback=lambda: sum(view.lost() for view in views()),
+        callback=lambda: sum(view.count_lost_events() for view in views()),
     )

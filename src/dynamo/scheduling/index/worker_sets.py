@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class WorkerSets:
+class WorkerBitsets:
     """Gives workers bits and names the members of sets.
 
     A bit is used again only after `forget`: until then sets may still hold it.
@@ -21,7 +21,7 @@ class WorkerSets:
         """Every worker that has a bit."""
         return tuple(self._bits)
 
-    def bit(self, worker: str) -> int:
+    def get_or_assign_bit(self, worker: str) -> int:
         """The set of this worker alone; its bit is assigned on first use."""
         found = self._bits.get(worker)
         if found is None:
@@ -34,22 +34,22 @@ class WorkerSets:
             self._bits[worker] = found = 1 << number
         return found
 
-    def known(self, worker: str) -> int:
+    def get_bit(self, worker: str) -> int:
         """The set of this worker alone; the empty one where it has no bit."""
         return self._bits.get(worker, 0)
 
-    def drop(self, worker: str) -> int:
+    def remove(self, worker: str) -> int:
         """The worker is no member any more; what it was as a set."""
         return self._bits.pop(worker, 0)
 
-    def forget(self, dropped: int) -> None:
+    def recycle_bits(self, dropped: int) -> None:
         """No set holds these dropped workers any more."""
         while dropped:
             low = dropped & -dropped
             self._unused.append(low.bit_length() - 1)
             dropped ^= low
 
-    def members(self, workers: int) -> Sequence[str]:
+    def list_members(self, workers: int) -> Sequence[str]:
         """The names in a set, dropped ones that are not forgotten included."""
         found = []
         while workers:

@@ -1,5 +1,5 @@
 """From conversations and texts to tokens, and back."""
 
-from dynamo.scheduling.processor.processor import Processor
+from dynamo.scheduling.processor.processor import ChatProcessor
 
-__all__ = ["Processor"]
+__all__ = ["ChatProcessor"]

@@ -10,58 +10,64 @@ from typing import Any
 from msgspec.structs import replace
 
 from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
-from dynamo.core.settings.schema import SamplingDefaults
+from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.text import SamplingOverrides, TextOptions
-from dynamo.core.values import Sampling
+from dynamo.core.values import SamplingParams
 
-SEED_TEMPERATURE = 0.7
-SEED_TOP_P = 0.9
-SEED_TOP_K = 50
-SEED_MAX_TOKENS = 1024
+DEFAULT_TEMPERATURE = 0.7
+DEFAULT_TOP_P = 0.9
+DEFAULT_TOP_K = 50
+DEFAULT_MAX_TOKENS = 1024
 SEED_BITS = 63
 
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_NOTHING = SamplingOverrides()
+_GENERATION_CONFIG_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NO_OVERRIDES = SamplingOverrides()
 
 
-class Defaults:
+class RequestDefaults:
     """The defaults of one model, worked out once."""
 
     def __init__(
         self,
-        configured: SamplingDefaults,
+        configured: SamplingSettings,
         generation: Mapping[str, Any],
         context_tokens: int,
         rng: Random,
     ) -> None:
-        said = {name: generation[name] for name in _FROM_MODEL if generation.get(name) is not None}
+        said = {
+            name: generation[name]
+            for name in _GENERATION_CONFIG_KEYS
+            if generation.get(name) is not None
+        }
         mine = {
             "temperature": configured.temperature,
             "top_p": configured.top_p,
             "top_k": configured.top_k,
         }
         said |= {name: value for name, value in mine.items() if value is not None}
-        seeds = {"temperature": SEED_TEMPERATURE, "top_p": SEED_TOP_P, "top_k": SEED_TOP_K}
-        self._values: dict[str, Any] = seeds | said
-        self._values["top_k"] = max(0, self._values["top_k"])
-        self._plain = Sampling(**self._values)
+        seeds = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, "top_k": DEFAULT_TOP_K}
+        self._default_values: dict[str, Any] = seeds | said
+        self._default_values["top_k"] = max(0, self._default_values["top_k"])
+        self._default_sampling = SamplingParams(**self._default_values)
         self._max_tokens = (
-            configured.max_tokens or generation.get("max_new_tokens") or SEED_MAX_TOKENS
+            configured.max_tokens or generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
         )
         self._context_tokens = context_tokens
         self._random_bits = rng.getrandbits
 
-    def sampling(self, asked: SamplingOverrides) -> Sampling:
+    def resolve_sampling(self, asked: SamplingOverrides) -> SamplingParams:
         """Every value of `asked` that is not None, over the defaults; a random seed if none."""
-        if asked == _NOTHING:
-            return replace(self._plain, seed=self._random_bits(SEED_BITS))
+        if asked == _NO_OVERRIDES:
+            return replace(self._default_sampling, seed=self._random_bits(SEED_BITS))
         given = {name: getattr(asked, name) for name in asked.__struct_fields__}
-        values = self._values | {name: one for name, one in given.items() if one is not None}
+        values = self._default_values | {
+            name: one for name, one in given.items() if one is not None
+        }
         if "seed" not in values:
-            return Sampling(seed=self._random_bits(SEED_BITS), **values)
-        return Sampling(**values)
+            return SamplingParams(seed=self._random_bits(SEED_BITS), **values)
+        return SamplingParams(**values)
 
-    def answer_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
+    def resolve_max_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
         """How long the answer may become. Raises ContextLengthExceeded where the prompt, or the
         prompt and an explicit `max_tokens`, do not fit; InvalidRequest for an empty prompt and
         for min_tokens over it."""

@@ -5,10 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from dynamo.core.reply import Extra, Reply, Shortcut
-from dynamo.core.text import Lane, TextFinish, TextOptions, TextReply, TokenText, Words
+from dynamo.core.reply import LogprobsPerToken, Reply, SendToken
+from dynamo.core.text import (
+    DecodedTokenLogprob,
+    FastPath,
+    TextFinish,
+    TextOptions,
+    TextReply,
+    TextTable,
+)
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.scheduling.processor.stops import StopScan, StopStrings
+from dynamo.scheduling.processor.stops import StopStrings, StopStringScanner
 from dynamo.scheduling.processor.vocabulary import TextDecoder, Vocabulary
 
 
@@ -20,24 +27,24 @@ class Detokeniser(Reply):
     """
 
     __slots__ = (
-        "_chars",
         "_choice",
-        "_count",
         "_decoder",
         "_echo",
-        "_lane",
+        "_fast_path",
+        "_include_stop",
         "_logprobs",
+        "_may_begin_stop",
         "_min_tokens",
-        "_pieces",
-        "_plain",
+        "_nothing_pending",
+        "_pending_text",
+        "_remainder",
         "_reply",
-        "_rest",
-        "_risky",
-        "_scan",
-        "_shown_stop",
-        "_skipped",
+        "_skipped_ids",
         "_stop_ids",
-        "_texts",
+        "_stop_scanner",
+        "_text_offset",
+        "_token_count",
+        "_token_texts",
         "_vocabulary",
     )
 
@@ -54,138 +61,153 @@ class Detokeniser(Reply):
         self._reply = reply
         self._vocabulary = vocabulary
         skip = options.skip_special_tokens
-        self._texts = vocabulary.texts if skip else vocabulary.shown
-        self._skipped = vocabulary.special_ids if skip else frozenset[int]()
+        self._token_texts = vocabulary.texts if skip else vocabulary.texts_with_special
+        self._skipped_ids = vocabulary.special_ids if skip else frozenset[int]()
         self._decoder: TextDecoder | None = None  # most answers need none
-        self._scan = None if stops is None else StopScan(stops)
-        self._risky = None if stops is None else stops.may_begin
-        self._shown_stop = options.include_stop
+        self._stop_scanner = None if stops is None else StopStringScanner(stops)
+        self._may_begin_stop = None if stops is None else stops.search_beginning
+        self._include_stop = options.include_stop
         self._stop_ids = options.stop_token_ids
         self._min_tokens = options.min_tokens
         self._echo = echo
-        self._count = 0
-        self._chars = 0  # of tokens with logprobs
-        self._lane: Lane | None = None
-        self._plain = True
-        self._pieces: list[tuple[str, list[TokenText] | None]] = []
-        self._rest = ""
-        self._logprobs: list[TokenText] = []
+        self._token_count = 0
+        self._text_offset = 0  # of tokens with logprobs
+        self._fast_path: FastPath | None = None
+        self._nothing_pending = True
+        self._pending_text: list[tuple[str, list[DecodedTokenLogprob] | None]] = []
+        self._remainder = ""
+        self._logprobs: list[DecodedTokenLogprob] = []
 
     def begin(self, started: Started) -> None:
         self._reply.begin(self._choice, started)
         if self._echo:
             self._reply.text(self._choice, self._echo)
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
-        if self._plain and extra is None and len(ids) == 1:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+        if self._nothing_pending and extra is None and len(ids) == 1:
             try:
-                text = self._texts[ids[0]]
+                text = self._token_texts[ids[0]]
             except IndexError:
                 text = None
-            risky = self._risky
+            risky = self._may_begin_stop
             if text is not None and (risky is None or risky(text) is None):
-                self._count += 1
+                self._token_count += 1
                 return self._reply.text(self._choice, text)
         if extra is None:
-            return all(self._take(token) for token in ids)
-        return all(map(self._take, ids, extra))
+            return all(self._process_token(token) for token in ids)
+        return all(map(self._process_token, ids, extra))
 
-    def shortcut(self, kept: array[int] | None = None) -> Shortcut | None:
-        self._count = self._so_far()
-        self._lane = lane = self._reply.lane(self._choice, Words(self._texts, self._risky), kept)
+    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
+        self._token_count = self._count_tokens()
+        self._fast_path = lane = self._reply.open_fast_path(
+            self._choice, TextTable(self._token_texts, self._may_begin_stop), kept
+        )
         if lane is None:
             return None
-        lane.plain = self._plain
-        return lane.token
+        lane.buffer_empty = self._nothing_pending
+        return lane.send_token
 
     def finish(self, end: Finish) -> None:
         stop = end.stop_token
-        if self._shown_stop and stop is not None and not self._show(stop):
+        if self._include_stop and stop is not None and not self._decode_token(stop):
             return
-        if self._plain or self._say_all():
-            self._end(end, stop if stop in self._stop_ids else None)
+        if self._nothing_pending or self._flush():
+            self._finish(end, stop if stop in self._stop_ids else None)
 
-    def _take(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
-        self._count += 1
-        return self._show(token, logprobs)
+    def _process_token(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
+        self._token_count += 1
+        return self._decode_token(token, logprobs)
 
-    def _show(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
-        if token in self._skipped:
+    def _decode_token(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
+        if token in self._skipped_ids:
             return True
         if logprobs is not None:
-            self._logprobs.append(self._in_text(logprobs))
+            self._logprobs.append(self._convert_logprobs(logprobs))
         decoder = self._decoder
         if decoder is None:
-            decoder = self._decoder = self._vocabulary.decoder(skip_special=bool(self._skipped))
+            decoder = self._decoder = self._vocabulary.create_decoder(
+                skip_special=bool(self._skipped_ids)
+            )
         text = decoder.step(token)
-        self._chars += len(text)
-        going_on = self._say(text) if text else True
-        self._plain = not (self._pieces or self._rest or self._logprobs or decoder.waiting)
-        if self._lane is not None:
-            self._lane.plain = self._plain
+        self._text_offset += len(text)
+        going_on = self._emit(text) if text else True
+        self._nothing_pending = not (
+            self._pending_text or self._remainder or self._logprobs or decoder.has_pending
+        )
+        if self._fast_path is not None:
+            self._fast_path.buffer_empty = self._nothing_pending
         return going_on
 
-    def _so_far(self) -> int:
-        return self._count if self._lane is None else self._count + self._lane.count
+    def _count_tokens(self) -> int:
+        return (
+            self._token_count
+            if self._fast_path is None
+            else self._token_count + self._fast_path.tokens_sent
+        )
 
-    def _say(self, text: str) -> bool:
+    def _emit(self, text: str) -> bool:
         """Let out what may go out. False: the choice has ended, or its reader is gone."""
         logprobs, self._logprobs = self._logprobs or None, []
-        if self._scan is None:
+        if self._stop_scanner is None:
             return self._reply.text(self._choice, text, logprobs)
-        self._pieces.append((self._rest + text, logprobs))
-        self._rest = ""
-        free, stop = self._scan.feed(text, armed=self._so_far() > self._min_tokens)
-        if not self._release(free):
+        self._pending_text.append((self._remainder + text, logprobs))
+        self._remainder = ""
+        free, stop = self._stop_scanner.feed(
+            text, may_match=self._count_tokens() > self._min_tokens
+        )
+        if not self._emit_pending(free):
             return False
         if stop is None:
             return True
-        self._end(Finish("stop"), stop)
+        self._finish(Finish("stop"), stop)
         return False
 
-    def _release(self, free: int) -> bool:
+    def _emit_pending(self, free: int) -> bool:
         """Let out `free` characters, each token's as a delta of its own; the rest of one that must
         be cut goes out with the next."""
-        while free and self._pieces:
-            text, logprobs = self._pieces.pop(0)
-            self._keep(text[free:])
+        while free and self._pending_text:
+            text, logprobs = self._pending_text.pop(0)
+            self._hold_back(text[free:])
             if not self._reply.text(self._choice, text[:free], logprobs):
                 return False
             free -= min(free, len(text))
         return True
 
-    def _keep(self, rest: str) -> None:
-        if rest and self._pieces:
-            text, logprobs = self._pieces[0]
-            self._pieces[0] = (rest + text, logprobs)
+    def _hold_back(self, rest: str) -> None:
+        if rest and self._pending_text:
+            text, logprobs = self._pending_text[0]
+            self._pending_text[0] = (rest + text, logprobs)
         else:
-            self._rest = rest
+            self._remainder = rest
 
-    def _say_all(self) -> bool:
+    def _flush(self) -> bool:
         tail = self._decoder.flush() if self._decoder is not None else ""
-        if tail and not self._say(tail):
+        if tail and not self._emit(tail):
             return False
-        return self._release(sum([len(text) for text, _ in self._pieces])) and self._say_rest()
+        return (
+            self._emit_pending(sum([len(text) for text, _ in self._pending_text]))
+            and self._emit_remainder()
+        )
 
-    def _say_rest(self) -> bool:
-        rest, self._rest = self._rest, ""
+    def _emit_remainder(self) -> bool:
+        rest, self._remainder = self._remainder, ""
         return self._reply.text(self._choice, rest) if rest else True
 
-    def _end(self, end: Finish, stop: str | int | None) -> None:
-        self._reply.finish(self._choice, TextFinish(end.reason, self._so_far(), stop))
+    def _finish(self, end: Finish, stop: str | int | None) -> None:
+        self._reply.finish(self._choice, TextFinish(end.reason, self._count_tokens(), stop))
 
-    def _in_text(self, logprobs: TokenLogprobs) -> TokenText:
-        read = self._vocabulary.raw
+    def _convert_logprobs(self, logprobs: TokenLogprobs) -> DecodedTokenLogprob:
+        read = self._vocabulary.get_token_bytes
         raw = read(logprobs.token)
         top = [(read(token), logprob) for token, logprob in logprobs.top]
-        return TokenText(
-            _readable(raw),
+        return DecodedTokenLogprob(
+            _decode_lossy(raw),
             raw,
             logprobs.logprob,
-            tuple((_readable(other), other, logprob) for other, logprob in top),
-            self._chars,
+            tuple((_decode_lossy(other), other, logprob) for other, logprob in top),
+            self._text_offset,
         )
 
 
-def _readable(raw: bytes) -> str:
+def _decode_lossy(raw: bytes) -> str:
     return raw.decode(errors="replace")

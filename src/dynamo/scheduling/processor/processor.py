@@ -13,25 +13,25 @@ from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
 from dynamo.core.errors import InvalidRequest
 from dynamo.core.hashing import TOKEN_BYTES
-from dynamo.core.reply import Send
-from dynamo.core.settings.schema import SamplingDefaults
+from dynamo.core.reply import SendRequest
+from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
-from dynamo.core.values import Finish, GenerateRequest, Started, Stops
+from dynamo.core.values import Finish, GenerateRequest, Started, StopConditions
 from dynamo.models.card import ModelCard
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
-from dynamo.scheduling.processor.defaults import Defaults
+from dynamo.scheduling.processor.defaults import RequestDefaults
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.prompts import Prompts
+from dynamo.scheduling.processor.prompts import PromptEncoder
 from dynamo.scheduling.processor.stops import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
-INLINE_IDS = 1_000
+MAX_INLINE_IDS = 1_000
 """So many are decoded on the loop: at most 1 ms."""
 
 
-class Processor:
+class ChatProcessor:
     """Serves one model by `send`. Made in milliseconds (it reads the whole vocabulary): off the
     loop where one runs. `rng` gives the seeds of requests without one."""
 
@@ -40,8 +40,8 @@ class Processor:
         card: ModelCard,
         tokenizer: Tokenizer,
         template: ChatTemplate,
-        send: Send,
-        sampling: SamplingDefaults,
+        send: SendRequest,
+        sampling: SamplingSettings,
         clock: Clock,
         rng: Random | None = None,
     ) -> None:
@@ -50,13 +50,13 @@ class Processor:
         self._tokenizer = tokenizer
         self._send = send
         self._clock = clock
-        self._prompts = Prompts(tokenizer, template, clock)
-        self._most_chars = tokenizer.chars_of(card.context_tokens)
+        self._prompt_encoder = PromptEncoder(tokenizer, template, clock)
+        self._max_prompt_chars = tokenizer.max_chars_of(card.context_tokens)
         self._vocabulary = Vocabulary(tokenizer)
         self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
-        self._always_stop = tuple(filter(None, sampling.stop_tokens))
-        self._eos = tuple(card.eos_token_ids)
-        self._defaults = Defaults(
+        self._default_stop_strings = tuple(filter(None, sampling.stop_tokens))
+        self._eos_token_ids = tuple(card.eos_token_ids)
+        self._defaults = RequestDefaults(
             sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
         )
 
@@ -65,10 +65,10 @@ class Processor:
 
         Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
         """
-        ids = self._prompts.of_chat(request, self._most_chars)
+        ids = self._prompt_encoder.encode_chat(request, self._max_prompt_chars)
         if isinstance(ids, bytes):
-            return self._answer(ids, request.options, context, reply)
-        return self._answer_later(ids, request.options, context, reply)
+            return self._generate(ids, request.options, context, reply)
+        return self._generate_when_encoded(ids, request.options, context, reply)
 
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
@@ -76,13 +76,15 @@ class Processor:
         """Continue a text or token ids; `echo` repeats it in front. As `chat` otherwise."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            ids = await self._prompts.of_text(prompt, self._most_chars)
+            ids = await self._prompt_encoder.encode_with_special_tokens(
+                prompt, self._max_prompt_chars
+            )
             echo = prompt if request.echo else ""
         else:
             ids = prompt
             self._check_ids(unpack_ids(ids), "prompt")
-            echo = await self._text(unpack_ids(ids)) if request.echo else ""
-        await self._answer(ids, request.options, context, reply, echo)
+            echo = await self._decode(unpack_ids(ids)) if request.echo else ""
+        await self._generate(ids, request.options, context, reply, echo)
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
@@ -90,33 +92,33 @@ class Processor:
         """The ids of a text (`add_special`: in the tokenizer's frame) or of a conversation."""
         if not isinstance(prompt, str):
             messages = tuple(dict(message) for message in prompt)
-            ids = self._prompts.of_chat(ChatRequest(self._model, messages))
+            ids = self._prompt_encoder.encode_chat(ChatRequest(self._model, messages))
         elif add_special:
-            ids = self._prompts.of_text(prompt)
+            ids = self._prompt_encoder.encode_with_special_tokens(prompt)
         else:
-            ids = self._prompts.encode(prompt)
+            ids = self._prompt_encoder.encode(prompt)
         return list(unpack_ids(ids if isinstance(ids, bytes) else await ids))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included. Raises InvalidRequest for an unknown id."""
         self._check_ids(ids, "tokens")
-        return await self._text(ids)
+        return await self._decode(ids)
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each of `ids` by itself."""
         decode = self._tokenizer.decode
         return await self._clock.offload(lambda: [decode([one]) for one in ids])
 
-    async def _text(self, ids: Sequence[int]) -> str:
-        text = self._vocabulary.text
-        return text(ids) if len(ids) <= INLINE_IDS else await self._clock.offload(text, ids)
+    async def _decode(self, ids: Sequence[int]) -> str:
+        text = self._vocabulary.decode
+        return text(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(text, ids)
 
-    async def _answer_later(
+    async def _generate_when_encoded(
         self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply
     ) -> None:
-        await self._answer(await ids, options, context, reply)
+        await self._generate(await ids, options, context, reply)
 
-    def _answer(
+    def _generate(
         self,
         prompt: bytes,
         options: TextOptions,
@@ -127,10 +129,10 @@ class Processor:
         if options.sampling.logit_bias:
             self._check_ids(options.sampling.logit_bias, "logit_bias")
         prompt_tokens = len(prompt) // TOKEN_BYTES
-        max_tokens = self._defaults.answer_tokens(options, prompt_tokens)
-        request = self._request(prompt, options, context, max_tokens)
-        strings = (*options.stop, *self._always_stop)
-        stops = StopStrings(strings, include=options.include_stop) if strings else None
+        max_tokens = self._defaults.resolve_max_tokens(options, prompt_tokens)
+        request = self._build_request(prompt, options, context, max_tokens)
+        strings = (*options.stop, *self._default_stop_strings)
+        stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
         reply.prompt(prompt_tokens)
         if options.n == 1 and max_tokens:
             choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
@@ -139,20 +141,24 @@ class Processor:
             Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
             for choice in range(options.n)
         ]
-        return self._fan_out(request, context, choices) if max_tokens else _nothing(choices)
+        return (
+            self._fan_out(request, context, choices)
+            if max_tokens
+            else _finish_without_tokens(choices)
+        )
 
-    def _request(
+    def _build_request(
         self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int
     ) -> GenerateRequest:
         stop_ids = options.stop_token_ids
         if not options.ignore_eos:
-            stop_ids = self._eos + stop_ids
+            stop_ids = self._eos_token_ids + stop_ids
         return GenerateRequest(
             request_id=context.request_id,
             model=self._model,
             token_ids=prompt,
-            sampling=self._defaults.sampling(options.sampling),
-            stops=Stops(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
+            sampling=self._defaults.resolve_sampling(options.sampling),
+            stops=StopConditions(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
             top_logprobs=options.top_logprobs,
             salt=options.salt,
             priority=options.priority,
@@ -179,7 +185,7 @@ class Processor:
         await run_all(*(one(number, choice) for number, choice in enumerate(choices)))
 
 
-async def _nothing(choices: Sequence[Detokeniser]) -> None:
+async def _finish_without_tokens(choices: Sequence[Detokeniser]) -> None:
     """The answer that was asked for: no token."""
     for choice in choices:
         choice.begin(Started())

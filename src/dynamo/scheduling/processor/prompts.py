@@ -13,44 +13,44 @@ from dynamo.models.segments import SegmentCache
 from dynamo.models.template import ChatTemplate
 from dynamo.models.tokenizer import Tokenizer
 
-INLINE_CHARS = 2_000
-FAST_INLINE_CHARS = 6_000
+MAX_INLINE_CHARS = 2_000
+MAX_FAST_INLINE_CHARS = 6_000
 """Uncached text that is encoded on the loop, by the slow and the fast encoder: at most 1 ms."""
-RENDER_CHARS = 400_000
-RENDER_MESSAGES = 100
+MAX_INLINE_RENDER_CHARS = 400_000
+MAX_INLINE_RENDER_MESSAGES = 100
 """A conversation that is rendered on the loop: at most this long, in at most so many messages."""
-RESERVED_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
+RESERVED_TEMPLATE_ARGS = {"self", "messages", "tools", "add_generation_prompt"}
 
-Ids = bytes | Awaitable[bytes]
+EncodedPrompt = bytes | Awaitable[bytes]
 """Packed; at once where that is sure to be short."""
 
 
-class Prompts:
+class PromptEncoder:
     """Turns conversations and texts into packed ids, by way of a cache of segments."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, clock: Clock) -> None:
         self._template = template
         self._clock = clock
-        self._cache = SegmentCache(tokenizer)
-        fast = tokenizer.encoder == FastEncoder.name
-        self._inline_chars = FAST_INLINE_CHARS if fast else INLINE_CHARS
-        self._before, self._after = tokenizer.frame
+        self._segment_cache = SegmentCache(tokenizer)
+        fast = tokenizer.encoder_name == FastEncoder.name
+        self._inline_chars = MAX_FAST_INLINE_CHARS if fast else MAX_INLINE_CHARS
+        self._prefix_ids, self._suffix_ids = tokenizer.prompt_affixes
 
-    def of_chat(self, request: ChatRequest, most_chars: float = inf) -> Ids:
+    def encode_chat(self, request: ChatRequest, most_chars: float = inf) -> EncodedPrompt:
         """The conversation by the model's template. Raises InvalidRequest where the template
         refuses it, and as `encode`."""
         messages = request.messages
         chars = sum([len(message.get("content") or "") for message in messages])
-        if chars > RENDER_CHARS or len(messages) > RENDER_MESSAGES:
-            return self._of_long_chat(request, most_chars)
+        if chars > MAX_INLINE_RENDER_CHARS or len(messages) > MAX_INLINE_RENDER_MESSAGES:
+            return self._encode_long_chat(request, most_chars)
         return self.encode(self._render(request), most_chars)
 
-    async def of_text(self, text: str, most_chars: float = inf) -> bytes:
+    async def encode_with_special_tokens(self, text: str, most_chars: float = inf) -> bytes:
         """A bare prompt, in the tokenizer's own frame (BOS)."""
         ids = self.encode(text, most_chars)
-        return self._before + (ids if isinstance(ids, bytes) else await ids) + self._after
+        return self._prefix_ids + (ids if isinstance(ids, bytes) else await ids) + self._suffix_ids
 
-    def encode(self, text: str, most_chars: float = inf) -> Ids:
+    def encode(self, text: str, most_chars: float = inf) -> EncodedPrompt:
         """The text alone; special tokens written in it count as such. Raises ContextLengthExceeded
         beyond `most_chars`, before that costs a thread seconds."""
         if len(text) > most_chars:
@@ -60,18 +60,18 @@ class Prompts:
                 hint="shorten the prompt, leaving room for the answer",
                 param="prompt",
             )
-        encode, inline = self._cache.encode, self._inline_chars
-        if len(text) <= inline or self._cache.missing_chars(text) <= inline:
+        encode, inline = self._segment_cache.encode, self._inline_chars
+        if len(text) <= inline or self._segment_cache.uncached_chars(text) <= inline:
             return encode(text)
         return self._clock.offload(encode, text)
 
-    async def _of_long_chat(self, request: ChatRequest, most_chars: float) -> bytes:
+    async def _encode_long_chat(self, request: ChatRequest, most_chars: float) -> bytes:
         ids = self.encode(await self._clock.offload(self._render, request), most_chars)
         return ids if isinstance(ids, bytes) else await ids
 
     def _render(self, request: ChatRequest) -> str:
         args = request.template_args
-        if args and (taken := RESERVED_ARGS & args.keys()):
+        if args and (taken := RESERVED_TEMPLATE_ARGS & args.keys()):
             raise InvalidRequest(
                 f"{min(taken)!r} is no argument of the chat template's own",
                 hint="it is a field of the request",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-PATTERN_CHARS = 16
+MAX_PATTERN_CHARS = 16
 """Beyond so many characters a beginning is taken for granted, and looked at more closely."""
 
 
@@ -18,17 +18,23 @@ class StopStrings:
     `may_begin(text)` is None where no stop string begins in `text`, not even at its end.
     """
 
-    __slots__ = ("_beginnings", "_longest", "include", "may_begin", "strings")
+    __slots__ = (
+        "_iter_beginnings",
+        "_max_length",
+        "include_in_output",
+        "search_beginning",
+        "strings",
+    )
 
-    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
+    def __init__(self, strings: Sequence[str], *, include_in_output: bool = False) -> None:
         self.strings = tuple(dict.fromkeys(strings))
-        self.include = include
-        self._longest = max(map(len, self.strings))
-        beginning = "|".join(_beginning(one) for one in self.strings)
-        self.may_begin = re.compile(beginning).search
-        self._beginnings = re.compile(f"(?={beginning})").finditer
+        self.include_in_output = include_in_output
+        self._max_length = max(map(len, self.strings))
+        beginning = "|".join(_beginning_pattern(one) for one in self.strings)
+        self.search_beginning = re.compile(beginning).search
+        self._iter_beginnings = re.compile(f"(?={beginning})").finditer
 
-    def ending_in(self, text: str, fresh: int) -> tuple[int, int, str] | None:
+    def find_match(self, text: str, fresh: int) -> tuple[int, int, str] | None:
         """The first match in `text` that ends behind position `fresh`: (end, start, string)."""
         found: tuple[int, int, str] | None = None
         for string in self.strings:
@@ -38,42 +44,45 @@ class StopStrings:
                 found = match if found is None else min(found, match)
         return found
 
-    def begun_at(self, text: str) -> int:
+    def find_partial_match(self, text: str) -> int:
         """Where the longest suffix of `text` begins that may become a stop string; len(text) where
         none does."""
-        for hit in self._beginnings(text, max(0, len(text) - self._longest + 1)):
+        for hit in self._iter_beginnings(text, max(0, len(text) - self._max_length + 1)):
             tail = text[hit.start() :]
             if any(len(tail) < len(one) and one.startswith(tail) for one in self.strings):
                 return hit.start()
         return len(text)
 
 
-def _beginning(string: str) -> str:
+def _beginning_pattern(string: str) -> str:
     """A pattern: the first characters of `string`, or fewer at the end of the text."""
     pattern = ""
-    for char in reversed(string[:PATTERN_CHARS]):
+    for char in reversed(string[:MAX_PATTERN_CHARS]):
         pattern = re.escape(char) + (f"(?:\\Z|{pattern})" if pattern else "")
     return pattern
 
 
-class StopScan:
+class StopStringScanner:
     """One choice's search. `held`: text that may begin a stop string and must wait."""
 
-    __slots__ = ("_stops", "held")
+    __slots__ = ("_stop_strings", "pending_text")
 
     def __init__(self, stops: StopStrings) -> None:
-        self._stops = stops
-        self.held = ""
+        self._stop_strings = stops
+        self.pending_text = ""
 
-    def feed(self, text: str, *, armed: bool = True) -> tuple[int, str | None]:
+    def feed(self, text: str, *, may_match: bool = True) -> tuple[int, str | None]:
         """The next piece of text. Returns how many characters of `held` and `text` together may go
         out, and the stop string that ended the answer. Not armed: no match may end in this piece.
         """
-        whole = self.held + text
-        if armed and (match := self._stops.ending_in(whole, len(self.held))) is not None:
+        whole = self.pending_text + text
+        if (
+            may_match
+            and (match := self._stop_strings.find_match(whole, len(self.pending_text))) is not None
+        ):
             end, start, string = match
-            self.held = ""
-            return (end if self._stops.include else start), string
-        free = self._stops.begun_at(whole)
-        self.held = whole[free:]
+            self.pending_text = ""
+            return (end if self._stop_strings.include_in_output else start), string
+        free = self._stop_strings.find_partial_match(whole)
+        self.pending_text = whole[free:]
         return free, None

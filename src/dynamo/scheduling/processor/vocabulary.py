@@ -11,8 +11,8 @@ from typing import Protocol
 from dynamo.core.codec import unpack_ids
 from dynamo.models.tokenizer import Tokenizer
 
-Utf8 = getincrementaldecoder("utf-8")
-BYTE = re.compile("<0x([0-9A-F]{2})>")
+Utf8Decoder = getincrementaldecoder("utf-8")
+BYTE_TOKEN_PATTERN = re.compile("<0x([0-9A-F]{2})>")
 """How vocabularies name a token that is one byte."""
 
 
@@ -20,7 +20,7 @@ class TextDecoder(Protocol):
     """Ids in, text out, for one answer. A character is never split: its bytes wait."""
 
     @property
-    def waiting(self) -> bool:
+    def has_pending(self) -> bool:
         """The next token cannot be read by itself, because something is held back."""
 
     def step(self, token_id: int) -> str:
@@ -39,48 +39,48 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._raw: Sequence[bytes | None] = tokenizer.token_bytes
-        self._exact = any(raw is not None for raw in self._raw)
-        self._found: dict[int, bytes] = {}
+        self._token_bytes: Sequence[bytes | None] = tokenizer.token_bytes
+        self._exact = any(raw is not None for raw in self._token_bytes)
+        self._bytes_cache: dict[int, bytes] = {}
         self.special_ids = tokenizer.special_ids
-        self.shown = [text or None for text in tokenizer.whole_text]
+        self.texts_with_special = [text or None for text in tokenizer.token_texts]
         self.texts = [
             None if token_id in self.special_ids else text
-            for token_id, text in enumerate(self.shown)
+            for token_id, text in enumerate(self.texts_with_special)
         ]
 
-    def decoder(self, *, skip_special: bool) -> TextDecoder:
+    def create_decoder(self, *, skip_special: bool) -> TextDecoder:
         """A decoder for one answer; special tokens that are skipped need not be given to it."""
         if self._exact:
-            return TableDecoder(self._raw)
-        return LibraryDecoder(self._tokenizer, skip_special=skip_special)
+            return TableDecoder(self._token_bytes)
+        return TokenizerDecoder(self._tokenizer, skip_special=skip_special)
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Of whole `ids`, special tokens included. On a thread the table lets others run meanwhile;
         a library that decodes does not."""
-        raw = self._raw
+        raw = self._token_bytes
         if not self._exact:
             return self._tokenizer.decode(ids)
         known = len(raw)
         parts = [raw[token_id] or b"" for token_id in ids if token_id < known]
         return b"".join(parts).decode(errors="replace")
 
-    def raw(self, token_id: int) -> bytes:
+    def get_token_bytes(self, token_id: int) -> bytes:
         """One token's bytes, as well as they are known."""
-        if token_id >= len(self._raw):
+        if token_id >= len(self._token_bytes):
             return b""
         if self._exact:
-            return self._raw[token_id] or b""
-        found = self._found.get(token_id)
+            return self._token_bytes[token_id] or b""
+        found = self._bytes_cache.get(token_id)
         if found is None:
-            found = self._found[token_id] = self._inside(token_id)
+            found = self._bytes_cache[token_id] = self._decode_behind_token(token_id)
         return found
 
-    def _inside(self, token_id: int) -> bytes:
+    def _decode_behind_token(self, token_id: int) -> bytes:
         """As it is behind another token: of the first one decoders drop the space in front."""
         decode, before = self._tokenizer.decode, unpack_ids(self._tokenizer.encode("a"))
         text = decode([*before, token_id])[len(decode(before)) :]
-        byte = BYTE.fullmatch(self._tokenizer.id_to_token(token_id) or "")
+        byte = BYTE_TOKEN_PATTERN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
         return bytes.fromhex(byte[1]) if byte and "\ufffd" in text else text.encode()
 
 
@@ -88,32 +88,32 @@ class TableDecoder:
     """Bytes from the table through Python's UTF-8 decoder, whose U+FFFD are those of the
     reference decoder (Rust's from_utf8_lossy)."""
 
-    __slots__ = ("_decoder", "_raw")
+    __slots__ = ("_decoder", "_token_bytes")
 
     def __init__(self, raw: Sequence[bytes | None]) -> None:
-        self._raw = raw
-        self._decoder = Utf8("replace")
+        self._token_bytes = raw
+        self._decoder = Utf8Decoder("replace")
 
     @property
-    def waiting(self) -> bool:
+    def has_pending(self) -> bool:
         return bool(self._decoder.getstate()[0])
 
     def step(self, token_id: int) -> str:
-        raw = self._raw[token_id] if token_id < len(self._raw) else None
+        raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else None
         return self._decoder.decode(raw) if raw else ""
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
-class LibraryDecoder:
+class TokenizerDecoder:
     """The tokenizer's own; every token needs those before it."""
 
     __slots__ = ("_stream", "flush", "step")
 
-    waiting = True
+    has_pending = True
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
-        stream = tokenizer.stream(skip_special=skip_special)
+        stream = tokenizer.stream_decoder(skip_special=skip_special)
         self.step = stream.step
         self.flush = stream.flush

@@ -25,10 +25,10 @@ from dynamo.scheduling.router.policy import (
     Decision,
     Observer,
     Outcome,
+    Placement,
     Policy,
-    Ticket,
 )
-from dynamo.scheduling.router.router import Router
+from dynamo.scheduling.router.router import WorkerRouter
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     RouterError,
@@ -54,15 +54,15 @@ __all__ = [
     "Outcome",
     "PerformanceReport",
     "PerformanceRequirements",
+    "Placement",
     "Policy",
     "PrefixAnalysis",
-    "Router",
     "RouterError",
     "RoutingMetricsCollector",
     "SchedulingRequest",
     "SelectionStrategy",
-    "Ticket",
     "WorkerAssignment",
+    "WorkerRouter",
     "WorkerScore",
     "WorkerSelectionResult",
     "WorkerSelector",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Self
 
 from dynamo.communication.events import Event
-from dynamo.core.values import Load, together
+from dynamo.core.values import Load, sum_loads
 from dynamo.runtime.component import Component
 from dynamo.scheduling.router.loads import LoadView
 
@@ -21,7 +21,7 @@ class KvMetricsAggregator:
 
     async def start(self) -> None:
         """Hear the load reports of every worker, present and future."""
-        await self._loads.follow(self._runtime.events, self._component)
+        await self._loads.subscribe(self._runtime.events, self._component)
 
     def close(self) -> None:
         """Hear no more."""
@@ -37,7 +37,7 @@ class KvMetricsAggregator:
 
     def total(self) -> Load:
         """All of them together."""
-        return together(self._loads.loads.values())
+        return sum_loads(self._loads.loads.values())
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -14,14 +14,14 @@ import msgspec
 
 from dynamo.core.errors import InvalidRequest, NoWorkers
 from dynamo.core.hashing import BLOCK_TOKENS, block_hashes
-from dynamo.core.labels import LABELS
+from dynamo.core.labels import LABELS_KEY
 from dynamo.runtime.client import Client
 from dynamo.runtime.component import Component
 from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placing.composite import Weights, composite_terms, latency_score
-from dynamo.scheduling.router.placing.fleet import SEQUENCES, Book, Fleet
+from dynamo.scheduling.router.placing.composite import CostWeights, composite_terms, latency_score
+from dynamo.scheduling.router.placing.fleet import DEFAULT_MAX_SEQUENCES, WorkerState, WorkerStates
 from dynamo.scheduling.router.selectors import (
     DefaultWorkerSelector,
     WorkerScore,
@@ -29,7 +29,7 @@ from dynamo.scheduling.router.selectors import (
 )
 
 Tokenize = Callable[[str], Sequence[int]]
-Routed = Callable[["WorkerSelectionResult", "CacheHitAnalysis"], None]
+OnRouted = Callable[["WorkerSelectionResult", "CacheHitAnalysis"], None]
 
 
 class PerformanceRequirements(msgspec.Struct, frozen=True):
@@ -106,27 +106,27 @@ class KvRouter:
         selector: WorkerSelector | None = None,
         *,
         tokenizer: Tokenize | None = None,
-        weights: Weights | None = None,
-        on_routed: Routed | None = None,
+        weights: CostWeights | None = None,
+        on_routed: OnRouted | None = None,
     ) -> None:
         runtime = component.namespace.runtime
         self._component = component
         self._block_size = block_size
         self._selector = selector or DefaultWorkerSelector(rng=runtime.rng)
         self._tokenizer = tokenizer
-        self._weights = weights or Weights()
+        self._weights = weights or CostWeights()
         self._on_routed = on_routed
         self._clock = runtime.clock
         self._events = runtime.events
         self._view = CacheView(runtime.clock, block_tokens=block_size)
         self._loads = LoadView(runtime.clock)
-        self._fleet = Fleet()
+        self._worker_states = WorkerStates()
         self._client: Client | None = None
 
     async def __aenter__(self) -> Self:
         subject = f"{self._component.namespace.name}.{self._component.name}"
-        await self._view.follow(self._events, subject + ".kv_events")
-        await self._loads.follow(self._events, subject)
+        await self._view.subscribe(self._events, subject + ".kv_events")
+        await self._loads.subscribe(self._events, subject)
         self._client = await self._component.endpoint("generate").client()
         return self
 
@@ -142,11 +142,11 @@ class KvRouter:
         hits = self.query_cache_hits(prefix)
         scores = self.calculate_worker_scores(hits, request.performance_requirements)
         chosen = self._selector.select_worker(scores, request.constraints)
-        score, book = scores[chosen], self._fleet[chosen]
+        score, book = scores[chosen], self._worker_states[chosen]
         result = WorkerSelectionResult(
             book.instance, score.cache_hit_ratio, score.expected_latency, book.rank
         )
-        self._view.routed(chosen, prefix.prefix_hashes)
+        self._view.on_request_routed(chosen, prefix.prefix_hashes)
         self.update_routing_metrics(result, hits)
         return result
 
@@ -167,11 +167,11 @@ class KvRouter:
 
     def query_cache_hits(self, prefix: PrefixAnalysis) -> CacheHitAnalysis:
         """Who holds how much of it."""
-        overlaps = self._view.overlaps(prefix.prefix_hashes)
+        overlaps = self._view.find_overlaps(prefix.prefix_hashes)
         tokens = max(1, prefix.sequence_length)
         hits = {
             book.name: overlaps.get(book.name, 0) * self._block_size / tokens
-            for book in self._books()
+            for book in self._refresh_workers()
         }
         best = max(hits, key=hits.__getitem__, default="")
         ratio = hits.get(best, 0.0)
@@ -184,50 +184,50 @@ class KvRouter:
         return {
             book.name: worker_score(
                 hits.worker_hits.get(book.name, 0.0),
-                status_of(book),
+                status_from_load(book),
                 requirements,
                 self._weights,
-                labels_of(book.instance),
+                worker_labels(book.instance),
             )
-            for book in self._books()
+            for book in self._refresh_workers()
         }
 
     def worker_status(self, worker: str) -> WorkerStatus:
         """As its last load report says, by the name that `worker_hits` has; idle without one."""
-        self._books()
-        book = self._fleet.get(worker)
-        return status_of(book) if book is not None else WorkerStatus()
+        self._refresh_workers()
+        book = self._worker_states.get(worker)
+        return status_from_load(book) if book is not None else WorkerStatus()
 
     def update_routing_metrics(self, result: WorkerSelectionResult, hits: CacheHitAnalysis) -> None:
         """Tell whoever asked to hear of every choice."""
         if self._on_routed is not None:
             self._on_routed(result, hits)
 
-    def _books(self) -> Sequence[Book]:
+    def _refresh_workers(self) -> Sequence[WorkerState]:
         """Of all workers there are now, and of each rank of theirs, with their last reports."""
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
-        self._fleet.replace(self._client.instances)
+        self._worker_states.update_instances(self._client.instances)
         now = self._clock.now()
         for worker, load in self._loads.loads.items():
-            self._fleet.reported(worker, load, now)
-        self._view.cacheless(self._fleet.cacheless)
-        return self._fleet.books
+            self._worker_states.on_load_report(worker, load, now)
+        self._view.set_cacheless_workers(self._worker_states.cacheless)
+        return self._worker_states.workers
 
 
-def labels_of(instance: Instance) -> dict[str, str]:
+def worker_labels(instance: Instance) -> dict[str, str]:
     """The labels that it bears."""
-    return dict(instance.capabilities.get(LABELS) or {})
+    return dict(instance.capabilities.get(LABELS_KEY) or {})
 
 
-def status_of(book: Book) -> WorkerStatus:
+def status_from_load(book: WorkerState) -> WorkerStatus:
     """What the load report in its book means for the score."""
     load = book.load
     if load is None:
         return WorkerStatus()
-    places = book.info.max_num_seqs if book.info else SEQUENCES
+    places = book.engine_info.max_num_seqs if book.engine_info else DEFAULT_MAX_SEQUENCES
     blocks = load.active_blocks / load.total_blocks if load.total_blocks else 0.0
-    waits_ms = book.service_ms(load.prefill_tokens) if load.prefill_tokens else 0.0
+    waits_ms = book.predict_prefill_ms(load.prefill_tokens) if load.prefill_tokens else 0.0
     return WorkerStatus(
         cpu_utilization=min(1.0, (load.running + load.waiting) / places),
         network_latency=waits_ms * 1e-3,
@@ -239,7 +239,7 @@ def worker_score(
     hit_ratio: float,
     status: WorkerStatus,
     requirements: PerformanceRequirements,
-    weights: Weights,
+    weights: CostWeights,
     labels: Mapping[str, str] | None = None,
 ) -> WorkerScore:
     """0.4 hit ratio + 0.3 (1 - load) + 0.2 latency score + 0.1 free memory, by default."""

@@ -13,9 +13,9 @@ from dynamo.core.values import Load
 
 log = logging.getLogger(__name__)
 
-LOADS = ".load_metrics"
+LOAD_METRICS_SUFFIX = ".load_metrics"
 
-Listener = Callable[[str, Load, float], None]
+LoadListener = Callable[[str, Load, float], None]
 """(worker, load, now)."""
 
 _decode = msgspec.msgpack.Decoder(Load).decode
@@ -26,13 +26,15 @@ class LoadView:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._listeners: list[Listener] = []
+        self._listeners: list[LoadListener] = []
         self._unsubscribe: Callable[[], None] | None = None
         self.loads: dict[str, Load] = {}
 
-    async def follow(self, events: Events, component: str) -> None:
+    async def subscribe(self, events: Events, component: str) -> None:
         """Hear the load reports of `namespace.component`, until `close`."""
-        self._unsubscribe = await events.subscribe(component + LOADS, self.update_scores)
+        self._unsubscribe = await events.subscribe(
+            component + LOAD_METRICS_SUFFIX, self.update_scores
+        )
 
     def close(self) -> None:
         """Hear no more."""
@@ -40,7 +42,7 @@ class LoadView:
             self._unsubscribe()
             self._unsubscribe = None
 
-    def on_report(self, listener: Listener) -> None:
+    def add_listener(self, listener: LoadListener) -> None:
         """Call `listener` with every report."""
         self._listeners.append(listener)
 

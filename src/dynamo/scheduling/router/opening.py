@@ -8,33 +8,33 @@ from random import Random
 from dynamo.communication.events import Events
 from dynamo.core.clock import Clock
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.schema_router import Router as RouterSettings
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.runtime.client import Client
 from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.adaptive.policy import ADAPTIVE, AdaptivePolicy
 from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.block_cost import BlockCost
-from dynamo.scheduling.router.placing.composite import CompositeCost, Weights
+from dynamo.scheduling.router.placing.composite import CompositeCost, CostWeights
 from dynamo.scheduling.router.placing.costs import AffinityCost, Cost, PredictedCost, TtftCost
-from dynamo.scheduling.router.placing.fleet import Fleet
-from dynamo.scheduling.router.placing.placement import Placement
+from dynamo.scheduling.router.placing.fleet import WorkerStates
+from dynamo.scheduling.router.placing.placement import PlacementSolver
 from dynamo.scheduling.router.placing.waiting import WaitingQueue
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
-from dynamo.scheduling.router.prompt import ReadPrompt, prompt_reader
-from dynamo.scheduling.router.selectors import SelectionStrategy, make_selector, selecting
+from dynamo.scheduling.router.prompt import PromptReader, make_prompt_reader
+from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector, make_selector
 
 KV = "kv"
-EVENTS = ".kv_events"
-QUEUE_PATIENCE_S = 10.0
+KV_EVENTS_SUFFIX = ".kv_events"
+QUEUE_STARVATION_S = 10.0
 """Who has waited so long goes first, whatever the order."""
 
 
-def _composite(settings: RouterSettings) -> Cost:
+def _make_composite_cost(settings: RouterSettings) -> Cost:
     weights = settings.routing_strategy
     return CompositeCost(
-        Weights(
+        CostWeights(
             cache_hit=weights.cache_hit_weight,
             load=weights.load_weight,
             latency=weights.latency_weight,
@@ -46,7 +46,7 @@ def _composite(settings: RouterSettings) -> Cost:
 COSTS: dict[str, Callable[[RouterSettings], Cost]] = {
     "predicted": lambda _: PredictedCost(),
     "block_cost": lambda _: BlockCost(),
-    "composite": _composite,
+    "composite": _make_composite_cost,
     "argmin_ttft": lambda _: TtftCost(),
     "affinity": lambda _: AffinityCost(),
 }
@@ -62,37 +62,37 @@ def make_cost(settings: RouterSettings) -> Cost:
     return make(settings)
 
 
-def make_placement(
-    settings: RouterSettings, view: CacheView, rng: Random, fleet: Fleet | None = None
-) -> Placement:
+def make_solver(
+    settings: RouterSettings, view: CacheView, rng: Random, fleet: WorkerStates | None = None
+) -> PlacementSolver:
     """What places, over `view`, as the settings say. Raises ConfigError."""
-    queue: WaitingQueue[Arrival] = WaitingQueue(
-        settings.queue_order, settings.queue_bound, QUEUE_PATIENCE_S
+    queue: WaitingQueue[PendingRequest] = WaitingQueue(
+        settings.queue_order, settings.queue_bound, QUEUE_STARVATION_S
     )
     named = settings.selector
     plain = named == SelectionStrategy.HighestScore
-    return Placement(
-        fleet or Fleet(),
+    return PlacementSolver(
+        fleet or WorkerStates(),
         view,
         make_cost(settings),
         rng,
-        select=None if plain else selecting(make_selector(named, settings.temperature, rng)),
+        select=None if plain else adapt_selector(make_selector(named, settings.temperature, rng)),
         queue=queue,
         threshold=settings.queue_threshold,
     )
 
 
-def kv_policy(
+def make_kv_policy(
     client: Client,
-    placement: Placement,
+    placement: PlacementSolver,
     clock: Clock,
     *,
     block_tokens: int,
     name: str = "predicted",
-    read: ReadPrompt | None = None,
+    read_prompt: PromptReader | None = None,
 ) -> KvPolicy:
     """The policy of mode `kv` over `placement`."""
-    reader = read or prompt_reader(block_tokens)
+    reader = read_prompt or make_prompt_reader(block_tokens)
     return KvPolicy(client, placement, reader, clock, block_tokens=block_tokens, name=name)
 
 
@@ -103,7 +103,7 @@ async def open_policy(
     clock: Clock,
     *,
     block_tokens: int,
-    read: ReadPrompt | None = None,
+    read_prompt: PromptReader | None = None,
     view: CacheView | None = None,
 ) -> Policy:
     """What chooses among `client`'s instances. In the modes `kv` and `adaptive` it follows their
@@ -112,18 +112,23 @@ async def open_policy(
     component = client.path.rsplit(".", 1)[0]
     if settings.mode == ADAPTIVE:
         loads = LoadView(clock)
-        await loads.follow(events, component)
+        await loads.subscribe(events, component)
         return AdaptivePolicy(client, loads, clock, settings.load_balancing.algorithm)
     if settings.mode != KV:
         return BasicPolicy(client, settings.mode)
     if view is None:
         view = CacheView(clock, block_tokens=block_tokens)
-        await view.follow(events, component + EVENTS)
-    placement = make_placement(settings, view, client.rng)
-    policy = kv_policy(
-        client, placement, clock, block_tokens=block_tokens, name=settings.policy, read=read
+        await view.subscribe(events, component + KV_EVENTS_SUFFIX)
+    placement = make_solver(settings, view, client.rng)
+    policy = make_kv_policy(
+        client,
+        placement,
+        clock,
+        block_tokens=block_tokens,
+        name=settings.policy,
+        read_prompt=read_prompt,
     )
     policy.on_close = view.close
-    if view.remote:
-        policy.prepare = view.prepare
+    if view.is_remote:
+        policy.prefetch = view.fetch_remote_match
     return policy

@@ -15,39 +15,39 @@ from dynamo.core.kv_events import worker_name
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
-from dynamo.runtime.picks import mode_name
-from dynamo.scheduling.router.labels import barred
+from dynamo.runtime.picks import canonical_mode
+from dynamo.scheduling.router.labels import excluded_workers
 
 
-def nobody(client: Client) -> NoWorkers:
+def no_workers_error(client: Client) -> NoWorkers:
     """The error of having no worker to choose, and why."""
-    return client.nobody("worker", "this model")
+    return client.no_workers_error("worker", "this model")
 
 
-class Ticket:
+class Placement:
     """The life of one placed request, as its policy follows it. The router drives it; how many
     tokens were `emitted` is read off where they are kept, so that a token costs nothing."""
 
-    __slots__ = ("_counted", "_kept")
+    __slots__ = ("_offset", "_token_log")
 
     def __init__(self) -> None:
-        self._counted = 0
-        self._kept: Sequence[int] = ()
+        self._offset = 0
+        self._token_log: Sequence[int] = ()
 
     @property
     def emitted(self) -> int:
         """Tokens, until now."""
-        return self._counted + len(self._kept)
+        return self._offset + len(self._token_log)
 
     @emitted.setter
     def emitted(self, count: int) -> None:
-        self._counted = count - len(self._kept)
+        self._offset = count - len(self._token_log)
 
-    def listen(self, kept: Sequence[int]) -> None:
+    def attach_token_log(self, kept: Sequence[int]) -> None:
         """From now on all tokens of the request are appended to `kept`."""
-        self._counted, self._kept = self.emitted - len(kept), kept
+        self._offset, self._token_log = self.emitted - len(kept), kept
 
-    def first_token(self) -> None:
+    def on_first_token(self) -> None:
         """Called once, before the first tokens are counted."""
 
     def end(self) -> None:
@@ -75,16 +75,16 @@ class Decision(msgspec.Struct, frozen=True):
     instance: Instance
     mode: str
     candidates: int
-    table: Sequence[Candidate] = ()
+    cost_table: Sequence[Candidate] = ()
     overlap_blocks: int = 0
     prompt_blocks: int = 0
     best_overlap_blocks: int = 0
     predicted_ttft_s: float | None = None
     waited_s: float = 0.0
     view: str = ""
-    ticket: Ticket | None = None
+    placement: Placement | None = None
     rank: int | None = None
-    waiting: int = 0
+    queue_length: int = 0
 
     @property
     def worker(self) -> str:
@@ -113,11 +113,11 @@ class Observer(ABC):
     """Hears of every decision and what came of it. On the loop: be quick."""
 
     @abstractmethod
-    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+    def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
         """A worker was chosen; the request goes there now."""
 
     @abstractmethod
-    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+    def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         """The request left that worker."""
 
 
@@ -140,7 +140,7 @@ class BasicPolicy(Policy):
     def __init__(self, client: Client, mode: str) -> None:
         """`mode` as settings have it, `-` and `_` alike. Raises ConfigError for another."""
         self._client = client
-        self._mode = mode_name(mode)
+        self._mode = canonical_mode(mode)
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
@@ -149,7 +149,7 @@ class BasicPolicy(Policy):
         live = self._client.instances
         if live and not tried and not context.metadata:
             return Decision(self._client.pick(self._mode), self._mode, len(live))
-        allowed = live.keys() - tried - barred(live, context)
+        allowed = live.keys() - tried - excluded_workers(live, context)
         if not allowed:
-            raise nobody(self._client)
+            raise no_workers_error(self._client)
         return Decision(self._client.pick(self._mode, allowed), self._mode, len(allowed))

@@ -17,10 +17,10 @@ class Prompt(msgspec.Struct, frozen=True):
     hashes: Sequence[int]
 
 
-ReadPrompt = Callable[[GenerateRequest], Prompt]
+PromptReader = Callable[[GenerateRequest], Prompt]
 
 
-def prompt_reader(block_tokens: int) -> ReadPrompt:
+def make_prompt_reader(block_tokens: int) -> PromptReader:
     """Reads prompts as engines with blocks of `block_tokens` do: the request's salt is the root."""
 
     def read(request: GenerateRequest) -> Prompt:
@@ -31,7 +31,7 @@ def prompt_reader(block_tokens: int) -> ReadPrompt:
     return read
 
 
-def common_blocks(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_blocks(one: Sequence[int], other: Sequence[int]) -> int:
     """How many leading blocks are the same. Hashes are chained, so equal at i means equal before:
     a binary search will do."""
     low, high = 0, min(len(one), len(other))

@@ -15,21 +15,21 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.attempt import Attempt, Follow
-from dynamo.scheduling.router.policy import Decision, Observer, Policy, Ticket
+from dynamo.scheduling.router.attempt import Attempt, ListenerFactory
+from dynamo.scheduling.router.policy import Decision, Observer, Placement, Policy
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
-MAX_TRIES = 3
+MAX_ATTEMPTS = 3
 
 SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
 """`Send` with its destination: what stands behind the router."""
-Left = Callable[[Instance, BaseException | None], None]
+AttemptEndCallback = Callable[[Instance, BaseException | None], None]
 """Hears how each try at that worker ended: with that error, or well."""
 
 
-class Router:
+class WorkerRouter:
     """The stage that turns a `Send` into a `SendTo`."""
 
     def __init__(
@@ -40,15 +40,15 @@ class Router:
         *,
         clock: Clock | None = None,
         observers: Sequence[Observer] = (),
-        follow: Sequence[Follow] = (),
-        left: Sequence[Left] = (),
+        listener_factories: Sequence[ListenerFactory] = (),
+        on_attempt_ended: Sequence[AttemptEndCallback] = (),
     ) -> None:
         self.policy = policy
         self._onward = onward
         self._clock = clock or SystemClock()
         self._observers = tuple(observers)
-        self._follow = tuple(follow)
-        self._left = tuple(left)
+        self._listener_factories = tuple(listener_factories)
+        self._on_attempt_ended = tuple(on_attempt_ended)
         registry = metrics or Registry()
         self._routed = registry.counter(
             "dynamo_router_requests_total", "Requests for which a worker was chosen"
@@ -62,7 +62,7 @@ class Router:
         gone did nothing, so another is tried, up to `MAX_TRIES` in all. Raises `NoWorkers`, and
         whatever the instance raised."""
         tried = set(context.avoid)
-        last = len(tried) + MAX_TRIES
+        last = len(tried) + MAX_ATTEMPTS
         while True:
             decision = await self.policy.choose(request, context, tried)
             self._routed.inc()
@@ -70,7 +70,7 @@ class Router:
             sent = request if rank is None else replace(request, rank=rank)
             if context.avoid:  # has been of use, and may be long
                 context = replace(context, avoid=())
-            attempt = self._begin(decision, sent, reply)
+            attempt = self._start_attempt(decision, sent, reply)
             error: BaseException | None = None
             try:
                 return await self._onward(decision.instance, sent, context, attempt)
@@ -85,38 +85,38 @@ class Router:
                 error = failure
                 raise
             finally:
-                self._end(decision, sent, attempt, error)
+                self._end_attempt(decision, sent, attempt, error)
                 del error  # it leads back to this frame
             self._retried.inc()
             context = replace(context, attempt=context.attempt + 1)
 
-    def _begin(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
+    def _start_attempt(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
         """Whoever wants to know hears how it goes."""
-        ticket = decision.ticket
+        ticket = decision.placement
         if self._observers:
-            ticket = ticket or Ticket()
+            ticket = ticket or Placement()
             for observer in self._observers:
-                observer.decided(request, decision)
-        followers = [follow(decision.instance, request) for follow in self._follow]
+                observer.on_decision(request, decision)
+        followers = [follow(decision.instance, request) for follow in self._listener_factories]
         return Attempt(reply, followers, ticket, self._clock)
 
-    def _end(
+    def _end_attempt(
         self,
         decision: Decision,
         request: GenerateRequest,
         attempt: Attempt,
         error: BaseException | None,
     ) -> None:
-        for tell in self._left:
+        for tell in self._on_attempt_ended:
             tell(decision.instance, error)
-        attempt.left(error)
+        attempt.close(error)
         if self._observers:
-            outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, _code(error))
+            outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, _error_code(error))
             for observer in self._observers:
-                observer.ended(request, decision, outcome)
+                observer.on_outcome(request, decision, outcome)
 
 
-def _code(error: BaseException | None) -> str:
+def _error_code(error: BaseException | None) -> str:
     if error is None:
         return ""
     if isinstance(error, DynamoError):

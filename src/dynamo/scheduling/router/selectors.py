@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError
-from dynamo.core.labels import LABELS, meets
+from dynamo.core.labels import LABELS_KEY, satisfies_constraints
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
-from dynamo.scheduling.router.placing.arrival import Arrival
-from dynamo.scheduling.router.placing.fleet import Book
-from dynamo.scheduling.router.placing.placement import Select
-from dynamo.scheduling.router.placing.window import lowest
+from dynamo.scheduling.router.placing.arrival import PendingRequest
+from dynamo.scheduling.router.placing.fleet import WorkerState
+from dynamo.scheduling.router.placing.placement import SelectWorker
+from dynamo.scheduling.router.placing.window import pick_lowest
 
 log = logging.getLogger(__name__)
 
@@ -78,20 +78,24 @@ class DefaultWorkerSelector(WorkerSelector):
         strategy: SelectionStrategy = SelectionStrategy.HighestScore,
         *,
         temperature: float = 1.0,
-        near: float = 0.1,
+        tolerance: float = 0.1,
         rng: Random | None = None,
     ) -> None:
         """`temperature`: of the softmax over scores, scaled to the distance of best and worst (0 =
         the best); `near`: the share of that distance within which scores count as equal."""
         self._strategy = strategy
         self._temperature = temperature
-        self._near = near
+        self._tolerance = tolerance
         self._rng = rng or Random()
 
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Constraints
     ) -> str:
-        names = [name for name, score in worker_scores.items() if meets(score.labels, constraints)]
+        names = [
+            name
+            for name, score in worker_scores.items()
+            if satisfies_constraints(score.labels, constraints)
+        ]
         if not names:
             raise NoAvailableWorker("no worker satisfies the constraints", retry_after_s=1.0)
         totals = [worker_scores[name].total_score for name in names]
@@ -99,7 +103,7 @@ class DefaultWorkerSelector(WorkerSelector):
             return names[softmax_pick(totals, self._temperature, self._rng)]
         best = max(totals)
         if self._strategy is SelectionStrategy.LoadBalanced:
-            limit = best - self._near * (best - min(totals))
+            limit = best - self._tolerance * (best - min(totals))
             near = [name for name, total in zip(names, totals, strict=True) if total >= limit]
             return min(near, key=lambda name: (worker_scores[name].load_factor, self._rng.random()))
         equal = [name for name, total in zip(names, totals, strict=True) if total == best]
@@ -134,14 +138,16 @@ def make_selector(name: str, temperature: float, rng: Random) -> WorkerSelector:
     return selector
 
 
-def selecting(selector: WorkerSelector) -> Select:
+def adapt_selector(selector: WorkerSelector) -> SelectWorker:
     """`selector`, as a placement asks for it: a score is the negative of a cost. While it fails,
     the best score wins; it may refuse a request by a DynamoError."""
     failing = False
 
-    def select(arrival: Arrival, books: Sequence[Book], costs: Sequence[float], rng: Random) -> int:
+    def select(
+        arrival: PendingRequest, books: Sequence[WorkerState], costs: Sequence[float], rng: Random
+    ) -> int:
         nonlocal failing
-        scores = scores_of(arrival, books, costs)
+        scores = score_workers(arrival, books, costs)
         try:
             at = list(scores).index(selector.select_worker(scores, arrival.constraints))
         except DynamoError:
@@ -150,15 +156,15 @@ def selecting(selector: WorkerSelector) -> Select:
             if not failing:
                 log.exception("the selector fails: the best score wins meanwhile")
             failing = True
-            return lowest(costs, rng)
+            return pick_lowest(costs, rng)
         failing = False
         return at
 
     return select
 
 
-def scores_of(
-    arrival: Arrival, books: Sequence[Book], costs: Sequence[float]
+def score_workers(
+    arrival: PendingRequest, books: Sequence[WorkerState], costs: Sequence[float]
 ) -> dict[str, WorkerScore]:
     """Of every one of `books`, in order."""
     tokens = max(1, arrival.prompt.tokens)
@@ -166,9 +172,9 @@ def scores_of(
         book.name: WorkerScore(
             total_score=-cost,
             cache_hit_ratio=arrival.overlaps.get(book.name, 0) * arrival.block_tokens / tokens,
-            expected_latency=book.service_ms(arrival.new_tokens(book.name)) * 1e-3,
+            expected_latency=book.predict_prefill_ms(arrival.uncached_tokens(book.name)) * 1e-3,
             load_factor=book.load_factor(),
-            labels=book.instance.capabilities.get(LABELS) or {},
+            labels=book.instance.capabilities.get(LABELS_KEY) or {},
         )
         for book, cost in zip(books, costs, strict=True)
     }

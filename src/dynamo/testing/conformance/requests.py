@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from dynamo.communication.requests import Outgoing, Requests, Window
+from dynamo.communication.requests import FlowWindow, Requests, ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.errors import (
     InstanceGone,
@@ -19,39 +19,39 @@ from dynamo.core.errors import (
     TooLarge,
     WorkerFailed,
 )
-from dynamo.core.tasks import Tasks, run_all
+from dynamo.core.tasks import BackgroundTasks, run_all
 
-Join = Callable[[], Awaitable[Requests]]
-HERE = Context("request-1", attempt=2, timeout_s=9.0, metadata={"k": "v"})
+JoinRequests = Callable[[], Awaitable[Requests]]
+CALL_CONTEXT = Context("request-1", attempt=2, timeout_s=9.0, metadata={"k": "v"})
 
 
-class Collected:
+class CollectingSink:
     """A sink that keeps what it gets; `enough`: says stop after so many."""
 
-    def __init__(self, enough: int | None = None) -> None:
+    def __init__(self, item_limit: int | None = None) -> None:
         self.items: list[bytes] = []
-        self.first = asyncio.Event()
-        self._enough = enough
+        self.first_item = asyncio.Event()
+        self._item_limit = item_limit
 
     def __call__(self, payload: bytes) -> bool:
         self.items.append(payload)
-        self.first.set()
-        return len(self.items) != self._enough
+        self.first_item.set()
+        return len(self.items) != self._item_limit
 
 
-async def echo(payload: bytes, out: Outgoing) -> None:
+async def echo_handler(payload: bytes, out: ResponseWriter) -> None:
     """A handler that answers with what it got."""
     out.send(payload)
 
 
-class Endless:
+class EndlessHandler:
     """A handler that sends one item and waits to be cancelled."""
 
     def __init__(self) -> None:
         self.running = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def __call__(self, payload: bytes, out: Outgoing) -> None:
+    async def __call__(self, payload: bytes, out: ResponseWriter) -> None:
         out.send(b"first")
         self.running.set()
         try:
@@ -61,7 +61,9 @@ class Endless:
             raise
 
 
-async def served(join: Join, handler: Callable[[bytes, Outgoing], Awaitable[None]]) -> Requests:
+async def join_serving(
+    join: JoinRequests, handler: Callable[[bytes, ResponseWriter], Awaitable[None]]
+) -> Requests:
     """A member that serves `handler` as "e"."""
     server = await join()
     await server.serve("e", handler)
@@ -72,112 +74,114 @@ class CallsConformance:
     """Calls that end by themselves. Fixture: `join`."""
 
     @pytest.mark.parametrize("size", [0, 1, 70_000, 5_000_000])
-    async def test_a_payload_comes_back_whole(self, join: Join, size: int) -> None:
-        server, client, got = await served(join, echo), await join(), Collected()
-        await client.call(server.address, "e", b"x" * size, HERE, got)
+    async def test_a_payload_comes_back_whole(self, join: JoinRequests, size: int) -> None:
+        server, client, got = await join_serving(join, echo_handler), await join(), CollectingSink()
+        await client.call(server.address, "e", b"x" * size, CALL_CONTEXT, got)
         assert got.items == [b"x" * size]
 
-    async def test_a_stream_arrives_in_order_and_whole(self, join: Join) -> None:
-        async def count(payload: bytes, out: Outgoing) -> None:
+    async def test_a_stream_arrives_in_order_and_whole(self, join: JoinRequests) -> None:
+        async def count(payload: bytes, out: ResponseWriter) -> None:
             for number in range(20_000):
                 out.send(b"%d" % number)
                 if not number % 100:
                     await asyncio.sleep(0)
 
-        server, client, got = await served(join, count), await join(), Collected()
-        await client.call(server.address, "e", b"", HERE, got)
+        server, client, got = await join_serving(join, count), await join(), CollectingSink()
+        await client.call(server.address, "e", b"", CALL_CONTEXT, got)
         assert got.items == [b"%d" % number for number in range(20_000)]
 
-    async def test_the_context_crosses(self, join: Join) -> None:
+    async def test_the_context_crosses(self, join: JoinRequests) -> None:
         seen: list[Context] = []
 
-        async def look(payload: bytes, out: Outgoing) -> None:
+        async def look(payload: bytes, out: ResponseWriter) -> None:
             seen.append(out.context)
 
-        server, client = await served(join, look), await join()
-        await client.call(server.address, "e", b"", HERE, Collected())
-        assert seen == [HERE]
+        server, client = await join_serving(join, look), await join()
+        await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
+        assert seen == [CALL_CONTEXT]
 
-    async def test_calls_side_by_side_do_not_mix(self, join: Join) -> None:
-        async def thrice(payload: bytes, out: Outgoing) -> None:
+    async def test_concurrent_calls_do_not_mix(self, join: JoinRequests) -> None:
+        async def thrice(payload: bytes, out: ResponseWriter) -> None:
             for number in b"123":
                 out.send(payload + bytes([number]))
                 await asyncio.sleep(0)
 
-        server, client = await served(join, thrice), await join()
-        sinks = [Collected() for _ in range(100)]
+        server, client = await join_serving(join, thrice), await join()
+        sinks = [CollectingSink() for _ in range(100)]
         await run_all(
             *(
-                client.call(server.address, "e", b"%d/" % index, HERE, sink)
+                client.call(server.address, "e", b"%d/" % index, CALL_CONTEXT, sink)
                 for index, sink in enumerate(sinks)
             )
         )
         for index, sink in enumerate(sinks):
             assert sink.items == [b"%d/%c" % (index, number) for number in b"123"]
 
-    async def test_both_ends_can_call(self, join: Join) -> None:
-        one, other = await served(join, echo), await served(join, echo)
-        got = Collected()
+    async def test_both_ends_can_call(self, join: JoinRequests) -> None:
+        one, other = await join_serving(join, echo_handler), await join_serving(join, echo_handler)
+        got = CollectingSink()
         await run_all(
-            one.call(other.address, "e", b"a", HERE, got),
-            other.call(one.address, "e", b"b", HERE, got),
-            one.call(one.address, "e", b"c", HERE, got),
+            one.call(other.address, "e", b"a", CALL_CONTEXT, got),
+            other.call(one.address, "e", b"b", CALL_CONTEXT, got),
+            one.call(one.address, "e", b"c", CALL_CONTEXT, got),
         )
         assert sorted(got.items) == [b"a", b"b", b"c"]
 
-    async def test_a_typed_error_crosses(self, join: Join) -> None:
-        async def refuse(payload: bytes, out: Outgoing) -> None:
+    async def test_a_typed_error_crosses(self, join: JoinRequests) -> None:
+        async def refuse(payload: bytes, out: ResponseWriter) -> None:
             out.send(b"before")
             raise Overloaded("full", hint="wait", retry_after_s=1.5)
 
-        server, client, got = await served(join, refuse), await join(), Collected()
+        server, client, got = await join_serving(join, refuse), await join(), CollectingSink()
         with pytest.raises(Overloaded, match="full") as caught:
-            await client.call(server.address, "e", b"", HERE, got)
+            await client.call(server.address, "e", b"", CALL_CONTEXT, got)
         assert (caught.value.hint, caught.value.retry_after_s) == ("wait", 1.5)
         assert got.items == [b"before"]
 
     async def test_a_bug_is_an_internal_error_and_logged(
-        self, join: Join, caplog: pytest.LogCaptureFixture
+        self, join: JoinRequests, caplog: pytest.LogCaptureFixture
     ) -> None:
-        async def wrong(payload: bytes, out: Outgoing) -> None:
+        async def wrong(payload: bytes, out: ResponseWriter) -> None:
             raise KeyError("secret detail")
 
-        server, client = await served(join, wrong), await join()
+        server, client = await join_serving(join, wrong), await join()
         with pytest.raises(InternalError) as caught:
-            await client.call(server.address, "e", b"", HERE, Collected())
+            await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
         assert "secret" not in caught.value.message
         assert "secret detail" in caplog.text
 
-    async def test_an_unknown_endpoint_is_not_found(self, join: Join) -> None:
-        server, client = await served(join, echo), await join()
+    async def test_an_unknown_endpoint_is_not_found(self, join: JoinRequests) -> None:
+        server, client = await join_serving(join, echo_handler), await join()
         with pytest.raises(NotFound):
-            await client.call(server.address, "other", b"", HERE, Collected())
+            await client.call(server.address, "other", b"", CALL_CONTEXT, CollectingSink())
 
-    async def test_a_payload_over_the_limit_is_refused_alone(self, join: Join) -> None:
-        server, client, got = await served(join, echo), await join(), Collected()
+    async def test_a_payload_over_the_limit_is_refused_alone(self, join: JoinRequests) -> None:
+        server, client, got = await join_serving(join, echo_handler), await join(), CollectingSink()
         with pytest.raises(TooLarge):
-            await client.call(server.address, "e", bytes((64 << 20) + 1), HERE, got)
-        await client.call(server.address, "e", b"fine", HERE, got)
+            await client.call(server.address, "e", bytes((64 << 20) + 1), CALL_CONTEXT, got)
+        await client.call(server.address, "e", b"fine", CALL_CONTEXT, got)
         assert got.items == [b"fine"]
 
-    async def test_a_window_holds_the_handler_back(self, join: Join) -> None:
+    async def test_flow_window_limits_the_handler(self, join: JoinRequests) -> None:
         sent = 0
 
-        async def pour(payload: bytes, out: Outgoing) -> None:
+        async def pour(payload: bytes, out: ResponseWriter) -> None:
             nonlocal sent
             for _ in range(50):
-                await out.credit()
+                await out.wait_for_window()
                 out.send(bytes(100))
                 sent += 1
 
-        server, client, got = await served(join, pour), await join(), Collected()
-        window = Window(1000)
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got, window=window))
+        server, client, got = await join_serving(join, pour), await join(), CollectingSink()
+        window = FlowWindow(1000)
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(
+                client.call(server.address, "e", b"", CALL_CONTEXT, got, window=window)
+            )
             taken = 0
             while taken < 50:
-                await got.first.wait()
-                got.first.clear()
+                await got.first_item.wait()
+                got.first_item.clear()
                 assert sent <= taken + 10 + 3  # credit comes back in steps of a quarter
                 while taken < len(got.items):
                     taken += 1
@@ -186,32 +190,32 @@ class CallsConformance:
         assert len(got.items) == 50
 
 
-class EndsConformance:
+class InterruptedCallsConformance:
     """Calls that are cut short. Fixture: `join`; members have `abort()`, a crash."""
 
-    async def test_a_cancelled_caller_cancels_the_handler(self, join: Join) -> None:
-        handler, got = Endless(), Collected()
-        server, client = await served(join, handler), await join()
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-            await got.first.wait()
+    async def test_a_cancelled_caller_cancels_the_handler(self, join: JoinRequests) -> None:
+        handler, got = EndlessHandler(), CollectingSink()
+        server, client = await join_serving(join, handler), await join()
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, got))
+            await got.first_item.wait()
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
         await handler.cancelled.wait()
 
-    async def test_enough_ends_the_call_and_cancels_the_handler(self, join: Join) -> None:
-        handler, got = Endless(), Collected(enough=1)
-        server, client = await served(join, handler), await join()
-        await client.call(server.address, "e", b"", HERE, got)
+    async def test_sink_that_returns_false_cancels_the_handler(self, join: JoinRequests) -> None:
+        handler, got = EndlessHandler(), CollectingSink(item_limit=1)
+        server, client = await join_serving(join, handler), await join()
+        await client.call(server.address, "e", b"", CALL_CONTEXT, got)
         await handler.cancelled.wait()
         assert got.items == [b"first"]
 
-    async def test_what_comes_late_is_dropped(self, join: Join) -> None:
+    async def test_items_after_cancellation_are_dropped(self, join: JoinRequests) -> None:
         answers: list[bool] = []
         stubborn_done = asyncio.Event()
 
-        async def stubborn(payload: bytes, out: Outgoing) -> None:
+        async def stubborn(payload: bytes, out: ResponseWriter) -> None:
             for _ in range(10):
                 out.send(b"x")
             with suppress(asyncio.CancelledError):
@@ -219,86 +223,92 @@ class EndsConformance:
             answers.append(out.send(b"late"))
             stubborn_done.set()
 
-        server, client, got = await served(join, stubborn), await join(), Collected(enough=1)
-        await server.serve("echo", echo)
-        await client.call(server.address, "e", b"", HERE, got)
+        server, client, got = (
+            await join_serving(join, stubborn),
+            await join(),
+            CollectingSink(item_limit=1),
+        )
+        await server.serve("echo", echo_handler)
+        await client.call(server.address, "e", b"", CALL_CONTEXT, got)
         await stubborn_done.wait()
-        await client.call(server.address, "echo", b"alive", HERE, got)
+        await client.call(server.address, "echo", b"alive", CALL_CONTEXT, got)
         assert answers == [False]
         assert got.items == [b"x", b"alive"]
 
-    async def test_a_failing_sink_fails_its_own_call_only(self, join: Join) -> None:
+    async def test_a_failing_sink_fails_its_own_call_only(self, join: JoinRequests) -> None:
         def broken(payload: bytes) -> bool:
             raise ValueError("sink")
 
-        handler, got = Endless(), Collected()
-        server, client = await served(join, handler), await join()
-        await server.serve("echo", echo)
+        handler, got = EndlessHandler(), CollectingSink()
+        server, client = await join_serving(join, handler), await join()
+        await server.serve("echo", echo_handler)
         with pytest.raises(ValueError, match="sink"):
-            await client.call(server.address, "e", b"", HERE, broken)
+            await client.call(server.address, "e", b"", CALL_CONTEXT, broken)
         await handler.cancelled.wait()
-        await client.call(server.address, "echo", b"ok", HERE, got)
+        await client.call(server.address, "echo", b"ok", CALL_CONTEXT, got)
         assert got.items == [b"ok"]
 
     async def test_a_withdrawn_endpoint_finishes_its_calls_and_takes_no_more(
-        self, join: Join
+        self, join: JoinRequests
     ) -> None:
         go_on = asyncio.Event()
 
-        async def slow(payload: bytes, out: Outgoing) -> None:
+        async def slow(payload: bytes, out: ResponseWriter) -> None:
             out.send(b"begun")
             await go_on.wait()
             out.send(b"done")
 
-        server, client, got = await served(join, slow), await join(), Collected()
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-            await got.first.wait()
+        server, client, got = await join_serving(join, slow), await join(), CollectingSink()
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, got))
+            await got.first_item.wait()
             withdrawn = tasks.start(server.withdraw("e", None))
             await asyncio.sleep(0)
             with pytest.raises(InstanceGone):
-                await client.call(server.address, "e", b"", HERE, Collected())
+                await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
             go_on.set()
             await withdrawn
             await call
         assert got.items == [b"begun", b"done"]
-        await server.serve("e", echo)
-        await client.call(server.address, "e", b"again", HERE, got)
+        await server.serve("e", echo_handler)
+        await client.call(server.address, "e", b"again", CALL_CONTEXT, got)
         assert got.items[-1] == b"again"
 
-    async def test_withdrawing_at_once_fails_the_calls_in_hand(self, join: Join) -> None:
-        handler, got = Endless(), Collected()
-        server, client = await served(join, handler), await join()
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-            await got.first.wait()
+    async def test_withdrawing_at_once_fails_the_calls_in_hand(self, join: JoinRequests) -> None:
+        handler, got = EndlessHandler(), CollectingSink()
+        server, client = await join_serving(join, handler), await join()
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, got))
+            await got.first_item.wait()
             await server.withdraw("e")
             with pytest.raises(WorkerFailed):
                 await call
         assert handler.cancelled.is_set()
 
-    async def test_a_handler_that_gives_up_fails_the_call(self, join: Join) -> None:
-        async def gives_up(payload: bytes, out: Outgoing) -> None:
+    async def test_handler_that_cancels_itself_fails_the_call(self, join: JoinRequests) -> None:
+        async def gives_up(payload: bytes, out: ResponseWriter) -> None:
             raise asyncio.CancelledError
 
-        server, client = await served(join, gives_up), await join()
+        server, client = await join_serving(join, gives_up), await join()
         with pytest.raises(WorkerFailed):
-            await client.call(server.address, "e", b"", HERE, Collected())
+            await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
 
     @pytest.mark.parametrize("how", ["abort", "close"])
-    async def test_a_dead_instance_fails_its_calls_and_is_told(self, join: Join, how: str) -> None:
-        handler, got, broken = Endless(), Collected(), asyncio.Event()
-        server, client = await served(join, handler), await join()
+    async def test_dead_instance_fails_its_calls_and_is_reported(
+        self, join: JoinRequests, how: str
+    ) -> None:
+        handler, got, broken = EndlessHandler(), CollectingSink(), asyncio.Event()
+        server, client = await join_serving(join, handler), await join()
         told: list[str] = []
 
         def tell(address: str) -> None:
             told.append(address)
             broken.set()
 
-        client.on_broken(tell)
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-            await got.first.wait()
+        client.on_connection_broken(tell)
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, got))
+            await got.first_item.wait()
             if how == "close":
                 await server.close()
             else:
@@ -310,46 +320,46 @@ class EndsConformance:
         await broken.wait()
         assert set(told) == {server.address}
         with pytest.raises(InstanceGone):
-            await client.call(server.address, "e", b"", HERE, got)
+            await client.call(server.address, "e", b"", CALL_CONTEXT, got)
 
-    async def test_a_client_that_dies_cancels_its_handlers(self, join: Join) -> None:
-        handler, got = Endless(), Collected()
-        server, client = await served(join, handler), await join()
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-            await got.first.wait()
+    async def test_a_client_that_dies_cancels_its_handlers(self, join: JoinRequests) -> None:
+        handler, got = EndlessHandler(), CollectingSink()
+        server, client = await join_serving(join, handler), await join()
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, got))
+            await got.first_item.wait()
             await client.close()
             with pytest.raises(WorkerFailed):
                 await call
         await handler.cancelled.wait()
 
-    async def test_a_connection_that_is_given_up_fails_its_calls_and_is_made_anew(
-        self, join: Join
+    async def test_broken_off_connection_fails_its_calls_and_reconnects(
+        self, join: JoinRequests
     ) -> None:
-        handler, got = Endless(), Collected()
-        server, client = await served(join, handler), await join()
-        async with Tasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-            await got.first.wait()
-            assert client.heard(server.address) > 0
-            client.break_off(server.address)
+        handler, got = EndlessHandler(), CollectingSink()
+        server, client = await join_serving(join, handler), await join()
+        async with BackgroundTasks() as tasks:
+            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, got))
+            await got.first_item.wait()
+            assert client.count_received_frames(server.address) > 0
+            client.disconnect(server.address)
             with pytest.raises(WorkerFailed):
                 await call
         await handler.cancelled.wait()
-        await server.serve("again", echo)
-        await client.call(server.address, "again", b"hello", HERE, got)
+        await server.serve("again", echo_handler)
+        await client.call(server.address, "again", b"hello", CALL_CONTEXT, got)
         assert got.items[-1] == b"hello"
 
-    async def test_nobody_there_is_instance_gone(self, join: Join) -> None:
-        gone, client, told = await served(join, echo), await join(), list[str]()
+    async def test_call_to_closed_instance_raises_instance_gone(self, join: JoinRequests) -> None:
+        gone, client, told = await join_serving(join, echo_handler), await join(), list[str]()
         await gone.close()
-        client.on_broken(told.append)
+        client.on_connection_broken(told.append)
         with pytest.raises(InstanceGone):
-            await client.call(gone.address, "e", b"", HERE, Collected())
+            await client.call(gone.address, "e", b"", CALL_CONTEXT, CollectingSink())
         with pytest.raises(InstanceGone):
-            await client.call("nonsense", "e", b"", HERE, Collected())
+            await client.call("nonsense", "e", b"", CALL_CONTEXT, CollectingSink())
         assert gone.address in told
 
 
-class RequestsConformance(CallsConformance, EndsConformance):
+class RequestsConformance(CallsConformance, InterruptedCallsConformance):
     """All of it. Fixture: `join`."""

@@ -14,20 +14,20 @@ from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.testing.day.processes import SimulatedFrontend, SimulatedWorker
 
 
-def leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) -> list[str]:
+def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) -> list[str]:
     """In words, everything that is left over, once nothing is asked any more."""
     alive = {worker.name: worker for worker in workers}
-    found = [problem for worker in alive.values() for problem in _of_engine(worker)]
-    found += _of_client(frontend, alive)
+    found = [problem for worker in alive.values() for problem in _engine_leaks(worker)]
+    found += _client_leaks(frontend, alive)
     if (policy := frontend.policy) is not None:
-        found += _of_policy(policy, alive)
+        found += _policy_leaks(policy, alive)
     return found
 
 
-def _of_engine(worker: SimulatedWorker) -> Iterator[str]:
+def _engine_leaks(worker: SimulatedWorker) -> Iterator[str]:
     scheduler = worker.engine.scheduler
     try:
-        scheduler.pool.check()
+        scheduler.pool.check_invariants()
     except AssertionError as error:
         yield f"{worker.name}: {error}"
     if scheduler.pool.active:
@@ -36,38 +36,45 @@ def _of_engine(worker: SimulatedWorker) -> Iterator[str]:
         yield f"{worker.name}: {left} sequences in its batch"
 
 
-def _of_client(frontend: SimulatedFrontend, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
-    client = frontend.way.client
+def _client_leaks(
+    frontend: SimulatedFrontend, alive: Mapping[str, SimulatedWorker]
+) -> Iterator[str]:
+    client = frontend.pipeline.client
     if set(client.instances) != set(alive):
         yield f"not the workers that live: {sorted(set(client.instances) ^ set(alive))[:5]}"
-    if busy := [one.id for one in client.busy()]:
+    if busy := [one.id for one in client.busy_instances()]:
         yield f"calls under way at {busy[:5]}"
 
 
-def _of_policy(policy: KvPolicy, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
-    placement = policy.placement
+def _policy_leaks(policy: KvPolicy, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
+    placement = policy.solver
     if len(placement):
         yield f"{len(placement)} requests wait in the router"
-    for book in placement.fleet.books:
-        if book.active or book.open_count or book.open_tokens or book.context:
+    for book in placement.worker_states.workers:
+        if (
+            book.active
+            or book.pending_prefills
+            or book.pending_prefill_tokens
+            or book.decode_context_tokens
+        ):
             yield (
                 f"the router's book of {book.name}: {len(book.active)} active, "
-                f"{book.open_count} open ({book.open_tokens} tokens), context {book.context}"
+                f"{book.pending_prefills} open ({book.pending_prefill_tokens} tokens), context {book.decode_context_tokens}"
             )
-    yield from _of_index(cast("CacheView", placement.view), alive)
+    yield from _index_mismatches(cast("CacheView", placement.view), alive)
 
 
-def _of_index(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
-    if strangers := set(view.modes()) - set(alive):
+def _index_mismatches(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
+    if strangers := set(view.get_modes()) - set(alive):
         yield f"the index knows dead workers: {sorted(strangers)[:5]}"
-    if inexact := [name for name in alive if view.mode(name) != "exact"]:
+    if inexact := [name for name in alive if view.get_mode(name) != "exact"]:
         yield f"{len(inexact)} workers' caches are not known exactly"
     known: dict[str, set[int]] = {name: set() for name in alive}
-    for _, hashes, holders in view.index.chains():
+    for _, hashes, holders in view.device_index.iter_chains():
         for name, depth in holders.items():
             known.setdefault(name, set()).update(hashes[:depth])
     for name, blocks in known.items():
-        held = held_by(alive[name]) if name in alive else set()
+        held = cached_hashes(alive[name]) if name in alive else set()
         if blocks != held:
             yield (
                 f"the index of {name}: {len(blocks - held)} blocks too many, "
@@ -75,13 +82,13 @@ def _of_index(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> Iterator
             )
 
 
-def held_by(worker: SimulatedWorker) -> set[int]:
+def cached_hashes(worker: SimulatedWorker) -> set[int]:
     """The blocks in its cache."""
-    changes = worker.engine.held_blocks()
+    changes = worker.engine.snapshot_kv_events()
     return {one for change in changes if isinstance(change, BlocksStored) for one in change.hashes}
 
 
-async def records_left(
+async def find_leaked_records(
     frontends: Sequence[SimulatedFrontend], workers: Iterable[SimulatedWorker]
 ) -> list[str]:
     """Records in discovery of who is dead, and those that who lives has not."""
@@ -96,10 +103,10 @@ async def records_left(
     return found + [f"{counts[name]} of {usual} records of {name}" for name in short]
 
 
-def places_left() -> list[str]:
+def find_open_planes() -> list[str]:
     """Memory planes that nobody closed."""
     counts = {
         "request planes": len(request_places._planes),  # noqa: SLF001 - their own register
-        "event places": len(event_places._places),  # noqa: SLF001
+        "event places": len(event_places._buses),  # noqa: SLF001
     }
     return [f"{count} {name} left open" for name, count in counts.items() if count]

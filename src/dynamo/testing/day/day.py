@@ -12,22 +12,22 @@ from random import Random
 import msgspec
 
 from dynamo.core.context import Context
-from dynamo.core.reply import Reply, Send
-from dynamo.core.tasks import Tasks
+from dynamo.core.reply import Reply, SendRequest
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, GenerateRequest
-from dynamo.core.virtual_time import VirtualClock, run_virtually
-from dynamo.inference.mock.timing import Linear, Timing
-from dynamo.operations.replay.figures import spread
-from dynamo.testing.day.books import leaks, places_left, records_left
-from dynamo.testing.day.faults import Faults, Fleet, deafen
-from dynamo.testing.day.figures import DayResult, counters, resident_mb
-from dynamo.testing.day.processes import Ground, SimulatedFrontend
-from dynamo.testing.day.requests import Asking, Prompts, Tally
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
+from dynamo.inference.mock.timing import LinearTiming, StepTiming
+from dynamo.operations.replay.figures import summarize_distribution
+from dynamo.testing.day.books import find_leaked_records, find_leaks, find_open_planes
+from dynamo.testing.day.faults import FaultSchedule, SimulatedWorkers, drop_events_repeatedly
+from dynamo.testing.day.figures import ChaosResult, parse_counters, resident_mb
+from dynamo.testing.day.processes import SimulatedFrontend, SimulatedNetwork
+from dynamo.testing.day.requests import SimulatedClients, SimulatedOutcome, SimulatedPrompts
 
-SETTLING_S = 90.0
+SETTLE_S = 90.0
 """After the last fault; longer than any probe, lease or repair takes."""
-PORTION_S = 0.05
-COUNTERS = (
+DELIVERY_INTERVAL_S = 0.05
+REPORTED_COUNTERS = (
     "dynamo_migrations_total",
     "dynamo_migrations_failed_total",
     "dynamo_workers_frozen_total",
@@ -35,13 +35,13 @@ COUNTERS = (
     "dynamo_workers_ejected_total",
     "dynamo_router_retries_total",
 )
-_places = count()
+_network_numbers = count()
 
-Progress = Callable[[float, Tally, Fleet], bool]
+ChaosProgressCallback = Callable[[float, SimulatedOutcome, SimulatedWorkers], bool]
 """Called every virtual hour with the hours that have gone; False: that was enough."""
 
 
-class Day(msgspec.Struct, frozen=True):
+class ChaosScenario(msgspec.Struct, frozen=True):
     """What is lived through. `rate`: requests a second; `hang_up`: beside them, clients a second
     that leave before their answer is complete."""
 
@@ -55,24 +55,26 @@ class Day(msgspec.Struct, frozen=True):
     num_blocks: int = 1024
     block_tokens: int = 16
     mode: str = "kv"
-    timing: Timing = Linear(c0=10.0, c1=0.1)
-    faults: Faults = Faults()
-    hang_up: float = 0.0
+    timing: StepTiming = LinearTiming(c0=10.0, c1=0.1)
+    faults: FaultSchedule = FaultSchedule()
+    disconnect_rate: float = 0.0
     seed: int = 0
 
 
-def live_through(day: Day, progress: Progress | None = None) -> DayResult:
+def run_chaos(day: ChaosScenario, progress: ChaosProgressCallback | None = None) -> ChaosResult:
     """Hours in minutes. Raises `Deadlock`."""
     wall, cpu = time.perf_counter(), time.process_time()
-    result = run_virtually(lambda clock: _live(day, clock, progress))
+    result = run_in_virtual_time(lambda clock: _run_scenario(day, clock, progress))
     took = {
         "wall_s": round(time.perf_counter() - wall, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
     }
-    return msgspec.structs.replace(result, leaks=[*result.leaks, *places_left()], **took)
+    return msgspec.structs.replace(result, leaks=[*result.leaks, *find_open_planes()], **took)
 
 
-async def _live(day: Day, clock: VirtualClock, progress: Progress | None) -> DayResult:
+async def _run_scenario(
+    day: ChaosScenario, clock: VirtualClock, progress: ChaosProgressCallback | None
+) -> ChaosResult:
     engine = EngineInfo(
         engine="mock",
         block_tokens=day.block_tokens,
@@ -81,58 +83,65 @@ async def _live(day: Day, clock: VirtualClock, progress: Progress | None) -> Day
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
     )
-    ground = Ground(f"memory:day-{next(_places)}", clock, engine, day.timing, day.mode, set())
-    rng, tally = Random(day.seed), Tally()
-    fleet = Fleet(ground, day.faults, Random(rng.random()), day.workers)
+    ground = SimulatedNetwork(
+        f"memory:day-{next(_network_numbers)}", clock, engine, day.timing, day.mode, set()
+    )
+    rng, tally = Random(day.seed), SimulatedOutcome()
+    fleet = SimulatedWorkers(ground, day.faults, Random(rng.random()), day.workers)
     await fleet.start()
     frontends = [
         await SimulatedFrontend.start(ground, f"frontend-{number}", day.seed + number)
         for number in range(day.frontends)
     ]
-    clock.on_jump(Hands(ground).jumped)
-    async with Tasks() as troubles:
-        if day.faults.deaf_every_s:
-            deafening = deafen(ground, day.faults, Random(rng.random()), frontends)
+    clock.on_time_advanced(FastForwardDelivery(ground).on_clock_jump)
+    async with BackgroundTasks() as troubles:
+        if day.faults.event_loss_every_s:
+            deafening = drop_events_repeatedly(ground, day.faults, Random(rng.random()), frontends)
             troubles.start(deafening, "deafen frontends")
-        memory = await _ask_all(day, clock, rng, tally, fleet, InTurn(frontends).send, progress)
+        memory = await _run_workload(
+            day, clock, rng, tally, fleet, RoundRobinFrontends(frontends).send, progress
+        )
     hours = clock.now() / 3600.0
-    await fleet.calm()
-    await clock.sleep(SETTLING_S)
-    left = [leak for one in frontends for leak in leaks(one, fleet.workers.values())]
-    left += await records_left(frontends, fleet.workers.values())
-    if tally.under_way:
-        left.append(f"{tally.under_way} requests under way")
+    await fleet.stop_faults()
+    await clock.sleep(SETTLE_S)
+    left = [leak for one in frontends for leak in find_leaks(one, fleet.workers.values())]
+    left += await find_leaked_records(frontends, fleet.workers.values())
+    if tally.in_flight:
+        left.append(f"{tally.in_flight} requests under way")
     counted = Counter[str]()
     for frontend in frontends:
-        counted.update(counters(frontend.runtime.metrics.render(), COUNTERS))
-        await frontend.leave()
-    await fleet.leave()
-    left += [f"task left: {name}" for name in _tasks_left()]
-    return _result(day, hours, tally, fleet, counted, left, memory)
+        counted.update(parse_counters(frontend.runtime.metrics.render(), REPORTED_COUNTERS))
+        await frontend.shutdown()
+    await fleet.shutdown()
+    left += [f"task left: {name}" for name in _leaked_tasks()]
+    return _make_result(day, hours, tally, fleet, counted, left, memory)
 
 
-async def _ask_all(
-    day: Day,
+async def _run_workload(
+    day: ChaosScenario,
     clock: VirtualClock,
     rng: Random,
-    tally: Tally,
-    fleet: Fleet,
-    send: Send,
-    progress: Progress | None,
+    tally: SimulatedOutcome,
+    fleet: SimulatedWorkers,
+    send: SendRequest,
+    progress: ChaosProgressCallback | None,
 ) -> list[float]:
     """Requests come by chance until the day is over, and are answered. Resident memory by hour."""
-    asking = Asking(send, clock, tally, day.answer_tokens, day.deadline_s)
-    prompts = Prompts(day.prompt_tokens, Random(rng.random()))
+    asking = SimulatedClients(send, clock, tally, day.answer_tokens, day.deadline_s)
+    prompts = SimulatedPrompts(day.prompt_tokens, Random(rng.random()))
     memory: list[float] = []
     begin = clock.now()
     end, told = begin + day.hours * 3600.0, begin
-    async with Tasks() as tasks, Tasks() as leavers:
-        fleet.unleash()
-        if day.hang_up:
-            leavers.start(_hang_up(day, clock, Random(rng.random()), asking), "clients that leave")
+    async with BackgroundTasks() as tasks, BackgroundTasks() as leavers:
+        fleet.start_faults()
+        if day.disconnect_rate:
+            leavers.start(
+                _run_disconnecting_clients(day, clock, Random(rng.random()), asking),
+                "clients that leave",
+            )
         while clock.now() < end:
             await clock.sleep(rng.expovariate(day.rate))
-            tasks.start(asking.ask(prompts.make()))
+            tasks.start(asking.send_and_check(prompts.make()))
             if clock.now() >= told:
                 memory.append(resident_mb())
                 told += 3600.0
@@ -142,15 +151,17 @@ async def _ask_all(
     return memory
 
 
-async def _hang_up(day: Day, clock: VirtualClock, rng: Random, asking: Asking) -> None:
+async def _run_disconnecting_clients(
+    day: ChaosScenario, clock: VirtualClock, rng: Random, asking: SimulatedClients
+) -> None:
     """Without end: one leaves after the other, at any moment of its answer."""
-    prompts = Prompts(day.prompt_tokens, Random(rng.random()))
+    prompts = SimulatedPrompts(day.prompt_tokens, Random(rng.random()))
     while True:
-        await clock.sleep(rng.expovariate(day.hang_up))
-        await asking.hang_up(prompts.make(), rng.uniform(0.0, 3.0))
+        await clock.sleep(rng.expovariate(day.disconnect_rate))
+        await asking.send_and_disconnect(prompts.make(), rng.uniform(0.0, 3.0))
 
 
-class InTurn:
+class RoundRobinFrontends:
     """Sends requests by one frontend after the other."""
 
     def __init__(self, frontends: Sequence[SimulatedFrontend]) -> None:
@@ -161,50 +172,50 @@ class InTurn:
         await next(self._next).send(request, context, reply)
 
 
-class Hands:
+class FastForwardDelivery:
     """Hands out the tokens of engines that take many steps at once, in small portions."""
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
-        self._due_s = 0.0
+    def __init__(self, ground: SimulatedNetwork) -> None:
+        self._network = ground
+        self._next_delivery_s = 0.0
 
-    def jumped(self) -> None:
+    def on_clock_jump(self) -> None:
         """It is later."""
-        now = self._ground.clock.now()
-        if now >= self._due_s:
-            self._due_s = now + PORTION_S
-            for leaper in tuple(self._ground.leaping):
+        now = self._network.clock.now()
+        if now >= self._next_delivery_s:
+            self._next_delivery_s = now + DELIVERY_INTERVAL_S
+            for leaper in tuple(self._network.fast_forwarding):
                 leaper.catch_up()
 
 
-def _tasks_left() -> list[str]:
+def _leaked_tasks() -> list[str]:
     mine = asyncio.current_task()
     return sorted(task.get_name() for task in asyncio.all_tasks() if task is not mine)
 
 
-def _result(
-    day: Day,
+def _make_result(
+    day: ChaosScenario,
     hours: float,
-    tally: Tally,
-    fleet: Fleet,
+    tally: SimulatedOutcome,
+    fleet: SimulatedWorkers,
     counted: Mapping[str, float],
     left: list[str],
     memory: list[float],
-) -> DayResult:
-    return DayResult(
+) -> ChaosResult:
+    return ChaosResult(
         hours=round(hours, 3),
         workers=day.workers,
         requests=tally.requests,
-        right=tally.right,
-        right_share=tally.right / max(1, tally.requests),
+        correct=tally.correct,
+        correct_share=tally.correct / max(1, tally.requests),
         failed=dict(tally.failed),
-        told=tally.told,
-        hit=len(tally.hit_s),
-        hit_gap_ms=spread(tally.hit_s),
-        took_ms=spread(tally.took_s),
+        failure_messages=tally.failure_messages,
+        stalled=len(tally.stalls_s),
+        stall_ms=summarize_distribution(tally.stalls_s),
+        duration_ms=summarize_distribution(tally.durations_s),
         crashes=fleet.crashes,
         partitions=fleet.partitions,
-        severed=fleet.severed,
+        partitioned_workers=fleet.partitioned_workers,
         counters=counted,
         leaks=left,
         resident_mb=memory,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.operations.replay.figures import Spread
+from dynamo.operations.replay.figures import ReplayDistribution
 
 
-class DayResult(msgspec.Struct, frozen=True):
+class ChaosResult(msgspec.Struct, frozen=True):
     """`right`: answered within the deadline, every token as it should be; `failed`: the others by
     what was wrong; `hit_gap_ms`: the longest pause of each answer that had one over half a second;
     `leaks`: what was left over at the end; `resident_mb`: of the process, hour by hour."""
@@ -19,16 +19,16 @@ class DayResult(msgspec.Struct, frozen=True):
     hours: float
     workers: int
     requests: int
-    right: int
-    right_share: float
+    correct: int
+    correct_share: float
     failed: Mapping[str, int]
-    told: Sequence[str]
-    hit: int
-    hit_gap_ms: Spread
-    took_ms: Spread
+    failure_messages: Sequence[str]
+    stalled: int
+    stall_ms: ReplayDistribution
+    duration_ms: ReplayDistribution
     crashes: int
     partitions: int
-    severed: int
+    partitioned_workers: int
     counters: Mapping[str, float]
     leaks: Sequence[str]
     resident_mb: Sequence[float]
@@ -42,7 +42,7 @@ def resident_mb() -> float:
     return round(pages * resource.getpagesize() / 1e6, 1)
 
 
-def counters(rendered: str, names: Sequence[str]) -> dict[str, float]:
+def parse_counters(rendered: str, names: Sequence[str]) -> dict[str, float]:
     """The samples of those counters that are not 0, of a page of metrics."""
     found = {}
     for line in rendered.splitlines():

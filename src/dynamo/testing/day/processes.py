@@ -16,35 +16,35 @@ from dynamo.core.settings import Settings
 from dynamo.core.values import EngineInfo
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.leap import Leaper
-from dynamo.inference.mock.simulated import make_simulated
-from dynamo.inference.mock.timing import Timing
-from dynamo.inference.worker import Worker
+from dynamo.inference.leap import FastForward
+from dynamo.inference.mock.simulated import make_simulated_engine
+from dynamo.inference.mock.timing import StepTiming
+from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.files import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.leases import KeptDiscovery
-from dynamo.runtime.watch import Watch
+from dynamo.runtime.leases import RepublishingDiscovery
+from dynamo.runtime.watch import FailureDetector
 from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.services.routing import ModelRouting, Routing
-from dynamo.services.way import Way
+from dynamo.services.routing import ModelRouting, ProcessRouting
+from dynamo.services.way import ModelPipeline
 
-MODEL = "day"
-VOCABULARY = 1 << 16
-WORDS = range(1_000, VOCABULARY)
+MODEL_NAME = "day"
+VOCAB_SIZE = 1 << 16
+MOCK_VOCABULARY = range(1_000, VOCAB_SIZE)
 """What engines say; none of it ends an answer."""
 
 
-class Ground(msgspec.Struct, frozen=True):
+class SimulatedNetwork(msgspec.Struct, frozen=True):
     """What all processes of a day stand on. `place`: the name of their memory planes; `leaping`:
     engines in the midst of many steps."""
 
-    place: str
+    plane_name: str
     clock: VirtualClock
     engine: EngineInfo
-    timing: Timing
+    timing: StepTiming
     mode: str
-    leaping: set[Leaper]
+    fast_forwarding: set[FastForward]
 
     @property
     def card(self) -> ModelCard:
@@ -52,13 +52,20 @@ class Ground(msgspec.Struct, frozen=True):
         files = FileRef("tokenizer.json", "0" * 64, 0, "/nowhere")
         engine = self.engine
         return ModelCard(
-            (MODEL,), engine.context_tokens, VOCABULARY, files, engine.block_tokens, engine=engine
+            (MODEL_NAME,),
+            engine.context_tokens,
+            VOCAB_SIZE,
+            files,
+            engine.block_tokens,
+            engine=engine,
         )
 
-    async def runtime(self, role: str, name: str, seed: int) -> tuple[DistributedRuntime, Lease]:
+    async def create_runtime(
+        self, role: str, name: str, seed: int
+    ) -> tuple[DistributedRuntime, LeasedDiscovery]:
         """A process's runtime, and its lease."""
         settings = Settings()
-        planes = {"discovery": self.place, "requests": "memory:", "events": self.place}
+        planes = {"discovery": self.plane_name, "requests": "memory:", "events": self.plane_name}
         settings = replace(
             settings,
             runtime=replace(settings.runtime, **planes),
@@ -67,12 +74,12 @@ class Ground(msgspec.Struct, frozen=True):
         made = await DistributedRuntime.create(settings, role=role, name=name, clock=self.clock)
         made.instance_id = name
         made.rng = Random(seed)
-        lease = MemoryDiscovery(self.place.partition(":")[2])
-        made.discovery = KeptDiscovery(lease)
+        lease = MemoryDiscovery(self.plane_name.partition(":")[2])
+        made.discovery = RepublishingDiscovery(lease)
         return made, lease
 
 
-Lease = MemoryDiscovery
+LeasedDiscovery = MemoryDiscovery
 
 
 class SimulatedWorker:
@@ -82,55 +89,55 @@ class SimulatedWorker:
         self,
         name: str,
         runtime: DistributedRuntime,
-        lease: Lease,
-        worker: Worker,
+        lease: LeasedDiscovery,
+        worker: EngineWorker,
         engine: BatchedEngine,
-        leaper: Leaper,
+        fast_forward: FastForward,
     ) -> None:
         self.name = name
         self.engine = engine
-        self.leaper = leaper
+        self.fast_forward = fast_forward
         self.alive = True
         self._runtime = runtime
         self._requests = cast("MemoryRequests", runtime.requests)
         self._events = cast("MemoryEvents", runtime.events)
-        self._lease = lease
+        self._leased_discovery = lease
         self._worker = worker
-        self._expired = False
+        self._lease_expired = False
 
     @classmethod
-    async def start(cls, ground: Ground, name: str, seed: int) -> SimulatedWorker:
+    async def start(cls, ground: SimulatedNetwork, name: str, seed: int) -> SimulatedWorker:
         """Ready and announced."""
-        engine, leaper = make_simulated(
+        engine, leaper = make_simulated_engine(
             ground.engine,
             ground.timing,
             ground.clock,
-            settled=ground.clock.settled,
+            wait_until_quiescent=ground.clock.wait_until_idle,
             eviction="reuse",
-            words=WORDS,
-            leaping=ground.leaping,
+            vocabulary=MOCK_VOCABULARY,
+            fast_forwarding=ground.fast_forwarding,
         )
-        runtime, lease = await ground.runtime("worker", name, seed)
-        worker = Worker(engine, ground.card)
+        runtime, lease = await ground.create_runtime("worker", name, seed)
+        worker = EngineWorker(engine, ground.card)
         await worker.attach(runtime)
         return cls(name, runtime, lease, worker, engine, leaper)
 
     @property
-    def severed(self) -> bool:
+    def partitioned(self) -> bool:
         """Whether the network reaches it not."""
         return self._requests.severed
 
-    def sever(self) -> None:
+    def partition(self) -> None:
         """The network reaches it no more."""
-        self.leaper.catch_up()
+        self.fast_forward.catch_up()
         self._requests.sever()
         self._events.sever()
 
-    def expire(self) -> None:
+    def expire_lease(self) -> None:
         """Its lease has ended."""
-        if self.severed and self.alive and not self._expired:
-            self._expired = True
-            self._lease.expire()
+        if self.partitioned and self.alive and not self._lease_expired:
+            self._lease_expired = True
+            self._leased_discovery.expire_lease()
 
     def rejoin(self) -> None:
         """The network reaches it again, or what is left of it."""
@@ -138,25 +145,25 @@ class SimulatedWorker:
         if not self.alive:
             return
         self._events.rejoin()
-        if self._expired:
-            self._expired = False
-            self._lease.lose_lease()
+        if self._lease_expired:
+            self._lease_expired = False
+            self._leased_discovery.lose_lease()
 
     async def crash(self) -> None:
         """As kill -9 does: it says nothing more, its connections break; discovery and the event
         plane do not know yet."""
-        self.leaper.catch_up()
+        self.fast_forward.catch_up()
         self.alive = False
         self._events.sever()
         self._requests.abort()
         await self.engine.stop()
 
-    async def bury(self) -> None:
+    async def end_lease(self) -> None:
         """Its lease ends."""
         await self._worker.close()
-        await self.leave()
+        await self.shutdown()
 
-    async def leave(self) -> None:
+    async def shutdown(self) -> None:
         """Stop in good order."""
         if self.alive:
             await self._worker.close()
@@ -164,14 +171,14 @@ class SimulatedWorker:
         await self._runtime.discovery.close()
 
 
-class RememberedRouting(Routing):
+class RecordingRouting(ProcessRouting):
     """Tells how the model is routed."""
 
-    made: ModelRouting
+    model_routing: ModelRouting
 
-    def add(self, model: str, made: ModelRouting) -> None:
-        self.made = made
-        super().add(model, made)
+    def add_model(self, model: str, made: ModelRouting) -> None:
+        self.model_routing = made
+        super().add_model(model, made)
 
 
 class SimulatedFrontend:
@@ -180,44 +187,44 @@ class SimulatedFrontend:
     def __init__(
         self,
         runtime: DistributedRuntime,
-        routing: RememberedRouting,
-        way: Way,
+        routing: RecordingRouting,
+        way: ModelPipeline,
         held: AsyncExitStack,
     ) -> None:
         self.runtime = runtime
         self._events = cast("MemoryEvents", runtime.events)
-        self.way = way
+        self.pipeline = way
         self.send = way.send
         self._routing = routing
-        self._held = held
+        self._exit_stack = held
 
     @classmethod
-    async def start(cls, ground: Ground, name: str, seed: int) -> SimulatedFrontend:
+    async def start(cls, ground: SimulatedNetwork, name: str, seed: int) -> SimulatedFrontend:
         """Knows the workers that are there."""
         async with AsyncExitStack() as held:
-            runtime, lease = await ground.runtime("frontend", name, seed)
+            runtime, lease = await ground.create_runtime("frontend", name, seed)
             held.push_async_callback(lease.close)
             held.push_async_callback(runtime.shutdown, 0.0)
-            watch = Watch(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
-            routing = RememberedRouting(runtime)
-            way = await Way.open(runtime, watch, routing, ground.card)
+            watch = FailureDetector(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
+            routing = RecordingRouting(runtime)
+            way = await ModelPipeline.open(runtime, watch, routing, ground.card)
             held.push_async_callback(way.close)
             return cls(runtime, routing, way, held.pop_all())
 
     @property
     def policy(self) -> KvPolicy | None:
         """What chooses, in mode kv."""
-        policy = self._routing.made.policy
+        policy = self._routing.model_routing.policy
         return policy if isinstance(policy, KvPolicy) else None
 
-    def deafen(self) -> None:
+    def drop_events(self) -> None:
         """No event reaches it any more, and none of its own gets out; its calls do."""
         self._events.sever()
 
-    def hear_again(self) -> None:
+    def resume_events(self) -> None:
         """Events come and go again."""
         self._events.rejoin()
 
-    async def leave(self) -> None:
+    async def shutdown(self) -> None:
         """Stop in good order."""
-        await self._held.aclose()
+        await self._exit_stack.aclose()

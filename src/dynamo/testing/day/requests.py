@@ -12,127 +12,134 @@ from random import Random
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
-from dynamo.core.reply import Extra, Reply, Send
-from dynamo.core.values import Finish, GenerateRequest, Sampling, Started, Stops
-from dynamo.inference.mock.tokens import Voice
-from dynamo.testing.day.processes import MODEL, WORDS
+from dynamo.core.reply import LogprobsPerToken, Reply, SendRequest
+from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
+from dynamo.inference.mock.tokens import MockTokenGenerator
+from dynamo.testing.day.processes import MOCK_VOCABULARY, MODEL_NAME
 
-GREEDY = Sampling(temperature=0.0)
-PREFIXES = 20
-SHARED = 0.5
+GREEDY = SamplingParams(temperature=0.0)
+COMMON_PREFIXES = 20
+SHARED_PREFIX_SHARE = 0.5
 """So many of the prompts begin with one of the common prefixes, which are half a prompt long."""
-HIT_S = 0.5
+STALL_S = 0.5
 """A gap so long is none of an engine's own."""
 
 
-class Prompts:
+class SimulatedPrompts:
     """Made up, half of them with a common beginning."""
 
     def __init__(self, tokens: int, rng: Random) -> None:
         self._rng = rng
         self._tokens = tokens
-        self._common = [self._ids(tokens // 2) for _ in range(PREFIXES)]
+        self._common_prefixes = [self._random_ids(tokens // 2) for _ in range(COMMON_PREFIXES)]
 
     def make(self) -> array[int]:
         """The ids of one."""
-        if self._rng.random() >= SHARED:
-            return self._ids(self._tokens)
-        common = self._common[self._rng.randrange(PREFIXES)]
-        return common + self._ids(self._tokens - len(common))
+        if self._rng.random() >= SHARED_PREFIX_SHARE:
+            return self._random_ids(self._tokens)
+        common = self._common_prefixes[self._rng.randrange(COMMON_PREFIXES)]
+        return common + self._random_ids(self._tokens - len(common))
 
-    def _ids(self, count: int) -> array[int]:
+    def _random_ids(self, count: int) -> array[int]:
         return array("I", array("H", self._rng.randbytes(2 * count)))
 
 
-class Answer(Reply):
+class RecordedReply(Reply):
     """Keeps what is said, and when."""
 
-    __slots__ = ("_clock", "begun", "ends", "ids", "last_s", "longest_s")
+    __slots__ = ("_clock", "begin_count", "finishes", "ids", "last_token_s", "longest_gap_s")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.begun = 0
+        self.begin_count = 0
         self.ids = array("I")
-        self.ends: list[Finish] = []
-        self.last_s = clock.now()
-        self.longest_s = 0.0
+        self.finishes: list[Finish] = []
+        self.last_token_s = clock.now()
+        self.longest_gap_s = 0.0
 
     def begin(self, started: Started) -> None:
         del started
-        self.begun += 1
+        self.begin_count += 1
 
-    def tokens(self, ids: Sequence[int], extra: Extra | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
         del extra
         now = self._clock.now()
-        self.longest_s = max(self.longest_s, now - self.last_s)
-        self.last_s = now
+        self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_s)
+        self.last_token_s = now
         self.ids.extend(ids)
         return True
 
     def finish(self, end: Finish) -> None:
-        self.ends.append(end)
+        self.finishes.append(end)
 
-    def right(self, prompt: array[int]) -> list[int]:
+    def expected_ids(self, prompt: array[int]) -> list[int]:
         """What should have been said, as far as something was."""
-        return Voice(WORDS, prompt[:-1]).say(prompt[-1], len(self.ids))
+        return MockTokenGenerator(MOCK_VOCABULARY, prompt[:-1]).generate_tokens(
+            prompt[-1], len(self.ids)
+        )
 
-    def fault(self, prompt: array[int], count: int) -> str:
+    def find_fault(self, prompt: array[int], count: int) -> str:
         """What is wrong with it; "" where nothing is."""
-        if len(self.ids) != count or list(self.ids) != self.right(prompt):
+        if len(self.ids) != count or list(self.ids) != self.expected_ids(prompt):
             return "altered" if len(self.ids) == count else "lost or doubled"
-        if self.begun != 1:
+        if self.begin_count != 1:
             return "begun not once"
-        if self.ends != [Finish("length", count)]:
+        if self.finishes != [Finish("length", count)]:
             return "ended wrongly"
         return ""
 
 
-class Tally:
+class SimulatedOutcome:
     """What came of the requests."""
 
     def __init__(self) -> None:
         self.requests = 0
-        self.right = 0
+        self.correct = 0
         self.failed: Counter[str] = Counter()
-        self.told: list[str] = []
+        self.failure_messages: list[str] = []
         """The first few failures in words."""
-        self.took_s, self.hit_s = array("d"), array("d")
-        self.under_way = 0
-        self.hung_up = 0
+        self.durations_s, self.stalls_s = array("d"), array("d")
+        self.in_flight = 0
+        self.disconnected = 0
 
 
-class Asking:
+class SimulatedClients:
     """Sends requests and judges what comes back."""
 
     def __init__(
-        self, send: Send, clock: Clock, tally: Tally, answer_tokens: int, deadline_s: float
+        self,
+        send: SendRequest,
+        clock: Clock,
+        tally: SimulatedOutcome,
+        answer_tokens: int,
+        deadline_s: float,
     ) -> None:
         self._send = send
         self._clock = clock
-        self._tally = tally
-        self._stops = Stops(max_tokens=answer_tokens, ignore_eos=True)
+        self._outcome = tally
+        self._stops = StopConditions(max_tokens=answer_tokens, ignore_eos=True)
         self._deadline_s = deadline_s
 
-    async def hang_up(self, prompt: array[int], after_s: float) -> None:
+    async def send_and_disconnect(self, prompt: array[int], after_s: float) -> None:
         """One request, whose client leaves; what was said until then must be right."""
-        tally = self._tally
-        tally.hung_up += 1
-        answer, name = Answer(self._clock), f"h{tally.hung_up}"
-        request = GenerateRequest(name, MODEL, prompt.tobytes(), GREEDY, self._stops)
+        tally = self._outcome
+        tally.disconnected += 1
+        answer, name = RecordedReply(self._clock), f"h{tally.disconnected}"
+        request = GenerateRequest(name, MODEL_NAME, prompt.tobytes(), GREEDY, self._stops)
         with suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await self._send(request, Context(name, timeout_s=self._deadline_s), answer)
-        if answer.right(prompt) != list(answer.ids):
+        if answer.expected_ids(prompt) != list(answer.ids):
             tally.failed["altered before the client left"] += 1
 
-    async def ask(self, prompt: array[int]) -> None:
+    async def send_and_check(self, prompt: array[int]) -> None:
         """One request, to its end."""
-        tally, clock = self._tally, self._clock
+        tally, clock = self._outcome, self._clock
         tally.requests += 1
-        tally.under_way += 1
+        tally.in_flight += 1
         name = f"r{tally.requests}"
-        began, answer = clock.now(), Answer(clock)
-        request = GenerateRequest(name, MODEL, prompt.tobytes(), GREEDY, self._stops)
+        began, answer = clock.now(), RecordedReply(clock)
+        request = GenerateRequest(name, MODEL_NAME, prompt.tobytes(), GREEDY, self._stops)
         try:
             async with asyncio.timeout(self._deadline_s):
                 await self._send(request, Context(name, timeout_s=self._deadline_s), answer)
@@ -141,15 +148,17 @@ class Asking:
         except DynamoError as error:
             fault = f"{error.code}: {error.message}"
         else:
-            fault = answer.fault(prompt, self._stops.max_tokens)
+            fault = answer.find_fault(prompt, self._stops.max_tokens)
         finally:
-            tally.under_way -= 1
+            tally.in_flight -= 1
         if not fault:
-            tally.right += 1
-            tally.took_s.append(clock.now() - began)
+            tally.correct += 1
+            tally.durations_s.append(clock.now() - began)
         else:
             tally.failed[fault.partition(":")[0]] += 1
-            if len(tally.told) < 20:
-                tally.told.append(f"{name} at {began:.1f} s, {len(answer.ids)} tokens: {fault}")
-        if answer.longest_s > HIT_S:
-            tally.hit_s.append(answer.longest_s)
+            if len(tally.failure_messages) < 20:
+                tally.failure_messages.append(
+                    f"{name} at {began:.1f} s, {len(answer.ids)} tokens: {fault}"
+                )
+        if answer.longest_gap_s > STALL_S:
+            tally.stalls_s.append(answer.longest_gap_s)

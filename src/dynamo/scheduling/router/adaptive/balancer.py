@@ -12,19 +12,19 @@ import msgspec
 from dynamo.core.errors import Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 
-NEWEST = 0.1
+EWMA_WEIGHT = 0.1
 """Weight of the newest observation in every running mean."""
-CONSTRAINED = 0.8
+MEMORY_CONSTRAINED_BELOW = 0.8
 """Below this share of free memory a worker is memory-constrained."""
-UNKNOWN_SPEED = 1000.0
+DEFAULT_TOKENS_PER_S = 1000.0
 """Tokens a second of a worker that nothing is known of."""
-UNKNOWN_OUTPUT = 256
-HISTORY = 256
+DEFAULT_OUTPUT_TOKENS = 256
+LOAD_HISTORY_LENGTH = 256
 RETRY_S = 1.0
-TIE = 1e-3
+TIE_TOLERANCE = 1e-3
 """Scores nearer than this share of the best are equal."""
 
-Pick = Callable[[Sequence[str]], str]
+TieBreaker = Callable[[Sequence[str]], str]
 """One of several equal workers."""
 
 
@@ -74,7 +74,7 @@ class WorkerMetrics(msgspec.Struct, frozen=True):
     speed: float | None = None
 
 
-class Balanced(Protocol):
+class BalancedWorker(Protocol):
     """A worker: `id`, and optionally `metrics`, a mapping with the fields of `WorkerMetrics`."""
 
     @property
@@ -86,43 +86,45 @@ class LoadPredictionModel:
     more than a request allows."""
 
     def __init__(self) -> None:
-        self._outputs: dict[int, float] = {}
+        self._mean_output_tokens: dict[int, float] = {}
 
     def predict_request_load(self, request: Any) -> PredictedLoad:
         """Of anything with `token_ids` (packed, or a sequence) or `prompt` (about four characters a
         token), and a limit as `max_tokens` or `stops.max_tokens`."""
-        prompt = prompt_tokens(request)
+        prompt = count_prompt_tokens(request)
         limit = getattr(getattr(request, "stops", request), "max_tokens", None)
-        expected = self._outputs.get(prompt.bit_length(), UNKNOWN_OUTPUT)
+        expected = self._mean_output_tokens.get(prompt.bit_length(), DEFAULT_OUTPUT_TOKENS)
         output = int(expected if limit is None else min(expected, limit))
         return PredictedLoad(prompt, output, prompt + 1)
 
     def observe(self, prompt: int, output: int) -> None:
         """An answer to a prompt of `prompt` tokens had `output` of them."""
         octave = prompt.bit_length()
-        mean = self._outputs.get(octave, float(output))
-        self._outputs[octave] = mean + (output - mean) * NEWEST
+        mean = self._mean_output_tokens.get(octave, float(output))
+        self._mean_output_tokens[octave] = mean + (output - mean) * EWMA_WEIGHT
 
 
 class AdaptiveLoadBalancer:
     """Keeps what it knows of workers by their ids."""
 
-    def __init__(self, config: Any = None, pick: Pick | None = None) -> None:
+    def __init__(self, config: Any = None, tie_breaker: TieBreaker | None = None) -> None:
         """`config`: free for the caller's use; `pick`: between equals (the first)."""
         self.config = config
-        self._pick = pick or _first
+        self._tie_breaker = tie_breaker or _pick_first
         self.worker_metrics: dict[str, WorkerMetrics] = {}
         self.load_history: defaultdict[str, deque[PredictedLoad]] = defaultdict(
-            lambda: deque(maxlen=HISTORY)
+            lambda: deque(maxlen=LOAD_HISTORY_LENGTH)
         )
         self.prediction_model = LoadPredictionModel()
         self._speeds: dict[str, float] = {}
 
-    async def balance_load(self, workers: Sequence[Balanced], new_request: Any) -> WorkerAssignment:
+    async def balance_load(
+        self, workers: Sequence[BalancedWorker], new_request: Any
+    ) -> WorkerAssignment:
         """`assign`, as a coroutine."""
         return self.assign(workers, new_request)
 
-    def assign(self, workers: Sequence[Balanced], new_request: Any) -> WorkerAssignment:
+    def assign(self, workers: Sequence[BalancedWorker], new_request: Any) -> WorkerAssignment:
         """The worker with the most room left. Raises `LoadBalancingError` where none has enough."""
         for worker in workers:
             told = getattr(worker, "metrics", None)
@@ -141,7 +143,7 @@ class AdaptiveLoadBalancer:
                 hint="add workers, or shorten the prompt",
                 retry_after_s=RETRY_S,
             )
-        best = self._best(scores)
+        best = self._best_worker(scores)
         self.load_history[best].append(predicted)
         return WorkerAssignment(best, predicted, scores[best], self._completion_s(best, predicted))
 
@@ -151,15 +153,15 @@ class AdaptiveLoadBalancer:
         if metrics.speed is not None:
             self._speeds[worker_id] = metrics.speed
 
-    def completed(self, worker_id: str, prompt: int, output: int, seconds: float) -> None:
+    def on_completed(self, worker_id: str, prompt: int, output: int, seconds: float) -> None:
         """A request ended there: how long answers get and how fast the worker is."""
         self.prediction_model.observe(prompt, output)
         if seconds > 0 and output:
             speed = (prompt + output) / seconds
             before = self._speeds.get(worker_id, speed)
-            self._speeds[worker_id] = before + (speed - before) * NEWEST
+            self._speeds[worker_id] = before + (speed - before) * EWMA_WEIGHT
 
-    def forget(self, worker_id: str) -> None:
+    def remove_worker(self, worker_id: str) -> None:
         """The worker left."""
         for known in (self.worker_metrics, self.load_history, self._speeds):
             known.pop(worker_id, None)
@@ -174,14 +176,14 @@ class AdaptiveLoadBalancer:
             base=base,
             available=available,
             effective=available * metrics.available_memory,
-            memory_constrained=metrics.available_memory < CONSTRAINED,
+            memory_constrained=metrics.available_memory < MEMORY_CONSTRAINED_BELOW,
         )
 
-    def _best(self, scores: Mapping[str, float]) -> str:
+    def _best_worker(self, scores: Mapping[str, float]) -> str:
         best = max(scores.values())
-        limit = best - abs(best) * TIE
+        limit = best - abs(best) * TIE_TOLERANCE
         equal = [name for name, score in scores.items() if score >= limit]
-        return equal[0] if len(equal) == 1 else self._pick(equal)
+        return equal[0] if len(equal) == 1 else self._tie_breaker(equal)
 
     def _score(self, worker_id: str, predicted: PredictedLoad, capacity: Capacity) -> float:
         """The share left with the request there, times how fast the worker is."""
@@ -198,14 +200,16 @@ class AdaptiveLoadBalancer:
         return self._speeds.get(worker_id, mean) / mean
 
     def _mean_speed(self) -> float:
-        return sum(self._speeds.values()) / len(self._speeds) if self._speeds else UNKNOWN_SPEED
+        return (
+            sum(self._speeds.values()) / len(self._speeds) if self._speeds else DEFAULT_TOKENS_PER_S
+        )
 
 
-def _first(names: Sequence[str]) -> str:
+def _pick_first(names: Sequence[str]) -> str:
     return names[0]
 
 
-def prompt_tokens(request: Any) -> int:
+def count_prompt_tokens(request: Any) -> int:
     """How long a request's prompt is."""
     ids = getattr(request, "token_ids", None)
     if isinstance(ids, bytes):

@@ -12,23 +12,28 @@ from dynamo.core.context import Context
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.scheduling.router.adaptive.balancer import (
-    UNKNOWN_SPEED,
+    DEFAULT_TOKENS_PER_S,
     AdaptiveLoadBalancer,
     LoadBalancingError,
     WorkerMetrics,
-    prompt_tokens,
+    count_prompt_tokens,
 )
-from dynamo.scheduling.router.labels import barred
+from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placing.fleet import SEQUENCES, Active, Book, Fleet
-from dynamo.scheduling.router.policy import Candidate, Decision, Policy, nobody
+from dynamo.scheduling.router.placing.fleet import (
+    DEFAULT_MAX_SEQUENCES,
+    PlacedRequest,
+    WorkerState,
+    WorkerStates,
+)
+from dynamo.scheduling.router.policy import Candidate, Decision, Policy, no_workers_error
 from dynamo.scheduling.router.prompt import Prompt
 
 ADAPTIVE = "adaptive"
-UNKNOWN_CAPACITY = 65_536.0
+DEFAULT_CAPACITY_TOKENS = 65_536.0
 
 
-class Named(msgspec.Struct, frozen=True):
+class BalancerWorkerRef(msgspec.Struct, frozen=True):
     """A worker to the balancer, which was told of it before."""
 
     id: str
@@ -38,67 +43,71 @@ class AdaptivePolicy(Policy):
     """Where none has room, the least loaded gets the request, which then waits in its queue.
     Reports are late, so the books of what went where count beside them."""
 
-    def __init__(self, client: Client, loads: LoadView, clock: Clock, ties: str = "random") -> None:
+    def __init__(
+        self, client: Client, loads: LoadView, clock: Clock, tie_mode: str = "random"
+    ) -> None:
         """`ties`: the basic mode that decides between equals."""
         self._client = client
         self._loads = loads
         self._clock = clock
-        self._ties = ties
-        self._fleet = Fleet()
-        self.balancer = AdaptiveLoadBalancer(pick=self._pick)
-        loads.on_report(self._fleet.reported)
-        self._stop_listening = client.on_change(self._announced)
-        self._announced()
+        self._tie_mode = tie_mode
+        self._worker_states = WorkerStates()
+        self.balancer = AdaptiveLoadBalancer(tie_breaker=self._break_tie)
+        loads.add_listener(self._worker_states.on_load_report)
+        self._stop_listening = client.on_change(self._on_instances_changed)
+        self._on_instances_changed()
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         instances = self._client.instances
-        out = barred(instances, context) | tried
-        books = [one for one in self._fleet.books if one.instance.id not in out]
+        out = excluded_workers(instances, context) | tried
+        books = [one for one in self._worker_states.workers if one.instance.id not in out]
         if not books:
-            raise nobody(self._client)
+            raise no_workers_error(self._client)
         now = self._clock.now()
-        self._fleet.freshen(now)
+        self._worker_states.refresh_next(now)
         best = self._assign(books, request)
-        table = self._table(books)
-        prompt = Prompt(prompt_tokens(request), ())
+        table = self._build_cost_table(books)
+        prompt = Prompt(count_prompt_tokens(request), ())
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
-        active = Active(name, best, prompt, prompt.tokens, now)
-        active.on_first, active.on_end = self._first_token, self._ended
+        active = PlacedRequest(name, best, prompt, prompt.tokens, now)
+        active.first_token_callback, active.end_callback = self._on_first_token, self._on_ended
         best.place(active, now)
         return Decision(
-            best.instance, ADAPTIVE, len(books), table=table, ticket=active, rank=best.rank
+            best.instance, ADAPTIVE, len(books), cost_table=table, placement=active, rank=best.rank
         )
 
     async def close(self) -> None:
         self._stop_listening()
         self._loads.close()
 
-    def _assign(self, books: list[Book], request: GenerateRequest) -> Book:
+    def _assign(self, books: list[WorkerState], request: GenerateRequest) -> WorkerState:
         balancer = self.balancer
         for book in books:
-            balancer.update_metrics(book.name, metrics_of(book))
+            balancer.update_metrics(book.name, balancer_metrics(book))
         try:
-            name = balancer.assign([Named(book.name) for book in books], request).worker_id
+            name = balancer.assign(
+                [BalancerWorkerRef(book.name) for book in books], request
+            ).worker_id
         except LoadBalancingError:
             return min(books, key=lambda book: balancer.worker_metrics[book.name].current_load)
-        return self._fleet[name]
+        return self._worker_states[name]
 
-    def _pick(self, equal: Sequence[str]) -> str:
-        ids = {self._fleet[name].instance.id: name for name in reversed(equal)}
-        return ids[self._client.pick(self._ties, ids).id]
+    def _break_tie(self, equal: Sequence[str]) -> str:
+        ids = {self._worker_states[name].instance.id: name for name in reversed(equal)}
+        return ids[self._client.pick(self._tie_mode, ids).id]
 
-    def _first_token(self, active: Active) -> None:
-        active.book.first_token(active, self._clock.now())
+    def _on_first_token(self, active: PlacedRequest) -> None:
+        active.worker.on_first_token(active, self._clock.now())
 
-    def _ended(self, active: Active) -> None:
+    def _on_ended(self, active: PlacedRequest) -> None:
         """How long its answer was teaches."""
-        active.book.end(active, self._clock.now())
+        active.worker.remove(active, self._clock.now())
         if active.emitted:
             self.balancer.prediction_model.observe(active.prompt_tokens, active.emitted)
 
-    def _table(self, books: list[Book]) -> tuple[Candidate, ...]:
+    def _build_cost_table(self, books: list[WorkerState]) -> tuple[Candidate, ...]:
         rows = []
         for book in books:
             capacity = self.balancer.capacity(book.name)
@@ -110,23 +119,25 @@ class AdaptivePolicy(Policy):
             rows.append(Candidate(book.name, 0, -capacity.effective, terms))
         return tuple(sorted(rows, key=lambda row: row.cost))
 
-    def _announced(self) -> None:
-        for gone in self._fleet.replace(self._client.instances):
-            self.balancer.forget(gone)
+    def _on_instances_changed(self) -> None:
+        for gone in self._worker_states.update_instances(self._client.instances):
+            self.balancer.remove_worker(gone)
 
 
-def metrics_of(book: Book) -> WorkerMetrics:
+def balancer_metrics(book: WorkerState) -> WorkerMetrics:
     """As the worker reports, with what was sent there since. Its load is x / (1 + x), x being the
     steps that its open prompts fill plus the share of its places that is taken: it never is full,
     but whoever comes next gets a smaller part."""
-    info = book.info
-    places = info.max_num_seqs if info else SEQUENCES
-    prompts = book.open_tokens + book.others_tokens
-    requests = len(book.active) + book.others_count
+    info = book.engine_info
+    places = info.max_num_seqs if info else DEFAULT_MAX_SEQUENCES
+    prompts = book.pending_prefill_tokens + book.external_prefill_tokens
+    requests = len(book.active) + book.external_requests
     work = prompts / book.token_budget + requests / places
     return WorkerMetrics(
         current_load=work / (1.0 + work),
-        available_memory=1.0 - book.memory_share(),
-        capacity_tokens=float(info.num_blocks * info.block_tokens) if info else UNKNOWN_CAPACITY,
-        speed=UNKNOWN_SPEED / book.pace.factor,
+        available_memory=1.0 - book.kv_cache_usage(),
+        capacity_tokens=float(info.num_blocks * info.block_tokens)
+        if info
+        else DEFAULT_CAPACITY_TOKENS,
+        speed=DEFAULT_TOKENS_PER_S / book.slowdown.factor,
     )

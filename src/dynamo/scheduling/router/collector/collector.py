@@ -17,12 +17,12 @@ from dynamo.scheduling.router.collector.report import (
     Aggregates,
     Bottleneck,
     Trend,
-    aggregated,
-    recommendations,
-    summary,
-    trends,
+    aggregate,
+    compute_trends,
+    recommend,
+    summarize,
 )
-from dynamo.scheduling.router.collector.rules import RULES, bottlenecks
+from dynamo.scheduling.router.collector.rules import ALERT_RULES, find_bottlenecks
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class CollectorConfig(msgspec.Struct, frozen=True):
     buffer_size: int = 10_000
     window_s: float = 60.0
     check_s: float = 5.0
-    least: int = 20
-    most: int = 128
+    min_decisions: int = 20
+    max_decisions: int = 128
     thresholds: dict[str, float] = {}
 
 
@@ -126,19 +126,19 @@ class RoutingMetricsCollector:
         now = self._wall()
         if isinstance(time_range, int | float):
             time_range = (now - time_range, now)
-        records = self.between(*(time_range or (0.0, inf)))
+        records = self.records_between(*(time_range or (0.0, inf)))
         first = records[0].timestamp if records else now
         start, end = time_range or (first, now)
-        metrics = aggregated(records, end - start, self.workers)
-        found = bottlenecks(metrics, self.config.thresholds)
-        tendencies = trends(records, start, end)
+        metrics = aggregate(records, end - start, self.workers)
+        found = find_bottlenecks(metrics, self.config.thresholds)
+        tendencies = compute_trends(records, start, end)
         return PerformanceReport(
             time_range=(start, end),
             aggregated_metrics=metrics,
             trends=tendencies,
             bottlenecks=found,
-            recommendations=recommendations(metrics, tendencies, found),
-            raw_data_summary=summary(records),
+            recommendations=recommend(metrics, tendencies, found),
+            raw_data_summary=summarize(records),
             alerts=list(self.alerts),
         )
 
@@ -151,13 +151,13 @@ class RoutingMetricsCollector:
 
     def check(self, now: float) -> None:
         """Begin and end alerts by what the last `window_s` tell."""
-        last = self._packed(now - self.config.window_s, now)[-self.config.most :]
+        last = self._packed(now - self.config.window_s, now)[-self.config.max_decisions :]
         records = tuple(map(unpack_record, last))
-        if len(records) < self.config.least:
+        if len(records) < self.config.min_decisions:
             self._alerts.clear()
             return
-        metrics = aggregated(records, now - records[0].timestamp, self.workers)
-        found = {one.name: one for one in bottlenecks(metrics, self.config.thresholds)}
+        metrics = aggregate(records, now - records[0].timestamp, self.workers)
+        found = {one.name: one for one in find_bottlenecks(metrics, self.config.thresholds)}
         for name in [name for name in self._alerts if name not in found]:
             del self._alerts[name]
             log.info("routing is well again", extra={"fields": {"alert": name}})
@@ -167,23 +167,23 @@ class RoutingMetricsCollector:
             new = name not in self._alerts
             self._alerts[name] = alert
             if new:
-                self._begin(alert)
+                self._raise_alert(alert)
 
-    def active(self) -> Mapping[tuple[str, ...], float]:
+    def alert_ratios(self) -> Mapping[tuple[str, ...], float]:
         """By rule: its value over its threshold where it is broken, else 0; for a gauge."""
         alerts = self._alerts
         return {
             (name,): alerts[name].value / max(alerts[name].threshold, 1e-9) if name in alerts else 0
-            for name in RULES
+            for name in ALERT_RULES
         }
 
-    def _begin(self, alert: Alert) -> None:
+    def _raise_alert(self, alert: Alert) -> None:
         fields = {"alert": alert.name, "value": round(alert.value, 4), "evidence": alert.message}
         log.warning("routing alert", extra={"fields": fields})
         for listener in self._listeners:
             listener(alert)
 
-    def between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
+    def records_between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
         """Records of that Unix time, in order. The copy is made in one step: let a thread ask, as
         10,000 records take 7 ms."""
         return tuple(map(unpack_record, self._packed(start, end)))

@@ -9,18 +9,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from dynamo.scheduling.index.cache_view import NO_CACHE
+from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.collector.record import RoutingRecord
 
 Aggregates = dict[str, dict[str, float]]
 Records = Sequence[RoutingRecord]
 
-STEADY = 0.1
+STEADY_SHARE = 0.1
 """A change smaller than this share is none."""
-SOON_S = 0.1
+TTFT_ERROR_FLOOR_S = 0.1
 """First tokens sooner than this are soon, however much sooner or later they were expected: an error
 in predicting them counts as a share of this."""
-HALF_LEAST = 5
+MIN_HALF_RECORDS = 5
 """Decisions that each half of a trend needs."""
 
 
@@ -42,7 +42,7 @@ class Bottleneck(msgspec.Struct, frozen=True):
     advice: str
 
 
-def aggregated(records: Records, seconds: float, workers: int = 0) -> Aggregates:
+def aggregate(records: Records, seconds: float, workers: int = 0) -> Aggregates:
     """Every aggregator's numbers; times in milliseconds."""
     return {
         "latency": latency(records),
@@ -57,13 +57,13 @@ def latency(records: Records) -> dict[str, float]:
     decisions = [one.decision_latency * 1e3 for one in records]
     firsts = [one.ttft_s * 1e3 for one in records if one.ttft_s is not None]
     errors = [
-        abs(one.predicted_ttft_s - one.ttft_s) / max(one.ttft_s, SOON_S)
+        abs(one.predicted_ttft_s - one.ttft_s) / max(one.ttft_s, TTFT_ERROR_FLOOR_S)
         for one in records
         if one.ttft_s is not None and one.predicted_ttft_s is not None
     ]
     return {
-        **_spread("decision_ms", decisions),
-        **_spread("ttft_ms", firsts),
+        **_percentiles("decision_ms", decisions),
+        **_percentiles("ttft_ms", firsts),
         "ttft_prediction_error": fmean(errors) if errors else 0.0,
     }
 
@@ -87,21 +87,26 @@ def cache_hit(records: Records) -> dict[str, float]:
     eviction; what lies with another worker than the chosen one, to routing; the rest is cold.
     `cacheless`: share of prompts that went to workers without a prefix cache; they count nowhere
     else."""
-    caching = [one for one in records if one.view != NO_CACHE]
-    found = _cached(caching)
+    caching = [one for one in records if one.view != NO_PREFIX_CACHE]
+    found = _hit_shares(caching)
     if len(caching) < len(records):
         found["cacheless"] = 1.0 - len(caching) / len(records)
     return found
 
 
-def _cached(records: Records) -> dict[str, float]:
+def _hit_shares(records: Records) -> dict[str, float]:
     """`cache_hit` of workers that have a cache."""
     blocks = sum(one.prompt_blocks for one in records)
     if not blocks:
         return {"hit": 0.0, "inexact": 0.0}
     hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in records) / blocks
     inexact = sum(one.view in {"stale", "approximate"} for one in records) / len(records)
-    found = {"hit": hit, "inexact": inexact, **_reachable(records), **_achieved(records)}
+    found = {
+        "hit": hit,
+        "inexact": inexact,
+        **_reachable_shares(records),
+        **_achieved_shares(records),
+    }
     known = [one for one in records if one.seen_ratio is not None]
     if known:
         of = sum(one.prompt_blocks for one in known)
@@ -112,7 +117,7 @@ def _cached(records: Records) -> dict[str, float]:
     return found
 
 
-def _reachable(records: Records) -> dict[str, float]:
+def _reachable_shares(records: Records) -> dict[str, float]:
     """What the best holders held, of prompts of which somebody looked who holds them."""
     known = [one for one in records if one.reachable_ratio is not None]
     of = sum(one.prompt_blocks for one in known)
@@ -123,7 +128,7 @@ def _reachable(records: Records) -> dict[str, float]:
     return {"reachable": max(hit, best), "routing_loss": max(0.0, best - hit)}
 
 
-def _achieved(records: Records) -> dict[str, float]:
+def _achieved_shares(records: Records) -> dict[str, float]:
     """What engines found, of prompts that were computed; and what was expected there in vain."""
     done = [one for one in records if one.achieved_ratio is not None and one.ttft_s is not None]
     of = sum(one.prompt_blocks for one in done)
@@ -153,7 +158,7 @@ def load_balance(records: Records, workers: int = 0) -> dict[str, float]:
     }
 
 
-MEASURES: Mapping[str, Callable[[Records, float], float]] = {
+TREND_MEASURES: Mapping[str, Callable[[Records, float], float]] = {
     "cache_hit_ratio": lambda records, _: cache_hit(records)["hit"],
     "decision_ms": lambda records, _: latency(records)["decision_ms_mean"],
     "ttft_ms": lambda records, _: latency(records)["ttft_ms_mean"],
@@ -162,21 +167,21 @@ MEASURES: Mapping[str, Callable[[Records, float], float]] = {
 }
 
 
-def trends(records: Records, start: float, end: float) -> dict[str, Trend]:
+def compute_trends(records: Records, start: float, end: float) -> dict[str, Trend]:
     """What rises and what falls; empty while there is too little to tell."""
     middle = (start + end) / 2
     before = [one for one in records if one.timestamp < middle]
     after = [one for one in records if one.timestamp >= middle]
-    if min(len(before), len(after)) < HALF_LEAST:
+    if min(len(before), len(after)) < MIN_HALF_RECORDS:
         return {}
     half = (end - start) / 2
     return {
         name: _trend(measure(before, half), measure(after, half))
-        for name, measure in MEASURES.items()
+        for name, measure in TREND_MEASURES.items()
     }
 
 
-def recommendations(
+def recommend(
     metrics: Aggregates, tendencies: Mapping[str, Trend], found: Sequence[Bottleneck]
 ) -> list[str]:
     """What to do, most urgent first; one line that all is well where it is."""
@@ -189,7 +194,7 @@ def recommendations(
     return advice
 
 
-def summary(records: Records) -> dict[str, Any]:
+def summarize(records: Records) -> dict[str, Any]:
     """What a report was made of."""
     return {
         "decisions": len(records),
@@ -202,12 +207,12 @@ def summary(records: Records) -> dict[str, Any]:
 
 def _trend(before: float, after: float) -> Trend:
     size = max(abs(before), abs(after))
-    if abs(after - before) <= STEADY * size:
+    if abs(after - before) <= STEADY_SHARE * size:
         return Trend("steady", before, after)
     return Trend("rising" if after > before else "falling", before, after)
 
 
-def _spread(name: str, values: list[float]) -> dict[str, float]:
+def _percentiles(name: str, values: list[float]) -> dict[str, float]:
     values = sorted(values) or [0.0]
     last = len(values) - 1
     return {

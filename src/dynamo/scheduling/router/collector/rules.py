@@ -9,73 +9,73 @@ import msgspec
 from dynamo.scheduling.router.collector.report import Aggregates, Bottleneck
 
 
-class Rule(msgspec.Struct, frozen=True):
+class RoutingAlertRule(msgspec.Struct, frozen=True):
     """Broken above `threshold`. `where`: aggregator and number; `evidence` takes the value."""
 
-    where: tuple[str, str]
+    metric: tuple[str, str]
     threshold: float
     evidence: str
     advice: str
 
 
-RULES: Mapping[str, Rule] = {
-    "failures": Rule(
+ALERT_RULES: Mapping[str, RoutingAlertRule] = {
+    "failures": RoutingAlertRule(
         ("throughput", "failed_ratio"),
         0.01,
         "{:.1%} of what was sent to workers failed there",
         "Look at the logs of the workers, and of the supervisor if they die.",
     ),
-    "queueing": Rule(
+    "queueing": RoutingAlertRule(
         ("throughput", "queue_length_mean"),
         4.0,
         "{:.1f} requests wait in the router on average",
         "Add workers: those there are do not keep up.",
     ),
-    "routing_loss": Rule(
+    "routing_loss": RoutingAlertRule(
         ("cache_hit", "routing_loss"),
         0.15,
         "{:.1%} of prompt blocks lie with another worker than the one that was chosen",
         "Holders of hot prefixes are too busy: add workers, or price load lower "
         "(docs/how-to/routing.md).",
     ),
-    "eviction_loss": Rule(
+    "eviction_loss": RoutingAlertRule(
         ("cache_hit", "eviction_loss"),
         0.15,
         "{:.1%} of prompt blocks were computed before and are held nowhere any more",
         "Give workers more KV memory, or a tier behind it; choose the `reuse` eviction.",
     ),
-    "imbalance": Rule(
+    "imbalance": RoutingAlertRule(
         ("load_balance", "imbalance"),
         2.0,
         "the busiest worker computes {:.1f} times the mean",
         "A hot prefix has one holder: price load higher, or choose the `predicted` policy.",
     ),
-    "inexact_view": Rule(
+    "inexact_view": RoutingAlertRule(
         ("cache_hit", "inexact"),
         0.2,
         "{:.1%} of decisions were made without an exact view of the worker's cache",
         "See /health for workers that send no KV events, or whose events are late.",
     ),
-    "no_prefix_cache": Rule(
+    "no_prefix_cache": RoutingAlertRule(
         ("cache_hit", "cacheless"),
         0.01,
         "{:.1%} of prompts went to workers that have no prefix cache",
         "Nothing can be found again there: start them with engine.prefix_caching, or route by "
         "another mode than kv.",
     ),
-    "expected_in_vain": Rule(
+    "expected_in_vain": RoutingAlertRule(
         ("cache_hit", "expected_in_vain"),
         0.15,
         "{:.1%} of prompt blocks were expected at the worker and were not there",
         "Blocks are evicted while requests wait for them: give workers more KV memory.",
     ),
-    "slow_decisions": Rule(
+    "slow_decisions": RoutingAlertRule(
         ("latency", "decision_ms_p99"),
         1000.0,
         "1 in 100 decisions takes {:.0f} ms or more, waiting included",
         "Requests are held in the router: add workers, or let them queue at the workers.",
     ),
-    "prediction": Rule(
+    "prediction": RoutingAlertRule(
         ("latency", "ttft_prediction_error"),
         1.0,
         "first tokens come {:.0%} earlier or later than predicted, on average",
@@ -84,11 +84,11 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> list[Bottleneck]:
+def find_bottlenecks(metrics: Aggregates, thresholds: Mapping[str, float]) -> list[Bottleneck]:
     """The rules that are broken, worst first. `thresholds` replaces those of single rules."""
     found = []
-    for name, rule in RULES.items():
-        aggregator, number = rule.where
+    for name, rule in ALERT_RULES.items():
+        aggregator, number = rule.metric
         value = metrics[aggregator].get(number, 0.0)
         threshold = thresholds.get(name, rule.threshold)
         if value > threshold:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-STRIDE = 4
+PREFIX_STRIDE = 4
 """Every fourth block stands for those before it: a quarter of the memory, of the time, and of the
 resolution."""
-KEPT = 19_000
+PREFIXES_PER_GENERATION = 19_000
 """In a generation; a few more and CPython's set takes four times the room."""
 
 
-class SeenPrefixes:
+class PrefixHistory:
     """Hashes are chained, so that a block that was seen has all blocks before it seen: the longest
     known prefix is found by halving. Three generations of `kept` names each; the oldest is
     forgotten as a whole."""
 
-    def __init__(self, kept: int = KEPT, stride: int = STRIDE) -> None:
-        self._kept = kept
+    def __init__(
+        self, generation_size: int = PREFIXES_PER_GENERATION, stride: int = PREFIX_STRIDE
+    ) -> None:
+        self._generation_size = generation_size
         self._stride = stride
         self._new: set[int] = set()
         self._old: set[int] = set()
@@ -37,6 +39,6 @@ class SeenPrefixes:
             else:
                 high = middle
         new.update(marks)
-        if len(new) > self._kept:
+        if len(new) > self._generation_size:
             self._new, self._old, self._oldest = set(), new, old
         return low * self._stride

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.values import GenerateRequest
-from dynamo.scheduling.index.cache_view import NO_CACHE
+from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
 
-KEPT = 1000
-SHOWN_S = 0.001
+MAX_DECISIONS = 1000
+MIN_SHOWN_WAIT_S = 0.001
 _SUFFIX = re.compile(r"[-.][0-9a-f]+(\.[0-9]+)?\Z")
 """What a frontend hangs on a client's id: a counter, then the prompt's place in the body."""
 
@@ -44,7 +44,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Entry:
+class DecisionEntry:
     """A decision as it is kept: nobody may ever ask."""
 
     __slots__ = ("at", "choice", "decision", "model", "outcome", "request_id")
@@ -57,12 +57,12 @@ class Entry:
         self.decision = decision
         self.outcome: Outcome | None = None
 
-    def ended(self, outcome: Outcome) -> None:
+    def set_outcome(self, outcome: Outcome) -> None:
         """What came of it."""
         self.decision = replace(self.decision, ticket=None)  # it may hold a whole prompt
         self.outcome = outcome
 
-    def explanation(self, router: str) -> Explanation:
+    def explain(self, router: str) -> Explanation:
         """It, for whoever asks."""
         made = self.decision
         predicted_s = made.predicted_ttft_s
@@ -81,23 +81,23 @@ class Entry:
             overlap_blocks=made.overlap_blocks,
             best_overlap_blocks=made.best_overlap_blocks,
             predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
-            costs=tuple(made.table),
+            costs=tuple(made.cost_table),
             outcome=self.outcome,
-            why=why(made),
+            why=describe_decision(made),
         )
 
 
-class Explained:
+class DecisionLog:
     """The last `kept` decisions of one process: of every choice and attempt of a request one."""
 
-    def __init__(self, clock: Clock, router: str = "", kept: int = KEPT) -> None:
+    def __init__(self, clock: Clock, router: str = "", max_entries: int = MAX_DECISIONS) -> None:
         self._clock = clock
         self._router = router
-        self._entries: deque[Entry] = deque(maxlen=kept)
+        self._entries: deque[DecisionEntry] = deque(maxlen=max_entries)
 
-    def keep(self, request: GenerateRequest, decision: Decision) -> Entry:
+    def add(self, request: GenerateRequest, decision: Decision) -> DecisionEntry:
         """A worker was chosen; tell the entry how that ended."""
-        entry = Entry(request, decision, self._clock.wall())
+        entry = DecisionEntry(request, decision, self._clock.wall())
         self._entries.append(entry)
         return entry
 
@@ -105,19 +105,19 @@ class Explained:
         """Every decision for a request, in order; empty where nothing is known (any more). A
         client's own id finds the last request that bore it."""
         entries = [one for one in self._entries if one.request_id == request_id]
-        return [one.explanation(self._router) for one in entries or self._by_client(request_id)]
+        return [one.explain(self._router) for one in entries or self._find_by_client_id(request_id)]
 
-    def last(self, count: int) -> list[Explanation]:
+    def latest(self, count: int) -> list[Explanation]:
         """The newest decisions, newest first."""
-        return [one.explanation(self._router) for one in islice(reversed(self._entries), count)]
+        return [one.explain(self._router) for one in islice(reversed(self._entries), count)]
 
-    def _by_client(self, given: str) -> list[Entry]:
-        named = ((own_id(one.request_id, given), one) for one in reversed(self._entries))
+    def _find_by_client_id(self, given: str) -> list[DecisionEntry]:
+        named = ((http_request_id(one.request_id, given), one) for one in reversed(self._entries))
         found = [(own, one) for own, one in named if own]
         return [one for own, one in reversed(found) if own == found[0][0]]
 
 
-def own_id(request_id: str, given: str) -> str:
+def http_request_id(request_id: str, given: str) -> str:
     """The unique id of the HTTP request that `request_id` was a part of, if a client gave it the id
     `given`; "" if it did not."""
     if not (request_id.startswith(given) and _SUFFIX.fullmatch(request_id, len(given))):
@@ -125,26 +125,26 @@ def own_id(request_id: str, given: str) -> str:
     return given + request_id[len(given) :].split(".", maxsplit=1)[0]
 
 
-def why(made: Decision) -> str:
+def describe_decision(made: Decision) -> str:
     """A decision in a sentence."""
     among = f"of {made.candidates} worker" + ("s" if made.candidates != 1 else "")
-    if not made.table:
+    if not made.cost_table:
         return f"{made.mode} took {made.worker} {among}, without a look at what workers hold"
-    chosen = next((one for one in made.table if one.worker == made.worker), None)
+    chosen = next((one for one in made.cost_table if one.worker == made.worker), None)
     parts = [f"{made.worker} {among}"]
     if chosen is not None:
         parts.append(f"cost {chosen.cost:.4g}")
-        others = [one for one in made.table if one is not chosen]
+        others = [one for one in made.cost_table if one is not chosen]
         if others:
             parts.append(f"the next best {others[0].worker} {others[0].cost:.4g}")
-    if made.view == NO_CACHE:
+    if made.view == NO_PREFIX_CACHE:
         parts.append("it has no prefix cache")
     elif made.prompt_blocks:
         parts.append(f"it holds {made.overlap_blocks} of the prompt's {made.prompt_blocks} blocks")
         if made.best_overlap_blocks > made.overlap_blocks:
             parts.append(f"another holds {made.best_overlap_blocks}")
-    if made.waited_s >= SHOWN_S:
+    if made.waited_s >= MIN_SHOWN_WAIT_S:
         parts.append(f"after {made.waited_s * 1e3:.0f} ms in the router")
-    if made.view and made.view not in {"exact", NO_CACHE}:
+    if made.view and made.view not in {"exact", NO_PREFIX_CACHE}:
         parts.append(f"its cache is known only as {made.view}")
     return ", ".join(parts)

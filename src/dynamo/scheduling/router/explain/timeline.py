@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from dynamo.core.values import Load
-from dynamo.scheduling.router.explain.watch import RoutingWatch
+from dynamo.scheduling.router.explain.watch import RoutingRecorder
 
-EVERY_S = 1.0
-KEPT = 900
+SAMPLE_INTERVAL_S = 1.0
+MAX_SAMPLES = 900
 
 
 class WorkerSample(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class WorkerSample(msgspec.Struct, frozen=True):
     view: str = ""
 
 
-class Sample(msgspec.Struct, frozen=True):
+class TimelineSample(msgspec.Struct, frozen=True):
     """All workers at one moment (Unix time); `waiting`: requests held in the router."""
 
     at: float
@@ -37,15 +37,15 @@ class Sample(msgspec.Struct, frozen=True):
     workers: dict[str, WorkerSample]
 
 
-class Timeline:
+class RoutingTimeline:
     """The last `kept` samples."""
 
-    def __init__(self, watch: RoutingWatch, kept: int = KEPT) -> None:
-        self._watch = watch
-        self._samples: deque[Sample] = deque(maxlen=kept)
-        self._routed: dict[str, int] = {}
+    def __init__(self, watch: RoutingRecorder, max_samples: int = MAX_SAMPLES) -> None:
+        self._recorder = watch
+        self._samples: deque[TimelineSample] = deque(maxlen=max_samples)
+        self._routed_before: dict[str, int] = {}
 
-    def sample(
+    def record(
         self,
         at: float,
         workers: Sequence[str],
@@ -55,18 +55,21 @@ class Timeline:
         waiting: int,
     ) -> None:
         """Keep how it is now."""
-        made = {name: self._worker(name, loads.get(name), views.get(name, "")) for name in workers}
-        self._watch.forget(workers)
-        self._routed = dict(self._watch.routed)
-        self._samples.append(Sample(at, waiting, made))
+        made = {
+            name: self._sample_worker(name, loads.get(name), views.get(name, ""))
+            for name in workers
+        }
+        self._recorder.retain_workers(workers)
+        self._routed_before = dict(self._recorder.routed_requests)
+        self._samples.append(TimelineSample(at, waiting, made))
 
-    def since(self, at: float = 0.0) -> list[Sample]:
+    def samples_since(self, at: float = 0.0) -> list[TimelineSample]:
         """Samples after a moment, oldest first."""
         return [one for one in self._samples if one.at > at]
 
-    def _worker(self, name: str, load: Load | None, view: str) -> WorkerSample:
+    def _sample_worker(self, name: str, load: Load | None, view: str) -> WorkerSample:
         load = load or Load()
-        routed = self._watch.routed[name] - self._routed.get(name, 0)
+        routed = self._recorder.routed_requests[name] - self._routed_before.get(name, 0)
         return WorkerSample(
             cached_blocks=load.cached_blocks,
             active_blocks=load.active_blocks,
@@ -74,7 +77,7 @@ class Timeline:
             running=load.running,
             waiting=load.waiting,
             prefill_tokens=load.prefill_tokens,
-            sent=self._watch.active[name],
+            sent=self._recorder.active_requests[name],
             routed=routed,
             view=view,
         )

@@ -7,22 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from dynamo.core.clock import Clock
-from dynamo.core.errors import WorkerLeaving
+from dynamo.core.errors import WorkerDraining
 from dynamo.core.values import GenerateRequest
 from dynamo.scheduling.router.collector.collector import RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
-from dynamo.scheduling.router.collector.seen import SeenPrefixes
-from dynamo.scheduling.router.explain.explained import Entry, Explained
+from dynamo.scheduling.router.collector.seen import PrefixHistory
+from dynamo.scheduling.router.explain.explained import DecisionEntry, DecisionLog
 from dynamo.scheduling.router.policy import Decision, Observer, Outcome
 from dynamo.telemetry import Registry
 
-UNFAILED = ("", "cancelled", WorkerLeaving.code)
+NOT_FAILURES = ("", "cancelled", WorkerDraining.code)
 """How a call ends that nothing is wrong with; a drained worker's goes on elsewhere."""
-BLOCK_TOKENS = 16
+FALLBACK_BLOCK_TOKENS = 16
 """What a prompt is measured in where nobody looked at its blocks."""
 
 
-class RoutingWatch(Observer):
+class RoutingRecorder(Observer):
     """One for a process. `waiting`: how many requests are held in the router now."""
 
     def __init__(
@@ -34,31 +34,33 @@ class RoutingWatch(Observer):
         waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         self._clock = clock
-        self._seen = SeenPrefixes()
-        self._open: dict[int, tuple[Entry, int, int]] = {}
-        self.explained = Explained(clock, name)
+        self._prefix_history = PrefixHistory()
+        self._in_flight: dict[int, tuple[DecisionEntry, int, int]] = {}
+        self.decision_log = DecisionLog(clock, name)
         self.collector = RoutingMetricsCollector(wall=clock.wall)
-        self.active: Counter[str] = Counter()
-        self.routed: Counter[str] = Counter()
-        self._metrics(registry, waiting)
+        self.active_requests: Counter[str] = Counter()
+        self.routed_requests: Counter[str] = Counter()
+        self._declare_metrics(registry, waiting)
 
-    def _metrics(self, registry: Registry, waiting: Callable[[], int]) -> None:
+    def _declare_metrics(self, registry: Registry, waiting: Callable[[], int]) -> None:
         counter = registry.counter
-        self._prompt = counter("dynamo_router_prompt_blocks_total", "Prompt blocks routed")
-        self._known = counter(
+        self._prompt_blocks = counter("dynamo_router_prompt_blocks_total", "Prompt blocks routed")
+        self._seen_blocks = counter(
             "dynamo_router_seen_blocks_total",
             "Prompt blocks that were asked for before: what unlimited memory would hit",
         )
-        self._reachable = counter(
+        self._reachable_blocks = counter(
             "dynamo_router_reachable_blocks_total", "Prompt blocks that the best holder held"
         )
-        self._hit = counter(
+        self._hit_blocks = counter(
             "dynamo_router_hit_blocks_total", "Prompt blocks that the chosen worker held"
         )
-        self._cached = counter(
+        self._cached_tokens = counter(
             "dynamo_router_cached_tokens_total", "Prompt tokens that engines took from their caches"
         )
-        self._tokens = counter("dynamo_router_prompt_tokens_total", "Prompt tokens of answers")
+        self._prompt_tokens = counter(
+            "dynamo_router_prompt_tokens_total", "Prompt tokens of answers"
+        )
         registry.gauge(
             "dynamo_router_waiting_requests",
             "Requests held in the router for a worker",
@@ -68,40 +70,40 @@ class RoutingWatch(Observer):
             "dynamo_router_alert_ratio",
             "How far a rule of good routing is broken: above 1, or 0 while it holds",
             ("alert",),
-            callback=self.collector.active,
+            callback=self.collector.alert_ratios,
             merge="max",
         )
 
-    def forget(self, workers: Collection[str]) -> None:
+    def retain_workers(self, workers: Collection[str]) -> None:
         """Only these are there (any more)."""
-        for name in [name for name in self.routed if name not in workers]:
-            del self.routed[name]
+        for name in [name for name in self.routed_requests if name not in workers]:
+            del self.routed_requests[name]
 
-    def decided(self, request: GenerateRequest, decision: Decision) -> None:
+    def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
         worker = decision.instance.id
-        load = self.active[worker]
-        self.active[worker] = load + 1
-        self.routed[worker] += 1
-        hashes = getattr(decision.ticket, "hashes", ())
-        seen = self._seen.add(hashes) if hashes else 0
-        self._open[id(decision)] = (self.explained.keep(request, decision), load, seen)
+        load = self.active_requests[worker]
+        self.active_requests[worker] = load + 1
+        self.routed_requests[worker] += 1
+        hashes = getattr(decision.placement, "hashes", ())
+        seen = self._prefix_history.add(hashes) if hashes else 0
+        self._in_flight[id(decision)] = (self.decision_log.add(request, decision), load, seen)
         if decision.prompt_blocks:
             best = decision.best_overlap_blocks
-            self._prompt.value += decision.prompt_blocks
-            self._known.value += max(best, seen)
-            self._reachable.value += best
-            self._hit.value += decision.overlap_blocks
+            self._prompt_blocks.value += decision.prompt_blocks
+            self._seen_blocks.value += max(best, seen)
+            self._reachable_blocks.value += best
+            self._hit_blocks.value += decision.overlap_blocks
 
-    def ended(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
+    def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         worker = decision.instance.id
-        entry, load, seen = self._open.pop(id(decision))
-        entry.ended(outcome)
-        left = self.active.pop(worker) - 1
+        entry, load, seen = self._in_flight.pop(id(decision))
+        entry.set_outcome(outcome)
+        left = self.active_requests.pop(worker) - 1
         if left:
-            self.active[worker] = left
+            self.active_requests[worker] = left
         if outcome.ttft_s is not None:
-            self._cached.value += outcome.cached_tokens
-            self._tokens.value += outcome.prompt_tokens
+            self._cached_tokens.value += outcome.cached_tokens
+            self._prompt_tokens.value += outcome.prompt_tokens
         blocks = decision.prompt_blocks
         cached = outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0
         self.collector.record(
@@ -112,8 +114,8 @@ class RoutingWatch(Observer):
                 cache_hit_ratio=decision.overlap_blocks / blocks if blocks else cached,
                 decision_latency=decision.waited_s,
                 worker_load=load,
-                queue_length=decision.waiting,
-                prompt_blocks=blocks or outcome.prompt_tokens // BLOCK_TOKENS,
+                queue_length=decision.queue_length,
+                prompt_blocks=blocks or outcome.prompt_tokens // FALLBACK_BLOCK_TOKENS,
                 reachable_ratio=decision.best_overlap_blocks / blocks if blocks else None,
                 seen_ratio=seen / blocks if blocks else None,
                 achieved_ratio=cached,
@@ -121,6 +123,6 @@ class RoutingWatch(Observer):
                 ttft_s=outcome.ttft_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
                 output_tokens=outcome.output_tokens,
-                failed=outcome.error not in UNFAILED,
+                failed=outcome.error not in NOT_FAILURES,
             )
         )

@@ -7,14 +7,14 @@ from collections.abc import Set as AbstractSet
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from dynamo.scheduling.router.labels import UNCONSTRAINED
+from dynamo.scheduling.router.labels import NO_CONSTRAINTS
 from dynamo.scheduling.router.prompt import Prompt
 
 if TYPE_CHECKING:
     from dynamo.scheduling.router.policy import Decision
 
 
-class Arrival:
+class PendingRequest:
     """`overlaps`: worker -> leading blocks of the prompt that it holds (as far as is known at
     `looked_s`); `barred`: instances that it must not go to; `constraints`: the
     labels that it asks for, as selectors are told; `decided`: resolved when it is placed;
@@ -22,14 +22,14 @@ class Arrival:
 
     __slots__ = (
         "arrived_s",
-        "barred",
         "block_tokens",
         "constraints",
         "deadline_s",
-        "decided",
+        "decision_future",
+        "excluded",
         "id",
-        "looked_s",
         "overlaps",
+        "overlaps_updated_s",
         "owner",
         "priority",
         "prompt",
@@ -41,33 +41,33 @@ class Arrival:
         prompt: Prompt,
         block_tokens: int,
         now: float,
-        barred: AbstractSet[str] = frozenset(),
+        excluded: AbstractSet[str] = frozenset(),
     ) -> None:
         self.id = id
         self.prompt = prompt
         self.block_tokens = block_tokens
-        self.barred = barred
+        self.excluded = excluded
         self.arrived_s = now
-        self.looked_s = now
+        self.overlaps_updated_s = now
         self.overlaps: dict[str, int] = {}
-        self.constraints = UNCONSTRAINED
+        self.constraints = NO_CONSTRAINTS
         self.owner: Any = None
         self.priority = 0
         self.deadline_s = inf
-        self.decided: asyncio.Future[Decision] | None = None
+        self.decision_future: asyncio.Future[Decision] | None = None
 
     @property
-    def work(self) -> int:
+    def prefill_tokens(self) -> int:
         """Tokens of the prompt that its best holder would compute."""
         held = max(self.overlaps.values(), default=0)
         return max(1, self.prompt.tokens - held * self.block_tokens)
 
-    def new_tokens(self, worker: str) -> int:
+    def uncached_tokens(self, worker: str) -> int:
         """Tokens of the prompt that `worker` would compute; the last one always."""
         tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
         return max(1, tokens)
 
-    def held_by_all(self, workers: int) -> int | None:
+    def common_overlap(self, workers: int) -> int | None:
         """Blocks of the prompt that each of so many workers holds; None: some hold more than
         others."""
         held = self.overlaps

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.costs import Cost
-from dynamo.scheduling.router.placing.fleet import Active, Book
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerState
 
 
 class BlockCost(Cost):
@@ -14,17 +14,17 @@ class BlockCost(Cost):
     active there with this request; chance decides between the same only. Source: ai-dynamo 1.6,
     kv-router."""
 
-    tie = 0.0
+    tie_tolerance = 0.0
 
     def __init__(self, prefill_scale: float = 1.0) -> None:
-        self._scale = prefill_scale
-        self._active: WeakKeyDictionary[Book, dict[int, int]] = WeakKeyDictionary()
+        self._prefill_scale = prefill_scale
+        self._active_blocks: WeakKeyDictionary[WorkerState, dict[int, int]] = WeakKeyDictionary()
 
-    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
         del now
         size = request.block_tokens
         new = request.prompt.tokens - request.overlaps.get(book.name, 0) * size
-        held = self._active.get(book, {})
+        held = self._active_blocks.get(book, {})
         hashes = request.prompt.hashes
         low, high = 0, len(hashes)
         while low < high:
@@ -32,17 +32,17 @@ class BlockCost(Cost):
             low, high = (middle + 1, high) if hashes[middle] in held else (low, middle)
         blocks = -(-request.prompt.tokens // size)
         return {
-            "prefill_blocks": self._scale * (book.open_tokens + new) / size,
+            "prefill_blocks": self._prefill_scale * (book.pending_prefill_tokens + new) / size,
             "decode_blocks": float(len(held) + blocks - low),
         }
 
-    def placed(self, active: Active) -> None:
-        held = self._active.setdefault(active.book, {})
+    def on_placed(self, active: PlacedRequest) -> None:
+        held = self._active_blocks.setdefault(active.worker, {})
         for block in active.hashes:
             held[block] = held.get(block, 0) + 1
 
-    def ended(self, active: Active) -> None:
-        held = self._active.get(active.book)
+    def on_ended(self, active: PlacedRequest) -> None:
+        held = self._active_blocks.get(active.worker)
         if held is None:
             return
         for block in active.hashes:

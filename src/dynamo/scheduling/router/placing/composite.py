@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.costs import Cost
-from dynamo.scheduling.router.placing.fleet import Book
+from dynamo.scheduling.router.placing.fleet import WorkerState
 
 MAX_LATENCY_MS = 2_000.0
 """From here on a latency scores nothing, where a request names no limit."""
 
 
-class Weights(msgspec.Struct, frozen=True):
+class CostWeights(msgspec.Struct, frozen=True):
     """What each share counts."""
 
     cache_hit: float = 0.4
@@ -22,7 +22,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 def composite_terms(
-    weights: Weights, hit_ratio: float, load: float, latency_score: float, free_memory: float
+    weights: CostWeights, hit_ratio: float, load: float, latency_score: float, free_memory: float
 ) -> dict[str, float]:
     """The score's parts; all shares between 0 and 1, the higher the better except `load`."""
     return {
@@ -33,23 +33,25 @@ def composite_terms(
     }
 
 
-def latency_score(latency_ms: float, longest_ms: float = MAX_LATENCY_MS) -> float:
+def latency_score(latency_ms: float, max_latency_ms: float = MAX_LATENCY_MS) -> float:
     """1 for none, 0 from `longest_ms` on."""
-    return max(0.0, 1.0 - latency_ms / longest_ms) if longest_ms > 0 else 0.0
+    return max(0.0, 1.0 - latency_ms / max_latency_ms) if max_latency_ms > 0 else 0.0
 
 
 class CompositeCost(Cost):
     """The negative of the score, since the lowest cost wins."""
 
-    reads_loads = True
+    uses_load_reports = True
 
-    def __init__(self, weights: Weights | None = None) -> None:
-        self._weights = weights or Weights()
+    def __init__(self, weights: CostWeights | None = None) -> None:
+        self._weights = weights or CostWeights()
 
-    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
         hit = request.overlaps.get(book.name, 0) * request.block_tokens / request.prompt.tokens
-        waits_ms = book.backlog_ms(now) + book.service_ms(request.new_tokens(book.name))
-        free = 1.0 - book.memory_share()
+        waits_ms = book.backlog_ms(now) + book.predict_prefill_ms(
+            request.uncached_tokens(book.name)
+        )
+        free = 1.0 - book.kv_cache_usage()
         parts = composite_terms(
             self._weights, hit, book.load_factor(), latency_score(waits_ms), free
         )

@@ -5,22 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from dynamo.scheduling.router.placing.arrival import Arrival
-from dynamo.scheduling.router.placing.fleet import Active, Book
+from dynamo.scheduling.router.placing.arrival import PendingRequest
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerState
 from dynamo.scheduling.router.placing.prices import (
-    PredictedPrices,
-    Prices,
-    best_rows,
-    rate_of,
-    terms_at,
+    CostMatrix,
+    PredictedCostMatrix,
+    best_indices,
+    predicted_terms,
+    worker_rate,
 )
 from dynamo.scheduling.router.policy import Candidate
 
-AT_HOME_MS = 1e6
+AFFINITY_BONUS_MS = 1e6
 """What a block that is there already weighs with affinity: more than any queue."""
 
 
-TIE = 1e-3
+TIE_TOLERANCE = 1e-3
 """Costs nearer than this share of the best are equal, and chance decides: predictions are no
 better than that."""
 
@@ -31,46 +31,48 @@ class Cost(ABC):
     costs are equal; `reads_loads`: it goes by what workers report of themselves."""
 
     joint = False
-    reads_loads = False
-    tie = TIE
+    uses_load_reports = False
+    tie_tolerance = TIE_TOLERANCE
 
     @abstractmethod
-    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
         """What the cost is the sum of, by name."""
 
-    def cost(self, request: Arrival, book: Book, now: float) -> float:
+    def cost(self, request: PendingRequest, book: WorkerState, now: float) -> float:
         """The sum of the terms."""
         return sum(self.terms(request, book, now).values())
 
-    def prices(self, books: Sequence[Book], now: float) -> Prices:
+    def build_matrix(self, books: Sequence[WorkerState], now: float) -> CostMatrix:
         """Of a round: what each of `books` costs at that moment."""
-        return PlainPrices(self, books, now)
+        return PairwiseCostMatrix(self, books, now)
 
-    def placed(self, active: Active) -> None:  # noqa: B027 - most keep no books of their own
+    def on_placed(self, active: PlacedRequest) -> None:  # noqa: B027 - most keep no books of their own
         """The request went to its worker."""
 
-    def ended(self, active: Active) -> None:  # noqa: B027
+    def on_ended(self, active: PlacedRequest) -> None:  # noqa: B027
         """It left."""
 
 
-class PlainPrices(Prices):
+class PairwiseCostMatrix(CostMatrix):
     """Asks the cost for each."""
 
-    def __init__(self, cost: Cost, books: Sequence[Book], now: float) -> None:
-        self.books = books
+    def __init__(self, cost: Cost, books: Sequence[WorkerState], now: float) -> None:
+        self.workers = books
         self._cost = cost
         self._now = now
 
-    def row(self, request: Arrival) -> list[float]:
+    def row(self, request: PendingRequest) -> list[float]:
         cost, now = self._cost.cost, self._now
-        return [cost(request, book, now) for book in self.books]
+        return [cost(request, book, now) for book in self.workers]
 
-    def column(self, requests: Sequence[Arrival], at: int) -> list[float]:
-        cost, book, now = self._cost.cost, self.books[at], self._now
+    def column(self, requests: Sequence[PendingRequest], at: int) -> list[float]:
+        cost, book, now = self._cost.cost, self.workers[at], self._now
         return [cost(request, book, now) for request in requests]
 
-    def table(self, request: Arrival, costs: Sequence[float], at: int) -> Sequence[Candidate]:
-        books, overlaps, terms = self.books, request.overlaps, self._cost.terms
+    def candidate_table(
+        self, request: PendingRequest, costs: Sequence[float], at: int
+    ) -> Sequence[Candidate]:
+        books, overlaps, terms = self.workers, request.overlaps, self._cost.terms
         return tuple(
             Candidate(
                 books[index].name,
@@ -78,7 +80,7 @@ class PlainPrices(Prices):
                 costs[index],
                 terms(request, books[index], self._now),
             )
-            for index in best_rows(costs, at)
+            for index in best_indices(costs, at)
         )
 
 
@@ -93,23 +95,23 @@ class PredictedCost(Cost):
         self._harm = harm
         self._eviction = eviction
 
-    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
-        rate = rate_of(book, self._harm, now)
-        return terms_at(rate, request.new_tokens(book.name), self._eviction)
+    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
+        rate = worker_rate(book, self._harm, now)
+        return predicted_terms(rate, request.uncached_tokens(book.name), self._eviction)
 
-    def prices(self, books: Sequence[Book], now: float) -> Prices:
-        return PredictedPrices(books, now, self._harm, self._eviction)
+    def build_matrix(self, books: Sequence[WorkerState], now: float) -> CostMatrix:
+        return PredictedCostMatrix(books, now, self._harm, self._eviction)
 
 
 class TtftCost(Cost):
     """Predicted time to first token alone; no parameter."""
 
-    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
-        prefill = book.service_ms(request.new_tokens(book.name))
+    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
+        prefill = book.predict_prefill_ms(request.uncached_tokens(book.name))
         return {"queue": book.backlog_ms(now), "prefill": prefill}
 
-    def cost(self, request: Arrival, book: Book, now: float) -> float:
-        return book.backlog_ms(now) + book.service_ms(request.new_tokens(book.name))
+    def cost(self, request: PendingRequest, book: WorkerState, now: float) -> float:
+        return book.backlog_ms(now) + book.predict_prefill_ms(request.uncached_tokens(book.name))
 
 
 class AffinityCost(Cost):
@@ -119,9 +121,9 @@ class AffinityCost(Cost):
     def __init__(self, spill_ms: float = 500.0) -> None:
         self._spill_ms = spill_ms
 
-    def terms(self, request: Arrival, book: Book, now: float) -> dict[str, float]:
+    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
         backlog = book.backlog_ms(now)
         overlap = request.overlaps.get(book.name, 0)
         at_home = 2 * overlap >= len(request.prompt.hashes) and backlog <= self._spill_ms
-        stays = -AT_HOME_MS * overlap if overlap and at_home else 0.0
+        stays = -AFFINITY_BONUS_MS * overlap if overlap and at_home else 0.0
         return {"queue": backlog, "stays": stays, "load": book.step_ms * len(book.active)}

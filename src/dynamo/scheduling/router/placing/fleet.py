@@ -10,85 +10,91 @@ import msgspec
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.placing.ranks import engine_info, ranks_of, share_of
-from dynamo.scheduling.router.placing.timing import Pace, Timing
-from dynamo.scheduling.router.policy import Ticket
+from dynamo.scheduling.router.placing.ranks import (
+    data_parallel_ranks,
+    engine_info,
+    per_rank_engine_info,
+)
+from dynamo.scheduling.router.placing.timing import WorkerLatencyModel, WorkerSlowdown
+from dynamo.scheduling.router.policy import Placement
 from dynamo.scheduling.router.prompt import Prompt
 
-BATCHED_TOKENS = 8_192
+DEFAULT_MAX_BATCHED_TOKENS = 8_192
 """Prompt tokens of one step, of a worker that does not tell."""
 
-SEQUENCES = 256
+DEFAULT_MAX_SEQUENCES = 256
 """Requests that a worker works on at a time, if it does not tell."""
 
-SURVEY_S = 0.1
+REFRESH_INTERVAL_S = 0.1
 """From this age on the sums over a worker's requests are taken anew."""
 
-SURVEYS = 16
+REFRESHES_PER_CALL = 16
 """So many at a time, so that a decision over hundreds of workers stays quick."""
 
 SAME_STEP_S = 0.001
 """First tokens nearer than this came from one step."""
 
-YOUNG_TOKENS = 50.0
+STALL_HALVING_TOKENS = 50.0
 """An answer this long is hurt half as much by a pause as one that has just begun."""
 
 
-class Active(Ticket):
+class PlacedRequest(Placement):
     """A request placed on a worker, until it ends. `new_tokens`: of its prompt, to be computed;
     `due_s`: when its first token is expected; `observed`: its times may teach."""
 
     __slots__ = (
-        "book",
-        "due_s",
-        "first_s",
+        "end_callback",
+        "expected_first_token_s",
+        "first_token_callback",
+        "first_token_s",
         "hashes",
         "id",
         "new_tokens",
-        "observed",
-        "on_end",
-        "on_first",
         "placed_s",
-        "prefill_before_ms",
+        "prefill_ms_at_first_token",
         "prompt_tokens",
+        "updates_model",
+        "worker",
     )
 
-    def __init__(self, id: str, book: Book, prompt: Prompt, new_tokens: int, now: float) -> None:  # noqa: A002
+    def __init__(
+        self, id: str, book: WorkerState, prompt: Prompt, new_tokens: int, now: float
+    ) -> None:
         super().__init__()
         self.id = id
-        self.book = book
+        self.worker = book
         self.prompt_tokens = prompt.tokens
         self.hashes = prompt.hashes
         self.new_tokens = new_tokens
         self.placed_s = now
-        self.due_s = now
-        self.first_s: float | None = None
-        self.prefill_before_ms = 0.0
-        self.observed = True
-        self.on_first: Callable[[Active], None] = _nobody
-        self.on_end: Callable[[Active], None] = _nobody
+        self.expected_first_token_s = now
+        self.first_token_s: float | None = None
+        self.prefill_ms_at_first_token = 0.0
+        self.updates_model = True
+        self.first_token_callback: Callable[[PlacedRequest], None] = _ignore
+        self.end_callback: Callable[[PlacedRequest], None] = _ignore
 
-    def first_token(self) -> None:
-        self.on_first(self)
+    def on_first_token(self) -> None:
+        self.first_token_callback(self)
 
     def end(self) -> None:
-        self.on_end(self)
+        self.end_callback(self)
 
 
-def _nobody(active: Active) -> None:
+def _ignore(active: PlacedRequest) -> None:
     del active
 
 
-Kind = tuple[str, int]
+LatencyModelKey = tuple[str, int]
 
 
-def kind_of(info: EngineInfo | None) -> Kind:
+def latency_model_key(info: EngineInfo | None) -> LatencyModelKey:
     """What workers of one model must share to be thought equally fast. How many blocks each found
     room for does not matter."""
     return ("", 0) if info is None else (info.engine, info.max_num_batched_tokens)
 
 
-class Group(msgspec.Struct):
+class PrefillGroup(msgspec.Struct):
     """Prompts whose first tokens came together, from one or more steps; `context`: of those that
     decoded meanwhile."""
 
@@ -98,7 +104,7 @@ class Group(msgspec.Struct):
     context: int
 
 
-class Book:
+class WorkerState:
     """One worker, or one data-parallel rank of it, as the router sees it. Times in seconds of the
     router's clock, durations in milliseconds where the name says so.
 
@@ -110,77 +116,81 @@ class Book:
 
     __slots__ = (
         "__weakref__",
-        "_group",
-        "_surveyed_s",
+        "_prefill_group",
+        "_refreshed_s",
         "active",
-        "context",
-        "free_s",
-        "info",
+        "decode_context_tokens",
+        "engine_info",
+        "external_prefill_tokens",
+        "external_requests",
         "instance",
+        "latency_model",
         "load",
         "name",
-        "open_count",
-        "open_tokens",
-        "others_count",
-        "others_tokens",
-        "pace",
-        "prefill_ms",
+        "pending_prefill_tokens",
+        "pending_prefills",
+        "prefill_free_s",
         "rank",
+        "slowdown",
+        "stall_sensitivity",
         "step_ms",
-        "timing",
         "token_budget",
         "token_ms",
-        "youth",
+        "total_prefill_ms",
     )
 
     def __init__(
-        self, name: str, instance: Instance, timing: Timing, rank: int | None = None
+        self, name: str, instance: Instance, timing: WorkerLatencyModel, rank: int | None = None
     ) -> None:
         self.name = name
         self.rank = rank
-        self.timing = timing
-        self.pace = Pace()
-        self.active: dict[str, Active] = {}
-        self.open_tokens = 0
-        self.open_count = 0
-        self.free_s = 0.0
-        self.prefill_ms = 0.0
-        self.context = 0
-        self.youth = 0.0
+        self.latency_model = timing
+        self.slowdown = WorkerSlowdown()
+        self.active: dict[str, PlacedRequest] = {}
+        self.pending_prefill_tokens = 0
+        self.pending_prefills = 0
+        self.prefill_free_s = 0.0
+        self.total_prefill_ms = 0.0
+        self.decode_context_tokens = 0
+        self.stall_sensitivity = 0.0
         self.load: Load | None = None
-        self.others_tokens = 0
-        self.others_count = 0
-        self._surveyed_s = float("-inf")
-        self._group = Group(0.0, 0.0, 0, 0)
-        self._tempo()
-        self.announce(instance)
+        self.external_prefill_tokens = 0
+        self.external_requests = 0
+        self._refreshed_s = float("-inf")
+        self._prefill_group = PrefillGroup(0.0, 0.0, 0, 0)
+        self._update_step_times()
+        self.update_instance(instance)
 
-    def announce(self, instance: Instance) -> None:
+    def update_instance(self, instance: Instance) -> None:
         """Discovery says (again) what it is."""
         self.instance = instance
         info = engine_info(instance)
         if info is not None and self.rank is not None:
-            info = share_of(info)
-        self.info = info
-        self.token_budget = self.info.max_num_batched_tokens if self.info else BATCHED_TOKENS
+            info = per_rank_engine_info(info)
+        self.engine_info = info
+        self.token_budget = (
+            self.engine_info.max_num_batched_tokens
+            if self.engine_info
+            else DEFAULT_MAX_BATCHED_TOKENS
+        )
 
-    def survey(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Take the sums over the active requests anew, unless that was done of late. In between
         they follow what comes and goes, but not how answers grow."""
-        if now - self._surveyed_s < SURVEY_S:
+        if now - self._refreshed_s < REFRESH_INTERVAL_S:
             return
-        self._surveyed_s = now
+        self._refreshed_s = now
         context, youth = 0, 0.0
         for active in self.active.values():
             emitted = active.emitted
-            youth += 1.0 / (emitted + YOUNG_TOKENS)
-            if active.first_s is not None:
+            youth += 1.0 / (emitted + STALL_HALVING_TOKENS)
+            if active.first_token_s is not None:
                 context += active.prompt_tokens + emitted
-        self.context = context
-        self.youth = youth
-        self._tempo()
+        self.decode_context_tokens = context
+        self.stall_sensitivity = youth
+        self._update_step_times()
 
-    def service_ms(self, new_tokens: int) -> float:
+    def predict_prefill_ms(self, new_tokens: int) -> float:
         """T(n): from the start of a prompt's first step to its first token."""
         steps = -(-new_tokens // self.token_budget)
         return steps * self.step_ms + self.token_ms * new_tokens
@@ -188,177 +198,193 @@ class Book:
     def backlog_ms(self, now: float) -> float:
         """How long the prefills that are open will still take. One that is late is expected to take
         as long again as it is late by: it is not done, whatever was predicted."""
-        return abs(self.free_s - now) * 1e3 if self.open_count else 0.0
+        return abs(self.prefill_free_s - now) * 1e3 if self.pending_prefills else 0.0
 
-    def memory_share(self) -> float:
+    def kv_cache_usage(self) -> float:
         """Of its KV memory: what is in use there by its own last report (by this book where there
         is none), and what the prompts need that are not computed, or were placed since."""
-        told, info = self.load, self.info
+        told, info = self.load, self.engine_info
         if told is not None and told.total_blocks:
             share = told.active_blocks / told.total_blocks
             held = 0
         else:
-            share, held = 0.0, self.context
+            share, held = 0.0, self.decode_context_tokens
         if info is not None:
-            share += (held + self.open_tokens) / (info.num_blocks * info.block_tokens)
+            share += (held + self.pending_prefill_tokens) / (info.num_blocks * info.block_tokens)
         return min(share, 1.0)
 
-    def told(self, load: Load) -> None:
+    def on_load_report(self, load: Load) -> None:
         """The worker's own word about its load. What this book knows of is not counted again."""
         self.load = load
-        self.others_tokens = max(0, load.prefill_tokens - self.open_tokens)
-        self.others_count = max(0, load.running + load.waiting - len(self.active))
+        self.external_prefill_tokens = max(0, load.prefill_tokens - self.pending_prefill_tokens)
+        self.external_requests = max(0, load.running + load.waiting - len(self.active))
 
     def load_factor(self) -> float:
         """Between 0 and 1, the larger of two: a step's prompt tokens and its places taken."""
-        places = self.info.max_num_seqs if self.info else SEQUENCES
-        busy = max(self.open_tokens / self.token_budget, len(self.active) / places)
+        places = self.engine_info.max_num_seqs if self.engine_info else DEFAULT_MAX_SEQUENCES
+        busy = max(self.pending_prefill_tokens / self.token_budget, len(self.active) / places)
         return min(busy, 1.0)
 
-    def place(self, active: Active, now: float) -> None:
+    def place(self, active: PlacedRequest, now: float) -> None:
         """The request goes there now."""
-        took_ms = self.service_ms(active.new_tokens)
+        took_ms = self.predict_prefill_ms(active.new_tokens)
         backlog_ms = together_ms = self.backlog_ms(now)
-        if self.open_count:  # what waits there shares its steps
-            together_ms = min(backlog_ms, self.service_ms(self.open_tokens))
-        self.free_s = now + backlog_ms * 1e-3 + took_ms * 1e-3
-        active.due_s = now + (together_ms + took_ms) * 1e-3
-        self.open_count += 1
-        self.open_tokens += active.new_tokens
+        if self.pending_prefills:  # what waits there shares its steps
+            together_ms = min(backlog_ms, self.predict_prefill_ms(self.pending_prefill_tokens))
+        self.prefill_free_s = now + backlog_ms * 1e-3 + took_ms * 1e-3
+        active.expected_first_token_s = now + (together_ms + took_ms) * 1e-3
+        self.pending_prefills += 1
+        self.pending_prefill_tokens += active.new_tokens
         self.active[active.id] = active
-        self.youth += 1.0 / YOUNG_TOKENS
+        self.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
 
-    def join(self, active: Active, emitted: int, now: float) -> None:
+    def add_decoding(self, active: PlacedRequest, emitted: int, now: float) -> None:
         """A request that another router sent here is being answered already."""
-        active.observed = False
+        active.updates_model = False
         active.emitted = emitted
-        active.first_s = now
+        active.first_token_s = now
         self.active[active.id] = active
-        self._surveyed_s = float("-inf")
+        self._refreshed_s = float("-inf")
 
-    def cached(self, active: Active, tokens: int) -> None:
+    def on_cached_tokens(self, active: PlacedRequest, tokens: int) -> None:
         """So much of its prompt need not be computed, as the worker said."""
-        if active.first_s is None and active.id in self.active:
+        if active.first_token_s is None and active.id in self.active:
             saved = min(tokens, active.new_tokens - 1)
             active.new_tokens -= saved
-            self.open_tokens -= saved
+            self.pending_prefill_tokens -= saved
 
-    def first_token(self, active: Active, now: float) -> None:
+    def on_first_token(self, active: PlacedRequest, now: float) -> None:
         """Its prefill is done."""
-        if active.first_s is not None or active.id not in self.active:
+        if active.first_token_s is not None or active.id not in self.active:
             return
-        active.first_s = now
-        if active.observed:
+        active.first_token_s = now
+        if active.updates_model:
             self._observe_prefill(active, now)
-        self._close(active, now)
-        self.context += active.prompt_tokens
-        active.prefill_before_ms = self.prefill_ms
+        self._finish_prefill(active, now)
+        self.decode_context_tokens += active.prompt_tokens
+        active.prefill_ms_at_first_token = self.total_prefill_ms
 
-    def end(self, active: Active, now: float) -> None:
+    def remove(self, active: PlacedRequest, now: float) -> None:
         """It left, answered or not."""
         if self.active.pop(active.id, None) is None:
             return
-        self.youth = max(0.0, self.youth - 1.0 / (active.emitted + YOUNG_TOKENS))
-        if active.first_s is None:
-            self._close(active, now)
+        self.stall_sensitivity = max(
+            0.0, self.stall_sensitivity - 1.0 / (active.emitted + STALL_HALVING_TOKENS)
+        )
+        if active.first_token_s is None:
+            self._finish_prefill(active, now)
             return
-        if active.observed:
+        if active.updates_model:
             self._observe_decode(active, now)
-        self.context = max(0, self.context - active.prompt_tokens - active.emitted)
-        self._tempo()
+        self.decode_context_tokens = max(
+            0, self.decode_context_tokens - active.prompt_tokens - active.emitted
+        )
+        self._update_step_times()
 
-    def _close(self, active: Active, now: float) -> None:
-        self.open_count -= 1
-        self.open_tokens -= active.new_tokens
-        if self.open_count == 0:
-            self.free_s = now
-            self._settle()
-        elif self.free_s < now:
-            self.free_s = now + self.service_ms(self.open_tokens) * 1e-3
-        self._tempo()
+    def _finish_prefill(self, active: PlacedRequest, now: float) -> None:
+        self.pending_prefills -= 1
+        self.pending_prefill_tokens -= active.new_tokens
+        if self.pending_prefills == 0:
+            self.prefill_free_s = now
+            self._observe_prefill_group()
+        elif self.prefill_free_s < now:
+            self.prefill_free_s = now + self.predict_prefill_ms(self.pending_prefill_tokens) * 1e-3
+        self._update_step_times()
 
-    def _tempo(self) -> None:
-        timing, factor = self.timing, self.pace.factor
-        decode_ms = timing.decode.at(1.0, self.context) if self.context else 0.0
+    def _update_step_times(self) -> None:
+        timing, factor = self.latency_model, self.slowdown.factor
+        decode_ms = (
+            timing.decode.predict(1.0, self.decode_context_tokens)
+            if self.decode_context_tokens
+            else 0.0
+        )
         self.step_ms = factor * (timing.prefill.base + decode_ms)
         self.token_ms = factor * timing.prefill.slope
 
-    def _observe_prefill(self, active: Active, now: float) -> None:
+    def _observe_prefill(self, active: PlacedRequest, now: float) -> None:
         """Prompts whose first tokens come together are one observation, settled when the next
         comes or none is left: the time since the step before (or since placing, where the worker
         was idle)."""
-        group = self._group
+        group = self._prefill_group
         if group.tokens and now - group.end_s < SAME_STEP_S:
             group.end_s = now
             group.tokens += active.new_tokens
             return
-        self._settle()
+        self._observe_prefill_group()
         start = max(group.end_s, active.placed_s)
-        self._group = Group(start, now, active.new_tokens, self.context)
+        self._prefill_group = PrefillGroup(
+            start, now, active.new_tokens, self.decode_context_tokens
+        )
 
-    def _settle(self) -> None:
-        group = self._group
+    def _observe_prefill_group(self) -> None:
+        group = self._prefill_group
         if not group.tokens:
             return
-        self._group = Group(group.end_s, group.end_s, 0, 0)
+        self._prefill_group = PrefillGroup(group.end_s, group.end_s, 0, 0)
         tokens, context = group.tokens, group.context
         steps = -(-tokens // self.token_budget)
         took_ms = (group.end_s - group.start_s) * 1e3
-        timing, factor = self.timing, self.pace.factor
-        decode_ms = steps * timing.decode.at(1.0, context) if context else 0.0
-        expected_ms = timing.prefill.at(steps, tokens)
-        self.prefill_ms += expected_ms * factor
+        timing, factor = self.latency_model, self.slowdown.factor
+        decode_ms = steps * timing.decode.predict(1.0, context) if context else 0.0
+        expected_ms = timing.prefill.predict(steps, tokens)
+        self.total_prefill_ms += expected_ms * factor
         timing.prefill.observe(steps, tokens, took_ms / factor - decode_ms)
-        self.pace.observe(expected_ms + decode_ms, took_ms)
+        self.slowdown.observe(expected_ms + decode_ms, took_ms)
 
-    def _observe_decode(self, active: Active, now: float) -> None:
+    def _observe_decode(self, active: PlacedRequest, now: float) -> None:
         """Its mean time between tokens, less what prefills took meanwhile."""
-        if active.first_s is None or active.emitted < 8:
+        if active.first_token_s is None or active.emitted < 8:
             return
-        took_ms = (now - active.first_s) * 1e3 - (self.prefill_ms - active.prefill_before_ms)
-        step_ms = took_ms / (active.emitted - 1) / self.pace.factor
-        self.timing.decode.observe(1.0, self.context, step_ms)
+        took_ms = (now - active.first_token_s) * 1e3 - (
+            self.total_prefill_ms - active.prefill_ms_at_first_token
+        )
+        step_ms = took_ms / (active.emitted - 1) / self.slowdown.factor
+        self.latency_model.decode.observe(1.0, self.decode_context_tokens, step_ms)
 
 
-class Fleet:
+class WorkerStates:
     """The books of all workers, in the order in which they were announced; of one with
     data-parallel ranks a book a rank, called "instance/rank" as by its publishers."""
 
     def __init__(self) -> None:
-        self.books: list[Book] = []
-        self._by_name: dict[str, Book] = {}
-        self._timings: dict[Kind, Timing] = {}
+        self.workers: list[WorkerState] = []
+        self._by_name: dict[str, WorkerState] = {}
+        self._latency_models: dict[LatencyModelKey, WorkerLatencyModel] = {}
         self._next = 0
 
-    def __getitem__(self, name: str) -> Book:
+    def __getitem__(self, name: str) -> WorkerState:
         return self._by_name[name]
 
-    def get(self, name: str) -> Book | None:
+    def get(self, name: str) -> WorkerState | None:
         """The book of a worker, if it is there."""
         return self._by_name.get(name)
 
     @property
     def cacheless(self) -> set[str]:
         """Those that keep nothing for later prompts."""
-        return {one.name for one in self.books if one.info and not one.info.prefix_caching}
+        return {
+            one.name
+            for one in self.workers
+            if one.engine_info and not one.engine_info.prefix_caching
+        }
 
-    def freshen(self, now: float) -> None:
+    def refresh_next(self, now: float) -> None:
         """Survey the next few workers in turn."""
-        books = self.books
-        if len(books) <= SURVEYS:
+        books = self.workers
+        if len(books) <= REFRESHES_PER_CALL:
             for book in books:
-                book.survey(now)
+                book.refresh(now)
             return
-        for _ in range(SURVEYS):
+        for _ in range(REFRESHES_PER_CALL):
             self._next = (self._next + 1) % len(books)
-            books[self._next].survey(now)
+            books[self._next].refresh(now)
 
-    def replace(self, instances: Mapping[str, Instance]) -> list[str]:
+    def update_instances(self, instances: Mapping[str, Instance]) -> list[str]:
         """These are the workers from now on; the names of those that are gone."""
         workers = {
             worker_name(name, rank): (instance, rank)
             for name, instance in instances.items()
-            for rank in ranks_of(instance)
+            for rank in data_parallel_ranks(instance)
         }
         gone = [name for name in self._by_name if name not in workers]
         for name in gone:
@@ -366,20 +392,20 @@ class Fleet:
         for name, (instance, rank) in workers.items():
             book = self._by_name.get(name)
             if book is None:
-                kind = kind_of(engine_info(instance))
-                timing = self._timings.get(kind)
+                kind = latency_model_key(engine_info(instance))
+                timing = self._latency_models.get(kind)
                 if timing is None:
-                    timing = self._timings[kind] = Timing()
-                self._by_name[name] = Book(name, instance, timing, rank)
+                    timing = self._latency_models[kind] = WorkerLatencyModel()
+                self._by_name[name] = WorkerState(name, instance, timing, rank)
             elif book.instance is not instance:
-                book.announce(instance)
-        self.books = list(self._by_name.values())
+                book.update_instance(instance)
+        self.workers = list(self._by_name.values())
         return gone
 
-    def reported(self, name: str, load: Load, now: float) -> None:
+    def on_load_report(self, name: str, load: Load, now: float) -> None:
         """A worker's own word about its load, for the book of each of its ranks."""
         del now
         parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
         for each, part in (parts or {name: load}).items():
             if (book := self._by_name.get(each)) is not None:
-                book.told(part)
+                book.on_load_report(part)

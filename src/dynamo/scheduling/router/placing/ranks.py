@@ -17,14 +17,14 @@ def engine_info(instance: Instance) -> EngineInfo | None:
     return msgspec.convert(about, EngineInfo) if isinstance(about, dict) else None
 
 
-def share_of(info: EngineInfo) -> EngineInfo:
+def per_rank_engine_info(info: EngineInfo) -> EngineInfo:
     """One rank's part."""
     ranks = info.data_parallel
     blocks, places = info.num_blocks // ranks, info.max_num_seqs // ranks
     return replace(info, num_blocks=blocks, max_num_seqs=max(1, places), data_parallel=1)
 
 
-def ranks_of(instance: Instance) -> Iterator[int | None]:
+def data_parallel_ranks(instance: Instance) -> Iterator[int | None]:
     """Its data-parallel ranks; None: it has but one."""
     about = instance.capabilities.get("engine")
     ranks = about.get("data_parallel", 1) if isinstance(about, dict) else 1

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-FORGET = 0.98
+FORGETTING_FACTOR = 0.98
 """An observation counts half after 34 more."""
 
 PRIOR_WEIGHT = 0.1
 """What the start values count for, in observations, at either of two points."""
 
-BELIEVED_RATIO = 4.0
+OUTLIER_RATIO = 4.0
 """An observation further off than this (after the first few) is taken as this far off: a request
 that waited for memory says little about speed."""
 
-FIRST_FEW = 8
+WARMUP_OBSERVATIONS = 8
 
-PACE_PRIOR = 20.0
+SLOWDOWN_PRIOR_OBSERVATIONS = 20.0
 """So many observations hold a worker's pace at that of its kind."""
 
 
-class Line:
+class LatencyRegression:
     """y = base u + slope x with both at least 0, by recursive least squares of relative errors
     under exponential forgetting. The first observation scales the start values; their proportion
     then counts as a weak prior. y in milliseconds."""
 
-    __slots__ = ("_prior", "_sums", "_x0", "base", "seen", "slope")
+    __slots__ = ("_prior", "_sums", "_typical_x", "base", "observation_count", "slope")
 
     def __init__(self, base: float, slope: float, x0: float) -> None:
         """`x0`: a typical x, where the prior is anchored beside 0."""
         self.base = base
         self.slope = slope
-        self.seen = 0
-        self._x0 = x0
+        self.observation_count = 0
+        self._typical_x = x0
         self._prior = (base, slope)
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def at(self, u: float, x: float) -> float:
+    def predict(self, u: float, x: float) -> float:
         """The present estimate."""
         return self.base * u + self.slope * x
 
     def observe(self, u: float, x: float, y: float) -> None:
         """`y` > 0 was measured at (u, x)."""
-        expected = self.at(u, x)
+        expected = self.predict(u, x)
         if y <= 0.0 or expected <= 0.0:
             return
-        if self.seen == 0:
+        if self.observation_count == 0:
             ratio = y / expected
             self._prior = (self._prior[0] * ratio, self._prior[1] * ratio)
             expected = y
-        elif self.seen >= FIRST_FEW:
-            y = min(max(y, expected / BELIEVED_RATIO), expected * BELIEVED_RATIO)
-        self.seen += 1
+        elif self.observation_count >= WARMUP_OBSERVATIONS:
+            y = min(max(y, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+        self.observation_count += 1
         weight = 1.0 / (expected * expected)
-        uu, ux, xx, uy, xy = (FORGET * part for part in self._sums)
+        uu, ux, xx, uy, xy = (FORGETTING_FACTOR * part for part in self._sums)
         wu, wx = weight * u, weight * x
         self._sums = (uu + wu * u, ux + wu * x, xx + wx * x, uy + wu * y, xy + wx * y)
         self._solve()
@@ -59,7 +59,7 @@ class Line:
     def _solve(self) -> None:
         uu, ux, xx, uy, xy = self._sums
         base0, slope0 = self._prior
-        for x in (0.0, self._x0):
+        for x in (0.0, self._typical_x):
             y = base0 + slope0 * x
             weight = PRIOR_WEIGHT / (y * y)
             uu += weight
@@ -79,7 +79,7 @@ class Line:
         self.base, self.slope = base, slope
 
 
-class Timing:
+class WorkerLatencyModel:
     """Times of workers of one kind, which learn together. Start values are those of a mid-sized
     model on one GPU.
 
@@ -90,11 +90,11 @@ class Timing:
     __slots__ = ("decode", "prefill")
 
     def __init__(self) -> None:
-        self.prefill = Line(15.0, 0.02, 1_000.0)
-        self.decode = Line(6.0, 5e-5, 20_000.0)
+        self.prefill = LatencyRegression(15.0, 0.02, 1_000.0)
+        self.decode = LatencyRegression(6.0, 5e-5, 20_000.0)
 
 
-class Pace:
+class WorkerSlowdown:
     """How much slower than its kind one worker is: the mean of observed over expected times, drawn
     to 1 as long as little is known, so that chance makes no favourites."""
 
@@ -108,7 +108,9 @@ class Pace:
     def observe(self, expected_ms: float, observed_ms: float) -> None:
         """One prefill took so long."""
         ratio = observed_ms / expected_ms if expected_ms > 0.0 else 1.0
-        ratio = min(max(ratio, 1.0 / BELIEVED_RATIO), BELIEVED_RATIO)
-        self._count = FORGET * self._count + 1.0
-        self._sum = FORGET * self._sum + ratio
-        self.factor = (PACE_PRIOR + self._sum) / (PACE_PRIOR + self._count)
+        ratio = min(max(ratio, 1.0 / OUTLIER_RATIO), OUTLIER_RATIO)
+        self._count = FORGETTING_FACTOR * self._count + 1.0
+        self._sum = FORGETTING_FACTOR * self._sum + ratio
+        self.factor = (SLOWDOWN_PRIOR_OBSERVATIONS + self._sum) / (
+            SLOWDOWN_PRIOR_OBSERVATIONS + self._count
+        )

@@ -15,150 +15,160 @@ from dynamo.core.errors import ConfigError, Overloaded
 
 T = TypeVar("T")
 
-HEAD_START_S = 1.0
+PRIORITY_STEP_S = 1.0
 """What one step of priority is worth where age decides."""
-GAP_WEIGHT = 0.1
+GAP_EWMA_WEIGHT = 0.1
 """Of the newest gap between two departures in their running mean."""
-RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
+RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
 
-class Ranked(Protocol):
+class QueueOrderable(Protocol):
     """What an order needs to know. `work`: prompt tokens to compute; `deadline_s`: on the clock of
     `arrived_s`; `priority`: higher goes first."""
 
     @property
     def arrived_s(self) -> float: ...
     @property
-    def work(self) -> int: ...
+    def prefill_tokens(self) -> int: ...
     @property
     def priority(self) -> int: ...
     @property
     def deadline_s(self) -> float: ...
 
 
-class Rank(msgspec.Struct, frozen=True):
+class QueueOrderKey(msgspec.Struct, frozen=True):
     """That, of what does not tell by itself."""
 
     arrived_s: float
-    work: int = 0
+    prefill_tokens: int = 0
     priority: int = 0
     deadline_s: float = inf
 
 
-def first_come(rank: Ranked) -> float:
+def first_come_first_served(rank: QueueOrderable) -> float:
     """By age; a step of priority counts as a second of it."""
-    return rank.arrived_s - HEAD_START_S * rank.priority
+    return rank.arrived_s - PRIORITY_STEP_S * rank.priority
 
 
-def shortest_weighted(rank: Ranked) -> float:
+def weighted_shortest_first(rank: QueueOrderable) -> float:
     """Smith's rule: work over weight, which makes the weighted mean wait least."""
     steps = rank.priority
-    return rank.work / (1 + steps) if steps >= 0 else float(rank.work * (1 - steps))
+    return (
+        rank.prefill_tokens / (1 + steps)
+        if steps >= 0
+        else float(rank.prefill_tokens * (1 - steps))
+    )
 
 
-def earliest_deadline(rank: Ranked) -> float:
+def earliest_deadline_first(rank: QueueOrderable) -> float:
     """By deadline; those without one come last, by age."""
-    return rank.deadline_s - HEAD_START_S * rank.priority
+    return rank.deadline_s - PRIORITY_STEP_S * rank.priority
 
 
-ORDERS: dict[str, Callable[[Ranked], float]] = {
-    "fcfs": first_come,
-    "shortest": shortest_weighted,
-    "deadline": earliest_deadline,
+QUEUE_ORDERS: dict[str, Callable[[QueueOrderable], float]] = {
+    "fcfs": first_come_first_served,
+    "shortest": weighted_shortest_first,
+    "deadline": earliest_deadline_first,
 }
 
-_Key = tuple[float, float, int]
+_SortKey = tuple[float, float, int]
 
 
 class WaitingQueue(Generic[T]):
     """Bounded. Whoever has waited `patience_s` goes before all that have not, oldest first, so that
     no order starves anybody. Times are the caller's: no clock in here."""
 
-    def __init__(self, order: str = "fcfs", bound: int = 1024, patience_s: float = inf) -> None:
+    def __init__(self, order: str = "fcfs", bound: int = 1024, starvation_s: float = inf) -> None:
         """`order`: one of `ORDERS`. Raises `ConfigError`."""
-        if order not in ORDERS:
-            raise ConfigError(f"no order is called {order!r}", hint=f"known: {', '.join(ORDERS)}")
-        self.place = ORDERS[order]
+        if order not in QUEUE_ORDERS:
+            raise ConfigError(
+                f"no order is called {order!r}", hint=f"known: {', '.join(QUEUE_ORDERS)}"
+            )
+        self.sort_key = QUEUE_ORDERS[order]
         self._bound = bound
-        self._patience_s = patience_s
-        self._sorted: list[tuple[_Key, str]] = []
-        self._held: dict[str, tuple[_Key, Ranked, T]] = {}
+        self._starvation_s = starvation_s
+        self._sorted: list[tuple[_SortKey, str]] = []
+        self._entries: dict[str, tuple[_SortKey, QueueOrderable, T]] = {}
         self._count = 0
-        self._gap_s = 0.0
-        self._left_s: float | None = None
+        self._mean_gap_s = 0.0
+        self._last_departure_s: float | None = None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._held
+        return name in self._entries
 
     @property
-    def over(self) -> bool:
+    def over_bound(self) -> bool:
         """Whether more wait than may."""
-        return len(self._held) > self._bound
+        return len(self._entries) > self._bound
 
-    def push(self, name: str, item: T, rank: Ranked, *, bounded: bool = True) -> None:
+    def push(self, name: str, item: T, rank: QueueOrderable, *, bounded: bool = True) -> None:
         """Wait as `name`, which is not there yet. Raises `Overloaded` past the bound."""
-        if bounded and len(self._held) >= self._bound:
-            raise self.full()
+        if bounded and len(self._entries) >= self._bound:
+            raise self.overload_error()
         self._count += 1
-        key = (self.place(rank), rank.arrived_s, self._count)
+        key = (self.sort_key(rank), rank.arrived_s, self._count)
         insort(self._sorted, (key, name))
-        self._held[name] = (key, rank, item)
+        self._entries[name] = (key, rank, item)
 
-    def full(self) -> Overloaded:
+    def overload_error(self) -> Overloaded:
         """What is told to whom there is no room for: when a place should be free."""
         return Overloaded(
             f"{self._bound} requests wait for a worker already",
             hint="router.queue_bound is the limit; more workers would take them",
-            retry_after_s=self.wait_s(),
+            retry_after_s=self.estimate_wait_s(),
         )
 
-    def ahead(self, rank: Ranked) -> int:
+    def count_ahead(self, rank: QueueOrderable) -> int:
         """How many one of that rank would find before it."""
-        return bisect_left(self._sorted, ((self.place(rank), rank.arrived_s, self._count + 1), ""))
+        return bisect_left(
+            self._sorted, ((self.sort_key(rank), rank.arrived_s, self._count + 1), "")
+        )
 
     def pop(self, name: str, now: float | None = None) -> T | None:
         """Leave; with `now`, because a worker was found, which tells how fast places become free.
         None for who is not there."""
-        found = self._held.pop(name, None)
+        found = self._entries.pop(name, None)
         if found is None:
             return None
         key, _, item = found
         del self._sorted[bisect_left(self._sorted, (key, name))]
         if now is not None:
-            self._departed(now)
+            self._observe_departure(now)
         return item
 
-    def in_order(self, now: float, most: int | None = None) -> list[T]:
+    def ordered(self, now: float, limit: int | None = None) -> list[T]:
         """The first `most` of those that wait (None: all)."""
-        late = self._late(now)
+        late = self._starving(now)
         if not late:
-            return [self._held[name][2] for _, name in self._sorted[:most]]
+            return [self._entries[name][2] for _, name in self._sorted[:limit]]
         there = set(late)
         names = late + [name for _, name in self._sorted if name not in there]
-        return [self._held[name][2] for name in names[:most]]
+        return [self._entries[name][2] for name in names[:limit]]
 
-    def in_turn(self, now: float) -> Iterator[T]:
+    def iter_ordered(self, now: float) -> Iterator[T]:
         """All that wait, each looked up when it is asked for: those before it may have left."""
-        if self._late(now):
-            return iter(self.in_order(now))
-        held = self._held
+        if self._starving(now):
+            return iter(self.ordered(now))
+        held = self._entries
         return (held[name][2] for _, name in self._sorted.copy())
 
-    def wait_s(self) -> float:
+    def estimate_wait_s(self) -> float:
         """About how long the last of the queue will wait, as places became free of late."""
-        return min(max(len(self._held) * self._gap_s, RETRY_LEAST_S), RETRY_MOST_S)
+        return min(max(len(self._entries) * self._mean_gap_s, RETRY_MIN_S), RETRY_MAX_S)
 
-    def _late(self, now: float) -> list[str]:
+    def _starving(self, now: float) -> list[str]:
         """They came in order of arrival, and so they stand in the dict."""
-        latest = now - self._patience_s
-        late = takewhile(lambda held: held[1][1].arrived_s <= latest, self._held.items())
+        latest = now - self._starvation_s
+        late = takewhile(lambda held: held[1][1].arrived_s <= latest, self._entries.items())
         return [name for name, _ in late]
 
-    def _departed(self, now: float) -> None:
-        if self._left_s is not None:
-            gap_s = now - self._left_s
-            self._gap_s += (gap_s - self._gap_s) * (GAP_WEIGHT if self._gap_s else 1.0)
-        self._left_s = now
+    def _observe_departure(self, now: float) -> None:
+        if self._last_departure_s is not None:
+            gap_s = now - self._last_departure_s
+            self._mean_gap_s += (gap_s - self._mean_gap_s) * (
+                GAP_EWMA_WEIGHT if self._mean_gap_s else 1.0
+            )
+        self._last_departure_s = now

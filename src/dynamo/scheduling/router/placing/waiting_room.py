@@ -5,77 +5,77 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from dynamo.core.errors import DynamoError
-from dynamo.scheduling.router.placing.arrival import Arrival
+from dynamo.scheduling.router.placing.arrival import PendingRequest
 from dynamo.scheduling.router.placing.waiting import WaitingQueue
 
 
-class WaitingRoom:
+class PendingRequestQueue:
     """Who has just come costs nothing; who is still there after a round of placing stands in
     `queue`, or is refused where that is full."""
 
-    def __init__(self, queue: WaitingQueue[Arrival]) -> None:
+    def __init__(self, queue: WaitingQueue[PendingRequest]) -> None:
         self._queue = queue
-        self._fresh: dict[str, Arrival] = {}
-        self._all: dict[str, Arrival] = {}
-        self._refused: list[tuple[Arrival, DynamoError]] = []
+        self._new: dict[str, PendingRequest] = {}
+        self._all: dict[str, PendingRequest] = {}
+        self._rejected: list[tuple[PendingRequest, DynamoError]] = []
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[Arrival]:
+    def __iter__(self) -> Iterator[PendingRequest]:
         """In order of arrival."""
         return iter(self._all.values())
 
-    def enter(self, arrival: Arrival) -> None:
+    def add(self, arrival: PendingRequest) -> None:
         """It waits for the next round."""
-        self._fresh[arrival.id] = self._all[arrival.id] = arrival
+        self._new[arrival.id] = self._all[arrival.id] = arrival
 
-    def leave(self, arrival: Arrival, now: float | None = None) -> None:
+    def remove(self, arrival: PendingRequest, now: float | None = None) -> None:
         """It waits no more; `now`: because it got a place. Who is not there: nothing."""
         if self._all.get(arrival.id) is arrival:
             del self._all[arrival.id]
-            self._fresh.pop(arrival.id, None)
+            self._new.pop(arrival.id, None)
             self._queue.pop(arrival.id, now)
 
     @property
-    def fresh(self) -> Collection[Arrival]:
+    def new_requests(self) -> Collection[PendingRequest]:
         """Those that have come since the round before."""
-        return self._fresh.values()
+        return self._new.values()
 
-    def in_order(self, now: float) -> Iterable[Arrival]:
+    def ordered(self, now: float) -> Iterable[PendingRequest]:
         """All that wait, first comes first, whether there is room for them or not: who finds a
         worker needs none. Who was given may leave before the next is taken."""
         if len(self._queue):
-            self._line_up()
-            return self._queue.in_turn(now)
-        fresh = list(self._fresh.values())
+            self._push_new()
+            return self._queue.iter_ordered(now)
+        fresh = list(self._new.values())
         if len(fresh) > 1:
-            fresh.sort(key=self._queue.place)
+            fresh.sort(key=self._queue.sort_key)
         return fresh
 
-    def settle(self) -> None:
+    def enqueue_new(self) -> None:
         """Whoever is still fresh queues, as far as there is room."""
-        self._line_up()
+        self._push_new()
         queue, late = self._queue, []
-        while queue.over and self._fresh:
-            late.append(self._fresh.popitem()[1])
+        while queue.over_bound and self._new:
+            late.append(self._new.popitem()[1])
             queue.pop(late[-1].id)
-        self._fresh.clear()
+        self._new.clear()
         for arrival in reversed(late):
             del self._all[arrival.id]
-            self._refused.append((arrival, queue.full()))
+            self._rejected.append((arrival, queue.overload_error()))
 
-    def _line_up(self) -> None:
-        for arrival in self._fresh.values():
+    def _push_new(self) -> None:
+        for arrival in self._new.values():
             if arrival.id not in self._queue:
                 self._queue.push(arrival.id, arrival, arrival, bounded=False)
 
-    def refuse(self, arrival: Arrival, error: DynamoError) -> None:
+    def reject(self, arrival: PendingRequest, error: DynamoError) -> None:
         """It waits no more, and is told why."""
-        self.leave(arrival)
-        self._refused.append((arrival, error))
+        self.remove(arrival)
+        self._rejected.append((arrival, error))
 
-    def take_refused(self) -> list[tuple[Arrival, DynamoError]]:
+    def pop_rejected(self) -> list[tuple[PendingRequest, DynamoError]]:
         """Those that were refused since the last call."""
-        refused, self._refused = self._refused, []
+        refused, self._rejected = self._rejected, []
         return refused

@@ -8,129 +8,134 @@ from math import inf
 from operator import attrgetter
 from random import Random
 
-from dynamo.scheduling.router.placing.arrival import Arrival
-from dynamo.scheduling.router.placing.costs import TIE
-from dynamo.scheduling.router.placing.fleet import Active, Book
-from dynamo.scheduling.router.placing.prices import Prices
-from dynamo.scheduling.router.prompt import common_blocks
+from dynamo.scheduling.router.placing.arrival import PendingRequest
+from dynamo.scheduling.router.placing.costs import TIE_TOLERANCE
+from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerState
+from dynamo.scheduling.router.placing.prices import CostMatrix
+from dynamo.scheduling.router.prompt import common_prefix_blocks
 
 
-class Row:
+class RegretRow:
     """One waiting request with its costs. `at`: its best worker; `regret`: what not getting that
     would cost."""
 
-    __slots__ = ("_equals", "_second", "arrival", "at", "costs", "prices", "regret")
+    __slots__ = ("_second_cost", "_tied", "best_index", "costs", "matrix", "regret", "request")
 
-    def __init__(self, arrival: Arrival, prices: Prices, rng: Random) -> None:
-        self.arrival = arrival
-        self.prices = prices
+    def __init__(self, arrival: PendingRequest, prices: CostMatrix, rng: Random) -> None:
+        self.request = arrival
+        self.matrix = prices
         self.costs = prices.row(arrival)
-        self._rank(rng)
+        self._update_best(rng)
 
     @property
-    def book(self) -> Book:
+    def worker(self) -> WorkerState:
         """Its best worker's."""
-        return self.prices.books[self.at]
+        return self.matrix.workers[self.best_index]
 
-    def put(self, at: int, cost: float, rng: Random) -> None:
+    def update_cost(self, at: int, cost: float, rng: Random) -> None:
         """One worker costs something else now."""
         before = self.costs[at]
         self.costs[at] = cost
-        second = self._second
-        if self._equals or at == self.at or before <= second or cost <= second:
-            self._rank(rng)
+        second = self._second_cost
+        if self._tied or at == self.best_index or before <= second or cost <= second:
+            self._update_best(rng)
 
-    def _rank(self, rng: Random) -> None:
+    def _update_best(self, rng: Random) -> None:
         costs = self.costs
         order = sorted(costs)  # quicker than to look for the lowest
         best = order[0]
-        self._second = second = order[1] if len(order) > 1 else inf
+        self._second_cost = second = order[1] if len(order) > 1 else inf
         self.regret = second - best if second < inf else 0.0
-        limit = best + abs(best) * TIE
-        self._equals = second <= limit
-        if self._equals:
+        limit = best + abs(best) * TIE_TOLERANCE
+        self._tied = second <= limit
+        if self._tied:
             equal = [index for index, cost in enumerate(costs) if cost <= limit]
-            self.at = equal[int(rng.random() * len(equal))]
+            self.best_index = equal[int(rng.random() * len(equal))]
         else:
-            self.at = costs.index(best)
+            self.best_index = costs.index(best)
 
 
-class Window:
+class RegretStep:
     """Requests weighed together: whoever would lose most by not getting its best worker is first.
     Some stand in line, the longest first: of these only the head is weighed with the others, and
     no other has a price."""
 
     def __init__(
-        self, others: Sequence[Arrival], line: Sequence[Arrival], price: Callable[[Arrival], Row]
+        self,
+        others: Sequence[PendingRequest],
+        line: Sequence[PendingRequest],
+        price: Callable[[PendingRequest], RegretRow],
     ) -> None:
         """`line`: those to which workers differ by their load alone; `price`: what an arrival costs
         at that moment."""
-        self._price = price
+        self._build_row = price
         self._rows = [price(one) for one in others]
-        self._head: Row | None = None
-        self._stand(sorted(line, key=_tokens, reverse=True)[::-1])
+        self._queue_head: RegretRow | None = None
+        self._set_queue(sorted(line, key=_prompt_tokens, reverse=True)[::-1])
 
-    def take(self) -> Row | None:
+    def pop(self) -> RegretRow | None:
         """Whose turn it is, which leaves; None: nobody is left."""
         rows = self._rows
-        if self._line and self._head not in rows:
-            self._new_blocks.pop()
-            self._head = self._price(self._line.pop())
-            rows.append(self._head)
+        if self._queue and self._queue_head not in rows:
+            self._next_blocks.pop()
+            self._queue_head = self._build_row(self._queue.pop())
+            rows.append(self._queue_head)
         if not rows:
             return None
         best = max(rows, key=_regret) if len(rows) > 1 else rows[0]
         rows.remove(best)
         return best
 
-    def stays(self, row: Row, due: Callable[[Arrival], bool]) -> None:
+    def on_held(self, row: RegretRow, due: Callable[[PendingRequest], bool]) -> None:
         """It was taken and would rather wait. So would those who stood in line behind it: unless
         they are `due`, they leave."""
-        if row is self._head:
-            self._stand([one for one in self._line if due(one)])
+        if row is self._queue_head:
+            self._set_queue([one for one in self._queue if due(one)])
 
-    def keep(self, due: Callable[[Arrival], bool]) -> None:
+    def keep_due(self, due: Callable[[PendingRequest], bool]) -> None:
         """The others leave."""
-        self._rows = [row for row in self._rows if due(row.arrival)]
-        self._stand([one for one in self._line if due(one)])
+        self._rows = [row for row in self._rows if due(row.request)]
+        self._set_queue([one for one in self._queue if due(one)])
 
-    def went(self, active: Active, blocks: AbstractSet[int], common: Prices, rng: Random) -> None:
+    def on_placed(
+        self, active: PlacedRequest, blocks: AbstractSet[int], common: CostMatrix, rng: Random
+    ) -> None:
         """Its worker has more to do for the others, and will hold what they share with it.
         `blocks`: all that the round brought there; `common`: the prices of all workers, which
         those go by that may go to any."""
-        groups: dict[Prices, list[Row]] = {common: []}
+        groups: dict[CostMatrix, list[RegretRow]] = {common: []}
         for row in self._rows:
-            _shares(row.arrival, active)
-            groups.setdefault(row.prices, []).append(row)
+            _extend_overlap(row.request, active)
+            groups.setdefault(row.matrix, []).append(row)
         for prices, group in groups.items():
-            at = prices.moved(active.book)
+            at = prices.refresh_worker(active.worker)
             if at is not None and group:
-                costs = prices.column([row.arrival for row in group], at)
+                costs = prices.column([row.request for row in group], at)
                 for row, cost in zip(group, costs, strict=True):
-                    row.put(at, cost, rng)
-        if not blocks.isdisjoint(self._new_blocks):
-            self._part(active)
+                    row.update_cost(at, cost, rng)
+        if not blocks.isdisjoint(self._next_blocks):
+            self._promote_sharers(active)
 
-    def _part(self, active: Active) -> None:
+    def _promote_sharers(self, active: PlacedRequest) -> None:
         """Who begins as the one that went does has a favourite now."""
         line = []
-        for one in self._line:
-            if _shares(one, active):
-                self._rows.append(self._price(one))
+        for one in self._queue:
+            if _extend_overlap(one, active):
+                self._rows.append(self._build_row(one))
             else:
                 line.append(one)
-        self._stand(line)
+        self._set_queue(line)
 
-    def _stand(self, line: list[Arrival]) -> None:
-        self._line = line
-        self._new_blocks = [_new_block(one) for one in line]
+    def _set_queue(self, line: list[PendingRequest]) -> None:
+        self._queue = line
+        self._next_blocks = [_first_uncached_block(one) for one in line]
 
 
-def _tokens(arrival: Arrival) -> int:
+def _prompt_tokens(arrival: PendingRequest) -> int:
     return arrival.prompt.tokens
 
 
-def _new_block(arrival: Arrival) -> int | None:
+def _first_uncached_block(arrival: PendingRequest) -> int | None:
     """The first that nobody holds, if there is one."""
     held, hashes = next(iter(arrival.overlaps.values()), 0), arrival.prompt.hashes
     return hashes[held] if held < len(hashes) else None
@@ -139,19 +144,19 @@ def _new_block(arrival: Arrival) -> int | None:
 _regret = attrgetter("regret")
 
 
-def _shares(arrival: Arrival, active: Active) -> bool:
+def _extend_overlap(arrival: PendingRequest, active: PlacedRequest) -> bool:
     """Whether the other one brings its worker more of this prompt, which is noted."""
-    name, theirs = active.book.name, active.hashes
+    name, theirs = active.worker.name, active.hashes
     mine, held = arrival.prompt.hashes, arrival.overlaps.get(name, 0)
     if held < len(mine) and held < len(theirs) and mine[held] == theirs[held]:
-        arrival.overlaps[name] = common_blocks(mine, theirs)
+        arrival.overlaps[name] = common_prefix_blocks(mine, theirs)
         return True
     return False
 
 
-def lowest(costs: Sequence[float], rng: Random, tie: float = TIE) -> int:
+def pick_lowest(costs: Sequence[float], rng: Random, tolerance: float = TIE_TOLERANCE) -> int:
     """The lowest; among equals, nearer than `tie` of the best, any."""
     best = min(costs)
-    limit = best + abs(best) * tie
+    limit = best + abs(best) * tolerance
     equal = [index for index, cost in enumerate(costs) if cost <= limit]
     return equal[0] if len(equal) == 1 else equal[int(rng.random() * len(equal))]

@@ -7,17 +7,17 @@ from array import array
 import msgspec
 
 from dynamo.core.hashing import pack_hashes, unpack_hashes
-from dynamo.core.values import GenerateRequest, Sampling, Stops
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.router.prompt import Prompt
 
-CHOOSE = "choose"
+CHOOSE_ENDPOINT = "choose"
 """The endpoint."""
-TAKEN = b""
+QUERY_ACCEPTED = b""
 """The first thing that is answered: the router is there and thinks."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
     """Which instance? `hashes`: of the prompt's full blocks, packed u64; `tried`: not these. The
     request's id and attempt come with the call."""
 
@@ -26,11 +26,11 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     hashes: bytes
     max_tokens: int
-    tried: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     priority: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class RouteReply(msgspec.Struct, frozen=True, array_like=True):
     """The decision, without its table, which stays with the router until somebody asks."""
 
     instance: str
@@ -41,19 +41,19 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     best_overlap_blocks: int
     predicted_ttft_s: float | None
     waited_s: float
-    view: str
+    cache_view: str
     rank: int | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_ask = msgspec.msgpack.Decoder(Ask).decode
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_query_decode = msgspec.msgpack.Decoder(RouteQuery).decode
+_reply_decode = msgspec.msgpack.Decoder(RouteReply).decode
 
 
-def encode_ask(request: GenerateRequest, prompt: Prompt, tried: tuple[str, ...]) -> bytes:
+def encode_query(request: GenerateRequest, prompt: Prompt, tried: tuple[str, ...]) -> bytes:
     """The question for one choice of a request."""
     return _encode(
-        Ask(
+        RouteQuery(
             request.model,
             request.choice,
             prompt.tokens,
@@ -65,15 +65,15 @@ def encode_ask(request: GenerateRequest, prompt: Prompt, tried: tuple[str, ...])
     )
 
 
-def decode_ask(payload: bytes) -> Ask:
+def decode_query(payload: bytes) -> RouteQuery:
     """Raises `msgspec.DecodeError`."""
-    return _decode_ask(payload)
+    return _query_decode(payload)
 
 
-def encode_answer(made: Decision) -> bytes:
+def encode_reply(made: Decision) -> bytes:
     """The answer."""
     return _encode(
-        Answer(
+        RouteReply(
             made.instance.id,
             made.mode,
             made.candidates,
@@ -88,25 +88,25 @@ def encode_answer(made: Decision) -> bytes:
     )
 
 
-def decode_answer(payload: bytes) -> Answer:
+def decode_reply(payload: bytes) -> RouteReply:
     """Raises `msgspec.DecodeError`."""
-    return _decode_answer(payload)
+    return _reply_decode(payload)
 
 
-def request_of(ask: Ask, request_id: str) -> GenerateRequest:
+def request_from_query(ask: RouteQuery, request_id: str) -> GenerateRequest:
     """A request for a policy that reads its prompt by `read_asked`: hashes in place of tokens."""
     return GenerateRequest(
         request_id,
         ask.model,
         array("Q", (ask.prompt_tokens,)).tobytes() + ask.hashes,
-        Sampling(),
-        Stops(ask.max_tokens),
+        SamplingParams(),
+        StopConditions(ask.max_tokens),
         choice=ask.choice,
         priority=ask.priority,
     )
 
 
-def read_asked(request: GenerateRequest) -> Prompt:
+def read_query_prompt(request: GenerateRequest) -> Prompt:
     """The prompt of a request made by `request_of`."""
     tokens, *hashes = unpack_hashes(request.token_ids)
     return Prompt(tokens, hashes)

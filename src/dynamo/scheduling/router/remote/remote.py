@@ -12,34 +12,34 @@ from msgspec.structs import replace
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
-from dynamo.core.errors import NotFound, NotReady, NoWorkers, ProtocolError, WorkerFailed
+from dynamo.core.errors import ModelNotReady, NotFound, NoWorkers, ProtocolError, WorkerFailed
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.client import Client
 from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy, Ticket
-from dynamo.scheduling.router.prompt import Prompt, ReadPrompt
+from dynamo.scheduling.router.policy import BasicPolicy, Decision, Placement, Policy
+from dynamo.scheduling.router.prompt import Prompt, PromptReader
 from dynamo.scheduling.router.remote.messages import (
-    TAKEN,
-    Answer,
-    decode_answer,
-    encode_ask,
+    QUERY_ACCEPTED,
+    RouteReply,
+    decode_reply,
+    encode_query,
 )
-from dynamo.scheduling.router.replicas.replicas import Replicas
+from dynamo.scheduling.router.replicas.replicas import ReplicaSync
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)
 
-TAKEN_S = 0.25
+ACCEPT_TIMEOUT_S = 0.25
 """A router that has not even taken a question by then is asked no more for `AWAY_S`."""
-AWAY_S = 2.0
-SETTLED_S = 0.5
+EJECTION_S = 2.0
+MIN_LOG_INTERVAL_S = 0.5
 """Whether a router answers is told no more often."""
-MEANWHILE = "least_loaded"
-FAILURES = (
+FALLBACK_MODE = "least_loaded"
+ROUTER_FAILURES = (
     WorkerFailed,
     NoWorkers,
     NotFound,
-    NotReady,
+    ModelNotReady,
     ProtocolError,
     TimeoutError,
     msgspec.DecodeError,
@@ -55,8 +55,8 @@ class RemotePolicy(Policy):
         self,
         client: Client,
         routers: Client,
-        replicas: Replicas,
-        read: ReadPrompt,
+        replicas: ReplicaSync,
+        read_prompt: PromptReader,
         clock: Clock,
         *,
         block_tokens: int,
@@ -64,60 +64,60 @@ class RemotePolicy(Policy):
     ) -> None:
         self._client = client
         self._routers = routers
-        self._replicas = replicas
-        self._read = read
+        self._replica_sync = replicas
+        self._read_prompt = read_prompt
         self._clock = clock
         self._block_tokens = block_tokens
-        self._alone = BasicPolicy(client, MEANWHILE)
-        self._away: dict[str, float] = {}
-        self._proven: set[str] = set()
-        self._on_trial: set[str] = set()
+        self._fallback = BasicPolicy(client, FALLBACK_MODE)
+        self._ejected_until: dict[str, float] = {}
+        self._responsive: set[str] = set()
+        self._probing: set[str] = set()
         self._failing: set[str] = set()
-        self._views: dict[str, str] = {}
-        self._asking = True
-        self._told_at = -math.inf
-        self._picked_alone = (metrics or Registry()).counter(
+        self._cache_views: dict[str, str] = {}
+        self._router_available = True
+        self._logged_at_s = -math.inf
+        self._fallback_total = (metrics or Registry()).counter(
             "dynamo_router_unasked_total", "Requests routed without the router, which was away"
         )
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        prompt = self._read(request)
-        made = await self._asked(request, context, prompt, tried)
-        self._told(made is not None)
+        prompt = self._read_prompt(request)
+        made = await self._query_routers(request, context, prompt, tried)
+        self._log_availability(made is not None)
         if made is None:
-            self._picked_alone.inc()
-            made = await self._alone.choose(request, context, tried)
+            self._fallback_total.inc()
+            made = await self._fallback.choose(request, context, tried)
         name = f"{context.request_id}/{request.choice}/{context.attempt}"
         overlap = made.overlap_blocks * self._block_tokens
         new_tokens = max(1, prompt.tokens - overlap)
-        ticket = RemoteTicket(name, prompt, new_tokens, self._replicas, self._clock)
-        self._replicas.routed(made.worker, ticket)
+        ticket = RemotePlacement(name, prompt, new_tokens, self._replica_sync, self._clock)
+        self._replica_sync.publish_routed(made.worker, ticket)
         return replace(made, ticket=ticket)
 
-    def routers(self) -> dict[str, str]:
+    def router_states(self) -> dict[str, str]:
         """Each router that is there: "answers", "fails", "away" (took no question in time), or "not
         asked yet"."""
         now = self._clock.now()
-        return {name: self._state(name, now) for name in self._routers.instances}
+        return {name: self._router_state(name, now) for name in self._routers.instances}
 
-    def views(self) -> dict[str, str]:
+    def cache_views(self) -> dict[str, str]:
         """How each worker's cache was known when a router last chose it; empty while none
         answers."""
-        if "answers" not in self.routers().values():
+        if "answers" not in self.router_states().values():
             return {}
         live = self._client.instances
-        self._views = {
-            name: view for name, view in self._views.items() if name.partition("/")[0] in live
+        self._cache_views = {
+            name: view for name, view in self._cache_views.items() if name.partition("/")[0] in live
         }
-        return dict(self._views)
+        return dict(self._cache_views)
 
     async def close(self) -> None:
-        await self._replicas.close()
+        await self._replica_sync.close()
         await self._routers.close()
 
-    async def _asked(
+    async def _query_routers(
         self,
         request: GenerateRequest,
         context: Context,
@@ -126,60 +126,62 @@ class RemotePolicy(Policy):
     ) -> Decision | None:
         """What a router says; None where none can say."""
         failed: set[str] = set()
-        while candidates := self._present() - failed:
+        while candidates := self._available_routers() - failed:
             router = self._routers.pick("round_robin", candidates)
-            ask = encode_ask(request, prompt, tuple(tried))
+            ask = encode_query(request, prompt, tuple(tried))
             try:
-                answer = await self._tested(router, ask, context)
-            except FAILURES as error:
+                answer = await self._query_router(router, ask, context)
+            except ROUTER_FAILURES as error:
                 failed.add(router.id)
                 if isinstance(error, TimeoutError):
-                    self._away[router.id] = self._clock.now() + AWAY_S
-                self._failed(router.id, str(error))
+                    self._ejected_until[router.id] = self._clock.now() + EJECTION_S
+                self._on_router_failure(router.id, str(error))
                 continue
             self._failing.discard(router.id)
             instance = self._client.instances.get(answer.instance)
             if instance is not None:
                 made = _decision(instance, answer)
                 if made.view:
-                    self._views[made.worker] = made.view
+                    self._cache_views[made.worker] = made.view
                 return made
             if answer.instance in tried:
                 return None
             tried = {*tried, answer.instance}  # not known here, or withheld
         return None
 
-    def _present(self) -> AbstractSet[str]:
+    def _available_routers(self) -> AbstractSet[str]:
         """Routers that may be asked. One that has answered nothing yet gets one question, as long
         as there are others: it may still be busy with its start."""
         live: AbstractSet[str] = self._routers.instances.keys()
-        if self._away:
+        if self._ejected_until:
             now = self._clock.now()
-            self._away = {name: until for name, until in self._away.items() if until > now}
-            live = live - self._away.keys()
-        if self._on_trial and not self._proven.isdisjoint(live):
-            live = live - self._on_trial
+            self._ejected_until = {
+                name: until for name, until in self._ejected_until.items() if until > now
+            }
+            live = live - self._ejected_until.keys()
+        if self._probing and not self._responsive.isdisjoint(live):
+            live = live - self._probing
         return live
 
-    async def _tested(self, router: Instance, payload: bytes, context: Context) -> Answer:
-        if router.id in self._proven:
-            return await self._call(router, payload, context)
-        self._on_trial.add(router.id)
+    async def _query_router(self, router: Instance, payload: bytes, context: Context) -> RouteReply:
+        if router.id in self._responsive:
+            return await self._call_router(router, payload, context)
+        self._probing.add(router.id)
         try:
-            answer = await self._call(router, payload, context)
+            answer = await self._call_router(router, payload, context)
         finally:
-            self._on_trial.discard(router.id)
-        self._proven &= self._routers.instances.keys()
-        self._proven.add(router.id)
+            self._probing.discard(router.id)
+        self._responsive &= self._routers.instances.keys()
+        self._responsive.add(router.id)
         return answer
 
-    async def _call(self, router: Instance, payload: bytes, context: Context) -> Answer:
+    async def _call_router(self, router: Instance, payload: bytes, context: Context) -> RouteReply:
         answers: list[bytes] = []
         try:
-            async with asyncio.timeout(TAKEN_S) as patience:
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S) as patience:
 
                 def sink(item: bytes) -> bool:
-                    if item == TAKEN:
+                    if item == QUERY_ACCEPTED:
                         patience.reschedule(None)
                     else:
                         answers.append(item)
@@ -187,43 +189,45 @@ class RemotePolicy(Policy):
 
                 await self._routers.call(router, payload, context, sink)
         except TimeoutError:
-            raise TimeoutError(f"router {router.id} did not answer in {TAKEN_S} s") from None
+            raise TimeoutError(
+                f"router {router.id} did not answer in {ACCEPT_TIMEOUT_S} s"
+            ) from None
         if not answers:
             raise WorkerFailed(f"router {router.id} ended without an answer")
-        return decode_answer(answers[0])
+        return decode_reply(answers[0])
 
-    def _state(self, router: str, now: float) -> str:
-        if self._away.get(router, now) > now:
+    def _router_state(self, router: str, now: float) -> str:
+        if self._ejected_until.get(router, now) > now:
             return "away"
         if router in self._failing:
             return "fails"
-        return "answers" if router in self._proven else "not asked yet"
+        return "answers" if router in self._responsive else "not asked yet"
 
-    def _failed(self, router: str, error: str) -> None:
+    def _on_router_failure(self, router: str, error: str) -> None:
         """Told once until it answers again, however many requests hear of it."""
         if router not in self._failing:
             self._failing.add(router)
             fields = {"router": router, "error": error}
             log.warning("a router cannot say", extra={"fields": fields})
 
-    def _told(self, asked: bool) -> None:
+    def _log_availability(self, asked: bool) -> None:
         now = self._clock.now()
-        if asked == self._asking or now - self._told_at < SETTLED_S:
+        if asked == self._router_available or now - self._logged_at_s < MIN_LOG_INTERVAL_S:
             return
-        self._asking, self._told_at = asked, now
+        self._router_available, self._logged_at_s = asked, now
         if asked:
             log.info("the router answers again")
         else:
             log.warning("no router: picking alone")
 
 
-class RemoteTicket(Ticket):
+class RemotePlacement(Placement):
     """Tells all routers how the request fares."""
 
     __slots__ = (
         "_clock",
-        "_replicas",
-        "first_s",
+        "_replica_sync",
+        "first_token_s",
         "hashes",
         "id",
         "new_tokens",
@@ -235,7 +239,7 @@ class RemoteTicket(Ticket):
         id: str,  # noqa: A002
         prompt: Prompt,
         new_tokens: int,
-        replicas: Replicas,
+        replicas: ReplicaSync,
         clock: Clock,
     ) -> None:
         super().__init__()
@@ -243,19 +247,19 @@ class RemoteTicket(Ticket):
         self.prompt_tokens = prompt.tokens
         self.hashes = prompt.hashes
         self.new_tokens = new_tokens
-        self.first_s: float | None = None
-        self._replicas = replicas
+        self.first_token_s: float | None = None
+        self._replica_sync = replicas
         self._clock = clock
 
-    def first_token(self) -> None:
-        self.first_s = self._clock.now()
-        self._replicas.first_token(self.id)
+    def on_first_token(self) -> None:
+        self.first_token_s = self._clock.now()
+        self._replica_sync.publish_first_token(self.id)
 
     def end(self) -> None:
-        self._replicas.ended(self.id)
+        self._replica_sync.publish_ended(self.id)
 
 
-def _decision(instance: Instance, answer: Answer) -> Decision:
+def _decision(instance: Instance, answer: RouteReply) -> Decision:
     return Decision(
         instance,
         answer.mode,
@@ -265,6 +269,6 @@ def _decision(instance: Instance, answer: Answer) -> Decision:
         best_overlap_blocks=answer.best_overlap_blocks,
         predicted_ttft_s=answer.predicted_ttft_s,
         waited_s=answer.waited_s,
-        view=answer.view,
+        view=answer.cache_view,
         rank=answer.rank,
     )

@@ -8,53 +8,53 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Routed(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
+class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
     """A request was sent to a worker. `name`: unique per publisher; `hashes`: of the prompt's full
     blocks, packed u64; `emitted`: tokens so far; `first`: its first token is out."""
 
-    name: str
+    request_key: str
     worker: str
     prompt_tokens: int
     new_tokens: int
     hashes: bytes = b""
     emitted: int = 0
-    first: bool = False
+    first_token_emitted: bool = False
 
 
-class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first"):
+class FirstTokenEmitted(msgspec.Struct, frozen=True, array_like=True, tag="first"):
     """The first token came."""
 
-    name: str
+    request_key: str
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """The request left its worker, answered or not."""
 
-    name: str
+    request_key: str
     emitted: int
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+class TokensReported(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """How many tokens have come, of those where it changed."""
 
     emitted: dict[str, int]
 
 
-class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
+class RoutingStateReset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
     """Forget all that this publisher said: the present state follows."""
 
 
-Move = Routed | FirstToken | Ended | Progress | Reset
+RoutingEvent = RequestRouted | FirstTokenEmitted | RequestEnded | TokensReported | RoutingStateReset
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[Move]).decode
+_decode = msgspec.msgpack.Decoder(list[RoutingEvent]).decode
 
 
-def encode_moves(moves: Sequence[Move]) -> bytes:
+def encode_routing_events(moves: Sequence[RoutingEvent]) -> bytes:
     """One event."""
     return _encode(moves)
 
 
-def decode_moves(payload: bytes) -> list[Move]:
+def decode_routing_events(payload: bytes) -> list[RoutingEvent]:
     """What `encode_moves` wrote; an empty payload holds none. Raises `msgspec.DecodeError`."""
     return _decode(payload) if payload else []

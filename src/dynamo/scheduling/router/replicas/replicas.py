@@ -11,38 +11,38 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo.communication.events import Event, Events, Source
+from dynamo.communication.events import Event, Events, EventSource
 from dynamo.core.clock import Clock
 from dynamo.core.hashing import pack_hashes
-from dynamo.core.tasks import Tasks
+from dynamo.core.tasks import BackgroundTasks
 from dynamo.scheduling.router.replicas.moves import (
-    Ended,
-    FirstToken,
-    Move,
-    Progress,
-    Reset,
-    Routed,
-    decode_moves,
-    encode_moves,
+    FirstTokenEmitted,
+    RequestEnded,
+    RequestRouted,
+    RoutingEvent,
+    RoutingStateReset,
+    TokensReported,
+    decode_routing_events,
+    encode_routing_events,
 )
 
 log = logging.getLogger(__name__)
 
-PROGRESS_S = 0.5
+TOKEN_REPORT_INTERVAL_S = 0.5
 """How often tokens are told of, which only weigh in costs."""
 
 
-class Follower(Protocol):
+class RoutingEventListener(Protocol):
     """Books what other routers do. `peer`: the one that says so."""
 
-    def routed(self, peer: str, move: Routed) -> None: ...
-    def first_token(self, peer: str, name: str) -> None: ...
-    def emitted(self, peer: str, counts: dict[str, int]) -> None: ...
-    def ended(self, peer: str, name: str, emitted: int) -> None: ...
-    def forget(self, peer: str) -> None: ...
+    def on_routed(self, peer: str, move: RequestRouted) -> None: ...
+    def on_first_token(self, peer: str, name: str) -> None: ...
+    def on_tokens(self, peer: str, counts: dict[str, int]) -> None: ...
+    def on_ended(self, peer: str, name: str, emitted: int) -> None: ...
+    def remove_peer(self, peer: str) -> None: ...
 
 
-class Own(Protocol):
+class PublishedRequest(Protocol):
     """The ticket of a request that this process sent out. `id`: unique in this process; `first_s`:
     when its first token came; `emitted`: its tokens until now."""
 
@@ -50,42 +50,46 @@ class Own(Protocol):
     prompt_tokens: int
     new_tokens: int
     hashes: Sequence[int]
-    first_s: float | None
+    first_token_s: float | None
     emitted: int
 
 
-def move_of(worker: str, own: Own) -> Routed:
+def routed_event(worker: str, own: PublishedRequest) -> RequestRouted:
     """As others are told of it; where the first token is out, events tell of its blocks."""
-    first = own.first_s is not None
+    first = own.first_token_s is not None
     hashes = b"" if first else pack_hashes(own.hashes)
-    return Routed(own.id, worker, own.prompt_tokens, own.new_tokens, hashes, own.emitted, first)
+    return RequestRouted(
+        own.id, worker, own.prompt_tokens, own.new_tokens, hashes, own.emitted, first
+    )
 
 
-class Replicas:
+class ReplicaSync:
     """Both directions for one model: own moves go out, those of others go to `follower`. While
     there is no other router nothing is written."""
 
-    def __init__(self, clock: Clock, publisher: str, follower: Follower | None = None) -> None:
+    def __init__(
+        self, clock: Clock, publisher: str, follower: RoutingEventListener | None = None
+    ) -> None:
         """`publisher`: this process's instance id."""
         self._clock = clock
         self._publisher = publisher
-        self._follower = follower
-        self._own: dict[str, tuple[str, Own]] = {}
-        self._told: dict[str, int] = {}
-        self._queue: list[Move] = []
-        self._armed = False
-        self._tasks = Tasks()
+        self._listener = follower
+        self._requests: dict[str, tuple[str, PublishedRequest]] = {}
+        self._reported_tokens: dict[str, int] = {}
+        self._pending_events: list[RoutingEvent] = []
+        self._flush_scheduled = False
+        self._tasks = BackgroundTasks()
         self._subject = ""
-        self._source: Source | None = None
+        self._source: EventSource | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self.peers: set[str] = set()
 
     async def start(self, events: Events, subject: str) -> None:
         """Tell and hear under `subject` until `close`."""
         self._subject = subject
-        self._source = await events.source(subject, self._publisher, self._dump)
-        self._unsubscribe = await events.subscribe(subject, self._hear)
-        self._tasks.start(self._progress(), "router progress")
+        self._source = await events.open_source(subject, self._publisher, self._snapshot)
+        self._unsubscribe = await events.subscribe(subject, self._on_event)
+        self._tasks.start(self._report_tokens(), "router progress")
 
     async def close(self) -> None:
         """The others forget what was told."""
@@ -95,54 +99,54 @@ class Replicas:
         if self._source is not None:
             await self._source.close()
 
-    def routed(self, worker: str, own: Own) -> None:
+    def publish_routed(self, worker: str, own: PublishedRequest) -> None:
         """A request was sent out."""
-        self._own[own.id] = worker, own
+        self._requests[own.id] = worker, own
         if self.peers:
-            self._tell(move_of(worker, own))
+            self._enqueue(routed_event(worker, own))
 
-    def first_token(self, name: str) -> None:
+    def publish_first_token(self, name: str) -> None:
         """Its first token came."""
-        if self.peers and name in self._own:
-            self._tell(FirstToken(name))
+        if self.peers and name in self._requests:
+            self._enqueue(FirstTokenEmitted(name))
 
-    def ended(self, name: str) -> None:
+    def publish_ended(self, name: str) -> None:
         """It left its worker."""
-        sent = self._own.pop(name, None)
+        sent = self._requests.pop(name, None)
         if sent is not None and self.peers:
-            self._tell(Ended(name, sent[1].emitted))
+            self._enqueue(RequestEnded(name, sent[1].emitted))
 
-    def _tell(self, move: Move) -> None:
-        self._queue.append(move)
-        if not self._armed:
-            self._armed = True
+    def _enqueue(self, move: RoutingEvent) -> None:
+        self._pending_events.append(move)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._armed = False
-        moves, self._queue = self._queue, []
+        self._flush_scheduled = False
+        moves, self._pending_events = self._pending_events, []
         if self._source is not None and moves:
-            self._source.publish(encode_moves(moves))
+            self._source.publish(encode_routing_events(moves))
 
-    def _dump(self) -> Sequence[bytes]:
+    def _snapshot(self) -> Sequence[bytes]:
         """The state with all that was published; what is still in the queue says it again."""
-        return [encode_moves(self._present())]
+        return [encode_routing_events(self._current_state())]
 
-    def _present(self) -> list[Move]:
-        return [move_of(worker, own) for worker, own in self._own.values()]
+    def _current_state(self) -> list[RoutingEvent]:
+        return [routed_event(worker, own) for worker, own in self._requests.values()]
 
-    async def _progress(self) -> None:
+    async def _report_tokens(self) -> None:
         while True:
-            await self._clock.sleep(PROGRESS_S)
+            await self._clock.sleep(TOKEN_REPORT_INTERVAL_S)
             if not self.peers:
                 continue
-            counts = {name: own.emitted for name, (_, own) in self._own.items()}
-            told, self._told = self._told, counts
+            counts = {name: own.emitted for name, (_, own) in self._requests.items()}
+            told, self._reported_tokens = self._reported_tokens, counts
             changed = {name: count for name, count in counts.items() if count != told.get(name, 0)}
             if changed:
-                self._tell(Progress(changed))
+                self._enqueue(TokensReported(changed))
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         peer = event.publisher
         if peer == self._publisher or event.subject != self._subject:
             return
@@ -150,13 +154,13 @@ class Replicas:
             return
         if event.kind == "gone":
             self.peers.discard(peer)
-            self._forget(peer)
+            self._remove_peer(peer)
             return
         if event.kind == "dump":
-            self._forget(peer)
-        self._meet(peer)
+            self._remove_peer(peer)
+        self._add_peer(peer)
         try:
-            moves = decode_moves(event.payload)
+            moves = decode_routing_events(event.payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"publisher": peer, "error": str(error)}
             log.warning("bad moves of another router", extra={"fields": fields})
@@ -164,30 +168,30 @@ class Replicas:
         for move in moves:
             self._apply(peer, move)
 
-    def _meet(self, peer: str) -> None:
+    def _add_peer(self, peer: str) -> None:
         """The first other router: it may have missed what was not written before."""
         if peer not in self.peers:
             if not self.peers:
-                self._tell(Reset())
-                for move in self._present():
-                    self._tell(move)
+                self._enqueue(RoutingStateReset())
+                for move in self._current_state():
+                    self._enqueue(move)
             self.peers.add(peer)
 
-    def _forget(self, peer: str) -> None:
-        if self._follower is not None:
-            self._follower.forget(peer)
+    def _remove_peer(self, peer: str) -> None:
+        if self._listener is not None:
+            self._listener.remove_peer(peer)
 
-    def _apply(self, peer: str, move: Move) -> None:
-        follower = self._follower
+    def _apply(self, peer: str, move: RoutingEvent) -> None:
+        follower = self._listener
         if follower is None:
             return
-        if isinstance(move, Routed):
-            follower.routed(peer, move)
-        elif isinstance(move, FirstToken):
-            follower.first_token(peer, move.name)
-        elif isinstance(move, Ended):
-            follower.ended(peer, move.name, move.emitted)
-        elif isinstance(move, Progress):
-            follower.emitted(peer, move.emitted)
+        if isinstance(move, RequestRouted):
+            follower.on_routed(peer, move)
+        elif isinstance(move, FirstTokenEmitted):
+            follower.on_first_token(peer, move.request_key)
+        elif isinstance(move, RequestEnded):
+            follower.on_ended(peer, move.request_key, move.emitted)
+        elif isinstance(move, TokensReported):
+            follower.on_tokens(peer, move.emitted)
         else:
-            follower.forget(peer)
+            follower.remove_peer(peer)
