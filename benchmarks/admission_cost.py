@@ -30,9 +30,9 @@ from dynamo.core.values import (
     Started,
     StopConditions,
 )
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.assembly import assemble
+from dynamo.scheduling.pipeline import assemble
 from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 
 REQUESTS, RUNS = 2_000, 15

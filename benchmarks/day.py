@@ -24,9 +24,9 @@ from math import inf
 
 import msgspec
 
-from dynamo.testing.day import ChaosScenario, run_chaos
-from dynamo.testing.day.faults import FaultSchedule, SimulatedWorkers
-from dynamo.testing.day.requests import SimulatedOutcome
+from dynamo.testing.chaos import ChaosScenario, run_chaos
+from dynamo.testing.chaos.faults import FaultSchedule, SimulatedWorkers
+from dynamo.testing.chaos.requests import SimulatedOutcome
 
 BAR = 0.999
 

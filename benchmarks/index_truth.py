@@ -53,8 +53,8 @@ def worker() -> int:
     from dynamo.inference.mock.engine import make_mock_engine
     from dynamo.inference.worker import EngineWorker
     from dynamo.models.card import ModelCard
-    from dynamo.models.files import FileRef
-    from dynamo.runtime.process import run_process
+    from dynamo.models.file_cache import FileRef
+    from dynamo.runtime.processes.process import run_process
 
     async def main(runtime: DistributedRuntime) -> None:
         about = EngineSettings(num_blocks=BLOCKS, speedup_ratio=10.0, timing="constant:0.01,2")

@@ -25,13 +25,13 @@ from dynamo.core.values import (
     Started,
     StopConditions,
 )
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.placing.arrival import PendingRequest
-from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerStates
-from dynamo.scheduling.router.placing.placement import PlacementSolver
+from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt, make_prompt_reader
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 
 BLOCK = 16
 ENGINE = {

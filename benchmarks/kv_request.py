@@ -34,21 +34,21 @@ from dynamo.core.reply import Reply
 from dynamo.core.tasks import run_all
 from dynamo.core.values import BlocksStored, GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.runtime.client import Client
-from dynamo.runtime.instances import Instance
-from dynamo.runtime.process import GC_THRESHOLDS
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.explain.watch import RoutingRecorder
-from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import WorkerStates
-from dynamo.scheduling.router.placing.placement import PlacementSolver
+from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.explain.recorder import RoutingRecorder
+from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import Decision, Policy
 from dynamo.scheduling.router.prompt import make_prompt_reader
-from dynamo.scheduling.router.replicas.follower import PeerRequests
-from dynamo.scheduling.router.replicas.replicas import ReplicaSync
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
+from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.router import WorkerRouter
+from dynamo.scheduling.router.worker_state import WorkerStates
 from dynamo.telemetry import Registry
 
 IN_FLIGHT = 256

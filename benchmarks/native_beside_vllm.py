@@ -29,7 +29,7 @@ from typing import Any
 from native_engine import read_bandwidth, weight_bytes
 from servers import Server, answers, free_port, start_ours
 
-from dynamo.inference.native.sizes import usable_cores
+from dynamo.inference.native.engine_sizing import usable_cores
 from dynamo.models.resolve import resolve_model_blocking
 
 HERE = Path(__file__).parent

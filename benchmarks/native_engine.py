@@ -24,10 +24,10 @@ from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.native.crew import ThreadPool
+from dynamo.inference.native.engine_sizing import usable_cores
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.inference.native.sizes import usable_cores
-from dynamo.models.llama_config import LlamaConfig
+from dynamo.inference.native.thread_pool import ThreadPool
+from dynamo.models.checkpoint.llama_config import LlamaConfig
 from dynamo.models.resolve import resolve_model_blocking
 
 rng = np.random.default_rng(int(time.time()))

@@ -31,15 +31,15 @@ from dynamo.application import Application, Gateway
 from dynamo.communication.frames import MAX_FRAME_BYTES, FrameSplitter, pack_items
 from dynamo.communication.http import HttpLimits
 from dynamo.communication.http.connection import HttpConnection, HttpServerState
-from dynamo.communication.requests.dialled import ClientConnection
-from dynamo.communication.requests.messages import DATA, OPEN, unpack_open
+from dynamo.communication.requests.client_connection import ClientConnection
+from dynamo.communication.requests.protocol import DATA, OPEN, unpack_open
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import ModelSettings, RuntimeSettings
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Finish, ProbeResult, Started
 from dynamo.runtime import DistributedRuntime
-from dynamo.services.models import ModelWatcher
+from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
 from dynamo.services.worker import WorkerService
 

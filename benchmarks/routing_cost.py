@@ -17,16 +17,13 @@ from statistics import median
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.explain.watch import RoutingRecorder
-from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerStates
-from dynamo.scheduling.router.placing.placement import PlacementSolver
-from dynamo.scheduling.router.placing.waiting import QueueOrderKey, WaitingQueue
-from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Placement
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.remote.messages import (
+from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.explain.recorder import RoutingRecorder
+from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
     encode_query,
@@ -34,15 +31,18 @@ from dynamo.scheduling.router.remote.messages import (
     read_query_prompt,
     request_from_query,
 )
-from dynamo.scheduling.router.replicas.follower import PeerRequests
-from dynamo.scheduling.router.replicas.moves import (
+from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Placement
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
+from dynamo.scheduling.router.replicas.routing_events import (
     FirstTokenEmitted,
     RequestEnded,
     RequestRouted,
     decode_routing_events,
     encode_routing_events,
 )
-from dynamo.scheduling.router.replicas.replicas import routed_event
+from dynamo.scheduling.router.replicas.sync import routed_event
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 from dynamo.telemetry import Registry
 
 WORKERS = {

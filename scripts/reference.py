@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 import dynamo
-from dynamo.application import errors as http_errors
-from dynamo.application.chat import ChatBody
-from dynamo.application.completions import CompletionBody
-from dynamo.application.options import NEUTRAL_VALUES
+from dynamo.application import http_errors
+from dynamo.application.openai.chat import ChatBody
+from dynamo.application.openai.completions import CompletionBody
+from dynamo.application.openai.generation_body import NEUTRAL_VALUES
 from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings import SettingSpec, iter_setting_specs
+from dynamo.core.settings.keys import environment_name, section_descriptions
 from dynamo.core.settings.load import ENVIRONMENT_ALIASES
-from dynamo.core.settings.names import environment_name, section_descriptions
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.values import type_name
 

@@ -73,7 +73,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
     """That model's, its fast encoder proven: every byte a token."""
-    from dynamo.models.tokenizer import load_tokenizer_blocking
+    from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 
     return load_tokenizer_blocking(tiny_model / "tokenizer.json", ensure_verified=True)
 
@@ -228,7 +228,7 @@ def ready_made_services_stay_unlinked() -> Iterator[None]:
     components = sys.modules.get("dynamo.services.components")
     if components is None:
         return
-    from dynamo.sdk.declare import spec_of
+    from dynamo.sdk.decorators import spec_of
 
     for name in ("Frontend", "Processor", "Router", "Worker"):
         spec_of(getattr(components, name)).links.clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self, overload
 
-from dynamo_client import calls
-from dynamo_client.calls import Message, Prompt
+from dynamo_client import api_requests
+from dynamo_client.api_requests import Message, Prompt
 from dynamo_client.config import DynamoConfig
 from dynamo_client.session import ClientSession, RequestSpec
 from dynamo_client.streams import ChunkStream
@@ -66,7 +66,7 @@ class DynamoClient:
         """The answer, or with `stream` its chunks. `options`: any other field of the request;
         `request_id` becomes a header. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        ask = calls.chat(messages, model, stream, options)
+        ask = api_requests.chat(messages, model, stream, options)
         return await (self._open_stream(ask) if stream else self._request(ask))
 
     async def completion(
@@ -79,7 +79,7 @@ class DynamoClient:
     ) -> JsonObject:
         """What follows a text, several texts, or token ids. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return await self._request(calls.completion(prompt, model, False, options))
+        return await self._request(api_requests.completion(prompt, model, False, options))
 
     async def completion_stream(
         self,
@@ -91,16 +91,16 @@ class DynamoClient:
     ) -> ChunkStream:
         """The same, chunk by chunk. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return await self._open_stream(calls.completion(prompt, model, True, options))
+        return await self._open_stream(api_requests.completion(prompt, model, True, options))
 
     async def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
         """Token ids of a text or of a conversation. Raises `DynamoError`."""
-        found = await self._request(calls.tokenize(text, model))
+        found = await self._request(api_requests.tokenize(text, model))
         return list(found["tokens"])
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """Their text. Raises `DynamoError`."""
-        found = await self._request(calls.detokenize(tokens, model))
+        found = await self._request(api_requests.detokenize(tokens, model))
         return str(found["prompt"])
 
     async def post(self, path: str, body: Any) -> JsonObject:
@@ -109,12 +109,12 @@ class DynamoClient:
 
     async def list_models(self) -> list[JsonObject]:
         """What is served. Raises `DynamoError`."""
-        found = await self._request(calls.LIST_MODELS)
+        found = await self._request(api_requests.LIST_MODELS)
         return list(found.get("data", ()))
 
     async def health_check(self) -> JsonObject:
         """How the server is now; asked once. Raises `DynamoAPIError` when it is not well."""
-        found: JsonObject = await self._session.request(calls.HEALTH_CHECK, retry=False)
+        found: JsonObject = await self._session.request(api_requests.HEALTH_CHECK, retry=False)
         return found
 
     async def close(self) -> None:

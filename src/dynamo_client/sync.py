@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self, overload
 
-from dynamo_client import calls
+from dynamo_client import api_requests
+from dynamo_client.api_requests import Message, Prompt
 from dynamo_client.blocking import BlockingNetworkBackend
-from dynamo_client.calls import Message, Prompt
 from dynamo_client.config import DynamoConfig
 from dynamo_client.network import run_blocking
 from dynamo_client.session import ClientSession, RequestSpec
@@ -66,7 +66,7 @@ class SyncDynamoClient:
         """The answer, or with `stream` its chunks. `options`: any other field of the request;
         `request_id` becomes a header. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        ask = calls.chat(messages, model, stream, options)
+        ask = api_requests.chat(messages, model, stream, options)
         return self._open_stream(ask) if stream else self._request(ask)
 
     def completion(
@@ -79,7 +79,7 @@ class SyncDynamoClient:
     ) -> JsonObject:
         """What follows a text, several texts, or token ids. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return self._request(calls.completion(prompt, model, False, options))
+        return self._request(api_requests.completion(prompt, model, False, options))
 
     def completion_stream(
         self,
@@ -91,16 +91,16 @@ class SyncDynamoClient:
     ) -> SyncChunkStream:
         """The same, chunk by chunk. Raises `DynamoError`."""
         options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return self._open_stream(calls.completion(prompt, model, True, options))
+        return self._open_stream(api_requests.completion(prompt, model, True, options))
 
     def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
         """Token ids of a text or of a conversation. Raises `DynamoError`."""
-        found = self._request(calls.tokenize(text, model))
+        found = self._request(api_requests.tokenize(text, model))
         return list(found["tokens"])
 
     def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """Their text. Raises `DynamoError`."""
-        found = self._request(calls.detokenize(tokens, model))
+        found = self._request(api_requests.detokenize(tokens, model))
         return str(found["prompt"])
 
     def post(self, path: str, body: Any) -> JsonObject:
@@ -109,12 +109,14 @@ class SyncDynamoClient:
 
     def list_models(self) -> list[JsonObject]:
         """What is served. Raises `DynamoError`."""
-        found = self._request(calls.LIST_MODELS)
+        found = self._request(api_requests.LIST_MODELS)
         return list(found.get("data", ()))
 
     def health_check(self) -> JsonObject:
         """How the server is now; asked once. Raises `DynamoAPIError` when it is not well."""
-        found: JsonObject = run_blocking(self._session.request(calls.HEALTH_CHECK, retry=False))
+        found: JsonObject = run_blocking(
+            self._session.request(api_requests.HEALTH_CHECK, retry=False)
+        )
         return found
 
     def close(self) -> None:

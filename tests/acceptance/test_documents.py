@@ -26,7 +26,7 @@ from typing import NamedTuple
 import pytest
 from tests.conftest import free_port
 
-from dynamo.models.download import fetch_default_model
+from dynamo.models.downloads.default_model import fetch_default_model
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(

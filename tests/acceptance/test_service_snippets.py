@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo.runtime import DistributedRuntime
-from dynamo.sdk.declare import spec_of
+from dynamo.sdk.decorators import spec_of
 from dynamo.testing import local
 
 LLM = Path(__file__).parents[2] / "examples" / "llm"

@@ -26,7 +26,7 @@ HEAVY = {"numpy", "tokenizers", "fastokens", "jinja2", "uvloop", "huggingface_hu
     ("modules", "heavy"),
     [
         ("dynamo, dynamo.cli, dynamo_client", HEAVY | {"httptools", "yaml", "asyncio"}),
-        ("dynamo.cli.run, dynamo.services.launch, dynamo.models.resolve", HEAVY),
+        ("dynamo.cli.run, dynamo.services.deployment.launch, dynamo.models.resolve", HEAVY),
     ],
     ids=["the package", "the supervisor"],
 )

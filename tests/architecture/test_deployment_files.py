@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dynamo.core.settings.names import environment_name, setting_specs_by_key
+from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.cli.commands import COMMANDS
 from dynamo.core.errors import error_types
-from dynamo.core.settings.names import environment_name, setting_specs_by_key
+from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"

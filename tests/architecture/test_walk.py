@@ -24,10 +24,10 @@ from dynamo.services.frontend import FrontendService
 from dynamo.services.worker import WorkerService
 
 WALK = [
-    "application/chat.py",
+    "application/openai/chat.py",
     "application/gateway.py",
-    "scheduling/processor/processor.py",
-    "scheduling/assembly.py",
+    "scheduling/processor/chat_processor.py",
+    "scheduling/pipeline.py",
     "scheduling/router/router.py",
     "scheduling/dispatch.py",
     "communication/requests/tcp.py",

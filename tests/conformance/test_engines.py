@@ -11,12 +11,12 @@ from tests.unit.inference_native.conftest import write_tiny_llama
 from dynamo.core.clock import SystemClock
 from dynamo.core.reply import Engine
 from dynamo.core.settings.schema_engine import EngineSettings as EngineSettings
+from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.inference.ranked import DataParallelEngine
-from dynamo.models.weights import open_weights
+from dynamo.models.checkpoint.weights import open_weights
 from dynamo.testing.conformance.engines import EngineConformance
 
 FEW_BLOCKS = 24

@@ -9,8 +9,8 @@ import pytest
 
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.discovery.memory import MemoryDiscovery
-from dynamo.communication.events import messages
-from dynamo.communication.events.publisher import MAX_PENDING_BYTES
+from dynamo.communication.events import protocol
+from dynamo.communication.events.publisher_connection import MAX_PENDING_BYTES
 from dynamo.communication.events.records import KEY_ROOT, parse_record
 from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.frames import HELLO, MAX_FRAME_BYTES, FrameSplitter, pack_frame
@@ -40,10 +40,10 @@ async def test_a_slow_subscriber_is_dropped_to_a_gap(
     record = parse_record(value)
     there = parse_address(record.address)
     reader, writer = await asyncio.open_connection(there.host, there.port, limit=1 << 16)
-    writer.write(pack_hello("events") + messages.pack_position(messages.FOLLOW, record.number, -1))
+    writer.write(pack_hello("events") + protocol.pack_position(protocol.FOLLOW, record.number, -1))
     splitter = FrameSplitter(MAX_FRAME_BYTES)
     frames: list[tuple[int, int, bytes]] = []
-    while not frames or frames[-1][0] != messages.CAUGHT_UP:
+    while not frames or frames[-1][0] != protocol.CAUGHT_UP:
         frames += splitter.feed(await reader.read(65536))
     (follower,) = plane._subscribers
     for _ in range(400):
@@ -51,10 +51,10 @@ async def test_a_slow_subscriber_is_dropped_to_a_gap(
         await asyncio.sleep(0)
     assert follower.link.transport is not None
     assert follower.link.transport.get_write_buffer_size() <= MAX_PENDING_BYTES + 200_000
-    while frames[-1][0] != messages.SKIPPED:
+    while frames[-1][0] != protocol.SKIPPED:
         frames += splitter.feed(await reader.read(1 << 20))
-    assert messages.unpack_position(frames[-1][2]) == (record.number, 400)
-    assert sum(frame[0] == messages.EVENTS for frame in frames) < 400
+    assert protocol.unpack_position(frames[-1][2]) == (record.number, 400)
+    assert sum(frame[0] == protocol.EVENTS for frame in frames) < 400
     writer.close()
 
 
@@ -129,8 +129,8 @@ async def test_bad_records_are_skipped_with_a_warning(
     [
         b"GET / HTTP/1.1\r\n\r\n",
         pack_hello("requests"),
-        pack_hello("events") + pack_frame(messages.FOLLOW, b"short"),
-        pack_hello("events") + pack_frame(messages.EVENTS, b""),
+        pack_hello("events") + pack_frame(protocol.FOLLOW, b"short"),
+        pack_hello("events") + pack_frame(protocol.EVENTS, b""),
         pack_frame(HELLO, b""),
     ],
 )

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from tests.conformance.members import events, requests
 
-from dynamo.communication import greeting
+from dynamo.communication import handshake
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.frames import HELLO, FrameSplitter, pack_frame
 from dynamo.communication.handshake import Hello, pack_hello
 from dynamo.communication.options import PlaneOptions, TlsFiles
-from dynamo.communication.requests import Requests, messages, open_requests
+from dynamo.communication.requests import Requests, open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, ProtocolError
@@ -120,7 +120,7 @@ async def test_who_has_a_secret_does_not_speak_to_one_without() -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         pack_hello("events"),
-        pack_frame(messages.OPEN, b"\0" * 40),
+        pack_frame(protocol.OPEN, b"\0" * 40),
         b"\xff" * 64,
     ],
 )
@@ -135,7 +135,7 @@ async def test_a_stranger_gets_not_a_byte(guarded: TcpRequests, says: bytes) -> 
 
 @pytest.mark.parametrize(
     "next_frame",
-    [messages.pack_open(1, "e", HERE, 0, b"x"), pack_frame(255, b"wrong"), pack_frame(255, b"")],
+    [protocol.pack_open(1, "e", HERE, 0, b"x"), pack_frame(255, b"wrong"), pack_frame(255, b"")],
 )
 async def test_a_hello_without_proof_gets_a_hello_and_the_end(
     guarded: TcpRequests, next_frame: bytes
@@ -183,7 +183,7 @@ async def test_a_proof_is_good_for_one_connection_only(guarded: TcpRequests) -> 
 
 
 async def test_who_stays_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
     plane = await TcpRequests.open("tcp:", SECRET)
     await plane.serve("e", echo_handler)
     there = parse_address(plane.address)
@@ -251,7 +251,7 @@ async def test_fuzzed_connections_break_nothing(guarded: TcpRequests) -> None:
     seeds = [
         pack_hello("requests", nonce=b"n" * 16),
         pack_frame(255, b"p" * 32),
-        messages.pack_open(1, "e", HERE, 0, b"x"),
+        protocol.pack_open(1, "e", HERE, 0, b"x"),
         pack_frame(HELLO, msgspec.msgpack.encode(Hello("requests", "dynamo", nonce=b"n" * 16))),
     ]
     for _ in range(150):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 import pytest
 
-from dynamo.communication import greeting, link
+from dynamo.communication import handshake, link
 from dynamo.communication.addresses import parse_address
 from dynamo.communication.frames import (
     END_STREAM,
@@ -21,7 +21,7 @@ from dynamo.communication.frames import (
     unpack_items,
 )
 from dynamo.communication.handshake import MAGIC, VERSION, pack_hello
-from dynamo.communication.requests import ResponseWriter, messages, open_requests
+from dynamo.communication.requests import ResponseWriter, open_requests, protocol
 from dynamo.communication.requests.tcp import TcpRequests
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
@@ -98,15 +98,15 @@ GARBAGE = [
     bytes(64),
     pack_frame(HELLO, b"\xff\xff"),
     pack_frame(HELLO, msgspec.msgpack.encode({"magic": MAGIC, "plane": "events"})),
-    pack_frame(messages.OPEN, b"before the hello"),
-    pack_hello("requests") + pack_frame(messages.OPEN, b"\x01"),
-    pack_hello("requests") + pack_frame(messages.OPEN, b"\x01\0\0\0\xff\xff\0\0"),
-    pack_hello("requests") + pack_frame(messages.OPEN, b"\x01\0\0\0\x01\0\0\0\xc1"),
-    pack_hello("requests") + pack_frame(messages.CANCEL, b"123"),
-    pack_hello("requests") + pack_frame(messages.CREDIT, b"123"),
+    pack_frame(protocol.OPEN, b"before the hello"),
+    pack_hello("requests") + pack_frame(protocol.OPEN, b"\x01"),
+    pack_hello("requests") + pack_frame(protocol.OPEN, b"\x01\0\0\0\xff\xff\0\0"),
+    pack_hello("requests") + pack_frame(protocol.OPEN, b"\x01\0\0\0\x01\0\0\0\xc1"),
+    pack_hello("requests") + pack_frame(protocol.CANCEL, b"123"),
+    pack_hello("requests") + pack_frame(protocol.CREDIT, b"123"),
     pack_hello("requests") + pack_frame(200, b""),
     pack_hello("requests") + b"\xff\xff\xff\xff\0\0\0\0",
-    pack_hello("requests") + 2 * messages.pack_open(7, "echo", HERE, 0, b""),
+    pack_hello("requests") + 2 * protocol.pack_open(7, "echo", HERE, 0, b""),
 ]
 
 
@@ -131,14 +131,14 @@ async def test_all_streams_of_a_turn_share_a_frame(server: TcpRequests) -> None:
         await over.wait()
 
     await server.serve("hold", hold)
-    openings = [messages.pack_open(number, "hold", HERE, 0, b"") for number in range(1, 21)]
+    openings = [protocol.pack_open(number, "hold", HERE, 0, b"") for number in range(1, 21)]
     async with raw(server, pack_hello("requests"), *openings) as peer:
         assert (await peer.frame())[0] == HELLO
         await ready.wait()
         for out in begun:
             out.send(b"token")
         kind, count, body = await peer.frame()
-        assert (kind, count) == (messages.DATA, 20)
+        assert (kind, count) == (protocol.DATA, 20)
         assert list(unpack_items(body, count)) == [(n, 0, b"token") for n in range(1, 21)]
         over.set()
         kind, count, body = await peer.frame()
@@ -151,8 +151,8 @@ async def test_a_hello_of_the_next_version_is_understood(server: TcpRequests) ->
     newer = {"magic": MAGIC, "plane": "requests", "version": VERSION + 1, "oldest": VERSION, "x": 1}
     async with raw(server, pack_frame(HELLO, msgspec.msgpack.encode(newer))) as peer:
         assert (await peer.frame())[0] == HELLO
-        peer.writer.write(messages.pack_open(1, "echo", HERE, 0, b"x"))
-        assert (await peer.frame())[0] == messages.DATA
+        peer.writer.write(protocol.pack_open(1, "echo", HERE, 0, b"x"))
+        assert (await peer.frame())[0] == protocol.DATA
 
 
 async def test_a_hello_of_another_age_is_told_and_refused(server: TcpRequests) -> None:
@@ -189,7 +189,7 @@ async def test_another_incarnation_is_gone(server: TcpRequests, client: TcpReque
 async def test_one_that_accepts_and_is_silent_is_gone(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "HANDSHAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
     silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
     held: list[asyncio.StreamWriter] = []
     port = silent.sockets[0].getsockname()[1]
@@ -205,7 +205,7 @@ async def test_a_connection_without_stream_ids_left_is_replaced(
 ) -> None:
     assert await works(client, server)
     (peer,) = client._client_connections.values()
-    peer.streams._last_stream_id = messages.MAX_STREAM_ID - 1
+    peer.streams._last_stream_id = protocol.MAX_STREAM_ID - 1
     assert await works(client, server)
     assert await works(client, server)
     assert peer not in client._client_connections.values()
@@ -239,7 +239,7 @@ async def test_a_peer_that_reads_nothing_does_not_hold_up_closing(
         await asyncio.Event().wait()
 
     await server.serve("pour", pour)
-    opening = messages.pack_open(1, "pour", HERE, 0, b"")
+    opening = protocol.pack_open(1, "pour", HERE, 0, b"")
     async with raw(server, pack_hello("requests"), opening) as peer:
         peer.writer.transport.pause_reading()
         await sent.wait()
@@ -268,7 +268,7 @@ async def accepting(*says: bytes) -> AsyncIterator[tuple[str, asyncio.Queue[asyn
 async def test_a_peer_that_never_greets_is_told_to_give_no_answer(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(greeting, "HANDSHAKE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.01)
     async with accepting() as (address, _):
         with pytest.raises(InstanceGone, match="cannot be reached: no answer"):
             await client.call(address, "echo", b"", HERE, lambda _: True)
@@ -328,7 +328,7 @@ async def test_who_has_not_said_hello_is_not_told_to_go(server: TcpRequests) -> 
             await asyncio.sleep(0)
         await server.withdraw("echo")
         peer.writer.write(pack_hello("requests"))
-        assert [(await peer.frame())[0] for _ in range(2)] == [HELLO, messages.GOAWAY]
+        assert [(await peer.frame())[0] for _ in range(2)] == [HELLO, protocol.GOAWAY]
 
 
 @asynccontextmanager

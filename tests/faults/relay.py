@@ -15,7 +15,7 @@ from dynamo.communication.frames import (
     unpack_items,
 )
 from dynamo.communication.requests import Requests
-from dynamo.communication.requests.messages import DATA
+from dynamo.communication.requests.protocol import DATA
 from dynamo.testing.relay import Relay
 
 

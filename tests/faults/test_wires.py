@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from tests.faults.relay import LossyRelay, Relayed
 
-from dynamo.communication.requests import ResponseWriter, dialled
+from dynamo.communication.requests import ResponseWriter, client_connection
 from dynamo.core.clock import SystemClock
 from dynamo.core.codec import ReplyEncoder, decode_request, pack_ids
 from dynamo.core.context import Context
@@ -24,13 +24,13 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
-from dynamo.inference.beat import answer_probe, encode_probe_result
 from dynamo.inference.mock.engine import make_mock_engine
+from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.runtime import DistributedRuntime
-from dynamo.runtime.watch import FailureDetector
-from dynamo.scheduling.assembly import standard_pipeline
-from dynamo.scheduling.health import WorkerHealth
-from dynamo.testing.replies import CollectedReply
+from dynamo.runtime.calls.failure_detector import FailureDetector
+from dynamo.scheduling.pipeline import standard_pipeline
+from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.testing.fakes import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
 WORDS = tuple(range(10, 200))
@@ -193,7 +193,7 @@ async def test_one_stream_is_lost_while_its_worker_and_connection_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its worker, asked, knows nothing of it once it has ended there: it goes on elsewhere."""
-    monkeypatch.setattr(dialled, "SILENCE_QUERY_S", 0.1)
+    monkeypatch.setattr(client_connection, "SILENCE_QUERY_S", 0.1)
     async with wires() as made:
         async with made.crowded():
             (loss,) = made.relays[0].losses
@@ -206,7 +206,7 @@ async def test_one_stream_is_lost_while_its_worker_and_connection_live(
 async def test_a_request_that_its_engine_forgot_goes_on_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dialled, "SILENCE_QUERY_S", 0.1)
+    monkeypatch.setattr(client_connection, "SILENCE_QUERY_S", 0.1)
     async with wires() as made:
         async with made.crowded():
             made.engines[0].scheduler.running.pop()
@@ -218,7 +218,7 @@ async def test_a_request_that_its_engine_forgot_goes_on_elsewhere(
 async def test_who_waits_or_is_slow_is_asked_after_and_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dialled, "SILENCE_QUERY_S", 0.002)
+    monkeypatch.setattr(client_connection, "SILENCE_QUERY_S", 0.002)
     async with wires() as made:
         before = await made.crowd(30)
         made.relays[0].delay_s = 0.1

@@ -12,15 +12,15 @@ from tests.fuzz.campaign import Target
 from tests.fuzz.wire import Wire
 
 from dynamo.communication.discovery import Discovery, open_discovery
-from dynamo.communication.events import messages as events
+from dynamo.communication.events import protocol as events
 from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.frames import pack_frame, pack_items
 from dynamo.communication.handshake import PROOF, pack_hello
 from dynamo.communication.link import Link
 from dynamo.communication.requests import ResponseWriter
-from dynamo.communication.requests import messages as requests
+from dynamo.communication.requests import protocol as requests
 from dynamo.communication.requests.tcp import TcpRequests
-from dynamo.communication.wires import PlaneTransport
+from dynamo.communication.transports import PlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 

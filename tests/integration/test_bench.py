@@ -16,8 +16,13 @@ from tests.conftest import Deployment
 
 from dynamo.operations import benchmark_latency
 from dynamo.operations.bench.bench import BenchConfig, run_bench
-from dynamo.operations.bench.plan import BenchTarget, LatencyObjectives, LoadProfile, RequestShape
-from dynamo.operations.bench.wire import Unreachable
+from dynamo.operations.bench.load_client import Unreachable
+from dynamo.operations.bench.workload import (
+    BenchTarget,
+    LatencyObjectives,
+    LoadProfile,
+    RequestShape,
+)
 
 TRACE = [
     {"timestamp": 0, "input_length": 40, "output_length": 3, "hash_ids": [0, 1, 2]},

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.discovery.etcd import EtcdDiscovery
-from dynamo.communication.discovery.etcd_server import EtcdClient, EtcdEndpoint, RevisionCompacted
+from dynamo.communication.discovery.etcd_client import EtcdClient, EtcdEndpoint, RevisionCompacted
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.errors import ConfigError, PlaneUnavailable, TooLarge
 from dynamo.core.tasks import BackgroundTasks, run_all

@@ -14,9 +14,9 @@ from nats.js.errors import NotFoundError
 from dynamo.communication.discovery import Discovery
 from dynamo.communication.discovery.memory import MemoryDiscovery
 from dynamo.communication.events import Events, open_events
-from dynamo.communication.events.messages import EVENTS, unpack_events
+from dynamo.communication.events.protocol import EVENTS, unpack_events
 from dynamo.communication.frames import FrameSplitter
-from dynamo.communication.nats_link import NatsClient
+from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.options import PlaneOptions
 from dynamo.communication.requests import Requests
 from dynamo.core.context import Context

@@ -17,8 +17,8 @@ from dynamo.communication.discovery import Discovery
 from dynamo.communication.events import Events
 from dynamo.communication.frames import HELLO
 from dynamo.communication.handshake import pack_hello
-from dynamo.communication.nats_link import NatsClient, subject_token
-from dynamo.communication.nats_wires import NatsPlaneTransport
+from dynamo.communication.nats_client import NatsClient, subject_token
+from dynamo.communication.nats_transport import NatsPlaneTransport
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests import Requests, open_requests
 from dynamo.communication.requests.tcp import TcpRequests
@@ -192,7 +192,7 @@ async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
     nats: NatsProcess, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as that end has not noticed: NATS goes on listening for it."""
-    monkeypatch.setattr("dynamo.communication.nats_link.SILENT_S", 60.0)
+    monkeypatch.setattr("dynamo.communication.nats_client.SILENT_S", 60.0)
     async with Relay(nats.port) as relay:
         server = await requests(nats, opened, relay.port)
         client = await requests(nats, opened)

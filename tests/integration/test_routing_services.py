@@ -16,8 +16,8 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 from dynamo.runtime import DistributedRuntime
-from dynamo.scheduling.router.remote import remote
-from dynamo.scheduling.router.remote.messages import CHOOSE_ENDPOINT
+from dynamo.scheduling.router.policies import remote
+from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT
 from dynamo.services.frontend import FrontendService
 from dynamo.services.router import RouterService
 from dynamo.services.worker import WorkerService

@@ -25,7 +25,7 @@ SERVER = """
 import asyncio, sys
 from msgspec.structs import replace
 from dynamo.core.settings import Settings
-from dynamo.runtime.process import run_process
+from dynamo.runtime.processes.process import run_process
 
 async def count(request):
     for at in range(request["to"]):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.communication.discovery import open_discovery
-from dynamo.communication.nats_link import NatsClient
+from dynamo.communication.nats_client import NatsClient
 from dynamo.communication.options import PlaneOptions, TlsFiles
 from dynamo.communication.requests import open_requests
 from dynamo.core.errors import ConfigError, PlaneUnavailable

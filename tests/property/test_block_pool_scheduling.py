@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.core.values import BlocksCleared, BlocksStored, KvEvent
-from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
-from dynamo.inference.blocks import BlockPool
+from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import make_eviction_policy
-from dynamo.inference.runner import StepPlan
+from dynamo.inference.model_runner import StepPlan
 from dynamo.inference.sequence import EngineSequence, TokenContent
+from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
 
 BLOCK_TOKENS = 4
 

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo_client.sse import SseParser
-from dynamo_client.wire import ResponseParser
+from dynamo_client.http1 import ResponseParser
+from dynamo_client.streams import SseParser
 
 cuts = st.lists(st.integers(min_value=0, max_value=2000), max_size=30)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from dynamo.core.codec import unpack_ids
 from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextOptions, TextReply
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.models.tokenizer import Tokenizer
+from dynamo.models.tokenization.tokenizer import Tokenizer
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from dynamo.models.tokenizer import Tokenizer, load_tokenizer_blocking
+from dynamo.models.tokenization.tokenizer import Tokenizer, load_tokenizer_blocking
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 SPECIAL = ["<unk>", "<s>", "</s>"]

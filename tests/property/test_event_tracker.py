@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.communication.events import Event
-from dynamo.communication.events.outlet import BufferedEventSource
-from dynamo.communication.events.tracker import SequenceTracker
+from dynamo.communication.events.sequence_tracker import SequenceTracker
+from dynamo.communication.events.source import BufferedEventSource
 
 Batch = tuple[int, tuple[bytes, ...]]
 

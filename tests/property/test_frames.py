@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.communication.events import messages as events
+from dynamo.communication.events import protocol as events
 from dynamo.communication.frames import (
     END_STREAM,
     HEADER,
@@ -21,7 +21,7 @@ from dynamo.communication.frames import (
     unpack_items,
 )
 from dynamo.communication.handshake import read_hello
-from dynamo.communication.requests import messages as requests
+from dynamo.communication.requests import protocol as requests
 from dynamo.core.context import Context
 from dynamo.core.errors import ProtocolError
 

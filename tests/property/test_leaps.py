@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from tests.simulation.conftest import BLOCK, chats, cluster
 
 from dynamo.core.settings.schema_router import RouterSettings as RouterSettings
-from dynamo.inference import leap
+from dynamo.inference import fast_forward
 from dynamo.operations.replay.cluster import ReplayWorkers
-from dynamo.operations.replay.flight import ReplayLog
 from dynamo.operations.replay.replay import Replay, ReplayPlan
+from dynamo.operations.replay.request_log import ReplayLog
 
 
 def replayed(workers: ReplayWorkers, seed: int, answer: int, mode: str, shortest: int) -> ReplayLog:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leap, "MIN_STEPS", shortest)
+        patch.setattr(fast_forward, "MIN_STEPS", shortest)
         plan = ReplayPlan("made up", workers, RouterSettings(mode=mode), BLOCK, 0)
         return Replay(plan).run(chats(10, seed=seed, answer=answer))[1]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.unit.index.conftest import chain
 
-from dynamo.scheduling.index.predictions import EVENT_GRACE_S, ApproximateIndex
+from dynamo.scheduling.index.approximate_index import EVENT_GRACE_S, ApproximateIndex
 
 STEM = chain(0, 40)
 prompts = st.builds(

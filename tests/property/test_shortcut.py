@@ -10,14 +10,13 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dynamo.application.completions import COMPLETION_RESPONSE
 from dynamo.application.exchange import Exchange
-from dynamo.application.format import ResponseEncoder
-from dynamo.application.metrics import FrontendMetrics
-from dynamo.application.pace import TokenTiming
-from dynamo.application.replies import StreamReply
-from dynamo.application.sse import JsonStringCache
-from dynamo.application.usage import UsageCounter
+from dynamo.application.frontend_metrics import FrontendMetrics
+from dynamo.application.generation.replies import StreamReply
+from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.openai.completions import COMPLETION_RESPONSE
+from dynamo.application.openai.response_encoder import JsonStringCache, ResponseEncoder
+from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.codec import ReplyDecoder, ReplyEncoder
 from dynamo.core.reply import SendToken
@@ -25,7 +24,7 @@ from dynamo.core.text import TextOptions
 from dynamo.core.values import Finish, Started, TokenLogprobs
 from dynamo.scheduling.migration import ResumableReply
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 from dynamo.telemetry.metrics import Registry
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.scheduling.processor.stops import StopStrings, StopStringScanner
+from dynamo.scheduling.processor.stop_strings import StopStrings, StopStringScanner
 
 LETTERS = "abé\n🎉"
 texts = st.text(LETTERS, max_size=40)

@@ -17,11 +17,11 @@ from dynamo.core.values import EngineInfo, GenerateRequest, SamplingParams, Stop
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.inference.mock.timing import LinearTiming
 from dynamo.operations.replay.cluster import COMPONENT, NAMESPACE, ReplayCluster, ReplayWorkers
-from dynamo.operations.replay.flight import ReplayLog
+from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
-from dynamo.runtime.instances import encode_instance, instance_key
+from dynamo.runtime.calls.instances import encode_instance, instance_key
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.router.loads import LoadView
+from dynamo.scheduling.router.load_view import LoadView
 from dynamo.telemetry import Registry
 
 BLOCK, PROMPT, ANSWER = 64, 256, 60

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.inference.blocks import BlockPool
+from dynamo.inference.block_pool import BlockPool
 from dynamo.scheduling import migration
 from dynamo.scheduling.index.kv_index import KvIndex
-from dynamo.testing.day import ChaosResult, ChaosScenario, run_chaos
-from dynamo.testing.day.faults import FaultSchedule
+from dynamo.testing.chaos import ChaosResult, ChaosScenario, run_chaos
+from dynamo.testing.chaos.faults import FaultSchedule
 
 BAD = ChaosScenario(
     hours=0.06,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from dynamo.testing.day import ChaosScenario, run_chaos
-from dynamo.testing.day.faults import FaultSchedule, SimulatedWorkers
-from dynamo.testing.day.requests import SimulatedOutcome
+from dynamo.testing.chaos import ChaosScenario, run_chaos
+from dynamo.testing.chaos.faults import FaultSchedule, SimulatedWorkers
+from dynamo.testing.chaos.requests import SimulatedOutcome
 
 CALM = FaultSchedule(crash_every_s=0.0, partition_every_s=0.0)
 

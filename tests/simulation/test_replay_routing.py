@@ -11,8 +11,8 @@ from tests.simulation.conftest import chats, cluster, same, unique
 
 from dynamo.core.values import Load
 from dynamo.operations.replay.cluster import ReplayCluster
-from dynamo.operations.replay.flight import ReplayLog
-from dynamo.scheduling.router.placing.fleet import WorkerStates
+from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.scheduling.router.worker_state import WorkerStates
 
 
 def test_kv_routing_finds_what_workers_hold(replay):

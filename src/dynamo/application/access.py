@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Mapping, Sequence
 
-from dynamo.application.errors import Headers
 from dynamo.application.exchange import Exchange
+from dynamo.application.http_errors import Headers
 from dynamo.application.routes import Route
 from dynamo.communication.http import Request
 from dynamo.core.errors import Unauthorized

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
-from dynamo.application.errors import Headers, error_body, error_headers, status_of
-from dynamo.application.sse import SSE_HEADERS as STREAM_HEADERS
-from dynamo.application.sse import error_event
+import os
+import re
+from itertools import count
+
+from dynamo.application.http_errors import Headers, error_body, error_headers, status_of
+from dynamo.application.openai.response_encoder import SSE_HEADERS as STREAM_HEADERS
+from dynamo.application.openai.response_encoder import error_event
 from dynamo.communication.http import Request, Response
 from dynamo.core.errors import DynamoError
+
+_FORBIDDEN_CHARACTERS = re.compile(r"[^A-Za-z0-9._:\-]")
+MAX_REQUEST_ID_LENGTH = 128
+
+
+class RequestIds:
+    """Unique over processes: a random start, then a counter."""
+
+    def __init__(self) -> None:
+        self._process_prefix = os.urandom(8).hex()
+        self._counter = count(1)
+
+    def generate(self) -> str:
+        """A fresh id."""
+        return f"{self._process_prefix}{next(self._counter):08x}"
+
+    def make_unique(self, given: str) -> str:
+        """An id that begins with a client's own, which need not be unique."""
+        return f"{given}-{self._process_prefix[:8]}{next(self._counter):x}"
+
+
+def sanitise_request_id(given: str | None) -> str:
+    """A client's x-request-id without what could hurt logs or headers; "" if nothing is left."""
+    return _FORBIDDEN_CHARACTERS.sub("", given)[:MAX_REQUEST_ID_LENGTH] if given else ""
+
 
 JSON_CONTENT_TYPE = ("content-type", "application/json")
 

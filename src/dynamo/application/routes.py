@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Awaitable, Callable, Mapping
 
-from dynamo.application.errors import WrongMethod
 from dynamo.application.exchange import Exchange
+from dynamo.application.http_errors import WrongMethod
 from dynamo.core.errors import NotFound
 
 Route = Callable[[Exchange], Awaitable[None]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
@@ -10,8 +12,27 @@ import msgspec
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.routes import Route
-from dynamo.application.routing_page import render_page
 from dynamo.core.errors import InvalidRequest, NotFound
+
+DATA_PLACEHOLDER = b"{{data}}"
+LIVE_PLACEHOLDER = b"{{live}}"
+
+
+@cache
+def _page_template() -> bytes:
+    return files(__package__).joinpath("routing_page.html").read_bytes()
+
+
+def render_page(data: bytes, *, live: bool) -> bytes:
+    """`data`: a JSON object with `samples` and, if there is one, `report`. `live`: the page asks
+    its server for more."""
+    safe = data.replace(b"<", b"\\u003c")
+    return (
+        _page_template()
+        .replace(LIVE_PLACEHOLDER, b"true" if live else b"false")
+        .replace(DATA_PLACEHOLDER, safe)
+    )
+
 
 EXPLAIN_PREFIX = "/router/explain/"
 VIEW_REPORT_S = 300.0

@@ -84,7 +84,7 @@ async def _call(settings: Settings, url: str, name: str, request: Any) -> None:
 
 async def _list_endpoints(discovery: Discovery) -> set[str]:
     """What could be called there."""
-    from dynamo.runtime.instances import decode_instance
+    from dynamo.runtime.calls.instances import decode_instance
 
     records = await discovery.get("/")
     found = [

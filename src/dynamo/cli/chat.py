@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run_chat(found: argparse.Namespace) -> int:
-    from dynamo.cli.conversation import ChatSession
+    from dynamo.cli.chat_session import ChatSession
     from dynamo_client import DynamoConfig, SyncDynamoClient
 
     key = found.api_key or os.environ.get(API_KEY_VARIABLE) or None

@@ -18,8 +18,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run until the supervisor ends it."""
     found = parser().parse(arguments)
 
-    from dynamo.services.launch import run_child
-    from dynamo.services.own import USER_SERVICE_ROLE, run_user_service
+    from dynamo.services.deployment.launch import run_child
+    from dynamo.services.deployment.user_service import USER_SERVICE_ROLE, run_user_service
 
     if found.role == USER_SERVICE_ROLE:
         return run_user_service()

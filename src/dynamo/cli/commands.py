@@ -28,15 +28,19 @@ COMMANDS = {
     "call": Command("dynamo.cli.call", "call one endpoint of a service that runs"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
-    "scale": Command("dynamo.cli.scale", "more or fewer processes of a kind, while it serves"),
-    "drain": Command("dynamo.cli.drain", "take one process out of service; its work moves on"),
-    "restart": Command("dynamo.cli.restart", "replace processes one by one, while it serves"),
+    "scale": Command("dynamo.cli.control", "more or fewer processes of a kind, while it serves"),
+    "drain": Command("dynamo.cli.control", "take one process out of service; its work moves on"),
+    "restart": Command("dynamo.cli.control", "replace processes one by one, while it serves"),
     "explain": Command("dynamo.cli.explain", "why a request went to the worker that answered it"),
-    "router": Command("dynamo.cli.router_view", "how a deployment routes: page, picture, report"),
+    "router": Command("dynamo.cli.router", "how a deployment routes: page, picture, report"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
     "config": Command("dynamo.cli.config", "explain a configuration; the schema of its files"),
-    "bench": Command("dynamo.cli.bench", "measure a server: latency, throughput, goodput"),
-    "replay": Command("dynamo.cli.replay", "what a trace would do on a cluster: a simulation"),
+    "bench": Command(
+        "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"
+    ),
+    "replay": Command(
+        "dynamo.cli.benchmark.replay", "what a trace would do on a cluster: a simulation"
+    ),
     "_child": Command("dynamo.cli.child", "one process of a deployment", hidden=True),
 }
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo.cli.flags import add_settings_flags, read_settings
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import add_settings_flags, read_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.explain import EffectiveSetting, effective_settings
 from dynamo.core.settings.json_schema import json_schema

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.cli.flags import add_settings_flags, load_settings
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import add_settings_flags, load_settings
 
 if TYPE_CHECKING:
     from dynamo.operations.doctor import Finding

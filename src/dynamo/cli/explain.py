@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from dynamo.cli.parsing import Parser
-from dynamo.cli.router_port import add_router_flags, make_router_client
+from dynamo.cli.router import add_router_flags, make_router_client
 
 EXAMPLES = """\
   dynamo explain                                 the last decisions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.cli.flags import add_settings_flags, load_settings
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import add_settings_flags, load_settings
 
 EXAMPLES = """\
   dynamo indexer --deployment http-8000

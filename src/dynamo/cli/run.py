@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dynamo.cli.batch_options import add_batch_flags
-from dynamo.cli.batch_options import parse_batch_options as batch_options
-from dynamo.cli.flags import add_settings_flags, config_path, load_settings, read_settings
+from dynamo.cli.inputs.batch import add_batch_flags
+from dynamo.cli.inputs.batch import parse_batch_options as batch_options
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.core.errors import ConfigError, Unsupported
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
 if TYPE_CHECKING:
-    from dynamo.runtime.child import ChildSpec
+    from dynamo.runtime.processes.child import ChildSpec
 
 TEXT = "text"
 NONE = "none"
@@ -94,7 +94,7 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
 
 def checked_settings(loaded: LoadedSettings) -> Settings:
     """The settings, which are possible. Raises `ConfigError` and `Unsupported`."""
-    from dynamo.inference.engines import check_engine_kind
+    from dynamo.inference.engine_registry import check_engine_kind
     from dynamo.telemetry.logs import parse_levels
 
     settings = loaded.settings
@@ -112,16 +112,16 @@ def serve_http(
 ) -> int:
     """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from.
     `workers_only`: without the port, for frontends that run elsewhere."""
-    from dynamo.cli.bar import ProgressBar
-    from dynamo.cli.fetch import served_model_names
-    from dynamo.services.launch import (
+    from dynamo.cli.progress_bar import ProgressBar
+    from dynamo.cli.served_model import served_model_names
+    from dynamo.services.deployment.launch import (
         SettingsSource,
         deployment_specs,
         serve,
         serve_without_http,
         worker_specs,
     )
-    from dynamo.services.preparation import make_preparation
+    from dynamo.services.model_download import make_preparation
     from dynamo.telemetry.logs import configure_logging
 
     as_json = settings.logging.format == "json"
@@ -143,14 +143,14 @@ def serve_http(
 
 def serve_text(settings: Settings) -> int:
     """A conversation on standard input and output."""
-    from dynamo.cli.converse import run_text
+    from dynamo.cli.inputs.text import run_text
 
     return run_text(settings)
 
 
 def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int:
     """Answer a file's lines."""
-    from dynamo.cli.batch import run_batch
+    from dynamo.cli.inputs.batch import run_batch
 
     return run_batch(settings, batch_options(path, found))
 

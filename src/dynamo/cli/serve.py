@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.cli.flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.cli.parsing import Parser
+from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
 
 if TYPE_CHECKING:
-    from dynamo.runtime.child import ChildSpec
-    from dynamo.runtime.supervisor import Prepare
-    from dynamo.services.options import ServiceOptions
-    from dynamo.services.plan import DeploymentPlan
+    from dynamo.runtime.processes.child import ChildSpec
+    from dynamo.runtime.processes.supervisor import Prepare
+    from dynamo.services.deployment.plan import DeploymentPlan
+    from dynamo.services.deployment.service_options import ServiceOptions
 
 OPTION_PATTERN = re.compile(r"--([A-Z]\w*)\.([\w.-]+)(?:=(.*))?\Z", re.DOTALL)
 
@@ -56,8 +56,8 @@ def run(arguments: Sequence[str]) -> int:
     words, options = split_service_options(arguments)
     found = parser().parse(words)
 
-    from dynamo.services.own import load_service
-    from dynamo.services.plan import plan_deployment
+    from dynamo.services.deployment.plan import plan_deployment
+    from dynamo.services.deployment.user_service import load_service
 
     root = load_service(found.target, str(Path.cwd()))
 
@@ -95,7 +95,7 @@ def split_service_options(arguments: Sequence[str]) -> tuple[list[str], ServiceO
 
 def check_plan(made: DeploymentPlan) -> None:
     """What every start checks first. Raises `ConfigError`, `Unsupported`."""
-    from dynamo.inference.engines import check_engine_kind
+    from dynamo.inference.engine_registry import check_engine_kind
     from dynamo.telemetry.logs import parse_levels
 
     for part in made.with_role("worker"):
@@ -107,10 +107,9 @@ def serve_plan(
     made: DeploymentPlan, again: Callable[[], DeploymentPlan], found: argparse.Namespace
 ) -> int:
     """Start all of it. `again` makes the plan anew, of what the settings have become."""
-    from dynamo.cli.bar import ProgressBar
-    from dynamo.services.graph import serve_graph
-    from dynamo.services.launch import SettingsSource
-    from dynamo.services.plan import process_specs
+    from dynamo.cli.progress_bar import ProgressBar
+    from dynamo.services.deployment.launch import SettingsSource
+    from dynamo.services.deployment.plan import process_specs, serve_graph
     from dynamo.telemetry.logs import configure_logging
 
     settings = made.settings
@@ -129,7 +128,7 @@ def serve_plan(
 def announce(made: DeploymentPlan, url: str) -> None:
     """Tell that all serve, and how to try it."""
     from dynamo.cli import run as run_command
-    from dynamo.cli.fetch import served_model_names
+    from dynamo.cli.served_model import served_model_names
 
     settings = made.settings
     workers = made.with_role("worker")
@@ -150,8 +149,8 @@ def describe_plan(made: DeploymentPlan) -> list[str]:
     """The plan, for people."""
     from dynamo.runtime.deployment import deployment_of
     from dynamo.runtime.planes import planes_of
-    from dynamo.sdk.declare import spec_of
-    from dynamo.services.graph import with_deployment_name
+    from dynamo.sdk.decorators import spec_of
+    from dynamo.services.deployment.plan import with_deployment_name
 
     settings = with_deployment_name(made)
     deployment = deployment_of(settings)
@@ -180,7 +179,7 @@ def describe_plan(made: DeploymentPlan) -> list[str]:
 
 def _user_endpoints(made: DeploymentPlan) -> list[str]:
     """Those of users' services, callers first."""
-    from dynamo.sdk.declare import spec_of
+    from dynamo.sdk.decorators import spec_of
 
     namespace = made.settings.runtime.namespace
     return [
@@ -211,7 +210,7 @@ def _engine_label(settings: Settings) -> str:
 
 def _prepare_models(made: DeploymentPlan, bar: object) -> Prepare | None:
     """Fetch the models of all workers, one after the other."""
-    from dynamo.services.preparation import make_preparation
+    from dynamo.services.model_download import make_preparation
 
     wanted = [make_preparation(part.settings, bar) for part in made.with_role("worker")]  # type: ignore[arg-type]
     needed = [one for one in wanted if one is not None]

@@ -12,7 +12,7 @@ from dynamo.core.reply import Engine, Reply
 from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Load, Started
 
 if TYPE_CHECKING:
-    from dynamo.inference.engines import EngineInputs
+    from dynamo.inference.engine_registry import EngineInputs
 
 MAX_NUM_SEQS = 256
 

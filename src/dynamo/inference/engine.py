@@ -22,12 +22,12 @@ from dynamo.core.values import (
     Started,
     TokenLogprobs,
 )
-from dynamo.inference.batching import BatchLimits, HitsFrom, StepScheduler
-from dynamo.inference.blocks import BlockPool
+from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import EvictionPolicy
-from dynamo.inference.leap import FastForward
-from dynamo.inference.runner import ModelRunner, StepPlan, StepResult
+from dynamo.inference.fast_forward import FastForward
+from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
 from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenContent
+from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
 KvEventListener = Callable[[Listed[KvEvent]], None]

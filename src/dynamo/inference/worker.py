@@ -21,12 +21,11 @@ from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import EngineInfo
-from dynamo.inference.beat import answer_probe, encode_probe_result
+from dynamo.inference.data_parallel import engines_by_rank
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.files import ModelFileServer
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
-from dynamo.inference.load_report import LoadPublisher
-from dynamo.inference.ranked import engines_by_rank
+from dynamo.inference.load_publisher import LoadPublisher
+from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.inference.worker_metrics import declare_worker_metrics
 from dynamo.models.card import block_identity
 
@@ -34,6 +33,35 @@ if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
     from dynamo.runtime.component import ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
+from collections.abc import Mapping
+
+from dynamo.core.clock import Clock
+from dynamo.core.errors import NotFound
+
+FILE_CHUNK_BYTES = 256 << 10
+
+
+class ModelFileServer:
+    """Answers a call whose payload is a sha256 in hex with the file's bytes, in order, no faster
+    than the caller's window allows."""
+
+    def __init__(self, files: Mapping[str, Path], clock: Clock) -> None:
+        self._files = files
+        self._clock = clock
+
+    async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
+        """A handler of the request plane. Raises `NotFound` for a hash that is not served."""
+        path = self._files.get(payload.decode("ascii", "replace"))
+        if path is None:
+            raise NotFound("no file of that hash is served here")
+        file = await self._clock.offload(path.open, "rb")
+        try:
+            while chunk := await self._clock.offload(file.read, FILE_CHUNK_BYTES):
+                await outgoing.wait_for_window()
+                if not outgoing.send(chunk):
+                    return
+        finally:
+            file.close()
 
 
 def model_card_key(namespace: str, model: str, instance: str) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.core.hashing import HASH_SCHEME
 from dynamo.core.values import EngineInfo
-from dynamo.models.files import FileRef
+from dynamo.models.file_cache import FileRef
 
 
 class ModelCard(msgspec.Struct, frozen=True):

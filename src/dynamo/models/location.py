@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models import download, hub
+from dynamo.models.downloads import default_model, hub
 
 LocationKind = Literal["default", "file", "folder", "hub"]
 
@@ -27,9 +27,9 @@ def locate_model(spec: str) -> ModelLocation:
     """`spec`: "" for the default model, a GGUF file, a folder in Hugging Face's layout, or a hub
     name. Looks at names alone: nothing is read or fetched. Raises ModelUnavailable."""
     if not spec:
-        model = download.DEFAULT_MODEL
+        model = default_model.DEFAULT_MODEL
         return ModelLocation(
-            "default", model.name, model.requirement, download.cached_default_model(model)
+            "default", model.name, model.requirement, default_model.cached_default_model(model)
         )
     path = Path(spec).expanduser()
     if path.is_file():

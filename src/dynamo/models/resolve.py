@@ -12,15 +12,15 @@ import msgspec
 
 from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.values import EngineInfo
-from dynamo.models import download, hub
 from dynamo.models.card import ModelCard
-from dynamo.models.encoders import cached_verification, verify_encoder
-from dynamo.models.files import FileRef, ProgressCallback, file_ref, ignore_progress
-from dynamo.models.gguf import GgufFile
-from dynamo.models.gguf_tokenizer import converted_tokenizer_json
+from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.checkpoint.weights import ModelWeights, open_weights
+from dynamo.models.downloads import default_model, hub
+from dynamo.models.file_cache import FileRef, ProgressCallback, file_ref, ignore_progress
 from dynamo.models.location import check_model_folder, locate_model
-from dynamo.models.origin import ModelMetadata, metadata_from_folder, metadata_from_gguf
-from dynamo.models.weights import ModelWeights, open_weights
+from dynamo.models.metadata import ModelMetadata, metadata_from_folder, metadata_from_gguf
+from dynamo.models.tokenization.encoders import cached_verification, verify_encoder
+from dynamo.models.tokenization.gguf_tokenizer import converted_tokenizer_json
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -115,7 +115,9 @@ def _locate_and_fetch(
 ) -> ModelFiles:
     at = locate_model(spec)
     if at.kind == "default":
-        path = at.path or download.fetch_default_model(download.DEFAULT_MODEL, progress, stopped)
+        path = at.path or default_model.fetch_default_model(
+            default_model.DEFAULT_MODEL, progress, stopped
+        )
     else:
         path = at.path or hub.fetch_hub_model(at.name, with_weights)
     make = _files_from_gguf if path.is_file() else _files_from_folder

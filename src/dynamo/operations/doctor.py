@@ -115,7 +115,7 @@ def state_folder(settings: Settings) -> Finding:
 def cache_folder(settings: Settings) -> Finding:
     """Where models and proofs are kept, and its room."""
     del settings
-    from dynamo.models.files import cache_dir
+    from dynamo.models.file_cache import cache_dir
 
     folder = cache_dir()
     free = shutil.disk_usage(folder).free
@@ -126,7 +126,7 @@ def cache_folder(settings: Settings) -> Finding:
 
 def model(settings: Settings) -> Finding:
     """Whether the default model is here already."""
-    from dynamo.models.download import DEFAULT_MODEL, cached_default_model
+    from dynamo.models.downloads.default_model import DEFAULT_MODEL, cached_default_model
 
     path = Path(settings.model.path).expanduser() if settings.model.path else cached_default_model()
     name = settings.model.path or DEFAULT_MODEL.name
@@ -138,7 +138,7 @@ def model(settings: Settings) -> Finding:
 
 def port(settings: Settings) -> Finding:
     """Whether the HTTP port is free."""
-    from dynamo.runtime.sockets import check_port_free
+    from dynamo.runtime.processes.ports import check_port_free
 
     server = settings.server
     check_port_free(server.http_host, server.http_port)

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.runtime.background import Runtime
+    from dynamo.runtime.calls.client import Client
+    from dynamo.runtime.calls.instances import Instance
+    from dynamo.runtime.calls.streams import ResponseStream
     from dynamo.runtime.cancellation import CancellationToken
-    from dynamo.runtime.client import Client
     from dynamo.runtime.component import Component, Endpoint, Namespace, ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
     from dynamo.runtime.health import ProcessHealth
-    from dynamo.runtime.instances import Instance
     from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
-    from dynamo.runtime.registry import ComponentRegistry
-    from dynamo.runtime.streams import ResponseStream
-    from dynamo.runtime.workers import WorkerDiscovery, WorkerInfo
+    from dynamo.runtime.worker_discovery import ComponentRegistry, WorkerDiscovery, WorkerInfo
 
 __all__ = [
     "CancellationToken",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.communication.requests import RequestHandler
 from dynamo.core.errors import ConfigError
-from dynamo.runtime.client import Client
-from dynamo.runtime.instances import (
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import (
     Instance,
     InstanceFilter,
     InstanceView,
@@ -18,8 +18,8 @@ from dynamo.runtime.instances import (
     instance_key,
     workers_prefix,
 )
+from dynamo.runtime.calls.streams import ItemFunction, item_handler
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
-from dynamo.runtime.streams import ItemFunction, item_handler
 
 if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime

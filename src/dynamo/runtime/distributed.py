@@ -20,15 +20,15 @@ from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.runtime.background import Background, InlineBackground, Runtime, ThreadBackground
+from dynamo.runtime.calls.client import Client
 from dynamo.runtime.cancellation import CancellationToken
-from dynamo.runtime.client import Client
 from dynamo.runtime.component import Endpoint, Namespace, ServedEndpoint, parse_reference
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.leases import BackgroundDiscovery, RepublishingDiscovery
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.planes import Planes, planes_of
-from dynamo.runtime.registry import ComponentRegistry
+from dynamo.runtime.worker_discovery import ComponentRegistry
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, NotFound, WorkerFailed
 from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
-from dynamo.runtime.client import Client
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
 
 
 class Dispatch:

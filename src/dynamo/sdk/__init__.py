@@ -1,8 +1,8 @@
 """Services of your own: classes with endpoints, which depend on each other and run anywhere."""
 
-from dynamo.sdk.declare import depends, dynamo_endpoint, on_start, on_stop, service
+from dynamo.sdk.decorators import depends, dynamo_endpoint, on_start, on_stop, service
 from dynamo.sdk.graph import walk
-from dynamo.sdk.request import request_id, time_left
+from dynamo.sdk.request_context import request_id, time_left
 
 __all__ = [
     "depends",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.core.errors import ConfigError
-from dynamo.sdk.declare import spec_of
+from dynamo.sdk.decorators import spec_of
 
 
 def direct_dependencies(service: type[Any]) -> Sequence[type[Any]]:

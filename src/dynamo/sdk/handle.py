@@ -9,9 +9,9 @@ from dynamo.communication.requests import FlowWindow, Sink
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, NoWorkers, ProtocolError
 from dynamo.runtime import Client, DistributedRuntime, ResponseStream
-from dynamo.sdk.declare import EndpointSpec, nearest_name_hint, spec_of
-from dynamo.sdk.messages import encode, response_decoder
-from dynamo.sdk.request import derive_context
+from dynamo.sdk.decorators import EndpointSpec, nearest_name_hint, spec_of
+from dynamo.sdk.request_context import derive_context
+from dynamo.sdk.serialization import encode, response_decoder
 
 INSTANCE_WAIT_S = 10.0
 """A call waits so long for somebody to serve it: a replica that died is back sooner."""

@@ -14,12 +14,12 @@ from dynamo.communication.requests import RequestHandler, ResponseWriter
 from dynamo.core.errors import Unsupported
 from dynamo.core.tasks import run_all
 from dynamo.runtime import DistributedRuntime, ServedEndpoint
-from dynamo.sdk.answering import EndpointInterceptor
 from dynamo.sdk.configuration import CONFIG_ATTRIBUTE, build_config, config_type
-from dynamo.sdk.declare import EndpointSpec, ServiceSpec, spec_of
+from dynamo.sdk.decorators import EndpointSpec, ServiceSpec, spec_of
 from dynamo.sdk.handle import ServiceHandle, connect_service
-from dynamo.sdk.messages import encode, request_decoder
-from dynamo.sdk.offers import ServiceModelRecord, service_model_key
+from dynamo.sdk.interceptor import EndpointInterceptor
+from dynamo.sdk.serialization import encode, request_decoder
+from dynamo.sdk.service_model import ServiceModelRecord, service_model_key
 
 
 class ServiceInstance:

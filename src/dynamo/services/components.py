@@ -58,5 +58,5 @@ class Worker:
 def _not_running(request: dict[str, Any]) -> Any:
     raise Unsupported(
         f"a request with {', '.join(request)} at a Processor that nobody runs",
-        hint="let `dynamo serve` start it, or give a fake to dynamo.testing.local",
+        hint="let `dynamo serve` start it, or give a fake to dynamo.testing.local_graph",
     )

@@ -9,12 +9,12 @@ from typing import Any
 from dynamo.application import Application, Gateway
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.services.models import ModelWatcher
-from dynamo.services.offered import ServiceModelWatcher
-from dynamo.services.processing import ProcessorEndpoints
+from dynamo.services.model_watcher import ModelWatcher
+from dynamo.services.processor import ProcessorEndpoints
 from dynamo.services.routing import ProcessRouting
-from dynamo.services.routing_answers import RoutingQueries
-from dynamo.services.siblings import SharedPortMetrics
+from dynamo.services.routing_queries import RoutingQueries
+from dynamo.services.service_models import ServiceModelWatcher
+from dynamo.services.shared_metrics import SharedPortMetrics
 
 log = logging.getLogger(__name__)
 

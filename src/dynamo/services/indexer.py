@@ -9,18 +9,18 @@ from dynamo.core.errors import ProtocolError
 from dynamo.core.hashing import unpack_hashes
 from dynamo.core.settings.schema import Settings
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.process import run_process
-from dynamo.scheduling.index.remote import (
+from dynamo.runtime.processes.process import run_process
+from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
+from dynamo.scheduling.index.remote_index import (
     INDEXER_COMPONENT,
     MATCH_ENDPOINT,
     MODES_ENDPOINT,
     encode_indexer_reply,
 )
-from dynamo.scheduling.index.view_metrics import declare_cache_view_metrics
-from dynamo.scheduling.router.placing.fleet import WorkerStates
+from dynamo.scheduling.router.worker_state import WorkerStates
+from dynamo.services.cache_views import create_cache_view, follow_kv_events
 from dynamo.services.index_file import IndexFile
-from dynamo.services.index_view import create_cache_view, follow_kv_events
-from dynamo.services.way import WORKER_COMPONENT
+from dynamo.services.model_pipeline import WORKER_COMPONENT
 
 log = logging.getLogger(__name__)
 

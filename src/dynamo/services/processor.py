@@ -3,13 +3,71 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
+
+import msgspec
 
 from dynamo.application import Gateway
+from dynamo.application.gateway import find_worker_model
+from dynamo.application.openai.service_chat import (
+    ChatAnswerReply,
+    ChatChunkReply,
+    chat_request_from_dict,
+)
+from dynamo.communication.requests import ResponseWriter
+from dynamo.core.text import ChatRequest
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.services.models import ModelWatcher
-from dynamo.services.offered import ServiceModelWatcher
-from dynamo.services.processing import ProcessorEndpoints
+from dynamo.sdk.decorators import spec_of
+from dynamo.services.components import Processor
+from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
+from dynamo.services.service_models import ServiceModelWatcher
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class ProcessorEndpoints:
+    """Answers `Processor.chat` and `Processor.answer` over the request plane."""
+
+    def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
+        self._runtime = runtime
+        self._gateway = gateway
+        self._unknown_roles = runtime.settings.server.unknown_roles
+
+    async def start(self) -> None:
+        """Serve both until the runtime shuts down."""
+        spec = spec_of(Processor)
+        component = self._runtime.namespace().component(spec.name)
+        await component.endpoint(spec.endpoints["chat"].name).serve(self._handle_chat)
+        await component.endpoint(spec.endpoints["answer"].name).serve(self._handle_answer)
+
+    async def _handle_chat(self, payload: bytes, out: ResponseWriter) -> None:
+        request, processor = self._decode_request(payload)
+        head = {
+            "id": f"chatcmpl-{out.context.request_id}",
+            "created": int(self._runtime.clock.wall()),
+            "model": request.model,
+        }
+
+        def send(chunk: dict[str, Any]) -> bool:
+            return out.send(_encode(chunk))
+
+        await processor.chat(request, out.context, ChatChunkReply(send, head, request.options.n))
+
+    async def _handle_answer(self, payload: bytes, out: ResponseWriter) -> None:
+        request, processor = self._decode_request(payload)
+        options = msgspec.structs.replace(request.options, n=1)
+        reply = ChatAnswerReply()
+        await processor.chat(msgspec.structs.replace(request, options=options), out.context, reply)
+        out.send(_encode(reply.answer))
+
+    def _decode_request(self, payload: bytes) -> tuple[ChatRequest, Any]:
+        body = _decode(payload)
+        wanted = body.get("model") if isinstance(body, dict) else None
+        name, served = find_worker_model(self._gateway, wanted)
+        return chat_request_from_dict(body, name, self._unknown_roles), served.processor
+
 
 log = logging.getLogger(__name__)
 

@@ -11,29 +11,29 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.application.routing_app import RouterApplication
+from dynamo.application.app import RouterApplication
+from dynamo.application.gateway import MODELS_HEALTH_KEY
 from dynamo.communication.http import HttpLimits, HttpServer
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.errors import ModelNotReady, ProtocolError
 from dynamo.models.card import ModelCard
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.scheduling.router.opening import KV
-from dynamo.scheduling.router.placing.fleet import PlacedRequest
-from dynamo.scheduling.router.remote.messages import (
+from dynamo.scheduling.router.factory import KV
+from dynamo.scheduling.router.policies.remote_messages import (
     CHOOSE_ENDPOINT,
     QUERY_ACCEPTED,
     decode_query,
     encode_reply,
     request_from_query,
 )
-from dynamo.sdk.declare import spec_of
+from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
-from dynamo.services.agreement import CardCompatibility
 from dynamo.services.catalogue import Catalogue
-from dynamo.services.model_names import MODELS_HEALTH_KEY
+from dynamo.services.compatibility import CardCompatibility
+from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.routing import ModelRouting, ProcessRouting
-from dynamo.services.routing_answers import RoutingQueries
-from dynamo.services.way import WORKER_COMPONENT
+from dynamo.services.routing_queries import RoutingQueries
 
 log = logging.getLogger(__name__)
 

@@ -11,26 +11,26 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Load
 from dynamo.models.card import ModelCard
-from dynamo.runtime.client import Client
+from dynamo.runtime.calls.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE, CacheView
-from dynamo.scheduling.index.view_metrics import declare_cache_view_metrics
-from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
+from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
+from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
-from dynamo.scheduling.router.explain.watch import RoutingRecorder
-from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.opening import KV, make_cost, open_policy
+from dynamo.scheduling.router.factory import KV, make_cost, open_policy
+from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
+from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.router.policies.remote import RemotePolicy
+from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
 from dynamo.scheduling.router.policy import Observer, Policy
 from dynamo.scheduling.router.prompt import make_prompt_reader
-from dynamo.scheduling.router.remote.messages import CHOOSE_ENDPOINT, read_query_prompt
-from dynamo.scheduling.router.remote.remote import RemotePolicy
-from dynamo.scheduling.router.replicas.follower import PeerRequests
-from dynamo.scheduling.router.replicas.replicas import ReplicaSync
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
+from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.selectors import make_selector
-from dynamo.sdk.declare import spec_of
+from dynamo.sdk.decorators import spec_of
+from dynamo.services.cache_views import open_cache_view
 from dynamo.services.components import Router
-from dynamo.services.index_view import open_cache_view
 
 COMPOSITE = "composite"
 EXPLAINABLE_MODES = (KV, ADAPTIVE)

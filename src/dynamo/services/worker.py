@@ -7,12 +7,11 @@ import logging
 from dynamo.core.errors import WorkerFailed
 from dynamo.core.settings import Settings
 from dynamo.inference import worker as inference_worker
-from dynamo.inference.engines import EngineInputs, check_engine_kind, open_engine
+from dynamo.inference.engine_registry import EngineInputs, check_engine_kind, open_engine
 from dynamo.models.card import ModelCard
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.services.preparation import PREPARING_REASON
-from dynamo.services.progress import ThreadSafeProgress
+from dynamo.services.model_download import PREPARING_REASON, ThreadSafeProgress
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 The suites are in `dynamo.testing.conformance.{discovery,requests,events}`; they need pytest.
 """
 
-from dynamo.testing.local import LocalGraph, local
-from dynamo.testing.replies import CollectedReply, ScriptedEngine
+from dynamo.testing.fakes import CollectedReply, ScriptedEngine
+from dynamo.testing.local_graph import LocalGraph, local
 
 __all__ = ["CollectedReply", "LocalGraph", "ScriptedEngine", "local"]

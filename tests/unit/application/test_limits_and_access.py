@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.admission import ConcurrencyLimit
-from dynamo.application.ids import RequestIds, sanitise_request_id
+from dynamo.application.exchange import RequestIds, sanitise_request_id
+from dynamo.application.generation.concurrency_limit import ConcurrencyLimit
 from dynamo.core.errors import Overloaded
 from dynamo.core.settings.schema import ServerSettings
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo.application.lane import EventTemplate, StreamFastPath
-from dynamo.application.metrics import FrontendMetrics, ModelMetrics
-from dynamo.application.pace import MAX_PENDING_TIMESTAMPS, TokenTiming
-from dynamo.application.sse import MAX_TOKEN_TABLES, JsonStringCache
+from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
+from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
+from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
+from dynamo.application.openai.response_encoder import MAX_TOKEN_TABLES, JsonStringCache
 from dynamo.core.text import TextTable
 from dynamo.telemetry.metrics import Registry
 

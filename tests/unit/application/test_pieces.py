@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.pieces import (
+from dynamo.application.openai.service_chat import (
     ChatAnswerReply,
     ChatChunkReader,
     ChatChunkReply,

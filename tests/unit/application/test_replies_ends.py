@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from dynamo.application.completions import COMPLETION_RESPONSE
 from dynamo.application.exchange import Exchange
-from dynamo.application.format import ResponseEncoder
-from dynamo.application.metrics import FrontendMetrics
-from dynamo.application.pace import TokenTiming
-from dynamo.application.replies import OffsetReply, StreamReply, UnaryReply
-from dynamo.application.sse import JsonStringCache
-from dynamo.application.usage import UsageCounter
+from dynamo.application.frontend_metrics import FrontendMetrics
+from dynamo.application.generation.replies import OffsetReply, StreamReply, UnaryReply
+from dynamo.application.generation.token_timing import TokenTiming
+from dynamo.application.openai.completions import COMPLETION_RESPONSE
+from dynamo.application.openai.response_encoder import JsonStringCache, ResponseEncoder
+from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
 from dynamo.core.text import TextFinish, TextTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import dynamo
-from dynamo.application.logprobs import completion_logprobs
+from dynamo.application.openai.logprobs import completion_logprobs
 from dynamo.core.text import DecodedTokenLogprob
 
 

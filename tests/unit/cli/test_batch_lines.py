@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.batch_lines import (
+from dynamo.cli.inputs.batch import parse_batch_options
+from dynamo.cli.inputs.batch_file import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     parse_batch_line,
@@ -12,7 +13,6 @@ from dynamo.cli.batch_lines import (
     read_answered_ids,
     read_pending_lines,
 )
-from dynamo.cli.batch_options import parse_batch_options
 from dynamo.cli.run import parse_words, parser
 from dynamo.core.errors import ConfigError
 

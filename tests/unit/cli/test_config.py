@@ -116,8 +116,8 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_has_no_effect_is_told_at_a_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dynamo.cli.flags import load_settings
     from dynamo.cli.run import parser
+    from dynamo.cli.settings_flags import load_settings
 
     file = tmp_path / "a.yaml"
     file.write_text("router: {type: kv_aware}\nnixl: {enable_rdma: true}\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import main
-from dynamo.cli.router_view import format_report, run
+from dynamo.cli.router import format_report, run
 from dynamo.core.errors import ConfigError, InvalidRequest
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.cli import run
-from dynamo.cli.bar import CLEAR_LINE, ProgressBar, format_byte_progress
-from dynamo.cli.flags import load_settings
+from dynamo.cli.progress_bar import CLEAR_LINE, ProgressBar, format_byte_progress
+from dynamo.cli.settings_flags import load_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dynamo.communication.frames import MAX_PAYLOAD_BYTES, Item
-from dynamo.communication.requests.calls import CallSender, ClientStreams
+from dynamo.communication.requests.client_streams import CallSender, ClientStreams
 from dynamo.communication.requests.plane import FlowWindow
-from dynamo.communication.requests.streams import SendQueue, ServerStream
+from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, TooLarge, WorkerFailed, decode_error
 from dynamo.core.tasks import BackgroundTasks

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo.communication.events import outlet
-from dynamo.communication.events.outlet import BufferedEventSource, CatchUp, new_epoch
+from dynamo.communication.events import source
 from dynamo.communication.events.plane import Dump, Event
-from dynamo.communication.events.tracker import SequenceTracker
+from dynamo.communication.events.sequence_tracker import SequenceTracker
+from dynamo.communication.events.source import BufferedEventSource, CatchUp, new_epoch
 
 
 async def nothing() -> None:
@@ -73,16 +73,16 @@ def test_a_whole_ring_answers_any_place(after: int, first: int, payloads: list[b
 
 
 def test_a_full_ring_forgets_and_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "MAX_RING_EVENTS", 2 * outlet.RING_DIVISOR_WITH_DUMP)
+    monkeypatch.setattr(source, "MAX_RING_EVENTS", 2 * source.RING_DIVISOR_WITH_DUMP)
     assert filled(5, lambda: [b"state"]).catch_up(1) == CatchUp(5, 5, (b"state",), dump=True)
     assert filled(5, lambda: [b"state"]).catch_up(3).payloads == [b"4", b"5"]
-    monkeypatch.setattr(outlet, "MAX_RING_EVENTS", 2)
+    monkeypatch.setattr(source, "MAX_RING_EVENTS", 2)
     assert filled(5).catch_up(1) == CatchUp(5, 4, [b"4", b"5"])
     assert filled(5).catch_up(-1) == CatchUp(5, 6, ())
 
 
 def test_a_ring_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "MAX_RING_BYTES", 10)
+    monkeypatch.setattr(source, "MAX_RING_BYTES", 10)
     assert [*filled(100)._ring] == [b"97", b"98", b"99", b"100"]
 
 

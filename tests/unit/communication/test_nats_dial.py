@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("nats")
 
-from dynamo.communication.nats_link import NatsClient
+from dynamo.communication.nats_client import NatsClient
 
 
 class Counted(NatsClient):

@@ -14,8 +14,8 @@ from dynamo.core.errors import ConfigError
 @pytest.mark.parametrize(
     ("url", "library", "module", "extra"),
     [
-        ("etcd://h:1", "aetcd", "dynamo.communication.discovery.etcd_server", "etcd"),
-        ("etcds://h:1", "aetcd", "dynamo.communication.discovery.etcd_server", "etcd"),
+        ("etcd://h:1", "aetcd", "dynamo.communication.discovery.etcd_client", "etcd"),
+        ("etcds://h:1", "aetcd", "dynamo.communication.discovery.etcd_client", "etcd"),
     ],
 )
 async def test_a_missing_library_is_named(

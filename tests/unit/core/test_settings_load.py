@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings, SettingSpec, SourcedValue, resolve_settings
-from dynamo.core.settings.names import environment_name, setting_specs_by_key
+from dynamo.core.settings.keys import environment_name, setting_specs_by_key
 
 
 def document(text: str) -> tuple[str, str]:

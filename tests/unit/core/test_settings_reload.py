@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings, resolve_settings
-from dynamo.core.settings.names import setting_specs_by_key
+from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.reload import SettingChange, apply_reload
 
 BASE = Settings()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.core.errors import Overloaded
-from dynamo.scheduling.router.adaptive.balancer import (
+from dynamo.scheduling.router.policies.adaptive_balancer import (
     AdaptiveLoadBalancer,
     Capacity,
     LoadBalancingError,

@@ -8,8 +8,8 @@ import msgspec
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
-from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.explain.explained import DecisionLog, Explanation
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.explain.decision_log import DecisionLog, Explanation
 from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Placement
 
 

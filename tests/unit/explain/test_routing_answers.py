@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dynamo.scheduling.router.collector.collector import Alert, RoutingMetricsCollector
 from dynamo.scheduling.router.collector.record import RoutingRecord
-from dynamo.scheduling.router.explain.explained import Explanation
+from dynamo.scheduling.router.explain.decision_log import Explanation
 from dynamo.scheduling.router.explain.timeline import TimelineSample, WorkerSample
 from dynamo.scheduling.router.policy import Candidate, Outcome
-from dynamo.services.routing_answers import build_report, merge_explanations, merge_samples
+from dynamo.services.routing_queries import build_report, merge_explanations, merge_samples
 
 OUTCOME = Outcome(0.05, 0.5, 32, 64, 10)
 COSTS = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)

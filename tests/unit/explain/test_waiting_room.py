@@ -8,14 +8,14 @@ import pytest
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Overloaded
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.placing.arrival import PendingRequest
-from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import WorkerStates
-from dynamo.scheduling.router.placing.placement import HoldLimits, PlacementSolver
-from dynamo.scheduling.router.placing.waiting import WaitingQueue
+from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.queue import WaitingQueue
+from dynamo.scheduling.router.placement.solver import HoldLimits, PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.worker_state import WorkerStates
 
 BUDGET = 1000
 INSTANCES = {

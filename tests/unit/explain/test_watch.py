@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
-from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.collector.seen import PrefixHistory
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.explain.recorder import PrefixHistory, RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import RoutingTimeline
-from dynamo.scheduling.router.explain.watch import RoutingRecorder
-from dynamo.scheduling.router.policy import Decision, Outcome, Placement
-from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.remote.messages import (
+from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
     encode_query,
@@ -23,6 +20,8 @@ from dynamo.scheduling.router.remote.messages import (
     read_query_prompt,
     request_from_query,
 )
+from dynamo.scheduling.router.policy import Decision, Outcome, Placement
+from dynamo.scheduling.router.prompt import Prompt
 from dynamo.telemetry import Registry
 
 

@@ -12,7 +12,7 @@ from dynamo.communication.events import Event
 from dynamo.core.kv_events import encode_kv_events
 from dynamo.core.values import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.index.predictions import EVENT_GRACE_S
+from dynamo.scheduling.index.approximate_index import EVENT_GRACE_S
 
 
 @pytest.fixture

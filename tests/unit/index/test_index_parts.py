@@ -13,7 +13,7 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import pack_hashes, unpack_hashes
 from dynamo.scheduling.index.kv_index import KvIndex
 from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
-from dynamo.scheduling.index.worker_sets import WorkerBitsets
+from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
 from dynamo.services.index_file import IndexFile
 
 CHAINS = [chain(number, 30) for number in range(100, 400)]

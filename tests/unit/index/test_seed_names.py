@@ -11,7 +11,7 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.core.values import Load
 from dynamo.inference import KVPublisher
-from dynamo.inference.load_report import encode_load
+from dynamo.inference.load_publisher import encode_load
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.router import KVIndexer, KvMetricsAggregator
 

@@ -16,15 +16,15 @@ from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
-from dynamo.core.settings.schema_index import IndexSettings
+from dynamo.core.settings.schema_router import IndexSettings
 from dynamo.core.values import BlocksStored
 from dynamo.inference.kv_publisher import KVPublisher
 from dynamo.models.card import BlockIdentity
 from dynamo.runtime import Client
+from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.distributed import DistributedRuntime
-from dynamo.runtime.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.services.index_view import open_cache_view
+from dynamo.services.cache_views import open_cache_view
 from dynamo.services.indexer import IndexerService
 
 PLANES = RuntimeSettings(
@@ -178,8 +178,8 @@ def test_a_worker_that_differs_is_refused_loudly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from dynamo.models.card import ModelCard
-    from dynamo.models.files import FileRef
-    from dynamo.services.agreement import CardCompatibility
+    from dynamo.models.file_cache import FileRef
+    from dynamo.services.compatibility import CardCompatibility
 
     agreement = CardCompatibility(ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, "")))
 

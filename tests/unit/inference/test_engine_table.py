@@ -10,7 +10,7 @@ from dynamo.core.errors import ConfigError, ContextLengthExceeded, InvalidReques
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.engines import EngineInputs, check_engine_kind, open_engine
+from dynamo.inference.engine_registry import EngineInputs, check_engine_kind, open_engine
 from dynamo.models.resolve import resolve_model
 
 CONTEXT = Context("r")

@@ -9,7 +9,7 @@ import pytest
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
 from dynamo.inference.mock.timing import DYNAMO_TIMING, parse_timing
-from dynamo.inference.runner import StepPlan
+from dynamo.inference.model_runner import StepPlan
 
 
 def test_dynamo_s_polynomials():

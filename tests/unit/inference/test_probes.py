@@ -7,8 +7,8 @@ import asyncio
 from dynamo.core.context import Context
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import ProbeResult
-from dynamo.inference.beat import answer_probe
 from dynamo.inference.mock.runner import MockRunner
+from dynamo.inference.probe import answer_probe
 
 
 async def test_an_idle_engine_computes_a_token_for_a_probe(make_engine):

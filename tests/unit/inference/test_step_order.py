@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from dynamo.inference.batching import BatchLimits, HitsFrom, StepPlan, StepScheduler
-from dynamo.inference.blocks import BlockPool
+from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import EngineSequence, TokenContent
+from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepPlan, StepScheduler
 
 
 def make(blocks: int, *, caching: bool = True, hits_from: HitsFrom = "computed") -> StepScheduler:

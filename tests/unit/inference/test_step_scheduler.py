@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from dynamo.inference.batching import BatchLimits, StepScheduler
-from dynamo.inference.blocks import BlockPool
+from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenContent
+from dynamo.inference.step_scheduler import BatchLimits, StepScheduler
 
 
 def make(blocks=100, budget=64, seqs=8, context=400, hits_from="computed"):

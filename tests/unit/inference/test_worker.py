@@ -16,10 +16,9 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.core.values import BlocksStored, KvEvent, Load
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.files import FILE_CHUNK_BYTES
-from dynamo.inference.worker import EngineWorker, model_card_key
+from dynamo.inference.worker import FILE_CHUNK_BYTES, EngineWorker, model_card_key
 from dynamo.models.card import ModelCard
-from dynamo.models.files import FileRef
+from dynamo.models.file_cache import FileRef
 from dynamo.runtime.distributed import DistributedRuntime
 
 CONTEXT = Context("r")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from dynamo.core.codec import pack_ids
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import block_hashes
-from dynamo.inference.blocks import BlockPool
+from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.memory import KVBlock, PrefixHash, RadixNode, RadixTree, chained_hash
 
 

@@ -16,7 +16,7 @@ from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.models.weights import ModelWeights, open_weights
+from dynamo.models.checkpoint.weights import ModelWeights, open_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from dynamo.core.tasks import run_all
 from dynamo.core.values import SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.models.weights import SafetensorsWeights
+from dynamo.models.checkpoint.weights import SafetensorsWeights
 
 rng = np.random.default_rng(11)
 PROMPTS = [[int(one) for one in rng.integers(0, 320, size)] for size in (1, 5, 23, 40, 64, 9)]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from dynamo.inference.native import ragged
-from dynamo.inference.native.crew import ThreadPool
+from dynamo.inference.native.kv_storage import KvShape, KvStorage
 from dynamo.inference.native.llama import LlamaModel
-from dynamo.inference.native.numpy_arrays import NumpyBackend
+from dynamo.inference.native.numpy_backend import NumpyBackend
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
-from dynamo.inference.native.slots import KvShape, KvStorage
-from dynamo.models.weights import open_weights
+from dynamo.inference.native.thread_pool import ThreadPool
+from dynamo.models.checkpoint.weights import open_weights
 
 rng = np.random.default_rng(3)
 IDS = [int(one) for one in rng.integers(0, 320, 150)]

@@ -12,13 +12,17 @@ import pytest
 from dynamo.core.errors import ConfigError, ModelUnavailable
 from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.inference.native.blas import set_blas_threads
-from dynamo.inference.native.crew import ThreadPool
+from dynamo.inference.native.engine_sizing import (
+    available_memory_bytes,
+    plan_engine_info,
+    usable_cores,
+)
+from dynamo.inference.native.kv_storage import KvShape, KvStorage
 from dynamo.inference.native.ragged import DecodeRun, PrefillSpan, SlotChunk, make_ragged_batch
 from dynamo.inference.native.runner import NativeRunner
-from dynamo.inference.native.sizes import available_memory_bytes, plan_engine_info, usable_cores
-from dynamo.inference.native.slots import KvShape, KvStorage
-from dynamo.models.llama_config import LlamaConfig
-from dynamo.models.weights import SafetensorsWeights
+from dynamo.inference.native.thread_pool import ThreadPool
+from dynamo.models.checkpoint.llama_config import LlamaConfig
+from dynamo.models.checkpoint.weights import SafetensorsWeights
 
 SHAPE = KvShape(2, 3, 8)
 

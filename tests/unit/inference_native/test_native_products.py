@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo.inference.native import products
+from dynamo.inference.native import blocked_matmul
 from dynamo.inference.native.arena import SLAB_FLOATS, Arena
-from dynamo.inference.native.crew import ThreadPool
-from dynamo.inference.native.gated import add_gated_mlp, shard_mlp
-from dynamo.inference.native.products import make_blocked_matrix, matmul
+from dynamo.inference.native.blocked_matmul import make_blocked_matrix, matmul
+from dynamo.inference.native.gated_mlp import add_gated_mlp, shard_mlp
 from dynamo.inference.native.scratch import ScratchBuffers
+from dynamo.inference.native.thread_pool import ThreadPool
 
 rng = np.random.default_rng(5)
 
@@ -31,7 +31,7 @@ def crew(request: Any) -> Iterator[ThreadPool]:
 
 @pytest.fixture(autouse=True)
 def every_hand_over_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "MIN_WEIGHTS_PER_THREAD", 1)
+    monkeypatch.setattr(blocked_matmul, "MIN_WEIGHTS_PER_THREAD", 1)
 
 
 @pytest.mark.parametrize("small", [True, False])

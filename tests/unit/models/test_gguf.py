@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.gguf import GgufFile
+from dynamo.models.checkpoint.gguf import GgufFile
 
 
 def test_values_and_tensors_are_read(write_gguf, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.quantization import block_layout, dequantize
+from dynamo.models.checkpoint.quantization import block_layout, dequantize
 
 
 def half(raw: bytes) -> np.float32:

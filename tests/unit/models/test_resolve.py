@@ -7,11 +7,12 @@ import pytest
 from dynamo.core.clock import SystemClock
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.values import SamplingParams
-from dynamo.models import hub, resolve
+from dynamo.models import resolve
 from dynamo.models.card import ModelCard
-from dynamo.models.files import find_file
+from dynamo.models.checkpoint.safetensors import SINGLE_FILE
+from dynamo.models.downloads import hub
+from dynamo.models.file_cache import find_file
 from dynamo.models.resolve import resolve_model, resolve_model_blocking
-from dynamo.models.safetensors import SINGLE_FILE
 
 
 async def test_a_folder_without_weights(model_folder):

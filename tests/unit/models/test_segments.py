@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dynamo.models.corpus import verification_texts
-from dynamo.models.encoders import FastEncoder
-from dynamo.models.segments import SEGMENT_CHARS, SegmentCache, TextSplitter
-from dynamo.models.tokenizer import Tokenizer
-from dynamo.models.tokenizer_file import read_tokenizer_file
+from dynamo.models.tokenization.encoders import FastEncoder
+from dynamo.models.tokenization.segment_cache import SEGMENT_CHARS, SegmentCache, TextSplitter
+from dynamo.models.tokenization.tokenizer import Tokenizer
+from dynamo.models.tokenization.tokenizer_file import read_tokenizer_file
+from dynamo.models.tokenization.verification_corpus import verification_texts
 
 TURN = "<|im_start|>user\n{}<|im_end|>\n"
 LONG = "hello world and the other thing's " * 200

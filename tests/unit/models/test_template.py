@@ -3,7 +3,7 @@ from datetime import datetime
 import pytest
 
 from dynamo.core.errors import InvalidRequest, ModelUnavailable
-from dynamo.models.template import ChatTemplate
+from dynamo.models.chat_template import ChatTemplate
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}

@@ -5,24 +5,28 @@ import pytest
 import tokenizers
 
 from dynamo.core.errors import InvalidRequest, ModelUnavailable
-from dynamo.models import encoders, proof
-from dynamo.models.encoders import (
+from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.file_cache import file_ref
+from dynamo.models.tokenization import encoders, verification
+from dynamo.models.tokenization.encoders import (
     EncoderVerification,
     FastEncoder,
     ReferenceEncoder,
     cached_verification,
     verify_encoder,
 )
-from dynamo.models.files import file_ref
-from dynamo.models.gguf import GgufFile
-from dynamo.models.gguf_tokenizer import convert_tokenizer, converted_tokenizer_json
-from dynamo.models.tokenizer import (
+from dynamo.models.tokenization.gguf_tokenizer import convert_tokenizer, converted_tokenizer_json
+from dynamo.models.tokenization.tokenizer import (
     Tokenizer,
     load_tokenizer,
     load_tokenizer_blocking,
     read_text_token_ids,
 )
-from dynamo.models.tokenizer_file import can_split_text, read_tokenizer_file, token_bytes_table
+from dynamo.models.tokenization.tokenizer_file import (
+    can_split_text,
+    read_tokenizer_file,
+    token_bytes_table,
+)
 
 TEXTS = [
     "hello world and the thing's 123 é中\n\n  x",
@@ -174,8 +178,10 @@ async def test_the_proof_is_made_once_and_remembered(tokenizer_path, monkeypatch
 def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
     # the libraries number added tokens differently when one of them is already a word
     path = edited_tokenizer("Ġthe", "<|more|>")
-    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(["a<|more|>b", "hello world"]))
-    found = proof.compare_encoders(path)
+    monkeypatch.setattr(
+        verification, "verification_texts", lambda *_: iter(["a<|more|>b", "hello world"])
+    )
+    found = verification.compare_encoders(path)
     assert not found.equal
     assert "<|more|>" in found.why
     assert isinstance(encoders.fastest_encoder(path, found), ReferenceEncoder)
@@ -192,20 +198,20 @@ def test_where_the_fast_library_has_a_limit_the_reference_encodes(tokenizer_path
     with pytest.raises(ValueError, match="byte 0x06"):
         fast.encode_without_fallback("a\x06b")
     assert fast.encode("a\x06b") == reference.encode("a\x06b")
-    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(["a\x06b"]))
-    assert not proof.compare_encoders(tokenizer_path).equal
+    monkeypatch.setattr(verification, "verification_texts", lambda *_: iter(["a\x06b"]))
+    assert not verification.compare_encoders(tokenizer_path).equal
 
 
 def test_a_cut_that_matters_is_found(tokenizer_path, monkeypatch):
-    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(["the world " * 50]))
-    assert proof.compare_encoders(tokenizer_path).cuts
+    monkeypatch.setattr(verification, "verification_texts", lambda *_: iter(["the world " * 50]))
+    assert verification.compare_encoders(tokenizer_path).cuts
     document = json.loads(tokenizer_path.read_text())
     document["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = False  # words merge over spaces
     space = next(word for word in document["model"]["vocab"] if word == "Ġ")
     document["model"]["merges"].insert(0, ["d", space])
     document["model"]["vocab"]["dĠ"] = len(document["model"]["vocab"])
     tokenizer_path.write_text(json.dumps(document))
-    assert not proof.compare_encoders(tokenizer_path).cuts
+    assert not verification.compare_encoders(tokenizer_path).cuts
 
 
 def test_a_proof_that_fails_is_no_proof(tmp_path, tokenizer_path, monkeypatch):
@@ -221,12 +227,12 @@ def test_a_proof_that_fails_is_no_proof(tmp_path, tokenizer_path, monkeypatch):
 
 
 def test_the_proof_as_a_command(tokenizer_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(proof, "verification_texts", lambda *_: iter(TEXTS))
-    monkeypatch.setattr(proof.os, "nice", lambda _: 0)
+    monkeypatch.setattr(verification, "verification_texts", lambda *_: iter(TEXTS))
+    monkeypatch.setattr(verification.os, "nice", lambda _: 0)
     target = tmp_path / "verdict.json"
-    assert proof.main(str(tokenizer_path), str(target)) == 0
+    assert verification.main(str(tokenizer_path), str(target)) == 0
     assert json.loads(target.read_text())["equal"]
-    assert proof.main(str(tmp_path / "none.json"), str(target)) == 1
+    assert verification.main(str(tmp_path / "none.json"), str(target)) == 1
 
 
 def test_gguf_vocabularies_become_the_same_tokenizer(write_gguf, tokenizer_path):

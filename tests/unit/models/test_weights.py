@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from dynamo.core.errors import ModelUnavailable
-from dynamo.models.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
-from dynamo.models.weights import open_weights
+from dynamo.models.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from dynamo.models.checkpoint.weights import open_weights
 
 
 def test_gguf_and_safetensors_hold_the_same_model(

@@ -14,25 +14,25 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench.arrivals import arrival_times, schedule_sessions, synthetic_sessions
-from dynamo.operations.bench.compare import compare, differing_settings
-from dynamo.operations.bench.figures import (
+from dynamo.operations.bench.bench_plot import draw_bench_results
+from dynamo.operations.bench.bench_result import (
     BenchResult,
     BenchRun,
     compute_result,
     read_result,
     summarize_latencies,
 )
-from dynamo.operations.bench.picture import draw_bench_results
-from dynamo.operations.bench.plan import (
+from dynamo.operations.bench.compare import compare, differing_settings
+from dynamo.operations.bench.prompts import PromptGenerator, request_body
+from dynamo.operations.bench.request_sample import RequestSample, ServerUsage
+from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
+from dynamo.operations.bench.workload import (
     BenchTarget,
     LatencyObjectives,
     LoadProfile,
     RequestPlan,
     RequestShape,
 )
-from dynamo.operations.bench.prompts import PromptGenerator, request_body
-from dynamo.operations.bench.sample import RequestSample, ServerUsage
-from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
 
 
 def sample(began: float, first: float, gap: float, events: int, error: str = "") -> RequestSample:

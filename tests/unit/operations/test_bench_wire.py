@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dynamo.operations.bench.plan import BenchTarget
-from dynamo.operations.bench.sample import RequestSample, ServerUsage
-from dynamo.operations.bench.wire import LoadClient, LoadConnection, decode_chunked
+from dynamo.operations.bench.load_client import LoadClient, LoadConnection, decode_chunked
+from dynamo.operations.bench.request_sample import RequestSample, ServerUsage
+from dynamo.operations.bench.workload import BenchTarget
 
 ID = '"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
 EVENT = 'data: {%s"model":"m","choices":[{"index":0,"delta":{%s},"finish_reason":null}]}\n\n'

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.replay import run
+from dynamo.cli.benchmark.replay import run
 
 TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "chats.jsonl")
 FLAGS = [TRACE, "--trace-block-size", "64", "--workers", "2", "--json", "-"]

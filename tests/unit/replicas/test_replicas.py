@@ -13,16 +13,16 @@ import pytest
 from dynamo.communication.discovery import open_discovery
 from dynamo.communication.events.memory import MemoryEvents
 from dynamo.core.clock import SystemClock
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.placing.arrival import PendingRequest
-from dynamo.scheduling.router.placing.block_cost import BlockCost
-from dynamo.scheduling.router.placing.costs import PredictedCost
-from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerStates
-from dynamo.scheduling.router.placing.placement import PlacementSolver
+from dynamo.scheduling.router.costs.block_cost import BlockCost
+from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
-from dynamo.scheduling.router.replicas.follower import PeerRequests
-from dynamo.scheduling.router.replicas.replicas import ReplicaSync
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
+from dynamo.scheduling.router.replicas.sync import ReplicaSync
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 
 SUBJECT = "dynamo.router/tiny"
 WORKERS = {

@@ -7,12 +7,12 @@ from collections.abc import Set as AbstractSet
 from random import Random
 from typing import Any
 
-from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.placing.arrival import PendingRequest
-from dynamo.scheduling.router.placing.costs import Cost, PredictedCost
-from dynamo.scheduling.router.placing.fleet import PlacedRequest, WorkerState, WorkerStates
-from dynamo.scheduling.router.placing.placement import PlacementSolver
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.costs.interface import Cost, PredictedCost
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState, WorkerStates
 
 BLOCK = 16
 ENGINE = {

@@ -18,11 +18,11 @@ from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.labels import LABELS_KEY
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
-from dynamo.runtime.client import Client
-from dynamo.runtime.instances import Instance
-from dynamo.scheduling.router.adaptive.policy import AdaptivePolicy
-from dynamo.scheduling.router.loads import LoadView
-from dynamo.scheduling.router.placing.fleet import PlacedRequest
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
+from dynamo.scheduling.router.worker_state import PlacedRequest
 
 CONTEXT = Context("r")
 

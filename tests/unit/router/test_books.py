@@ -8,13 +8,13 @@ import pytest
 from tests.unit.router.stage import ENGINE, Stage, instance
 
 from dynamo.core.values import Load
-from dynamo.scheduling.router.placing.fleet import (
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.worker_state import (
     REFRESH_INTERVAL_S,
     STALL_HALVING_TOKENS,
     PlacedRequest,
     WorkerState,
 )
-from dynamo.scheduling.router.prompt import Prompt
 
 CAPACITY = int(str(ENGINE["num_blocks"])) * int(str(ENGINE["block_tokens"]))
 

@@ -11,11 +11,11 @@ from dynamo.core.settings.schema_router import (
     RoutingStrategySettings,
 )
 from dynamo.core.values import Load
-from dynamo.scheduling.router.opening import COSTS, make_cost
-from dynamo.scheduling.router.placing.block_cost import BlockCost
-from dynamo.scheduling.router.placing.composite import CompositeCost
-from dynamo.scheduling.router.placing.costs import AffinityCost, Cost, PredictedCost, TtftCost
-from dynamo.scheduling.router.placing.window import pick_lowest
+from dynamo.scheduling.router.costs.block_cost import BlockCost
+from dynamo.scheduling.router.costs.composite import CompositeCost
+from dynamo.scheduling.router.costs.interface import AffinityCost, Cost, PredictedCost, TtftCost
+from dynamo.scheduling.router.factory import COSTS, make_cost
+from dynamo.scheduling.router.placement.regret import pick_lowest
 from dynamo.scheduling.router.prompt import common_prefix_blocks
 
 STEP, PROMPT = 8_192, 4_096

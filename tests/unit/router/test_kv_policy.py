@@ -33,11 +33,11 @@ from dynamo.core.values import (
     Started,
     StopConditions,
 )
-from dynamo.inference.load_report import encode_load
+from dynamo.inference.load_publisher import encode_load
 from dynamo.inference.mock.engine import make_mock_engine_info
 from dynamo.runtime import Client, DistributedRuntime
-from dynamo.scheduling.assembly import standard_pipeline
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
+from dynamo.scheduling.pipeline import standard_pipeline
 from dynamo.scheduling.router import (
     Decision,
     KvRouter,
@@ -49,9 +49,9 @@ from dynamo.scheduling.router import (
     WorkerStatus,
     selectors,
 )
-from dynamo.scheduling.router.explain.explained import describe_decision
-from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.opening import open_policy
+from dynamo.scheduling.router.explain.decision_log import describe_decision
+from dynamo.scheduling.router.factory import open_policy
+from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.services.routing import ProcessRouting
 
 ENDPOINT = "dynamo.worker.generate"

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 from tests.unit.router.stage import Stage
 
-from dynamo.scheduling.router.placing.arrival import PendingRequest
-from dynamo.scheduling.router.placing.costs import AffinityCost, PredictedCost, TtftCost
-from dynamo.scheduling.router.placing.fleet import WorkerState
-from dynamo.scheduling.router.placing.placement import HoldLimits
-from dynamo.scheduling.router.placing.prices import PredictedCostMatrix
+from dynamo.scheduling.router.costs.interface import AffinityCost, PredictedCost, TtftCost
+from dynamo.scheduling.router.costs.predicted import PredictedCostMatrix
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.solver import HoldLimits
+from dynamo.scheduling.router.worker_state import WorkerState
 
 HASHES = list(range(1, 501))
 

@@ -29,18 +29,18 @@ from dynamo.core.values import (
     StopConditions,
     sum_loads,
 )
+from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.load_report import encode_load
+from dynamo.inference.load_publisher import encode_load
 from dynamo.inference.mock.engine import make_mock_engine
-from dynamo.inference.ranked import DataParallelEngine
 from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
-from dynamo.models.files import FileRef
+from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
-from dynamo.scheduling.assembly import standard_pipeline
-from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.opening import open_policy
-from dynamo.scheduling.router.placing.composite import CompositeCost
+from dynamo.scheduling.pipeline import standard_pipeline
+from dynamo.scheduling.router.costs.composite import CompositeCost
+from dynamo.scheduling.router.factory import open_policy
+from dynamo.scheduling.router.policies.kv import KvPolicy
 
 TWO = {"engine": ENGINE | {"data_parallel": 2}}
 

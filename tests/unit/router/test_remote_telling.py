@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from dynamo.core.clock import SystemClock
-from dynamo.scheduling.router.remote.remote import MIN_LOG_INTERVAL_S, RemotePolicy
+from dynamo.scheduling.router.policies.remote import MIN_LOG_INTERVAL_S, RemotePolicy
 
 ANY = cast("Any", None)
 

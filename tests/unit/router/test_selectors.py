@@ -22,9 +22,9 @@ from dynamo.scheduling.router import (
     WorkerStatus,
 )
 from dynamo.scheduling.router import selectors as selectors_module
-from dynamo.scheduling.router.kv_router import worker_score
+from dynamo.scheduling.router.costs.composite import CostWeights
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.router.placing.composite import CostWeights
+from dynamo.scheduling.router.library.kv_router import worker_score
 from dynamo.scheduling.router.selectors import adapt_selector, make_selector
 
 SCORES = {

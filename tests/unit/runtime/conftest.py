@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo.core.settings import Settings
-from dynamo.runtime.child import ChildSpec
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.supervisor import Supervisor
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.supervisor import Supervisor
 
 
 @pytest.fixture

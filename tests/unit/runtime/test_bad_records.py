@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo.runtime.instances import decode_instance
+from dynamo.runtime.calls.instances import decode_instance
 
 KEY = "/dynamo/workers/worker/generate/1"
 GOOD = (

@@ -219,7 +219,7 @@ async def test_a_broken_instance_is_withheld_until_announced_again(open_runtime:
     assert list(client.instances) == [other.instance_id]
     assert {client.pick("round_robin").id for _ in range(4)} == {other.instance_id}
     assert served.instance is not None
-    from dynamo.runtime.instances import encode_instance, instance_key
+    from dynamo.runtime.calls.instances import encode_instance, instance_key
 
     await server.discovery.put(instance_key(served.instance), encode_instance(served.instance))
     await client.wait_for_instances(2)
@@ -266,7 +266,7 @@ async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> 
 async def test_a_probe_that_is_answered_brings_it_back(
     open_runtime: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.instances.PROBE_S", 0.001)
+    monkeypatch.setattr("dynamo.runtime.calls.instances.PROBE_S", 0.001)
     caller, server = await open_runtime(), await open_runtime()
     await server.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(caller)

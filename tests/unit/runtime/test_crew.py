@@ -16,13 +16,18 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError, ModelUnavailable, NotFound
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.child import ChildSpec
-from dynamo.runtime.control import ControlRequest, send_control_request
-from dynamo.runtime.crew import kind_of_process
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.exits import OOM_KILL_TEXT, count_oom_kills, describe_exit, killed_by_oom
-from dynamo.runtime.reload import SettingsReloader
-from dynamo.runtime.supervisor import Supervisor
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.control import ControlRequest, send_control_request
+from dynamo.runtime.processes.exit_status import (
+    OOM_KILL_TEXT,
+    count_oom_kills,
+    describe_exit,
+    killed_by_oom,
+)
+from dynamo.runtime.processes.process_group import kind_of_process
+from dynamo.runtime.processes.reload import SettingsReloader
+from dynamo.runtime.processes.supervisor import Supervisor
 
 Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
@@ -220,8 +225,8 @@ async def test_a_crash_loop_is_reported(spec: Spec, supervise: Supervise) -> Non
 def test_a_kill_for_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 7\noom_kill 3\noom_kill_x 9\n")
-    monkeypatch.setattr("dynamo.runtime.exits.VMSTAT", counts)
-    monkeypatch.setattr("dynamo.runtime.exits.CGROUPS", tmp_path)
+    monkeypatch.setattr("dynamo.runtime.processes.exit_status.VMSTAT", counts)
+    monkeypatch.setattr("dynamo.runtime.processes.exit_status.CGROUPS", tmp_path)
     assert count_oom_kills() == 3
     assert killed_by_oom(2, 1 << 50)
     assert not killed_by_oom(3, 1 << 50)

@@ -25,7 +25,7 @@ from dynamo.runtime.deployment import (
     state_roots,
 )
 from dynamo.runtime.pids import command_line, is_alive, own_start_ticks, start_ticks
-from dynamo.runtime.sockets import check_port_free, port_owner, reserve_port
+from dynamo.runtime.processes.ports import check_port_free, port_owner, reserve_port
 
 
 def record_of(deployment: Deployment, **about: object) -> ProcessRecord:

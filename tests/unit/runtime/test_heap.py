@@ -9,7 +9,7 @@ BLOCK = 1 << 20
 PROGRAM = f"""
 import ctypes
 from pathlib import Path
-from dynamo.runtime.heap import keep_small
+from dynamo.runtime.processes.malloc import keep_small
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

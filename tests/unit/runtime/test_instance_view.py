@@ -13,7 +13,7 @@ from tests.unit.processes import play_virtually
 from dynamo.communication.discovery import RecordChange
 from dynamo.core.errors import InstanceGone, NotFound
 from dynamo.core.virtual_time import VirtualClock
-from dynamo.runtime.instances import (
+from dynamo.runtime.calls.instances import (
     MAX_PROBE_INTERVAL_S,
     PROBE_INTERVAL_S,
     WATCH_RETRY_S,

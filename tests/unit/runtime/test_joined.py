@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from dynamo.runtime.control import ControlRequest, ControlServer, send_control_request
-from dynamo.runtime.crew import ProcessGroup
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.runtime.pids import start_ticks
+from dynamo.runtime.processes.control import ControlRequest, ControlServer, send_control_request
+from dynamo.runtime.processes.process_group import ProcessGroup
 
 ANY = cast("Any", None)
 

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.runtime.instances import Instance
-from dynamo.runtime.picks import MODES, InstanceLoad, LoadBalancer
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.calls.load_balancing import MODES, InstanceLoad, LoadBalancer
 
 
 def picks_of(*weights: float) -> tuple[LoadBalancer, list[InstanceLoad]]:

@@ -6,8 +6,8 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import resolve_settings
-from dynamo.core.settings.given import SourcedValue
-from dynamo.runtime.instances import Instance, encode_instance
+from dynamo.core.settings.values import SourcedValue
+from dynamo.runtime.calls.instances import Instance, encode_instance
 from dynamo.runtime.planes import Planes, planes_of
 
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings import Settings
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.child import ChildSpec
-from dynamo.runtime.link import ChildStart, ParentPipe
-from dynamo.runtime.supervisor import Supervisor
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.parent_pipe import ChildStart, ParentPipe
+from dynamo.runtime.processes.supervisor import Supervisor
 
 Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dynamo.core.errors import InternalError
-from dynamo.runtime.backoff import RestartBackoff
 from dynamo.runtime.cancellation import CancellationToken
 from dynamo.runtime.health import ProcessHealth
 from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
+from dynamo.runtime.processes.child import RestartBackoff
 
 
 def test_the_life_of_a_component() -> None:

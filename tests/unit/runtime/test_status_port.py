@@ -9,7 +9,7 @@ from tests.conftest import free_port
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.settings import Settings
-from dynamo.runtime.status import StatusServer
+from dynamo.runtime.processes.status import StatusServer
 from dynamo.telemetry import Registry
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime.child import ChildSpec
 from dynamo.runtime.deployment import Deployment, ProcessRecord
-from dynamo.runtime.exits import describe_exit
-from dynamo.runtime.supervisor import PrefixedLogWriter, Supervisor
+from dynamo.runtime.processes.child import ChildSpec
+from dynamo.runtime.processes.exit_status import describe_exit
+from dynamo.runtime.processes.supervisor import PrefixedLogWriter, Supervisor
 
 Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
@@ -116,7 +116,7 @@ async def test_deaths_before_serving_are_told_loudly(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.backoff.FIRST_S", 0.001)
+    monkeypatch.setattr("dynamo.runtime.processes.child.FIRST_S", 0.001)
     supervisor = supervise(spec("sys.exit(7)"))
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -178,7 +178,7 @@ async def test_who_stops_is_told_how_to_end_at_once(
 async def test_who_does_not_leave_is_killed(
     spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.crew.KILL_AFTER_S", 0.0)
+    monkeypatch.setattr("dynamo.runtime.processes.process_group.KILL_AFTER_S", 0.0)
     supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=0.05)
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -226,14 +226,14 @@ SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
 from dynamo.core.settings import Settings
-from dynamo.runtime.child import ProcessSpec
+from dynamo.runtime.processes.child import ProcessSpec
 from dynamo.runtime.deployment import Deployment
-from dynamo.runtime.exits import describe_exit
-from dynamo.runtime.supervisor import Supervisor, run_supervisor
+from dynamo.runtime.processes.exit_status import describe_exit
+from dynamo.runtime.processes.supervisor import Supervisor, run_supervisor
 
 CHILD = '''
 import os, sys
-from dynamo.runtime.link import ParentLink, Report
+from dynamo.runtime.processes.parent_pipe import ParentLink, Report
 link = ParentLink.from_stdin()
 if sys.argv[1] == "prctl":
     link.die_with_parent()

@@ -15,8 +15,8 @@ from dynamo.core.errors import WorkerDraining, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.virtual_time import Deadlock, VirtualClock
 from dynamo.runtime import Client, DistributedRuntime
-from dynamo.runtime.interruptible import Interruptible
-from dynamo.runtime.watch import FailureDetector
+from dynamo.runtime.calls.failure_detector import FailureDetector
+from dynamo.runtime.calls.interruptible import Interruptible
 
 ENDPOINT = "dynamo.worker.generate"
 CONTEXT = Context(request_id="r")

@@ -12,8 +12,7 @@ import pytest
 from dynamo.core.errors import DynamoError, InstanceGone
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
-from dynamo.runtime.instances import Instance
-from dynamo.runtime.watch import (
+from dynamo.runtime.calls.failure_detector import (
     CHECK_INTERVAL_S,
     PING_TIMEOUT_FACTOR,
     PING_TIMEOUT_S,
@@ -21,6 +20,7 @@ from dynamo.runtime.watch import (
     SUSPECT_AFTER_S,
     FailureDetector,
 )
+from dynamo.runtime.calls.instances import Instance
 from dynamo.telemetry import Registry
 
 SOON_S = SUSPECT_AFTER_S + PING_TIMEOUT_S + 4 * CHECK_INTERVAL_S

@@ -18,9 +18,9 @@ from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.models.card import ModelCard
-from dynamo.models.files import file_ref
-from dynamo.models.template import ChatTemplate
-from dynamo.models.tokenizer import Tokenizer
+from dynamo.models.chat_template import ChatTemplate
+from dynamo.models.file_cache import file_ref
+from dynamo.models.tokenization.tokenizer import Tokenizer
 from dynamo.scheduling.processor import ChatProcessor
 
 TEMPLATE = (

@@ -21,11 +21,11 @@ from dynamo.core.values import (
     StopConditions,
 )
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.router.labels import LABELS_KEY
 from dynamo.telemetry import Registry
-from dynamo.testing.replies import CollectedReply
+from dynamo.testing.fakes import CollectedReply
 
 
 def worker(name: str, seqs: int, **labels: str) -> Instance:

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from dynamo.core.values import EngineInfo, Load
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
 from dynamo.scheduling.admission.durations import DurationHistogram, DurationModel
-from dynamo.scheduling.admission.places import ClusterCapacity, Reservation
-from dynamo.scheduling.admission.ticket import DequeueRate
+from dynamo.scheduling.admission.queued_request import DequeueRate
 
 
 def test_what_is_left_of_a_duration() -> None:

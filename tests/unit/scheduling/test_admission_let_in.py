@@ -12,7 +12,7 @@ from dynamo.core.errors import InvalidRequest, NoWorkers, Overloaded
 from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopConditions
 from dynamo.scheduling.admission import SloLimits
 from dynamo.scheduling.router.labels import LABELS_KEY
-from dynamo.testing.replies import CollectedReply
+from dynamo.testing.fakes import CollectedReply
 
 
 def test_as_many_as_there_are_places_and_the_next_when_one_leaves() -> None:

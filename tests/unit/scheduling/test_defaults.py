@@ -9,7 +9,7 @@ from dynamo.core.errors import ContextLengthExceeded, InvalidRequest
 from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.text import SamplingOverrides, TextOptions
 from dynamo.core.values import SamplingParams
-from dynamo.scheduling.processor.defaults import RequestDefaults
+from dynamo.scheduling.processor.request_defaults import RequestDefaults
 
 
 def defaults(

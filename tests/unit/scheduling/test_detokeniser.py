@@ -11,9 +11,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo.core.text import TextFinish, TextOptions
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.models.tokenizer import load_tokenizer_blocking
+from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 Ids = Callable[[str], tuple[int, ...]]

@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.core.text import FastPath, TextFinish, TextOptions, TextTable
 from dynamo.core.values import Finish
 from dynamo.scheduling.processor.detokeniser import Detokeniser
-from dynamo.scheduling.processor.stops import StopStrings
+from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 Ids = Callable[[str], tuple[int, ...]]

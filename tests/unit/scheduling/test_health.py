@@ -27,11 +27,16 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, ProbeResult, SamplingParams, StopConditions
 from dynamo.core.virtual_time import VirtualClock
 from dynamo.runtime import Client
-from dynamo.runtime.instances import Instance
-from dynamo.scheduling.breaker import INITIAL_OPEN_S, MAX_OPEN_S, Breaker
-from dynamo.scheduling.health import ENGINE_STALL_S, WorkerHealth
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router import Decision, Policy, WorkerRouter
-from dynamo.testing.replies import CollectedReply
+from dynamo.scheduling.worker_health import (
+    ENGINE_STALL_S,
+    INITIAL_OPEN_S,
+    MAX_OPEN_S,
+    Breaker,
+    WorkerHealth,
+)
+from dynamo.testing.fakes import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
 REQUEST = GenerateRequest("r", "m", b"\0\0\0\0", SamplingParams(), StopConditions())

@@ -26,11 +26,11 @@ from dynamo.core.errors import (
 from dynamo.core.reply import Reply
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.migration import REPLACEMENT_TIMEOUT_S, Migration
 from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 from dynamo.telemetry import Registry
-from dynamo.testing.replies import CollectedReply
+from dynamo.testing.fakes import CollectedReply
 
 CONTEXT = Context(request_id="r", timeout_s=100.0)
 NEVER = 1 << 30

@@ -30,7 +30,7 @@ from dynamo.scheduling.migration import (
     Migration,
 )
 from dynamo.telemetry import Registry
-from dynamo.testing.replies import CollectedReply
+from dynamo.testing.fakes import CollectedReply
 
 REQUEST = GenerateRequest("r", "m", pack_ids([5, 6, 7]), SamplingParams(), StopConditions(20))
 BEGAN_S = 1000.0

@@ -21,7 +21,7 @@ from dynamo.core.text import (
     TextOptions,
 )
 from dynamo.core.values import Finish, StopConditions
-from dynamo.models.tokenizer import Tokenizer
+from dynamo.models.tokenization.tokenizer import Tokenizer
 
 Ids = Callable[[str], tuple[int, ...]]
 CONTEXT = Context(request_id="r1")

@@ -16,9 +16,9 @@ from dynamo.core.errors import ConfigError, InstanceGone, NoWorkers, WorkerFaile
 from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.runtime import Client, DistributedRuntime
-from dynamo.runtime.instances import Instance
-from dynamo.scheduling.assembly import assemble, standard_pipeline
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.pipeline import assemble, standard_pipeline
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
 from dynamo.telemetry import Registry
 

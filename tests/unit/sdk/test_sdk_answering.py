@@ -15,9 +15,9 @@ from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import RuntimeSettings
 from dynamo.runtime import DistributedRuntime
 from dynamo.sdk import depends, dynamo_endpoint, service, time_left
-from dynamo.sdk import request as request_module
+from dynamo.sdk import request_context as request_module
 from dynamo.sdk.handle import connect_service
-from dynamo.sdk.request import set_current_request
+from dynamo.sdk.request_context import set_current_request
 from dynamo.sdk.serving import start_service
 from dynamo.testing import local
 

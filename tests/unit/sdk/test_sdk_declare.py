@@ -10,9 +10,9 @@ import pytest
 from dynamo.core.errors import ConfigError
 from dynamo.sdk import depends, dynamo_endpoint, service, walk
 from dynamo.sdk.configuration import build_config, parse_service_args, qualify_key
-from dynamo.sdk.declare import spec_of
-from dynamo.sdk.messages import request_decoder, response_decoder
-from dynamo.sdk.offers import ServiceModelRecord
+from dynamo.sdk.decorators import spec_of
+from dynamo.sdk.serialization import request_decoder, response_decoder
+from dynamo.sdk.service_model import ServiceModelRecord
 
 
 @service()

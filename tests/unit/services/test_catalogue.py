@@ -12,7 +12,7 @@ from tests.unit.processes import Open
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.card import ModelCard
-from dynamo.models.files import FileRef
+from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
 from dynamo.services.catalogue import Catalogue, majority_card, model_identity
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import Settings
-from dynamo.services.launch import create_service, deployment_specs
+from dynamo.services.deployment.launch import create_service, deployment_specs
 from dynamo.services.router import replica_index
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo.core.errors import ConfigError
-from dynamo.services.own import load_service
+from dynamo.services.deployment.user_service import load_service
 
 
 @pytest.mark.parametrize(

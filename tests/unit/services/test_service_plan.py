@@ -11,10 +11,14 @@ from dynamo.cli.serve import split_service_options
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, SourcedValue, resolve_settings
 from dynamo.sdk import depends, dynamo_endpoint, service
-from dynamo.sdk.declare import spec_of
+from dynamo.sdk.decorators import spec_of
 from dynamo.services import Frontend, Processor, Router, Worker
-from dynamo.services.graph import with_deployment_name
-from dynamo.services.plan import DeploymentPlan, plan_deployment, process_specs
+from dynamo.services.deployment.plan import (
+    DeploymentPlan,
+    plan_deployment,
+    process_specs,
+    with_deployment_name,
+)
 
 
 @service()

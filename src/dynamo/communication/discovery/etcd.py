@@ -10,8 +10,8 @@ from random import Random
 from typing import Final, Self
 
 from dynamo.communication.directory import RecordWatch
-from dynamo.communication.discovery.etcd_link import EtcdConnection, parse_endpoints
-from dynamo.communication.discovery.etcd_server import EtcdClient, LeaseNotFound
+from dynamo.communication.discovery.etcd_client import EtcdClient, LeaseNotFound
+from dynamo.communication.discovery.etcd_connection import EtcdConnection, parse_endpoints
 from dynamo.communication.discovery.etcd_watch import EtcdWatch
 from dynamo.communication.discovery.plane import Discovery
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Final
 
 from dynamo.communication.directory import RecordChange
-from dynamo.communication.discovery.etcd_link import EtcdConnection
-from dynamo.communication.discovery.etcd_server import EtcdClient, RevisionCompacted
-from dynamo.communication.discovery.feed import ChangeQueue
+from dynamo.communication.discovery.change_queue import ChangeQueue
+from dynamo.communication.discovery.etcd_client import EtcdClient, RevisionCompacted
+from dynamo.communication.discovery.etcd_connection import EtcdConnection
 from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import wait_for_first
 

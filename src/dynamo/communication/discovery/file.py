@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import ParamSpec, Self, TypeVar
 
 from dynamo.communication.directory import RecordChange, RecordWatch
-from dynamo.communication.discovery.feed import ChangeQueue
+from dynamo.communication.discovery.change_queue import ChangeQueue
 from dynamo.communication.discovery.folder import (
     MAX_RECORD_BYTES,
     FolderLease,
     FolderReader,
     prepare_root,
 )
-from dynamo.communication.discovery.looker import FolderPoller
+from dynamo.communication.discovery.folder_poller import FolderPoller
 from dynamo.communication.discovery.plane import Discovery
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.errors import ConfigError, TooLarge

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Self
 
 from dynamo.communication.directory import RecordChange, RecordWatch
-from dynamo.communication.discovery.feed import ChangeQueue
+from dynamo.communication.discovery.change_queue import ChangeQueue
 from dynamo.communication.discovery.plane import Discovery
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 

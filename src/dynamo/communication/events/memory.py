@@ -8,9 +8,9 @@ from functools import partial
 from typing import Self
 
 from dynamo.communication.directory import Directory
-from dynamo.communication.events.outlet import BufferedEventSource, new_epoch
 from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
-from dynamo.communication.events.tracker import SequenceTracker
+from dynamo.communication.events.sequence_tracker import SequenceTracker
+from dynamo.communication.events.source import BufferedEventSource, new_epoch
 from dynamo.communication.link import TurnFlusher
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from dynamo.communication.directory import Directory
-from dynamo.communication.events.messages import SKIPPED, pack_position
 from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
+from dynamo.communication.events.protocol import SKIPPED, pack_position
 from dynamo.communication.events.tcp import TcpEvents
-from dynamo.communication.nats_link import NatsClient, subject_token
-from dynamo.communication.nats_wires import NatsPlaneTransport
+from dynamo.communication.nats_client import NatsClient, subject_token
+from dynamo.communication.nats_transport import NatsPlaneTransport
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.tasks import BackgroundTasks
 

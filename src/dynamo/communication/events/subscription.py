@@ -12,8 +12,11 @@ import msgspec
 from dynamo.communication.directory import Directory, RecordChange
 from dynamo.communication.events.plane import EventListener
 from dynamo.communication.events.records import KEY_ROOT, SourceKey, parse_key, parse_record
-from dynamo.communication.events.subscriber import SubscriberConnection, SubscriptionContext
-from dynamo.communication.events.tracker import SequenceTracker
+from dynamo.communication.events.sequence_tracker import SequenceTracker
+from dynamo.communication.events.subscriber_connection import (
+    SubscriberConnection,
+    SubscriptionContext,
+)
 from dynamo.core.errors import InstanceGone, ProtocolError
 from dynamo.core.tasks import BackgroundTasks
 

@@ -10,16 +10,16 @@ from typing import Self
 
 from dynamo.communication.directory import Directory
 from dynamo.communication.events.broadcast import Broadcast
-from dynamo.communication.events.messages import EVENTS, pack_events, pack_gone
-from dynamo.communication.events.outlet import BufferedEventSource, new_epoch
 from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
-from dynamo.communication.events.publisher import PublisherConnection
+from dynamo.communication.events.protocol import EVENTS, pack_events, pack_gone
+from dynamo.communication.events.publisher_connection import PublisherConnection
 from dynamo.communication.events.records import SourceKey, SourceRecord, encode_record
-from dynamo.communication.events.subscriber import SubscriptionContext
+from dynamo.communication.events.source import BufferedEventSource, new_epoch
+from dynamo.communication.events.subscriber_connection import SubscriptionContext
 from dynamo.communication.events.subscription import Subscription
 from dynamo.communication.link import Link, TurnFlusher, close_links
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-from dynamo.communication.wires import PlaneTransport, TcpPlaneTransport
+from dynamo.communication.transports import PlaneTransport, TcpPlaneTransport
 from dynamo.core.tasks import BackgroundTasks
 
 

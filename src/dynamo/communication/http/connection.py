@@ -10,10 +10,9 @@ from math import inf
 from typing import cast
 
 from dynamo.communication.http.flusher import ConnectionFlusher
-from dynamo.communication.http.heads import CONTINUE
 from dynamo.communication.http.limits import HttpLimits
 from dynamo.communication.http.request import Request, RequestReader
-from dynamo.communication.http.response import Response
+from dynamo.communication.http.response import CONTINUE, Response
 from dynamo.core.clock import Clock
 from dynamo.core.errors import DynamoError, InternalError, RequestTooSlow
 from dynamo.core.tasks import BackgroundTasks

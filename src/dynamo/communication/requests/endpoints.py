@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from dynamo.communication.requests.plane import RequestHandler
-from dynamo.communication.requests.streams import ServerStream
+from dynamo.communication.requests.server_streams import ServerStream
 from dynamo.core.errors import DynamoError, InstanceGone, InternalError, NotFound, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.telemetry.logs import request_id

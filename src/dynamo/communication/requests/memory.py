@@ -13,10 +13,10 @@ from typing import Self
 from dynamo.communication.addresses import new_incarnation
 from dynamo.communication.frames import END_STREAM, MAX_PAYLOAD_BYTES
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-from dynamo.communication.requests.calls import ClientStreams
+from dynamo.communication.requests.client_streams import ClientStreams
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.plane import FlowWindow, RequestHandler, Requests, Sink
-from dynamo.communication.requests.streams import SendQueue, ServerStream
+from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, TooLarge, WorkerFailed
 

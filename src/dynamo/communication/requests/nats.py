@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, Self
 
-from dynamo.communication.nats_link import NatsClient
-from dynamo.communication.nats_wires import SCHEME, NatsPlaneTransport
+from dynamo.communication.nats_client import NatsClient
+from dynamo.communication.nats_transport import SCHEME, NatsPlaneTransport
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.plane import FlowWindow, RequestHandler, Requests, Sink
 from dynamo.communication.requests.tcp import TcpRequests
-from dynamo.communication.wires import TcpPlaneTransport
+from dynamo.communication.transports import TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone
 from dynamo.core.tasks import BackgroundTasks

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from dynamo.communication.link import Link, TurnFlusher, close_links
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-from dynamo.communication.requests.accepted import ServerConnection
-from dynamo.communication.requests.dialled import ClientConnection
+from dynamo.communication.requests.client_connection import ClientConnection
 from dynamo.communication.requests.endpoints import Endpoints
 from dynamo.communication.requests.plane import FlowWindow, RequestHandler, Requests, Sink
-from dynamo.communication.wires import PlaneTransport, TcpPlaneTransport
+from dynamo.communication.requests.server_connection import ServerConnection
+from dynamo.communication.transports import PlaneTransport, TcpPlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError, InstanceGone, ProtocolError, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks

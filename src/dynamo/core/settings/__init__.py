@@ -2,9 +2,9 @@
 reference page follow from the declaration."""
 
 from dynamo.core.settings.declare import SettingMeta, SettingSpec, iter_setting_specs, setting
-from dynamo.core.settings.given import SourcedValue
 from dynamo.core.settings.load import LoadedSettings, resolve_settings
 from dynamo.core.settings.schema import Settings
+from dynamo.core.settings.values import SourcedValue
 
 __all__ = [
     "LoadedSettings",

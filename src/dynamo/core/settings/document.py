@@ -9,8 +9,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.declare import SettingSpec
-from dynamo.core.settings.given import SourcedValue
-from dynamo.core.settings.names import (
+from dynamo.core.settings.keys import (
     SettingsSchema,
     canonical_keys,
     find_setting,
@@ -18,7 +17,7 @@ from dynamo.core.settings.names import (
     nearest_key_hint,
 )
 from dynamo.core.settings.schema import Settings
-from dynamo.core.settings.values import parse_value
+from dynamo.core.settings.values import SourcedValue, parse_value
 
 
 class ConfigDocument(msgspec.Struct, frozen=True):

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from dynamo.core.settings.declare import SettingSpec
+from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.load import DEFAULT_ORIGIN, UNUSED_NOTE, LoadedSettings
-from dynamo.core.settings.names import setting_specs_by_key
 
 REDACTED = "***"
 

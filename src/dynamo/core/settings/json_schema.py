@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from dynamo.core.settings.declare import SettingSpec
-from dynamo.core.settings.names import (
+from dynamo.core.settings.keys import (
     SettingsSchema,
     canonical_keys,
     section_descriptions,

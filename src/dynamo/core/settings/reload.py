@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dynamo.core.settings.explain import REDACTED, get_setting
-from dynamo.core.settings.names import setting_specs_by_key
+from dynamo.core.settings.keys import setting_specs_by_key
 from dynamo.core.settings.schema import Settings
 
 

@@ -19,8 +19,7 @@ from dynamo.core.settings.schema_cluster import (
     WorkersSettings,
 )
 from dynamo.core.settings.schema_engine import EngineSettings
-from dynamo.core.settings.schema_index import IndexSettings
-from dynamo.core.settings.schema_router import RouterSettings
+from dynamo.core.settings.schema_router import IndexSettings, RouterSettings
 
 SECTION_ALIASES = {
     "kv_cache": "cache",

@@ -9,6 +9,44 @@ import msgspec
 from dynamo.core.settings.declare import setting
 from dynamo.core.settings.schema_cluster import ResourcesSettings
 
+
+class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What routers in mode kv know of the workers' caches."""
+
+    budget_bytes: Annotated[
+        int,
+        setting(
+            "memory of one index; beyond it cold branches are forgotten (15 bytes a block in long "
+            "prompts)",
+            unit="bytes",
+            ge=1 << 20,
+        ),
+    ] = 256 << 20
+    prediction_ttl: Annotated[
+        float,
+        setting(
+            "how long what was sent to a worker is believed to be in its cache, where the worker "
+            "sends no KV events",
+            unit="seconds",
+            ge=0.1,
+        ),
+    ] = 120.0
+    shared: Annotated[
+        bool,
+        setting(
+            "routers ask the index of `dynamo indexer` instead of keeping one each",
+            flag="--shared-index",
+        ),
+    ] = False
+    file: Annotated[
+        str,
+        setting("where `dynamo indexer` keeps its index over a restart; empty: nowhere"),
+    ] = ""
+    save_every: Annotated[
+        float, setting("between two savings of that file", unit="seconds", ge=1.0)
+    ] = 60.0
+
+
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
 ROUTER_MODES = (*BASIC_MODES, "kv", "adaptive")
 ROUTER_POLICIES = ("predicted", "block_cost", "composite", "argmin_ttft", "affinity")

@@ -12,6 +12,17 @@ import msgspec
 from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.units import parse_cores, parse_gibibytes, parse_seconds, parse_size
 
+
+class SourcedValue(msgspec.Struct, frozen=True):
+    """`raw`: text, or what the file's language made of it. `where`: as messages say it, such as
+    "flag --http-port", "environment DYNAMO_SERVER__HTTP_PORT" or "agg.yaml:3". `spelled`: the key
+    as it was written."""
+
+    raw: Any
+    origin: str
+    written_key: str = ""
+
+
 PARSERS: Mapping[str, Callable[[str], float]] = {
     "bytes": parse_size,
     "GiB": parse_gibibytes,

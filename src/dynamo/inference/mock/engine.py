@@ -15,7 +15,7 @@ from dynamo.inference.mock.timing import parse_timing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dynamo.inference.engines import EngineInputs
+    from dynamo.inference.engine_registry import EngineInputs
 
 DEFAULT_NUM_BLOCKS = 16_384
 DEFAULT_MAX_NUM_SEQS = 256
@@ -66,7 +66,7 @@ def make_mock_engine_info(
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
     """From the settings and the model's tokenizer; weights are not needed."""
-    from dynamo.models.tokenizer import read_text_token_ids
+    from dynamo.models.tokenization.tokenizer import read_text_token_ids
 
     words = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer)
     return make_mock_engine(

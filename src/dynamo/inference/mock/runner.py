@@ -9,8 +9,8 @@ from itertools import accumulate
 from dynamo.core.clock import Clock
 from dynamo.core.values import EngineInfo, TokenLogprobs
 from dynamo.inference.mock.timing import StepTiming
-from dynamo.inference.mock.tokens import MockTokenGenerator
-from dynamo.inference.runner import PredictableModelRunner, StepChunk, StepPlan, StepResult
+from dynamo.inference.mock.token_generator import MockTokenGenerator
+from dynamo.inference.model_runner import PredictableModelRunner, StepChunk, StepPlan, StepResult
 from dynamo.inference.sequence import EngineSequence
 
 MAX_LAG_S = 0.05

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.inference.runner import StepPlan
+from dynamo.inference.model_runner import StepPlan
 
 QUADRATIC_COEFFICIENTS = 3
 _NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]

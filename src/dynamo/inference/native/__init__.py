@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dynamo.inference.engine import BatchedEngine
-    from dynamo.inference.engines import EngineInputs
+    from dynamo.inference.engine_registry import EngineInputs
 
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from dynamo.inference.native.crew import ThreadPool
+    from dynamo.inference.native.kv_storage import KvStorage
     from dynamo.inference.native.ragged import DecodeRun, PrefillSpan, RaggedBatch
     from dynamo.inference.native.scratch import ScratchBuffers
-    from dynamo.inference.native.slots import KvStorage
-    from dynamo.models.llama_config import LlamaConfig
+    from dynamo.inference.native.thread_pool import ThreadPool
+    from dynamo.models.checkpoint.llama_config import LlamaConfig
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 

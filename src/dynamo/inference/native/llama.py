@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.inference.native.arrays import Array, ArrayBackend
+from dynamo.inference.native.array_backend import Array, ArrayBackend
 
 if TYPE_CHECKING:
     import numpy as np
 
     from dynamo.inference.native.ragged import RaggedBatch
-    from dynamo.models.weights import ModelWeights
+    from dynamo.models.checkpoint.weights import ModelWeights
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from dynamo.core.errors import ModelUnavailable
 from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.values import EngineInfo
+from dynamo.inference.model_runner import ModelRunner, StepChunk, StepPlan, StepResult
+from dynamo.inference.native.engine_sizing import plan_engine_info, usable_cores
 from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
-from dynamo.inference.native.sizes import plan_engine_info, usable_cores
-from dynamo.inference.runner import ModelRunner, StepChunk, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dynamo.inference.sequence import EngineSequence
-    from dynamo.models.weights import ModelWeights
+    from dynamo.models.checkpoint.weights import ModelWeights
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class NativeRunner(ModelRunner):
             self._backend.stop()
 
     def _load_model(self) -> EngineInfo:
-        from dynamo.inference.native.crew import ThreadPool
+        from dynamo.inference.native.kv_storage import KvShape, KvStorage
         from dynamo.inference.native.llama import LlamaModel
-        from dynamo.inference.native.numpy_arrays import NumpyBackend
-        from dynamo.inference.native.slots import KvShape, KvStorage
+        from dynamo.inference.native.numpy_backend import NumpyBackend
+        from dynamo.inference.native.thread_pool import ThreadPool
 
         with self._open_weights() as weights:
             config = weights.config

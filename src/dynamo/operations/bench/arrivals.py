@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from dynamo.operations.bench.plan import LoadProfile, RequestPlan, RequestShape, SessionPlan
+from dynamo.operations.bench.workload import LoadProfile, RequestPlan, RequestShape, SessionPlan
 
 
 def synthetic_sessions(shape: RequestShape) -> Iterator[SessionPlan]:

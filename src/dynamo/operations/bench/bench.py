@@ -15,24 +15,23 @@ from dynamo.core.clock import Clock, SystemClock
 from dynamo.core.errors import ConfigError
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.operations.bench.arrivals import synthetic_sessions
-from dynamo.operations.bench.figures import BenchResult, compute_result
-from dynamo.operations.bench.measure import LoadGenerator
-from dynamo.operations.bench.plan import (
+from dynamo.operations.bench.bench_result import BenchResult, compute_result
+from dynamo.operations.bench.load_client import LoadClient, Unreachable
+from dynamo.operations.bench.load_generator import LoadGenerator, ThroughputTimeline
+from dynamo.operations.bench.process_cpu import ProcessCpuMeter
+from dynamo.operations.bench.prompts import PromptGenerator
+from dynamo.operations.bench.single_token_words import (
+    token_counter_from_tokenizer,
+    words_from_server,
+    words_from_tokenizer,
+)
+from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
+from dynamo.operations.bench.workload import (
     BenchTarget,
     LatencyObjectives,
     LoadProfile,
     RequestShape,
     SessionPlan,
-)
-from dynamo.operations.bench.processes import ProcessCpuMeter
-from dynamo.operations.bench.prompts import PromptGenerator
-from dynamo.operations.bench.timeline import ThroughputTimeline
-from dynamo.operations.bench.traces import read_mooncake, read_sharegpt
-from dynamo.operations.bench.wire import LoadClient, Unreachable
-from dynamo.operations.bench.words import (
-    token_counter_from_tokenizer,
-    words_from_server,
-    words_from_tokenizer,
 )
 
 BenchProgressCallback = Callable[[LoadGenerator, float], None]

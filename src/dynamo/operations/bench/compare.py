@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from dynamo.operations.bench.figures import BenchResult
+from dynamo.operations.bench.bench_result import BenchResult
 
 COMPARED_METRICS = (
     "requests_per_s", "output_tokens_per_s", "cached_ratio", "failed", "goodput.ratio",

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 
 from dynamo.operations.bench.bench import BenchConfig, run_bench
-from dynamo.operations.bench.figures import BenchResult
-from dynamo.operations.bench.plan import BenchTarget, LoadProfile, RequestShape
+from dynamo.operations.bench.bench_result import BenchResult
+from dynamo.operations.bench.workload import BenchTarget, LoadProfile, RequestShape
 
 CASES = ((50, 100), (200, 200), (500, 300))
 """Prompt and answer, tokens."""

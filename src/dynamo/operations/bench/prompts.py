@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.operations.bench.plan import BenchTarget, RequestPlan, RequestShape
+from dynamo.operations.bench.workload import BenchTarget, RequestPlan, RequestShape
 
 MAX_CACHED_BLOCKS = 100_000
 UNIQUE_PREFIX_WORDS = 4

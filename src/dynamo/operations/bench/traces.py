@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.operations.bench.plan import RequestPlan, SessionPlan
+from dynamo.operations.bench.workload import RequestPlan, SessionPlan
 
 USER_ROLES = ("human", "user")
 ASSISTANT_ROLES = ("gpt", "chatgpt", "assistant", "bard")

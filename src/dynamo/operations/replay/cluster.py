@@ -22,15 +22,15 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, GenerateRequest, Load
 from dynamo.core.virtual_time import VirtualClock
+from dynamo.inference.data_parallel import DataParallelEngine
 from dynamo.inference.engine import BatchedEngine
-from dynamo.inference.leap import FastForward
-from dynamo.inference.load_report import LoadPublisher
-from dynamo.inference.mock.simulated import make_simulated_engine
+from dynamo.inference.fast_forward import FastForward
+from dynamo.inference.load_publisher import LoadPublisher
+from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
-from dynamo.inference.ranked import DataParallelEngine
-from dynamo.operations.replay.flight import ReplayLog
-from dynamo.runtime.client import Client
-from dynamo.runtime.instances import (
+from dynamo.operations.replay.request_log import ReplayLog
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import (
     Instance,
     InstanceView,
     encode_instance,
@@ -38,13 +38,13 @@ from dynamo.runtime.instances import (
     workers_prefix,
 )
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.assembly import assemble
 from dynamo.scheduling.index import CacheView
+from dynamo.scheduling.pipeline import assemble
 from dynamo.scheduling.router import Policy, WorkerRouter
-from dynamo.scheduling.router.adaptive.policy import ADAPTIVE
-from dynamo.scheduling.router.kv import KvPolicy
-from dynamo.scheduling.router.loads import LOAD_METRICS_SUFFIX, LoadView
-from dynamo.scheduling.router.opening import KV, open_policy
+from dynamo.scheduling.router.factory import KV, open_policy
+from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
+from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
+from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.telemetry import Registry
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"

@@ -16,11 +16,11 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
 from dynamo.operations.replay.cluster import ReplayCluster, ReplayWorkers
-from dynamo.operations.replay.figures import ReplayResult, summarize_distribution
-from dynamo.operations.replay.flight import ReplayLog, ReplayProgressCallback
+from dynamo.operations.replay.replay_result import ReplayResult, summarize_distribution
+from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
 from dynamo.scheduling.admission import SloLimits
-from dynamo.scheduling.router.opening import KV
+from dynamo.scheduling.router.factory import KV
 
 SAMPLING = SamplingParams()
 SIMULTANEOUS_S = 1e-9

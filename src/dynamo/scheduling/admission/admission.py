@@ -19,17 +19,17 @@ from dynamo.core.errors import NoWorkers, Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, SendRequest
 from dynamo.core.values import GenerateRequest, Load
-from dynamo.runtime.client import Client
-from dynamo.scheduling.admission.attendance import InFlight
-from dynamo.scheduling.admission.places import ClusterCapacity
-from dynamo.scheduling.admission.promise import SloLimits
-from dynamo.scheduling.admission.ticket import DequeueRate, QueuedRequest
+from dynamo.runtime.calls.client import Client
+from dynamo.scheduling.admission.capacity import ClusterCapacity
+from dynamo.scheduling.admission.in_flight import InFlight
+from dynamo.scheduling.admission.queued_request import DequeueRate, QueuedRequest
+from dynamo.scheduling.admission.slo import SloLimits
 from dynamo.scheduling.router.attempt import ListenerFactory
-from dynamo.scheduling.router.kv import KvPolicy
 from dynamo.scheduling.router.labels import excluded_workers
-from dynamo.scheduling.router.placing.fleet import WorkerStates
-from dynamo.scheduling.router.placing.waiting import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
+from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import Policy
+from dynamo.scheduling.router.worker_state import WorkerStates
 from dynamo.telemetry import Registry
 
 MAX_CHECKED_TTFT_S = 30.0

@@ -15,9 +15,9 @@ from dynamo.communication.events import Event, Events
 from dynamo.core.clock import Clock
 from dynamo.core.kv_events import KV_EVENTS_SUBJECT, decode_kv_events
 from dynamo.core.values import BlocksRemoved, BlocksStored, KvEvent
+from dynamo.scheduling.index.approximate_index import ApproximateIndex
 from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
-from dynamo.scheduling.index.predictions import ApproximateIndex
-from dynamo.scheduling.index.tiers import LowerTierBlocks, TieredIndex
+from dynamo.scheduling.index.tiered_index import LowerTierBlocks, TieredIndex
 
 log = logging.getLogger(__name__)
 

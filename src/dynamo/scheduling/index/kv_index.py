@@ -13,8 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 from dynamo.scheduling.index.anchors import ANCHOR_BYTES, Anchors
-from dynamo.scheduling.index.holes import HOLE_BYTES, Holes
-from dynamo.scheduling.index.runs import (
+from dynamo.scheduling.index.block_runs import (
     COPY_CURSOR,
     HOLDER_BYTES,
     RUN_BLOCK_BYTES,
@@ -23,7 +22,8 @@ from dynamo.scheduling.index.runs import (
     BlockRun,
     LruBlockRuns,
 )
-from dynamo.scheduling.index.worker_sets import WorkerBitsets
+from dynamo.scheduling.index.holes import HOLE_BYTES, Holes
+from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
 
 DEFAULT_BUDGET_BYTES: Final = 256 << 20
 PIECE_OVERHEAD_BYTES: Final = 2 * ANCHOR_BYTES + RUN_BYTES + HOLDER_BYTES

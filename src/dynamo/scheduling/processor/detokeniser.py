@@ -15,7 +15,7 @@ from dynamo.core.text import (
     TextTable,
 )
 from dynamo.core.values import Finish, Started, TokenLogprobs
-from dynamo.scheduling.processor.stops import StopStrings, StopStringScanner
+from dynamo.scheduling.processor.stop_strings import StopStrings, StopStringScanner
 from dynamo.scheduling.processor.vocabulary import TextDecoder, Vocabulary
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dynamo.core.codec import unpack_ids
-from dynamo.models.tokenizer import Tokenizer
+from dynamo.models.tokenization.tokenizer import Tokenizer
 
 Utf8Decoder = getincrementaldecoder("utf-8")
 BYTE_TOKEN_PATTERN = re.compile("<0x([0-9A-F]{2})>")

@@ -1,16 +1,9 @@
 """Which instance gets a request, and why."""
 
-from dynamo.scheduling.index.indexer import KVIndexer
-from dynamo.scheduling.router.adaptive.balancer import (
-    AdaptiveLoadBalancer,
-    Capacity,
-    LoadBalancingError,
-    LoadPredictionModel,
-    WorkerAssignment,
-)
-from dynamo.scheduling.router.aggregator import KvMetricsAggregator
+from dynamo.scheduling.index.kv_indexer import KVIndexer
 from dynamo.scheduling.router.collector.collector import PerformanceReport, RoutingMetricsCollector
-from dynamo.scheduling.router.kv_router import (
+from dynamo.scheduling.router.library.aggregator import KvMetricsAggregator
+from dynamo.scheduling.router.library.kv_router import (
     CacheHitAnalysis,
     KvRouter,
     PerformanceRequirements,
@@ -18,6 +11,13 @@ from dynamo.scheduling.router.kv_router import (
     SchedulingRequest,
     WorkerSelectionResult,
     WorkerStatus,
+)
+from dynamo.scheduling.router.policies.adaptive_balancer import (
+    AdaptiveLoadBalancer,
+    Capacity,
+    LoadBalancingError,
+    LoadPredictionModel,
+    WorkerAssignment,
 )
 from dynamo.scheduling.router.policy import (
     BasicPolicy,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dynamo.core.clock import Clock
 from dynamo.core.reply import LogprobsPerToken, Reply, SendToken
 from dynamo.core.values import Finish, GenerateRequest, Started
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.policy import Outcome, Placement
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.labels import LABELS_KEY, parse_labels, satisfies_constraints
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 
 Constraints = Mapping[str, str]
 """Label -> the value that a worker must have."""

@@ -13,9 +13,9 @@ from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.kv_events import worker_name
 from dynamo.core.values import GenerateRequest
-from dynamo.runtime.client import Client
-from dynamo.runtime.instances import Instance
-from dynamo.runtime.picks import canonical_mode
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
+from dynamo.runtime.calls.load_balancing import canonical_mode
 from dynamo.scheduling.router.labels import excluded_workers
 
 

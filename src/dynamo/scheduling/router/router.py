@@ -14,7 +14,7 @@ from dynamo.core.errors import DynamoError, InstanceGone, InternalError
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
-from dynamo.runtime.instances import Instance
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import Attempt, ListenerFactory
 from dynamo.scheduling.router.policy import Decision, Observer, Placement, Policy
 from dynamo.telemetry import Registry

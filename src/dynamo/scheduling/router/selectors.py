@@ -22,10 +22,10 @@ import msgspec
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.labels import LABELS_KEY, satisfies_constraints
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
-from dynamo.scheduling.router.placing.arrival import PendingRequest
-from dynamo.scheduling.router.placing.fleet import WorkerState
-from dynamo.scheduling.router.placing.placement import SelectWorker
-from dynamo.scheduling.router.placing.window import pick_lowest
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.regret import pick_lowest
+from dynamo.scheduling.router.placement.solver import SelectWorker
+from dynamo.scheduling.router.worker_state import WorkerState
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dynamo.core.values import (
     Started,
     StopConditions,
 )
-from dynamo.testing.replies import CollectedReply
+from dynamo.testing.fakes import CollectedReply
 
 ENGINE_CONTEXT = Context("request-1")
 PROMPT = tuple(range(3, 43))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from dynamo.core.values import Load
-from dynamo.scheduling.router.explain.watch import RoutingRecorder
+from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 
 SAMPLE_INTERVAL_S = 1.0
 MAX_SAMPLES = 900

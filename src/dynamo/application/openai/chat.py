@@ -1,0 +1,132 @@
+"""/v1/chat/completions: the body, and the JSON of its answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.openai.body import decode_body
+from dynamo.application.openai.chat_messages import normalise_messages
+from dynamo.application.openai.generation_body import (
+    NEUTRAL_VALUES,
+    GenerationBody,
+    UnsupportedFields,
+    text_options,
+)
+from dynamo.application.openai.logprobs import chat_logprobs
+from dynamo.application.openai.response_encoder import ResponseTemplate
+from dynamo.communication.http import Request
+from dynamo.core.errors import InvalidRequest, Unsupported
+from dynamo.core.text import ChatRequest
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """OpenAI's chat request."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    audio: Any = None
+    modalities: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+    echo: Any = None
+    continue_final_message: Any = None
+    add_special_tokens: Any = None
+    chat_template: Any = None
+    documents: Any = None
+
+
+_decoder = msgspec.json.Decoder(ChatBody)
+_unsupported = UnsupportedFields(
+    NEUTRAL_VALUES
+    | {
+        "audio": (),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("none",),
+        "web_search_options": (),
+        "verbosity": ("medium",),
+        "echo": (False,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+    }
+)
+
+
+def read_chat(request: Request) -> ChatBody:
+    """The body of a request. Raises `InvalidRequest`."""
+    return decode_body(_decoder, request)
+
+
+def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
+    """The request for the processor. Raises `InvalidRequest`."""
+    _unsupported.check(body)
+    messages = normalise_messages(body.messages, unknown_roles)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs: only with logprobs: true", param="top_logprobs")
+    template_args = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        template_args = {"reasoning_effort": body.reasoning_effort} | template_args
+    wanted = body.max_completion_tokens
+    options = text_options(
+        body,
+        wanted if wanted is not None else body.max_tokens,
+        (body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return ChatRequest(
+        model=model,
+        messages=messages,
+        options=options,
+        tools=_check_tools(body) if body.tools or body.tool_choice else (),
+        template_args=template_args,
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+
+
+def _check_tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
+    """Templates may show tools; calls are not parsed out of the answer yet, so an answer that
+    could hold one is refused rather than leaked as text."""
+    choice = body.tool_choice
+    if choice is not None and not body.tools and choice not in ("none", "auto"):
+        raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
+    if body.tools and choice != "none":
+        field = "tools" if choice is None else "tool_choice"
+        raise Unsupported(
+            f"{field}: tool calls are not supported yet",
+            hint='leave tools out, or set tool_choice to "none"',
+            param=field,
+        )
+    return tuple(body.tools or ())
+
+
+def _message_field(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text}}
+
+
+CHAT_RESPONSE = ResponseTemplate(
+    id_prefix="chatcmpl-",
+    chunk_object="chat.completion.chunk",
+    response_object="chat.completion",
+    before_text=b'"delta":{"content":',
+    after_text=b"}",
+    first_delta=b'"delta":{"role":"assistant","content":""',
+    empty_delta=b'"delta":{}',
+    make_text_field=_message_field,
+    make_logprobs=chat_logprobs,
+)
+"""Its answers."""

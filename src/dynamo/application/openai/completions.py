@@ -1,0 +1,116 @@
+"""/v1/completions: the body, and the JSON of its answers."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.openai.body import decode_body
+from dynamo.application.openai.generation_body import (
+    NEUTRAL_VALUES,
+    GenerationBody,
+    TokenCount,
+    UnsupportedFields,
+    text_options,
+)
+from dynamo.application.openai.logprobs import completion_logprobs
+from dynamo.application.openai.response_encoder import ResponseTemplate
+from dynamo.communication.http import Request
+from dynamo.core.errors import InvalidRequest, Unsupported
+from dynamo.core.text import CompletionRequest, TextOptions
+
+MAX_TOTAL_CHOICES = 2048
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """OpenAI's completion request."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: TokenCount | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+    suffix: Any = None
+    prompt_embeds: Any = None
+    add_special_tokens: Any = None
+
+
+_decoder = msgspec.json.Decoder(CompletionBody)
+_unsupported = UnsupportedFields(
+    NEUTRAL_VALUES | {"suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
+)
+
+
+def read_completion(request: Request) -> CompletionBody:
+    """The body of a request. Raises `InvalidRequest`."""
+    return decode_body(_decoder, request)
+
+
+def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequest]:
+    """One request for the processor per prompt. Raises `InvalidRequest`."""
+    _unsupported.check(body)
+    options: TextOptions = text_options(body, body.max_tokens, body.logprobs)
+    prompts = _split_prompts(body.prompt)
+    if len(prompts) * options.n > MAX_TOTAL_CHOICES:
+        raise InvalidRequest(
+            f"prompt: {len(prompts)} prompts times n {options.n} is over {MAX_TOTAL_CHOICES}",
+            param="prompt",
+        )
+    echo = bool(body.echo)
+    if echo and body.logprobs is not None:
+        raise Unsupported(
+            "echo: a prompt's logprobs are not supported yet",
+            hint="leave echo or logprobs out",
+            param="echo",
+        )
+    return [CompletionRequest(model, prompt, options, echo) for prompt in prompts]
+
+
+def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt: at least one is needed", param="prompt")
+    first, *others = set(map(type, prompt))
+    if others:
+        raise InvalidRequest(
+            "prompt: expected str, a list of str, token ids, or lists of token ids", param="prompt"
+        )
+    if first is int:
+        return [pack_token_ids(prompt)]
+    if first is str:
+        return list(prompt)
+    if [] in prompt:
+        raise InvalidRequest("prompt: an empty list of token ids", param="prompt")
+    return [pack_token_ids(ids) for ids in prompt]
+
+
+def pack_token_ids(ids: list[int]) -> bytes:
+    """Token ids as little-endian u32. Raises `InvalidRequest` for what is none."""
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        raise InvalidRequest("token ids are whole numbers from 0", param="prompt") from None
+
+
+def _text_field(text: str) -> dict[str, Any]:
+    return {"text": text}
+
+
+COMPLETION_RESPONSE = ResponseTemplate(
+    id_prefix="cmpl-",
+    chunk_object="text_completion",
+    response_object="text_completion",
+    before_text=b'"text":',
+    after_text=b"",
+    first_delta=b"",
+    empty_delta=b'"text":""',
+    make_text_field=_text_field,
+    make_logprobs=completion_logprobs,
+)
+"""Its answers."""

@@ -1,0 +1,94 @@
+"""/tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from dynamo.application.exchange import Exchange
+from dynamo.application.gateway import DEFAULT_MODEL, Gateway
+from dynamo.application.openai.body import decode_body
+from dynamo.application.openai.chat_messages import normalise_messages
+from dynamo.application.openai.generation_body import UnsupportedFields
+from dynamo.core.errors import InvalidRequest
+
+
+class TokenizeBody(msgspec.Struct):
+    """A text, or a conversation."""
+
+    model: str = DEFAULT_MODEL
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    tools: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    """Token ids."""
+
+    tokens: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]]
+    model: str = DEFAULT_MODEL
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """vLLM's answer."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_unsupported_fields = UnsupportedFields(
+    {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "tools": ([],),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+    }
+)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+class TokenizationHandler:
+    """Text to ids and back, by the model's own tokenizer and template."""
+
+    def __init__(self, gateway: Gateway, unknown_roles: str) -> None:
+        self._gateway = gateway
+        self._unknown_roles = unknown_roles
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """POST /tokenize."""
+        body = decode_body(_tokenize_decoder, exchange.request)
+        _unsupported_fields.check(body)
+        _, served = self._gateway.find(body.model)
+        processor = served.processor
+        if body.messages is not None:
+            ids = await processor.tokenize(normalise_messages(body.messages, self._unknown_roles))
+        elif body.prompt is not None:
+            special = body.add_special_tokens is not False
+            ids = await processor.tokenize(body.prompt, add_special=special)
+        else:
+            raise InvalidRequest("prompt: required, and missing", param="prompt")
+        strings = None
+        if body.return_token_strs:
+            strings = await processor.texts(ids)
+        answer = TokenizeResponse(len(ids), served.context_tokens, ids, strings)
+        exchange.send_json(200, msgspec.json.encode(answer))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """POST /detokenize."""
+        body = decode_body(_detokenize_decoder, exchange.request)
+        _, served = self._gateway.find(body.model)
+        text = await served.processor.detokenize(body.tokens)
+        exchange.send_json(200, msgspec.json.encode({"prompt": text}))

@@ -1,0 +1,156 @@
+"""What `dynamo bench` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from dynamo.cli.progress_bar import ProgressBar, render_bar
+
+if TYPE_CHECKING:
+    from dynamo.operations.bench.bench_result import BenchResult
+    from dynamo.operations.bench.compare import ResultDifference
+    from dynamo.operations.bench.load_generator import LoadGenerator
+    from dynamo.operations.bench.workload import LoadProfile
+from dynamo.core.errors import Overloaded
+
+if TYPE_CHECKING:
+    from dynamo.operations.replay.replay_result import ReplayResult
+    from dynamo.operations.replay.request_log import ReplayLog
+
+REPLAY_LATENCY_ROWS = (
+    ("ttft_ms", "TTFT"),
+    ("itl_ms", "ITL"),
+    ("tpot_ms", "TPOT"),
+    ("e2e_ms", "E2E"),
+)
+REPLAY_COLUMNS = ("mean", "p50", "p90", "p99")
+
+
+class ReplayProgress:
+    """Shows on `bar` how far a replay is. `total`: requests of the trace."""
+
+    def __init__(self, bar: ProgressBar, total: int) -> None:
+        self._bar = bar
+        self._total = max(1, total)
+
+    def __call__(self, log: ReplayLog) -> None:
+        """How far it is."""
+        if not self._bar.should_redraw():
+            return
+        share = log.completed / self._total
+        self._bar.show(
+            f"{render_bar(share)} {share:.0%}  {log.completed} done  {len(log.in_flight)} in flight  "
+            f"{log.clock.now():.0f} s of virtual time"
+        )
+
+
+def format_replay_result(result: ReplayResult) -> str:
+    """The result on a few lines."""
+    failed = result.requests - result.completed - result.rejected
+    lines = [
+        f"{result.requests} requests in {result.duration_s:.1f} s of virtual time"
+        + (f", {result.rejected} rejected" if result.rejected else "")
+        + (f", {failed} not answered" if failed else "")
+        + f"; {result.output_tokens_per_s:.0f} tokens/s",
+        f"prompts {result.reuse_first_admission:.1%} cached when first admitted",
+        f"{result.evictions} blocks evicted, {result.preemptions} preemptions",
+        f"requests a worker: {' '.join(map(str, result.requests_per_worker))}",
+        "",
+        f"{'ms':<6}" + "".join(f"{name:>12}" for name in REPLAY_COLUMNS),
+    ]
+    for key, title in REPLAY_LATENCY_ROWS:
+        spread = getattr(result, key)
+        lines.append(
+            f"{title:<6}" + "".join(f"{getattr(spread, one):>12.2f}" for one in REPLAY_COLUMNS)
+        )
+    lines.append(f"{'rejected':<10}{result.rejected:>8}")
+    others = [(error, count) for error, count in result.errors.items() if error != Overloaded.code]
+    lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
+    lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
+    return "\n".join(lines)
+
+
+LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+BENCH_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+class BenchProgress:
+    """Shows on `bar` how far a measurement is."""
+
+    def __init__(self, bar: ProgressBar, load: LoadProfile) -> None:
+        self._bar = bar
+        self._load = load
+
+    def __call__(self, measurement: LoadGenerator, seconds: float) -> None:
+        """How far it is after `seconds`."""
+        if not self._bar.should_redraw():
+            return
+        done = len(measurement.samples)
+        self._bar.show(
+            f"{render_bar(self._completed_share(done, seconds))} {seconds:.0f} s  {done} done  "
+            f"{measurement.in_flight} in flight  {measurement.text_events / seconds:.0f} events/s"
+        )
+
+    def _completed_share(self, done: int, seconds: float) -> float:
+        shares = [0.0]
+        if self._load.requests:
+            shares.append(done / self._load.requests)
+        if self._load.duration_s:
+            shares.append(seconds / self._load.duration_s)
+        return min(1.0, max(shares))
+
+
+def format_bench_result(result: BenchResult, url: str) -> str:
+    """The figures for a reader."""
+    return "\n".join(_bench_result_lines(result, url))
+
+
+def _bench_result_lines(result: BenchResult, url: str) -> Iterator[str]:
+    yield f"{url}  {result.name}".rstrip() + ("  (interrupted)" if result.interrupted else "")
+    failed = f", {result.failed} failed" if result.failed else ""
+    yield (
+        f"{result.requests} requests in {result.seconds:g} s{failed}: "
+        f"{result.requests_per_s:g} requests/s, {result.output_tokens_per_s:g} tokens/s"
+    )
+    yield (
+        f"prompts {result.prompt_tokens} tokens, {result.cached_ratio:.1%} of them cached; "
+        f"answers {result.output_tokens}, {result.events_per_token:g} events a token"
+    )
+    yield ""
+    yield f"{'ms':<6}" + "".join(f"{name:>10}" for name in BENCH_COLUMNS)
+    for key, title in LATENCY_ROWS:
+        spread = getattr(result, key)
+        yield f"{title:<6}" + "".join(f"{getattr(spread, name):>10.2f}" for name in BENCH_COLUMNS)
+    yield from _goodput_and_cpu_lines(result)
+
+
+def _goodput_and_cpu_lines(result: BenchResult) -> Iterator[str]:
+    if result.goodput is not None:
+        good = result.goodput
+        yield f"\ngoodput {good.requests_per_s:g} requests/s, {good.ratio:.1%} of all requests"
+    if result.processes:
+        yield ""
+    for role, cpu in result.processes.items():
+        yield (
+            f"cpu {role:<11} {cpu.cpu_s:8.2f} s  {cpu.us_per_token:8.2f} us/token  "
+            f"{cpu.us_per_request:10.1f} us/request"
+        )
+    for error, count in result.errors.items():
+        yield f"failed {count:>6}  {error}"
+
+
+def format_comparison(
+    files: Sequence[str], rows: Sequence[ResultDifference], differing: Sequence[str]
+) -> str:
+    """A table, and what was asked for differently."""
+    width = max([len(row.figure) for row in rows] + [8])
+    lines = [f"{'':<{width}}  {files[0]:>14}  {files[1]:>14}"]
+    for row in rows:
+        change = "" if row.change is None else f"{row.change:+.1%}"
+        word = {True: "better", False: "worse", None: ""}[row.better]
+        values = f"{row.first:>14g}  {row.second:>14g}"
+        lines.append(f"{row.figure:<{width}}  {values}  {change:>8} {word}".rstrip())
+    if differing:
+        lines.append(f"\nnot asked alike: {', '.join(differing)}")
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""`dynamo run in=text`: a prompt on a terminal; without one, standard input is one message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncGenerator
+
+from dynamo.cli.served_model import fetch_model
+from dynamo.core.settings import Settings
+
+PROMPT = "> "
+READ_BYTES = 64 << 10
+
+
+def run_text(settings: Settings) -> int:
+    """Fetch the model, then talk until the end of input or Ctrl-C."""
+    from dynamo.services.deployment.conversation import converse
+    from dynamo.telemetry.logs import configure_logging
+
+    configure_logging(settings.logging.level, settings.logging.format, "supervisor")
+    names = fetch_model(settings)
+
+    if not sys.stdin.isatty():
+        return asyncio.run(converse(settings, _read_single_message, _write))
+    print(f"{names[0]}: one line is one message; Ctrl-D ends.", file=sys.stderr)
+    return asyncio.run(converse(settings, _read_typed_messages, _write))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+async def _read_single_message() -> AsyncGenerator[str, None]:
+    whole = b"".join([part async for part in _read_stdin()])
+    if message := whole.decode(errors="replace").strip():
+        yield message
+
+
+async def _read_typed_messages() -> AsyncGenerator[str, None]:
+    _write(PROMPT)
+    async for raw in _read_stdin():  # a terminal gives a line a read
+        if line := raw.decode(errors="replace").strip():
+            yield line
+        _write(PROMPT)
+
+
+async def _read_stdin() -> AsyncGenerator[bytes, None]:
+    """Standard input as it comes. It is read on a daemon thread: a read that never returns must
+    not hold up the end of the process."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def read() -> None:
+        while True:
+            part = os.read(sys.stdin.fileno(), READ_BYTES)
+            loop.call_soon_threadsafe(arrived.put_nowait, part)
+            if not part:
+                return
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
+    while part := await arrived.get():
+        yield part

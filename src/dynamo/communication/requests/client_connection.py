@@ -1,0 +1,110 @@
+"""One connection at the callers' end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from dynamo.communication.frames import unpack_items
+from dynamo.communication.handshake import ClientHandshake
+from dynamo.communication.link import Link, TurnFlusher
+from dynamo.communication.requests.client_streams import ClientStreams
+from dynamo.communication.requests.protocol import (
+    DATA,
+    GOAWAY,
+    PLANE,
+    pack_cancel,
+    pack_credit,
+    pack_open,
+    pack_stream_query,
+)
+from dynamo.core.context import Context
+from dynamo.core.errors import InstanceGone, ProtocolError, WorkerFailed
+
+SILENCE_QUERY_S: Final = 2.0
+"""Streams that have brought nothing for so long are asked after."""
+
+
+class ClientConnection:
+    """Calls to one incarnation of one process. Once retired it closes with its last call."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        flusher: TurnFlusher,
+        *,
+        on_retired: Callable[[ClientConnection], None],
+        on_lost: Callable[[ClientConnection], None],
+        secret: str = "",
+    ) -> None:
+        self.link = Link(self, flusher)
+        self.streams = ClientStreams(self)
+        self.handshake = ClientHandshake(self.link, PLANE, incarnation, secret)
+        self._on_retired = on_retired
+        self._on_lost = on_lost
+        self._retired = False
+        self._silence_timer: asyncio.TimerHandle | None = None
+
+    def send_open(
+        self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+    ) -> None:
+        self.link.write(pack_open(stream, endpoint, context, window_bytes, payload))
+        if self._silence_timer is None:
+            self._silence_timer = asyncio.get_running_loop().call_later(
+                SILENCE_QUERY_S, self._query_silent_streams
+            )
+
+    def send_cancel(self, stream: int) -> None:
+        self.link.write(pack_cancel(stream))
+        if self._retired:
+            self._close_when_done()
+
+    def send_credit(self, stream: int, size_bytes: int) -> None:
+        self.link.write(pack_credit(stream, size_bytes))
+
+    def retire(self) -> None:
+        """Open no more calls here; close when the last one ends."""
+        self._retired = True
+        self._on_retired(self)
+        self._close_when_done()
+
+    def on_connect(self) -> None:
+        self.handshake.send_hello()
+
+    def on_frame(self, kind: int, count: int, body: bytes) -> None:
+        if not self.handshake.done:
+            self.handshake.receive(kind, body)
+        elif kind == DATA:
+            self.streams.deliver(unpack_items(body, count))
+            if self._retired:
+                self._close_when_done()
+        elif kind == GOAWAY:
+            self.retire()
+        else:
+            raise ProtocolError(f"a frame of kind {kind} from a handler")
+
+    def on_lost(self, error: Exception | None) -> None:
+        self.handshake.on_lost()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+        self.streams.fail(
+            WorkerFailed(f"the connection to the instance broke: {error or 'closed'}")
+        )
+        self._on_lost(self)
+
+    def _query_silent_streams(self) -> None:
+        """Are the silent ones still in work there? One that waits or is slow is; of one whose end
+        was lost nobody there knows. No stream is given up for its silence."""
+        self._silence_timer = None
+        for stream in self.streams.find_silent_streams():
+            self.link.write(pack_stream_query(stream))
+        if len(self.streams):
+            self._silence_timer = asyncio.get_running_loop().call_later(
+                SILENCE_QUERY_S, self._query_silent_streams
+            )
+
+    def _close_when_done(self) -> None:
+        if not len(self.streams):
+            self.streams.fail(InstanceGone("the connection to the instance is closed"))
+            self.link.close()

@@ -1,0 +1,120 @@
+"""The NumPy backend: OpenBLAS for products, a crew of threads.
+
+OpenBLAS itself runs on one thread: the crew cuts the products, too, so that no threads of two
+kinds compete for the cores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dynamo.inference.native.arena import Arena
+from dynamo.inference.native.array_backend import Array, ArrayBackend
+from dynamo.inference.native.attention import SlotAttention
+from dynamo.inference.native.blas import has_small_kernels, set_blas_threads
+from dynamo.inference.native.blocked_matmul import BlockedMatrix, make_blocked_matrix, matmul
+from dynamo.inference.native.gated_mlp import MlpShard, add_gated_mlp, shard_mlp
+from dynamo.inference.native.scratch import ScratchBuffers
+
+if TYPE_CHECKING:
+    from dynamo.inference.native.kv_storage import KvStorage
+    from dynamo.inference.native.ragged import RaggedBatch
+    from dynamo.inference.native.thread_pool import ThreadPool
+    from dynamo.models.checkpoint.llama_config import LlamaConfig
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+MIN_ROWS_PER_THREAD = 128
+"""A thread is worth its hand-over from so many rows on."""
+
+
+class NumpyBackend(ArrayBackend):
+    """`slots`: where the keys and values live. `rope_divisors`: see `Weights`."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        rope_divisors: Floats,
+        kv_storage: KvStorage,
+        thread_pool: ThreadPool,
+    ) -> None:
+        self._arena = Arena()
+        self._scratch = ScratchBuffers()
+        self._thread_pool = thread_pool
+        set_blas_threads(1)
+        self._small_kernels = has_small_kernels()
+        self._attention = SlotAttention(
+            config, rope_divisors, kv_storage, thread_pool, self._scratch
+        )
+        self._batch: RaggedBatch
+
+    def prepare_matrix(self, *parts: Floats) -> BlockedMatrix:
+        return make_blocked_matrix(
+            parts, self._thread_pool.threads, self._small_kernels, self._arena
+        )
+
+    def prepare_vector(self, values: Floats) -> Array:
+        return values
+
+    def begin_step(self, batch: RaggedBatch) -> None:
+        self._batch = batch
+        self._attention.begin_step(batch)
+
+    def embed(self, head: Array) -> Array:
+        return np.ascontiguousarray(head.columns(self._batch.token_ids))
+
+    def rms_norm(self, rows: Array, eps: float) -> Array:
+        normal = self._scratch("normal", *rows.shape)
+
+        if len(rows) == 1:
+            row = rows[0]
+            mean = float(np.dot(row, row)) / len(row)
+            np.multiply(rows, 1.0 / math.sqrt(mean + eps), out=normal)
+            return normal
+
+        def work(low: int, high: int) -> None:
+            part = rows[low:high]
+            means = np.vecdot(part, part)
+            means /= part.shape[1]
+            means += eps
+            np.sqrt(means, out=means)
+            np.divide(part, means[:, None], out=normal[low:high])
+
+        self._thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, work)
+        return normal
+
+    def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> tuple[MlpShard, ...]:
+        return shard_mlp(
+            gate, up, down, self._thread_pool.threads, self._small_kernels, self._arena
+        )
+
+    def linear(self, rows: Array, weight: Array, name: str) -> Array:
+        out = self._scratch(name, len(rows), weight.padded)
+        matmul(rows, weight, out, self._thread_pool)
+        return out[:, : weight.width]
+
+    def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
+        total += self.linear(rows, weight, "sum0")
+
+    def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
+        add_gated_mlp(total, rows, weights, self._scratch, self._thread_pool)
+
+    def attend(self, qkv: Array, layer: int) -> Array:
+        return self._attention(qkv, layer)
+
+    def select_sampled_rows(self, rows: Array) -> Array:
+        return rows[self._batch.sampled_rows]
+
+    def scale(self, rows: Array, factors: Array) -> None:
+        rows *= factors
+
+    def to_numpy(self, rows: Array) -> Floats:
+        found: Floats = rows
+        return found
+
+    def stop(self) -> None:
+        self._thread_pool.stop()
+        self._scratch.clear()

@@ -1,0 +1,222 @@
+"""Reads GGUF files: metadata and tensors out of one mapped file, on demand.
+
+Source: the GGUF specification (versions 2 and 3, little-endian). Every size and offset is checked
+against the file before it is used; a broken file raises ModelUnavailable, never anything else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.checkpoint.quantization import block_layout, dequantize
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+MAGIC = b"GGUF"
+_U32, _U64 = Struct("<I"), Struct("<Q")
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    code: Struct("<" + form)
+    for code, form in {
+        0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+    }.items()
+}  # fmt: skip
+_MAX_DIMS, _MAX_NESTING = 8, 4
+_PARSE_ERRORS = (struct.error, UnicodeDecodeError, OverflowError)
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies. `shape`: rows first (NumPy's order); `start`: offset in the file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    size_bytes: int
+
+
+class GgufFile:
+    """One mapped GGUF file. Values are decoded when asked for; `close` unmaps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = _map_file(path)
+        self._size_bytes = len(self._map)
+        self._value_readers: dict[str, Callable[[], Any]] = {}
+        try:
+            self._read_header()
+        except _PARSE_ERRORS as error:
+            raise self._damaged_error(str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap (arrays that were handed out stay valid: they are copies)."""
+        self._map.close()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value (arrays as lists), or `default`."""
+        read = self._value_readers.get(key)
+        if read is None:
+            return default
+        try:
+            return read()
+        except _PARSE_ERRORS as error:
+            raise self._damaged_error(f"{key}: {error}") from error
+
+    def get_list(self, key: str, kind: type[T]) -> list[T]:
+        """An array of values of one Python type; empty when it is not there. Raises
+        ModelUnavailable when it is something else."""
+        found = self.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+            raise self._damaged_error(f"{key} is no array of {kind.__name__}")
+        return found
+
+    def metadata_bytes(self) -> bytes:
+        """The metadata as stored: equal bytes mean an equal tokenizer and configuration."""
+        return self._map[: self._metadata_end]
+
+    def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """A tensor as float32, in its own memory. Raises ModelUnavailable when absent."""
+        import numpy as np
+
+        info = self.tensors.get(name)
+        if info is None:
+            raise ModelUnavailable(f"{self.path.name} holds no tensor {name}")
+        raw = np.frombuffer(self._map, np.uint8, info.size_bytes, info.start)
+        return dequantize(info.kind, raw).reshape(info.shape)
+
+    def _read_header(self) -> None:
+        if self._map[:4] != MAGIC:
+            raise ModelUnavailable(f"{self.path} is not a GGUF file")
+        (version,) = _U32.unpack_from(self._map, 4)
+        if version not in {2, 3}:
+            raise ModelUnavailable(f"{self.path.name}: GGUF version {version} is not supported")
+        (tensor_count,) = _U64.unpack_from(self._map, 8)
+        (value_count,) = _U64.unpack_from(self._map, 16)
+        at = 24
+        for _ in range(self._check_count(value_count, at)):
+            at = self._read_value(at)
+        self._metadata_end = at
+        self.tensors = dict(self._read_tensors(self._check_count(tensor_count, at), at))
+
+    def _read_value(self, at: int) -> int:
+        key, at = self._read_string(at)
+        (kind,) = _U32.unpack_from(self._map, at)
+        start = at + 4
+        self._value_readers[key] = lambda: self._decode(kind, start)[0]
+        return self._skip(kind, start)
+
+    def _read_tensors(self, count: int, at: int) -> Iterator[tuple[str, TensorInfo]]:
+        found: list[tuple[str, tuple[int, ...], int, int]] = []
+        for _ in range(count):
+            name, at = self._read_string(at)
+            (dims,) = _U32.unpack_from(self._map, at)
+            if dims > _MAX_DIMS:
+                raise self._damaged_error(f"{name} has {dims} dimensions")
+            fields = Struct(f"<{dims}QIQ")
+            *dims_found, kind, offset = fields.unpack_from(self._map, at + 4)
+            at += 4 + fields.size
+            found.append((name, tuple(reversed(dims_found)), kind, offset))
+        align = self.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise self._damaged_error(f"alignment {align}")
+        data = -(-at // align) * align
+        for name, shape, kind, offset in found:
+            yield name, self._tensor_info(name, shape, kind, data + offset)
+
+    def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
+        per_block, block_bytes = block_layout(kind)
+        count = 1
+        for dim in shape:
+            count *= dim
+        if count == 0 or (per_block > 1 and (not shape or shape[-1] % per_block)):
+            raise self._damaged_error(f"{name} has shape {shape}")
+        size = count // per_block * block_bytes
+        if start + size > self._size_bytes:
+            raise self._damaged_error(f"{name} reaches beyond the end of the file")
+        return TensorInfo(shape, kind, start, size)
+
+    def _decode(self, kind: int, at: int, depth: int = 0) -> tuple[Any, int]:
+        if kind == _STRING:
+            return self._read_string(at)
+        if kind != _ARRAY:
+            form = self._scalar_format(kind)
+            return form.unpack_from(self._map, at)[0], at + form.size
+        inner, count, at = self._read_array_header(at, depth)
+        if inner in _SCALARS:
+            fields = Struct(f"<{count}{_SCALARS[inner].format[1:]}")
+            return list(fields.unpack_from(self._map, at)), at + fields.size
+        values = []
+        for _ in range(count):
+            value, at = self._decode(inner, at, depth + 1)
+            values.append(value)
+        return values, at
+
+    def _skip(self, kind: int, at: int, depth: int = 0) -> int:
+        if kind == _STRING:
+            return self._check_offset(at + 8 + _U64.unpack_from(self._map, at)[0])
+        if kind != _ARRAY:
+            return self._check_offset(at + self._scalar_format(kind).size)
+        inner, count, at = self._read_array_header(at, depth)
+        if inner in _SCALARS:
+            return self._check_offset(at + count * _SCALARS[inner].size)
+        if inner == _STRING:
+            length_at, data = _U64.unpack_from, self._map
+            for _ in range(count):
+                at += 8 + length_at(data, at)[0]
+            return self._check_offset(at)
+        for _ in range(count):
+            at = self._skip(inner, at, depth + 1)
+        return at
+
+    def _read_array_header(self, at: int, depth: int) -> tuple[int, int, int]:
+        if depth >= _MAX_NESTING:
+            raise self._damaged_error("arrays are nested too deeply")
+        (inner,) = _U32.unpack_from(self._map, at)
+        (count,) = _U64.unpack_from(self._map, at + 4)
+        return inner, self._check_count(count, at), at + 12
+
+    def _read_string(self, at: int) -> tuple[str, int]:
+        (length,) = _U64.unpack_from(self._map, at)
+        end = self._check_offset(at + 8 + length)
+        return self._map[at + 8 : end].decode(), end
+
+    def _scalar_format(self, kind: int) -> Struct:
+        form = _SCALARS.get(kind)
+        if form is None:
+            raise self._damaged_error(f"value of unknown type {kind}")
+        return form
+
+    def _check_offset(self, at: int) -> int:
+        if at > self._size_bytes:
+            raise self._damaged_error("a value reaches beyond the end of the file")
+        return at
+
+    def _check_count(self, count: int, at: int) -> int:
+        if count > self._size_bytes - at:
+            raise self._damaged_error(f"it claims {count} entries")
+        return count
+
+    def _damaged_error(self, what: str) -> ModelUnavailable:
+        return ModelUnavailable(f"{self.path.name} is damaged: {what}", hint="fetch the file again")
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as source:
+            return mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelUnavailable(f"{path} cannot be read: {why}") from error

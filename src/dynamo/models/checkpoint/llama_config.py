@@ -1,0 +1,191 @@
+"""The shape of a Llama-like model, as a GGUF file's metadata or a config.json tells it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.checkpoint.gguf import GgufFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_HF_ARCHITECTURES = ("llama", "mistral")
+_GGUF_ARCHITECTURES = ("llama",)
+_ACTIVATIONS = ("silu", "swish")
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """How rotary frequencies are stretched."""
+
+    kind: Literal["linear", "llama3"]
+    factor: _Positive
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: _Count = 8192
+
+
+class LlamaConfig(msgspec.Struct, frozen=True):
+    """The shape of a Llama-like model. `tied`: the output matrix is the embedding."""
+
+    hidden_size: _Count
+    intermediate_size: _Count
+    num_layers: _Count
+    num_heads: _Count
+    num_kv_heads: _Count
+    head_dim: _Count
+    vocab_size: _Count
+    context_tokens: _Count
+    norm_eps: float
+    rope_theta: _Positive
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+
+
+def tensor_shape(name: str, config: LlamaConfig) -> tuple[int, ...]:
+    """What shape a tensor of that Hugging Face name has; empty for an unknown one."""
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (vocab, hidden),
+        "lm_head": (vocab, hidden),
+        "norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+        "rope_freqs": (config.head_dim // 2,),
+    }
+    return shapes.get(name.removesuffix(".weight").rpartition(".")[2], ())
+
+
+def config_from_gguf(file: GgufFile) -> LlamaConfig:
+    """The shape that a GGUF file's metadata tells."""
+    kind = file.get("general.architecture", "")
+    _check_architecture(kind, _GGUF_ARCHITECTURES)
+    heads = file.get(f"{kind}.attention.head_count")
+    embedding = file.tensors.get("token_embd.weight")
+    scaling = file.get(f"{kind}.rope.scaling.type", "none")
+    found = {
+        "hidden_size": file.get(f"{kind}.embedding_length"),
+        "intermediate_size": file.get(f"{kind}.feed_forward_length"),
+        "num_layers": file.get(f"{kind}.block_count"),
+        "num_heads": heads,
+        "num_kv_heads": file.get(f"{kind}.attention.head_count_kv", heads),
+        "head_dim": file.get(f"{kind}.attention.key_length"),
+        "vocab_size": embedding.shape[0] if embedding else None,
+        "context_tokens": file.get(f"{kind}.context_length"),
+        "norm_eps": file.get(f"{kind}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.get(f"{kind}.rope.freq_base", 10000.0),
+        "tied": "output.weight" not in file.tensors,
+    }
+    if scaling != "none":
+        factor = file.get(f"{kind}.rope.scaling.factor")
+        found["rope_scaling"] = {"kind": scaling, "factor": factor}
+    config = _build_config(found, file.path)
+    if file.get(f"{kind}.rope.dimension_count", config.head_dim) != config.head_dim:
+        raise _partial_rotary_error()
+    return config
+
+
+def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
+    """The shape that a Hugging Face config.json tells."""
+    try:
+        said = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
+    _check_architecture(said.get("model_type", ""), _HF_ARCHITECTURES)
+    if said.get("sliding_window"):
+        raise ModelUnavailable("sliding-window attention is not supported")
+    if said.get("hidden_act", "silu") not in _ACTIVATIONS:
+        raise ModelUnavailable(f"the activation {said['hidden_act']!r} is not supported")
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ModelUnavailable(f"{path.name} does not describe a usable model: rope {rope!r}")
+    if rope.get("partial_rotary_factor", said.get("partial_rotary_factor", 1)) != 1:
+        raise _partial_rotary_error()
+    tied = said.get("tie_word_embeddings")
+    heads = said.get("num_attention_heads")
+    found = {
+        "hidden_size": said.get("hidden_size"),
+        "intermediate_size": said.get("intermediate_size"),
+        "num_layers": said.get("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": said.get("num_key_value_heads") or heads,
+        "head_dim": said.get("head_dim"),
+        "vocab_size": said.get("vocab_size"),
+        "context_tokens": said.get("max_position_embeddings", 2048),
+        "norm_eps": said.get("rms_norm_eps", 1e-6),
+        "rope_theta": said.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        "rope_scaling": _parse_rope_scaling(rope),
+        "tied": not has_output if tied is None else tied,
+    }
+    return _build_config(found, path)
+
+
+def _build_config(found: dict[str, Any], path: Path) -> LlamaConfig:
+    hidden, heads = found["hidden_size"], found["num_heads"]
+    if found["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        found["head_dim"] = hidden // heads
+    try:
+        config = msgspec.convert(found, LlamaConfig)
+    except msgspec.ValidationError as error:
+        raise ModelUnavailable(f"{path.name} does not describe a usable model: {error}") from error
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise ModelUnavailable(f"{path.name} has heads that do not divide")
+    return config
+
+
+def _partial_rotary_error() -> ModelUnavailable:
+    return ModelUnavailable("rotary embeddings of a part of each head are not supported")
+
+
+def _check_architecture(kind: Any, known: tuple[str, ...]) -> None:
+    if kind not in known:
+        raise ModelUnavailable(
+            f"the native engine does not know the architecture {kind or '(none)'!r}",
+            hint=f"it knows {', '.join(known)}; other models run on the mock engine",
+        )
+
+
+def _parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    found = {"kind": kind} | {name: rope[name] for name in names if name in rope}
+    if "original_max_position_embeddings" in rope:
+        found["original_context"] = rope["original_max_position_embeddings"]
+    return found
+
+
+def rope_divisors(config: LlamaConfig) -> Floats:
+    import numpy as np
+
+    half, scaling = config.head_dim // 2, config.rope_scaling
+    if scaling is None:
+        return np.ones(half, np.float32)
+    if scaling.kind == "linear":
+        return np.full(half, scaling.factor, np.float32)
+    exponents = np.arange(half, dtype=np.float64) * 2 / config.head_dim
+    wavelengths = 2 * math.pi * config.rope_theta**exponents
+    turns = scaling.original_context / wavelengths
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: keep, 0: divide by the factor
+    return (1.0 / ((1.0 - blend) / scaling.factor + blend)).astype(np.float32)

@@ -1,0 +1,145 @@
+"""Reads safetensors files, one or sharded with an index. Source: the format's README.
+
+A file is 8 bytes of header length, a JSON header, then the data; all offsets are checked.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.checkpoint.quantization import BF16, F16, F32, dequantize
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_DTYPES = {"F32": (F32, 4), "F16": (F16, 2), "BF16": (BF16, 2)}
+_MAX_HEADER_BYTES = 100 << 20
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class _TensorEntry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class _MappedTensor(NamedTuple):
+    data: mmap.mmap
+    entry: _TensorEntry
+    base: int
+
+
+class SafetensorsFolder:
+    """Every tensor of a model folder, mapped; decoded when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: list[mmap.mmap] = []
+        self._tensors: dict[str, _MappedTensor] = {}
+        for path in weight_files(folder):
+            self._read_file(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap all (arrays that were handed out are copies)."""
+        for data in self._maps:
+            data.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors."""
+        return frozenset(self._tensors)
+
+    def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """A tensor as float32, in its own memory. Raises ModelUnavailable when absent."""
+        import numpy as np
+
+        data, entry, base = self._find_tensor(name)
+        if entry.dtype not in _DTYPES:
+            raise ModelUnavailable(
+                f"{name} is of type {entry.dtype}, which is not supported",
+                hint="use weights in F32, F16 or BF16",
+            )
+        start, end = entry.data_offsets
+        raw = np.frombuffer(data, np.uint8, end - start, base + start)
+        return dequantize(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
+
+    def _find_tensor(self, name: str) -> _MappedTensor:
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelUnavailable(f"{self.folder.name} holds no tensor {name}")
+        return found
+
+    def _read_file(self, path: Path) -> None:
+        try:
+            with path.open("rb") as source:
+                data = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelUnavailable(f"{path} cannot be read: {error}") from error
+        self._maps.append(data)
+        length = int.from_bytes(data[:8], "little")
+        if len(data) < 8 or length > min(_MAX_HEADER_BYTES, len(data) - 8):
+            raise _damaged_error(path, "its header does not fit")
+        try:
+            header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
+            header.pop("__metadata__", None)
+            entries = {n: msgspec.json.decode(raw, type=_TensorEntry) for n, raw in header.items()}
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _damaged_error(path, f"its header is not valid ({error})") from error
+        base = 8 + length
+        for name, entry in entries.items():
+            _check_entry(path, name, entry, len(data) - base)
+            self._tensors[name] = _MappedTensor(data, entry, base)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights; empty when it has none.
+
+    Raises ModelUnavailable when a shard that the index names is missing.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return [folder / SINGLE_FILE] if (folder / SINGLE_FILE).is_file() else []
+    try:
+        shards = msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged_error(index, str(error)) from error
+    paths = [folder / Path(name).name for name in sorted(set(shards))]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ModelUnavailable(
+            f"{folder} lacks {', '.join(missing)}, named in {INDEX_FILE}",
+            hint="fetch the model again",
+        )
+    return paths
+
+
+def _check_entry(path: Path, name: str, entry: _TensorEntry, room: int) -> None:
+    start, end = entry.data_offsets
+    if not 0 <= start <= end <= room or min(entry.shape, default=0) < 0:
+        raise _damaged_error(path, f"{name} lies outside the file")
+    if entry.dtype in _DTYPES:
+        size = _DTYPES[entry.dtype][1]
+        for dim in entry.shape:
+            size *= dim
+        if size != end - start:
+            raise _damaged_error(path, f"{name} has {end - start} bytes for shape {entry.shape}")
+
+
+def _damaged_error(path: Path, what: str) -> ModelUnavailable:
+    return ModelUnavailable(f"{path.name} is damaged: {what}", hint="fetch the file again")

@@ -1,0 +1,162 @@
+"""A model's weights as float32 arrays under Hugging Face's names, whatever file holds them."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.checkpoint.llama_config import (
+    LlamaConfig,
+    config_from_gguf,
+    config_from_json,
+    rope_divisors,
+    tensor_shape,
+)
+from dynamo.models.checkpoint.safetensors import SafetensorsFolder, weight_files
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class ModelWeights(ABC):
+    """One model's tensors, read when asked for. Close it when all is read."""
+
+    config: LlamaConfig
+
+    @abstractmethod
+    def tensor(self, name: str) -> Floats:
+        """A tensor by its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`): float32,
+        C order, own memory; projections are [out, in]; q and k rows in rotate_half order.
+
+        Raises ModelUnavailable when it is absent, damaged, or not of the shape that `config` asks.
+        """
+
+    @abstractmethod
+    def rope_divisors(self) -> Floats:
+        """What each of the head_dim/2 rotary frequencies is divided by (ones: no scaling)."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SafetensorsWeights(ModelWeights):
+    """A Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        if not weight_files(folder):
+            raise ModelUnavailable(
+                f"{folder} holds no weights in safetensors format",
+                hint="the mock and echo engines need none; native needs model.safetensors",
+            )
+        self._files = SafetensorsFolder(folder)
+        names = self._files.names
+        _reject_biases(names)
+        self.config = config_from_json(folder / "config.json", "lm_head.weight" in names)
+
+    def tensor(self, name: str) -> Floats:
+        return _check_shape(self._files.tensor(name), name, self.config)
+
+    def rope_divisors(self) -> Floats:
+        return rope_divisors(self.config)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class GgufWeights(ModelWeights):
+    """A GGUF file of the llama architecture."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GgufFile(path)
+        _reject_biases(self._file.tensors)
+        self.config = config_from_gguf(self._file)
+
+    def tensor(self, name: str) -> Floats:
+        stored = _check_shape(self._file.tensor(gguf_tensor_name(name)), name, self.config)
+        if ".self_attn.q_proj." in name:
+            return _undo_rotary_permutation(stored, self.config.num_heads)
+        if ".self_attn.k_proj." in name:
+            return _undo_rotary_permutation(stored, self.config.num_kv_heads)
+        return stored
+
+    def rope_divisors(self) -> Floats:
+        if "rope_freqs.weight" in self._file.tensors:
+            return self.tensor("rope_freqs.weight")
+        return rope_divisors(self.config)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_weights(path: Path) -> ModelWeights:
+    """The weights in a GGUF file or a Hugging Face folder. Raises ModelUnavailable."""
+    return GgufWeights(path) if path.is_file() else SafetensorsWeights(path)
+
+
+def _reject_biases(names: Iterable[str]) -> None:
+    biases = [name for name in names if name.endswith(".bias")]
+    if biases:
+        raise ModelUnavailable(
+            f"the native engine does not compute biases, and the model has {biases[0]}"
+        )
+
+
+def _check_shape(found: Floats, name: str, config: LlamaConfig) -> Floats:
+    """Raises ModelUnavailable for another shape than the model's."""
+    wanted = tensor_shape(name, config)
+    if found.shape != wanted:
+        raise ModelUnavailable(
+            f"{name} has shape {found.shape}, where the model's configuration asks {wanted}",
+            hint="fetch the model again",
+        )
+    return found
+
+
+_GGUF_TOP_LEVEL = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+
+
+def gguf_tensor_name(name: str) -> str:
+    """GGUF's name for a Hugging Face tensor name; unknown names stay."""
+    if name in _GGUF_TOP_LEVEL:
+        return _GGUF_TOP_LEVEL[name]
+    found = _LAYER_NAME.fullmatch(name)
+    if found is None or found[2] not in _GGUF_LAYER:
+        return name
+    return f"blk.{found[1]}.{_GGUF_LAYER[found[2]]}.weight"
+
+
+def _undo_rotary_permutation(stored: Floats, heads: int) -> Floats:
+    """GGUF interleaves the rotary pairs of each head; put the halves back in a row."""
+    import numpy as np
+
+    pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)

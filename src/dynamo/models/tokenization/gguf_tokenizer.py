@@ -1,0 +1,152 @@
+"""Builds a tokenizer.json from the vocabulary inside a GGUF file.
+
+The pre-tokenizers are named in the file; their patterns are those of the models' own
+tokenizer.json files (llama.cpp's `llm_load_vocab` names them alike).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.checkpoint.gguf import GgufFile
+from dynamo.models.file_cache import cache_dir, write_atomically
+
+CONVERSION_VERSION = 1
+"""Raised whenever the conversion changes: older converted files then do not count."""
+_CONTROL, _USER_DEFINED = 3, 4
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split_steps(digits: str) -> list[dict[str, Any]]:
+    pattern = {"Regex": _REGEX % digits}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return [split, _BYTE_LEVEL | {"use_regex": False}]
+
+
+class _PreTokenizer(msgspec.Struct, frozen=True):
+    """How a family prepares text. `whole_words`: a word in the vocabulary is taken unmerged."""
+
+    steps: list[dict[str, Any]]
+    nfc: bool = False
+    ignore_merges: bool = False
+    bos: bool = False
+
+
+_GPT2 = _PreTokenizer([_BYTE_LEVEL | {"use_regex": True}])
+_SMOLLM = _PreTokenizer([_DIGITS, _BYTE_LEVEL | {"use_regex": True}])
+_LLAMA3 = _PreTokenizer(_split_steps(r"\p{N}{1,3}"), ignore_merges=True, bos=True)
+_QWEN2 = _PreTokenizer(_split_steps(r"\p{N}"), nfc=True)
+PRE_TOKENIZERS = {
+    "gpt-2": _GPT2,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
+    "refact": _SMOLLM,
+    "command-r": _SMOLLM,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def converted_tokenizer_json(file: GgufFile) -> Path:
+    """The converted tokenizer.json of a GGUF file, in the user's cache by the metadata's hash.
+
+    Raises ModelUnavailable for a vocabulary of another kind.
+    """
+    content = hashlib.sha256(file.metadata_bytes()).hexdigest()
+    folder = cache_dir("tokenizers", f"{content[:32]}-v{CONVERSION_VERSION}")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        write_atomically(path, convert_tokenizer(file))
+    return path
+
+
+def convert_tokenizer(file: GgufFile) -> bytes:
+    """A tokenizer.json for the byte-level BPE vocabulary in `file`."""
+    kind = file.get("tokenizer.ggml.model", "none")
+    if kind != "gpt2":
+        raise _unsupported_error(file, f"a tokenizer of kind {kind!r}")
+    name = file.get("tokenizer.ggml.pre", "")
+    pre = PRE_TOKENIZERS.get(name)
+    if pre is None:
+        raise _unsupported_error(file, f"the pre-tokenizer {name!r}")
+    words = file.get_list("tokenizer.ggml.tokens", str)
+    kinds = file.get_list("tokenizer.ggml.token_type", int) or [1] * len(words)
+    merges = file.get_list("tokenizer.ggml.merges", str)
+    if not words or len(kinds) != len(words) or len({*words}) != len(words):
+        raise ModelUnavailable(f"the vocabulary in {file.path.name} is incomplete")
+    return msgspec.json.encode(_tokenizer_document(file, pre, words, kinds, merges))
+
+
+def _tokenizer_document(
+    file: GgufFile, pre: _PreTokenizer, words: list[str], kinds: list[int], merges: list[str]
+) -> dict[str, Any]:
+    steps = pre.steps
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added_token(number, word, kind)
+            for number, (word, kind) in enumerate(zip(words, kinds, strict=True))
+            if kind in {_CONTROL, _USER_DEFINED}
+        ],
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}
+        if len(steps) > 1
+        else steps[0],
+        "post_processor": _post_processor(file, pre, words),
+        "decoder": _BYTE_LEVEL | {"add_prefix_space": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre.ignore_merges,
+            "vocab": {word: number for number, word in enumerate(words)},
+            "merges": [merge.split(" ", 1) for merge in merges],
+        },
+    }
+
+
+def _added_token(number: int, word: str, kind: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": word, **flags, "special": kind == _CONTROL}
+
+
+def _post_processor(file: GgufFile, pre: _PreTokenizer, words: list[str]) -> dict[str, Any] | None:
+    if not file.get("tokenizer.ggml.add_bos_token", pre.bos):
+        return None
+    bos = file.get("tokenizer.ggml.bos_token_id", -1)
+    if not 0 <= bos < len(words):
+        return None
+    token = {"id": words[bos], "type_id": 0}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": token}, text],
+        "pair": [{"SpecialToken": token}, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {words[bos]: {"id": words[bos], "ids": [bos], "tokens": [words[bos]]}},
+    }
+
+
+def _unsupported_error(file: GgufFile, what: str) -> ModelUnavailable:
+    return ModelUnavailable(
+        f"{file.path.name} has {what}, which cannot be read from a GGUF file",
+        hint="use the model's Hugging Face folder, which holds a tokenizer.json",
+    )

@@ -1,0 +1,219 @@
+"""A model's tokenizer: text to packed ids and back, with tables for the hot path."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from math import inf
+from pathlib import Path
+
+from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import ModelUnavailable
+from dynamo.models.file_cache import FileRef, file_ref, find_file
+from dynamo.models.tokenization.encoders import (
+    Encoder,
+    EncoderVerification,
+    cached_verification,
+    fastest_encoder,
+    verify_encoder,
+)
+from dynamo.models.tokenization.tokenizer_file import (
+    AddedToken,
+    TokenizerFile,
+    can_split_text,
+    read_tokenizer_file,
+    special_ids,
+    token_bytes_table,
+)
+
+_REPLACEMENT = "\ufffd"
+MAX_COMPOSED_CHARS = 4
+"""Of Unicode's composition (NFC): so many become one at most."""
+MAX_INCOMPLETE_TOKENS = 16
+"""So many that are no text yet never become any: a character has four bytes."""
+
+
+class Tokenizer:
+    """`token_bytes[id]`: the token's exact bytes; None: only `decode` or `stream` know.
+
+    `special_ids`: tokens that stand for no text. `may_cut`: see `segments`.
+    """
+
+    def __init__(self, encoder: Encoder, file: TokenizerFile, cuts_proven: bool = False) -> None:
+        self._encoder = encoder
+        self.added_tokens: tuple[AddedToken, ...] = file.added_tokens
+        self.special_ids = special_ids(file)
+        self.token_bytes: list[bytes | None] = token_bytes_table(file)
+        self.can_split = cuts_proven and can_split_text(file)
+        self._max_composed_chars = MAX_COMPOSED_CHARS if file.normalizer else 1
+
+    @property
+    def encoder_name(self) -> str:
+        """The library that encodes."""
+        return self._encoder.name
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return len(self.token_bytes)
+
+    def max_chars_of(self, tokens: int) -> float:
+        """More characters than so many make more than `tokens` tokens, in each text that this
+        tokenizer can say at all; infinity where that is not known."""
+        if not self.can_split:
+            return inf
+        return tokens * self._max_composed_chars * max(len(raw) for raw in self.token_bytes if raw)
+
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> bytes:
+        """Packed u32 ids. `add_special`: with the tokenizer's own frame (BOS). `parse_special`:
+        special tokens written in the text count as such. Raises InvalidRequest (not Unicode)."""
+        ids = self._encoder.encode(text, parse_special)
+        if not add_special:
+            return ids
+        before, after = self.prompt_affixes
+        return before + ids + after
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of whole `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self._encoder.decode(ids, skip_special)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's string for an id (in the tokenizer's own alphabet)."""
+        return self._encoder.id_to_token(token_id)
+
+    def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
+        """An incremental decoder for tokenizers without exact token bytes."""
+        return StreamDecoder(self, skip_special)
+
+    @cached_property
+    def token_texts(self) -> list[str | None]:
+        """The text of each id that decodes alone to whole UTF-8, special ones included; None for
+        the others, where a neighbour may be needed."""
+        return [_decode_utf8(raw) for raw in self.token_bytes]
+
+    @cached_property
+    def text_token_ids(self) -> list[int]:
+        """Ids that decode alone to whole, non-empty text and are not special."""
+        if any(raw is not None for raw in self.token_bytes):
+            return _text_token_ids(self.token_bytes, self.special_ids)
+        texts = (self._decode_alone(number) for number in range(self.vocab_size))
+        return [n for n, text in enumerate(texts) if text and n not in self.special_ids]
+
+    @cached_property
+    def prompt_affixes(self) -> tuple[bytes, bytes]:
+        """Packed ids that stand before and behind a bare prompt (BOS)."""
+        framed, bare = self._encoder.encode_with_special_tokens("a"), self._encoder.encode("a")
+        at = framed.find(bare)
+        if at < 0:
+            raise ModelUnavailable("the tokenizer changes the text that it frames")
+        return framed[:at], framed[at + len(bare) :]
+
+    def _decode_alone(self, token_id: int) -> str | None:
+        text = self.decode([token_id])
+        return None if _REPLACEMENT in text else text
+
+
+class StreamDecoder:
+    """Gives the new text of each id; holds back until characters are whole."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._decode = tokenizer.decode
+        self._skip_special = skip_special
+        self._ids: list[int] = []
+        self._emitted = 0
+
+    def step(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a character is incomplete."""
+        self._ids.append(token_id)
+        before = self._decode_ids(self._ids[: self._emitted])
+        now = self._decode_ids(self._ids)
+        endless = len(self._ids) - self._emitted >= MAX_INCOMPLETE_TOKENS
+        if len(now) <= len(before):
+            if endless:
+                del self._ids[self._emitted :]
+            return ""
+        if now.endswith(_REPLACEMENT) and not endless:
+            return ""
+        self._ids = self._ids[
+            self._emitted :
+        ]  # what was told last stays: decoding looks back on it
+        self._emitted = len(self._ids)
+        return now[len(before) :]
+
+    def flush(self) -> str:
+        """What is still held back (an incomplete character as U+FFFD)."""
+        before = self._decode_ids(self._ids[: self._emitted])
+        now = self._decode_ids(self._ids)
+        self._emitted = len(self._ids)
+        return now[len(before) :]
+
+    def _decode_ids(self, ids: Sequence[int]) -> str:
+        return self._decode(ids, skip_special=self._skip_special)
+
+
+async def load_tokenizer(
+    source: FileRef | Path, *, clock: Clock | None = None, ensure_verified: bool = False
+) -> Tokenizer:
+    """Load off the loop. `proven`: make the encoder's proof if there is none (seconds, once).
+
+    Raises ModelUnavailable when the content is not on this host, or not usable.
+    """
+    return await (clock or SystemClock()).offload(
+        load_tokenizer_blocking, source, ensure_verified=ensure_verified
+    )
+
+
+def load_tokenizer_blocking(source: FileRef | Path, *, ensure_verified: bool = False) -> Tokenizer:
+    """`load_tokenizer`, blocking."""
+    ref = file_ref(source) if isinstance(source, Path) else source
+    path = find_file(ref)
+    if path is None:
+        raise ModelUnavailable(
+            f"the tokenizer {ref.name} is not on this host", hint="fetch it from a worker first"
+        )
+    tokenizer = _build_tokenizer(
+        path, verify_encoder(ref) if ensure_verified else cached_verification(ref)
+    )
+    _trim_heap()
+    return tokenizer
+
+
+def _build_tokenizer(path: Path, found: EncoderVerification | None) -> Tokenizer:
+    file = read_tokenizer_file(path)
+    return Tokenizer(fastest_encoder(path, found), file, found is not None and found.cuts)
+
+
+def read_text_token_ids(source: FileRef | Path) -> list[int]:
+    """`Tokenizer.whole_text_ids`, without loading an encoder where token bytes are exact.
+
+    Blocks for milliseconds. Raises ModelUnavailable.
+    """
+    path = source if isinstance(source, Path) else find_file(source)
+    if path is None:
+        raise ModelUnavailable("the tokenizer is not on this host")
+    file = read_tokenizer_file(path)
+    table = token_bytes_table(file)
+    if any(raw is not None for raw in table):
+        return _text_token_ids(table, special_ids(file))
+    return load_tokenizer_blocking(source).text_token_ids
+
+
+def _trim_heap() -> None:
+    """Parsing a vocabulary leaves some 30 MB of free heap, which glibc gives back only if asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _text_token_ids(table: list[bytes | None], special: frozenset[int]) -> list[int]:
+    return [n for n, raw in enumerate(table) if raw and _decode_utf8(raw) and n not in special]
+
+
+def _decode_utf8(raw: bytes | None) -> str | None:
+    if raw is None:
+        return None
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None

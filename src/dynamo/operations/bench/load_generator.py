@@ -1,0 +1,204 @@
+"""Send sessions to a server and keep what they come to."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from time import monotonic as now
+
+from dynamo.core.clock import Clock
+from dynamo.core.tasks import BackgroundTasks, run_all, wait_for_first
+from dynamo.operations.bench.arrivals import schedule_sessions
+from dynamo.operations.bench.bench_result import BenchRun
+from dynamo.operations.bench.load_client import LoadClient
+from dynamo.operations.bench.prompts import PromptGenerator, request_body
+from dynamo.operations.bench.request_sample import RequestSample
+from dynamo.operations.bench.workload import BenchTarget, LoadProfile, RequestPlan, SessionPlan
+
+SCHEDULE_AHEAD_S = 0.2
+"""A session is made so long before it is due."""
+PATH_BY_COMPLETIONS = {False: "/v1/chat/completions", True: "/v1/completions"}
+
+
+class LoadGenerator:
+    """One run against one server, cut short by `stop`. `samples` and `in_flight` may be looked at
+    while it runs."""
+
+    def __init__(
+        self,
+        target: BenchTarget,
+        server: LoadClient,
+        prompts: PromptGenerator,
+        clock: Clock,
+        stop: asyncio.Event,
+    ) -> None:
+        self._stop = stop
+        self._target = target
+        self._server = server
+        self._prompts = prompts
+        self._clock = clock
+        self._path = PATH_BY_COMPLETIONS[target.completions]
+        self._inter_token_s: array[float] = array("d")
+        self._requests_left = math.inf
+        self._late_s = 0.0
+        self._peak_in_flight = 0
+        self._started = 0.0
+        self.samples: list[RequestSample] = []
+        self.in_flight = 0
+
+    @property
+    def text_events(self) -> int:
+        """Events with text so far."""
+        return len(self._inter_token_s) + len(self.samples)
+
+    async def warm_up(self, sessions: Iterator[SessionPlan], load: LoadProfile) -> None:
+        """Unmeasured requests, as many at a time as later."""
+        self._requests_left = load.warmup
+        places = min(load.concurrency, load.warmup)
+        await wait_for_first(self._run_closed_loop(sessions, places, math.inf), self._stop.wait())
+        self.samples.clear()
+        self._inter_token_s = array("d")
+        self._peak_in_flight = 0
+
+    async def run(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> BenchRun:
+        """Until the load's end and the answers of all that was sent, or until `stop`."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            self._requests_left = load.requests or math.inf
+            self._started = now()
+            await wait_for_first(self._run_load(sessions, load), self._stop.wait())
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        ended = max((one.ended_at for one in self.samples), default=now())
+        if self._stop.is_set():
+            ended = now()
+        return BenchRun(
+            self.samples,
+            self._inter_token_s,
+            self._started,
+            ended,
+            self._peak_in_flight,
+            self._late_s,
+        )
+
+    async def _run_load(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> None:
+        end = self._started + load.duration_s if load.duration_s else math.inf
+        every = schedule_sessions(iter(sessions), load)
+        first = next(every, None)
+        if first is None:
+            return
+        every = _prepend(first, every)
+        if first.start_s is None:
+            await self._run_closed_loop(every, load.concurrency, end)
+        else:
+            await self._run_open_loop(every, end)
+
+    async def _run_closed_loop(
+        self, sessions: Iterator[SessionPlan], places: int, end: float
+    ) -> None:
+        async def place() -> None:
+            while now() < end and self._requests_left > 0:
+                session = next(sessions, None)
+                if session is None:
+                    return
+                await self._run_session(session, end)
+
+        await run_all(*(place() for _ in range(places)))
+
+    async def _run_open_loop(self, sessions: Iterator[SessionPlan], end: float) -> None:
+        failures: list[BaseException] = []
+        async with BackgroundTasks(failures.append) as tasks:
+            for session in sessions:
+                due = self._started + (session.start_s or 0.0)
+                if self._requests_left <= 0 or due > end or failures:
+                    break
+                await self._clock.sleep_until(due - SCHEDULE_AHEAD_S)
+                tasks.start(self._run_session(session, math.inf, due))
+            await tasks.join()
+        if failures:
+            raise failures[0]
+
+    async def _run_session(self, session: SessionPlan, end: float, due: float = 0.0) -> None:
+        messages: list[dict[str, str]] = []
+        for turn in session.turns:
+            if self._requests_left <= 0 or now() >= end:
+                return
+            self._requests_left -= 1
+            if turn.delay_s:
+                await self._clock.sleep(turn.delay_s)
+            if not session.history:
+                messages.clear()
+            messages.append({"role": "user", "content": self._prompts.make_prompt(turn)})
+            keep = session.history and not turn.answer
+            sample = await self._send_request(messages, turn, due, keep=keep)
+            due = 0.0
+            if sample.error:
+                return
+            if session.history:
+                said = turn.answer or sample.response_text()
+                messages.append({"role": "assistant", "content": said})
+                sample.body.clear()
+
+    async def _send_request(
+        self, messages: list[dict[str, str]], turn: RequestPlan, due: float, *, keep: bool
+    ) -> RequestSample:
+        body = request_body(self._target, messages, turn)
+        request = self._server.encode_request(self._path, body)
+        sample = RequestSample(self._inter_token_s, keep_body=keep)
+        if due:
+            self._late_s = max(self._late_s, now() - due)
+            await self._clock.sleep_until(due)
+        self.in_flight += 1
+        self._peak_in_flight = max(self._peak_in_flight, self.in_flight)
+        try:
+            await self._server.send(request, sample)
+        finally:
+            self.in_flight -= 1
+        if not (sample.error or sample.usage or sample.text_events):
+            sample.error = "an empty answer"
+        self.samples.append(sample)
+        return sample
+
+
+def _prepend(first: SessionPlan, rest: Iterator[SessionPlan]) -> Iterator[SessionPlan]:
+    yield first
+    yield from rest
+
+
+PROGRESS_INTERVAL_S = 0.25
+TICKS_PER_SECOND = 4
+
+
+class ThroughputTimeline:
+    """Events with text of requests that ended, by second."""
+
+    def __init__(
+        self,
+        measurement: LoadGenerator,
+        on_progress: Callable[[LoadGenerator, float], None] | None,
+        clock: Clock,
+    ) -> None:
+        self._generator = measurement
+        self._on_progress = on_progress
+        self._clock = clock
+        self.per_second: list[int] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        began = self._clock.now()
+        before = ticks = 0
+        while True:
+            ticks += 1
+            await self._clock.sleep_until(began + ticks * PROGRESS_INTERVAL_S)
+            if self._on_progress is not None:
+                self._on_progress(self._generator, ticks * PROGRESS_INTERVAL_S)
+            if ticks % TICKS_PER_SECOND == 0:
+                texts = self._generator.text_events
+                self.per_second.append(texts - before)
+                before = texts

@@ -1,0 +1,193 @@
+"""Requests on their way through a replay, and what is kept of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from dynamo.core.clock import Clock
+from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.values import Finish, GenerateRequest, Started
+from dynamo.inference.fast_forward import FastForward
+from dynamo.inference.mock.simulated_engine import HashContent
+from dynamo.inference.sequence import SequenceContent
+from dynamo.operations.replay.replay_result import InterTokenHistogram
+from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
+from dynamo.scheduling.router.prompt import Prompt
+
+FIRST_UNIQUE_BLOCK = 1 << 62
+
+
+class PlacementRecord(msgspec.Struct, frozen=True):
+    """Where a request went, and when (virtual time). `worker`: of workers with data-parallel ranks
+    the engine, those of the first worker first."""
+
+    request: int
+    worker: int
+    placed_ms: float
+
+
+class ReplayRequest(Reply):
+    """One request under way. `leaper`: of the worker that answers."""
+
+    __slots__ = (
+        "_last_token_s",
+        "_log",
+        "arrived_s",
+        "block_hashes",
+        "cached_tokens",
+        "fast_forward",
+        "first_token_s",
+        "output_tokens",
+        "trace_request",
+        "worker",
+    )
+
+    def __init__(self, log: ReplayLog, turn: TraceRequest, hashes: list[int], now: float) -> None:
+        self._log = log
+        self.trace_request = turn
+        self.block_hashes = hashes
+        self.arrived_s = now
+        self.first_token_s = 0.0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.worker = -1
+        self.fast_forward: FastForward | None = None
+        self._last_token_s = 0.0
+
+    def begin(self, started: Started) -> None:
+        self.cached_tokens = started.cached_tokens
+
+    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+        del extra
+        log = self._log
+        ends = self.fast_forward.delivered_step_ends if self.fast_forward is not None else ()
+        if ends:
+            log.inter_token.add(ends[0] - self._last_token_s)
+            log.on_fast_forward(ends)
+            self._last_token_s = ends[-1]
+        else:
+            now = log.clock.now()
+            if self.output_tokens:
+                log.inter_token.add(now - self._last_token_s)
+            else:
+                self.first_token_s = now
+            self._last_token_s = now
+        self.output_tokens += len(ids)
+        log.last_progress_s = self._last_token_s
+        return True
+
+    def finish(self, end: Finish) -> None:
+        del end
+        self._log.on_finished(self, self._last_token_s)
+
+
+class ReplayLog:
+    """All requests of a replay: those under way by id, what came of the others."""
+
+    def __init__(self, clock: Clock, blocks: TraceBlockConverter, block_tokens: int) -> None:
+        self.clock = clock
+        self.inter_token = InterTokenHistogram()
+        self.in_flight: dict[str, ReplayRequest] = {}
+        self._requests, self._workers = array("q"), array("i")
+        self._placed_ms = array("d")
+        self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
+        self.arrived_s = array("d")
+        self.last_progress_s = 0.0
+        """When a request last came, or got a token."""
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.requests = 0
+        self.completed = 0
+        self.errors: dict[str, int] = {}
+        self._block_converter = blocks
+        self._block_tokens = block_tokens
+        self._last_unique_block = FIRST_UNIQUE_BLOCK
+        self._token_times: Sequence[float] = ()
+        self._requests_sharing_token_times = 0
+
+    def new_unique_block(self) -> int:
+        """The name of a block that nobody else has."""
+        self._last_unique_block += 1
+        return self._last_unique_block
+
+    def on_arrival(self, turn: TraceRequest) -> ReplayRequest:
+        """A request arrives."""
+        hashes = self._block_converter.block_hashes(turn)
+        missing = turn.prompt_tokens // self._block_tokens - len(hashes)
+        hashes += [self.new_unique_block() for _ in range(missing)]
+        flight = ReplayRequest(self, turn, hashes, self.clock.now())
+        self.in_flight[str(turn.row)] = flight
+        self.requests += 1
+        self.last_progress_s = flight.arrived_s
+        return flight
+
+    def on_ended(self, turn: TraceRequest, error: str = "") -> None:
+        """It is over, answered or not."""
+        del self.in_flight[str(turn.row)]
+        if error:
+            self.errors[error] = self.errors.get(error, 0) + 1
+
+    def prompt_of(self, request: GenerateRequest) -> Prompt:
+        """A `ReadPrompt`: what the router may know of it."""
+        flight = self.in_flight[request.request_id]
+        return Prompt(flight.trace_request.prompt_tokens, flight.block_hashes)
+
+    def content_of(self, request: GenerateRequest) -> tuple[SequenceContent, int, int]:
+        """A `Known`: what the engine computes."""
+        flight = self.in_flight[request.request_id]
+        content = HashContent(flight.block_hashes.copy(), self.new_unique_block)
+        return content, flight.trace_request.prompt_tokens, flight.trace_request.output_tokens
+
+    def on_placed(self, request: GenerateRequest, worker: int, leaper: FastForward) -> None:
+        """It goes to that worker."""
+        flight = self.in_flight[request.request_id]
+        flight.worker, flight.fast_forward = worker, leaper
+        self._requests.append(flight.trace_request.row)
+        self._workers.append(worker)
+        self._placed_ms.append(self.clock.now() * 1e3)
+
+    @property
+    def placements(self) -> Iterator[PlacementRecord]:
+        """Where requests went, in order."""
+        return map(PlacementRecord, self._requests, self._workers, self._placed_ms)
+
+    def count_requests(self, worker: int) -> int:
+        """How many went to that worker."""
+        return self._workers.count(worker)
+
+    def on_fast_forward(self, ends: Sequence[float]) -> None:
+        """A request got a token at each of `ends`; those of one batch say so one after the other,
+        and are counted together."""
+        if ends is self._token_times:
+            self._requests_sharing_token_times += 1
+            return
+        self._flush_token_times()
+        self._token_times, self._requests_sharing_token_times = ends, 1
+
+    def close(self) -> None:
+        """No more comes."""
+        self._flush_token_times()
+
+    def _flush_token_times(self) -> None:
+        add, times = self.inter_token.add, self._requests_sharing_token_times
+        for before, after in pairwise(self._token_times):
+            add(after - before, times)
+        self._token_times, self._requests_sharing_token_times = (), 0
+
+    def on_finished(self, flight: ReplayRequest, now: float) -> None:
+        """Its answer is complete."""
+        self.completed += 1
+        self.arrived_s.append(flight.arrived_s)
+        self.ttft_s.append(flight.first_token_s - flight.arrived_s)
+        self.e2e_s.append(now - flight.arrived_s)
+        if flight.output_tokens > 1:
+            self.tpot_s.append((now - flight.first_token_s) / (flight.output_tokens - 1))
+        self.prompt_tokens += flight.trace_request.prompt_tokens
+        self.cached_tokens += flight.cached_tokens
+        self.output_tokens += flight.output_tokens
+
+
+ReplayProgressCallback = Callable[[ReplayLog], None]

@@ -1,0 +1,265 @@
+"""One supervised process: started, listened to, restarted, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dynamo.core.clock import Clock
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import run_all
+from dynamo.runtime.processes.exit_status import count_oom_kills, describe_exit, killed_by_oom
+from dynamo.runtime.processes.parent_pipe import ChildNotice, ChildReport, ChildStart
+
+RESTART_DELAY_S = 0.1
+MAX_RESTART_DELAY_S = 10.0
+CRASH_LOOP_DEATHS = 5
+"""So many deaths before it served: it crashes in a loop..."""
+CRASH_LOOP_MAX_DELAY_S = 60.0
+"""...and is tried less often."""
+BACKOFF_RESET_S = 10.0
+
+
+class RestartBackoff:
+    """The first restart comes after 0.1 s; each further one waits twice as long, up to 10 s, or 60
+    where it crashes in a loop; 10 s of serving start it over."""
+
+    def __init__(self) -> None:
+        self._delay_s = RESTART_DELAY_S
+        self.deaths_before_ready = 0
+
+    def next_delay_s(self, served_s: float) -> float:
+        """The process died after serving for `served_s` (0: it never did). Seconds to wait."""
+        if served_s >= BACKOFF_RESET_S:
+            self._delay_s = RESTART_DELAY_S
+        self.deaths_before_ready = 0 if served_s > 0 else self.deaths_before_ready + 1
+        cap_s = CRASH_LOOP_MAX_DELAY_S if self.crash_looping else MAX_RESTART_DELAY_S
+        wait_s, self._delay_s = min(self._delay_s, cap_s), min(self._delay_s * 2, cap_s)
+        return wait_s
+
+    @property
+    def crash_looping(self) -> bool:
+        """It has died again and again before it served."""
+        return self.deaths_before_ready >= CRASH_LOOP_DEATHS
+
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 64 << 10
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to keep alive. Lower `stop_order` stops first; `needs_preparation`: it starts when
+    the supervisor's preparation is done; `task`: what the role needs to know beside the settings;
+    `command`: what to run instead of `dynamo _child ROLE` (it gets the same standard input)."""
+
+    role: str
+    name: str
+    settings: Settings
+    stop_order: int = 0
+    needs_preparation: bool = False
+    task: dict[str, Any] = {}
+    command: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line."""
+        return self.command or (sys.executable, "-P", "-m", "dynamo", "_child", self.role)
+
+
+class ChildProcess:
+    """Keeps one process alive until it is stopped. `report` is what it told last; `trouble`: why it
+    does not get to serve."""
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        clock: Clock,
+        *,
+        on_line: Callable[[str, bytes], None],
+        on_change: Callable[[ChildProcess], None],
+        on_death: Callable[[ChildProcess], None],
+    ) -> None:
+        self.spec = spec
+        self.report = ChildReport()
+        self.pid = 0
+        self.ever_ready = False
+        self.crash_loop_reason = ""
+        self._clock = clock
+        self._on_line = on_line
+        self._on_change = on_change
+        self._on_death = on_death
+        self._backoff = RestartBackoff()
+        self._stopping = asyncio.Event()
+        self._peak_rss_bytes = 0
+        self._ready_at: float | None = None
+        self._notice = ChildNotice()
+        self._stdin_writer: asyncio.StreamWriter | None = None
+
+    @property
+    def ready(self) -> bool:
+        """It serves."""
+        return self.pid != 0 and self.report.state == "ready"
+
+    async def run(self) -> None:
+        """Start it, and start it again whenever it dies. Returns when it was stopped or told that
+        it can never start."""
+        while not self._stopping.is_set():
+            how = await self._run_once()
+            served_s = 0.0 if self._ready_at is None else self._clock.now() - self._ready_at
+            self.ever_ready |= self._ready_at is not None
+            if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
+                return
+            self._on_death(self)
+            self.report = ChildReport()
+            await self._wait_before_restart(how, self._backoff.next_delay_s(served_s))
+
+    def stop_restarting(self) -> None:
+        """Start it no more."""
+        self._stopping.set()
+
+    def notify_preparing(self, preparing: str) -> None:
+        """Tell it what the deployment waits for, now and whenever it starts anew."""
+        self._send_notice(msgspec.structs.replace(self._notice, preparing=preparing))
+
+    def reload_settings(self, settings: Settings) -> None:
+        """Let it run with these settings from now on."""
+        self.spec = msgspec.structs.replace(self.spec, settings=settings)
+        self._send_notice(msgspec.structs.replace(self._notice, settings=settings))
+
+    def _send_notice(self, notice: ChildNotice) -> None:
+        self._notice = notice
+        if self._stdin_writer is not None:
+            self._stdin_writer.write(msgspec.json.encode(notice) + b"\n")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to it, and SIGKILL to its whole group."""
+        if self.pid == 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+    async def _wait_before_restart(self, how: str, wait_s: float) -> None:
+        fields = {"name": self.spec.name, "exit": how, "restart_s": wait_s}
+        deaths = self._backoff.deaths_before_ready
+        if self._backoff.crash_looping:
+            self.crash_loop_reason = f"died {deaths} times before it served, last by {how}"
+            log.error(
+                "a process dies before it serves, again and again",
+                extra={"fields": fields | {"deaths": deaths}},
+            )
+        else:
+            log.warning("process died", extra={"fields": fields})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._stopping.wait()
+
+    async def _run_once(self) -> str:
+        """From start to death; says how it ended."""
+        self._ready_at = None
+        kills = count_oom_kills()
+        try:
+            code = await self._spawn()
+            return describe_exit(code, out_of_memory=killed_by_oom(kills, self._peak_rss_bytes))
+        except OSError as error:
+            return f"not started: {error}"
+
+    async def _spawn(self) -> int:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # From the main thread: PR_SET_PDEATHSIG counts the death of the thread that forked.
+            process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
+                self.spec.argv,
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            theirs.close()
+            self.pid = process.pid
+            try:
+                return await self._supervise(process, ours)
+            finally:
+                self.send_signal(signal.SIGKILL)
+                process.wait()
+                self.pid = 0
+
+    async def _supervise(self, process: subprocess.Popen[bytes], ours: socket.socket) -> int:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        start = ChildStart(self.spec.settings, self.spec.name, os.getpid(), self.spec.task)
+        writer.write(msgspec.json.encode(start) + b"\n")
+        self._stdin_writer = writer
+        if self._notice.preparing:
+            self._send_notice(self._notice)
+        try:
+            await run_all(
+                self._read_logs(process), self._read_reports(reader), self._wait_for_exit(process)
+            )
+        finally:
+            self._stdin_writer = None
+            writer.close()
+        _, status, usage = os.wait4(process.pid, 0)  # noqa: ASYNC222 - it has died
+        self._peak_rss_bytes = usage.ru_maxrss * 1024
+        process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode
+
+    async def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> None:
+        await _wait_for_pid(process.pid)
+        self.send_signal(signal.SIGKILL)  # what it left behind in its group
+
+    async def _read_reports(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                try:
+                    self.report = msgspec.json.decode(line, type=ChildReport)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    log.warning("unreadable report", extra={"fields": {"name": self.spec.name}})
+                    continue
+                if self.report.state == "ready" and self._ready_at is None:
+                    self._ready_at = self._clock.now()
+                    self.crash_loop_reason = ""
+                self._on_change(self)
+
+    async def _read_logs(self, process: subprocess.Popen[bytes]) -> None:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+        )
+        with contextlib.closing(transport):
+            rest = b""
+            while data := await reader.read(MAX_LINE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._on_line(self.spec.name, line)
+                if len(rest) > MAX_LINE_BYTES:
+                    self._on_line(self.spec.name, rest)
+                    rest = b""
+            if rest:
+                self._on_line(self.spec.name, rest)
+
+
+async def _wait_for_pid(pid: int) -> None:
+    """Return when our child `pid` has died; it is not reaped."""
+    loop = asyncio.get_running_loop()
+    died = asyncio.Event()
+    fd = os.pidfd_open(pid)
+    loop.add_reader(fd, died.set)
+    try:
+        await died.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

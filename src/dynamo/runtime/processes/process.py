@@ -1,0 +1,219 @@
+"""One process of a deployment from birth to death: loop, logs, signals, parent, status, record."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from dynamo.communication.http import PortInUse
+from dynamo.core.errors import ConfigError, DynamoError, ModelUnavailable
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import wait_for_first
+from dynamo.runtime.cancellation import CancellationToken
+from dynamo.runtime.deployment import (
+    Deployment,
+    ProcessRecord,
+    ProcessState,
+    deployment_of,
+    process_record_key,
+)
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.processes.loop_lag import LoopLagMonitor
+from dynamo.runtime.processes.parent_pipe import ChildNotice, ChildReport, ParentPipe
+from dynamo.runtime.processes.ports import add_port_owner
+from dynamo.runtime.processes.process_record import ProcessRecordWriter
+from dynamo.runtime.processes.status import status_server_of
+from dynamo.telemetry.logs import configure_logging, set_levels
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ProcessMain = Callable[[DistributedRuntime], Awaitable[None]]
+STARTING_REASON = "start"
+GC_THRESHOLDS = (50_000, 20, 50)
+"""A young collection costs the loop a pause; what lives long is frozen when ready."""
+
+
+def run_process(
+    main: ProcessMain,
+    settings: Settings,
+    role: str,
+    name: str = "",
+    *,
+    parent: ParentPipe | None = None,
+) -> int:
+    """Run one process and return its exit code: 0, 1 failure, 2 usage.
+
+    `main(runtime)` sets the process up and returns; then it serves until SIGTERM or SIGINT drains
+    it, a second signal or the parent's death ends it at once. It is `ready` when `main` has
+    returned and the process was well for the first time.
+    """
+    import uvloop
+
+    configure_logging(settings.logging.level, settings.logging.format, name or role)
+    if parent is not None:
+        parent.die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(main, settings, role, name, parent))
+
+
+def run_on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run one coroutine on the kind of loop that processes use, and return what it returns."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+async def _run(
+    main: ProcessMain, settings: Settings, role: str, name: str, parent: ParentPipe | None
+) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = CancellationToken()
+    _add_signal_handlers(loop, stopping, parent)
+    try:
+        created = DistributedRuntime.create(settings, role=role, name=name, stopping=stopping)
+        async with await created as runtime:
+            await ProcessRunner(runtime, parent).run(main)
+    except DynamoError as error:
+        return _report_failure(error, parent)
+    except OSError as error:  # the disk is full, say: what the machine lacks
+        log.error("process failed", extra={"fields": {"error": str(error)}})  # noqa: TRY400
+        return 1
+    except Exception:  # the last line of defence: told, and restarted by the supervisor
+        log.exception("process failed")
+        return 1
+    return 0
+
+
+def _add_signal_handlers(
+    loop: asyncio.AbstractEventLoop, stopping: CancellationToken, parent: ParentPipe | None
+) -> None:
+    signals = itertools.count()
+
+    def stop_or_exit() -> None:
+        if next(signals):
+            os._exit(1)
+        stopping.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_or_exit)
+    if parent is not None:
+        parent.watch_parent(loop, lambda: os._exit(1))
+
+
+def _report_failure(error: DynamoError, parent: ParentPipe | None) -> int:
+    """Tell why the process ends; what trying again cannot mend is fatal."""
+    usage = isinstance(error, ConfigError)
+    if isinstance(error, PortInUse):
+        add_port_owner(error)
+        usage = False
+    code = 2 if usage else 1
+    log.error("cannot go on", extra={"fields": {"error": error.message, "hint": error.hint}})
+    if parent is not None and isinstance(error, ConfigError | ModelUnavailable):
+        parent.send_report(ChildReport(fatal=error.message, hint=error.hint, code=code))
+    return code
+
+
+class ProcessRunner:
+    """What surrounds `main`: status port, record, readiness, the way down."""
+
+    def __init__(self, runtime: DistributedRuntime, parent: ParentPipe | None) -> None:
+        self._runtime = runtime
+        self._parent = parent
+        self._status = status_server_of(runtime)
+        self._deployment: Deployment = deployment_of(runtime.settings)
+        record = ProcessRecord(
+            deployment=self._deployment.id,
+            role=runtime.role,
+            name=runtime.name,
+            pid=os.getpid(),
+            address=runtime.requests.address,
+            instance=runtime.instance_id,
+            start_ticks=own_start_ticks(),
+        )
+        self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
+
+    async def run(self, main: ProcessMain) -> None:
+        """From status port to drained. Raises what `main` raises, and the runtime's failure."""
+        runtime = self._runtime
+        runtime.supervised = self._parent is not None
+        runtime.health.set_unhealthy(STARTING_REASON, "the process is starting")
+        runtime.on_settings_change(lambda settings: set_levels(settings.logging.level))
+        if self._parent is not None:
+            self._parent.on_notice(self._on_notice)
+        await self._status.start()
+        pauses = LoopLagMonitor(runtime.metrics)
+        keeping = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
+        try:
+            await runtime.clock.offload(self._deployment.create_folder)
+            await self._publish_state("starting")
+            stopped = runtime.stopping.wait
+            await wait_for_first(self._set_up(main), stopped())
+            await wait_for_first(self._become_ready(), stopped())
+            pauses.start()
+            await stopped()
+            await self._announce_draining()
+            await runtime.shutdown()
+            if runtime.failure is not None:
+                raise runtime.failure
+        finally:
+            pauses.stop()
+            keeping.cancel()
+            await self._status.stop()
+            await self._record_writer.remove()
+
+    def _on_notice(self, notice: ChildNotice) -> None:
+        if notice.settings is not None:
+            self._runtime.update_settings(notice.settings)
+        if notice.preparing:
+            self._runtime.health.set_unhealthy(PREPARATION_REASON, notice.preparing)
+        else:
+            self._runtime.health.set_healthy(PREPARATION_REASON)
+
+    async def _set_up(self, main: ProcessMain) -> None:
+        await main(self._runtime)
+        self._runtime.health.set_healthy(STARTING_REASON)
+
+    async def _become_ready(self) -> None:
+        """Wait until the process is well for the first time, and say so."""
+        health = self._runtime.health
+        changed = asyncio.Event()
+        health.on_change(changed.set)
+        while not health.healthy:
+            changed.clear()
+            await changed.wait()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        await self._publish_state("ready")
+
+    async def _announce_draining(self) -> None:
+        try:
+            await self._publish_state("draining")
+        except (ConfigError, OSError) as error:  # a full disk keeps nobody from draining
+            log.warning("draining untold", extra={"fields": {"error": str(error)}})
+
+    async def _publish_state(self, state: ProcessState) -> None:
+        """The same to the state folder, to discovery and to the supervisor."""
+        runtime = self._runtime
+        address = runtime.public_address or runtime.requests.address
+        await self._record_writer.update(state=state, status_url=self._status.url, address=address)
+        record = self._record_writer.record
+        key = process_record_key(record)
+        await runtime.discovery.put(key, msgspec.json.encode(record))
+        if self._parent is not None:
+            url = self._status.url
+            self._parent.send_report(
+                ChildReport(state=state, address=address, status_url=url, key=key)
+            )

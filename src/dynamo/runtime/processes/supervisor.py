@@ -1,0 +1,323 @@
+"""The supervisor: keeps the processes of one deployment alive, and leaves none behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import groupby
+
+from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.core.tasks import BackgroundTasks, wait_for_first
+from dynamo.runtime.deployment import Deployment, ProcessRecord, ProcessState
+from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.runtime.pids import own_start_ticks
+from dynamo.runtime.processes.child import ChildProcess, ChildSpec
+from dynamo.runtime.processes.control import ControlServer
+from dynamo.runtime.processes.dead_records import DeadRecords
+from dynamo.runtime.processes.parent_pipe import ChildReport
+from dynamo.runtime.processes.process_group import ProcessGroup
+from dynamo.runtime.processes.process_record import ProcessRecordWriter
+from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
+from dynamo.runtime.processes.status import StatusServer
+from dynamo.telemetry import Registry
+from dynamo.telemetry.logs import LogStream
+
+log = logging.getLogger(__name__)
+
+SUPERVISOR = "supervisor"
+
+Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
+"""Work that some processes need done before they start; it tells how far it is. Raises DynamoError
+where it cannot be done, which ends the deployment."""
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+
+
+class PrefixedLogWriter:
+    """Prefixes every line of a child with its name; coloured on a terminal. `bare`: without,
+    for lines that are JSON and say their component themselves."""
+
+    def __init__(self, names: Sequence[str], out: LogStream, *, bare: bool = False) -> None:
+        self._out = out
+        self._bare = bare
+        self._tty = out.isatty()
+        self._width = max(map(len, names), default=0)
+        self._prefixes: dict[str, str] = {}
+        for name in names:
+            self._add_prefix(name)
+
+    def __call__(self, name: str, line: bytes) -> None:
+        """Write one line; a reader that went away hears nothing."""
+        prefix = self._prefixes.get(name)
+        if prefix is None:
+            prefix = self._add_prefix(name)
+        with contextlib.suppress(OSError):
+            self._out.write(f"{prefix}{line.decode(errors='replace')}\n")
+            self._out.flush()
+
+    def _add_prefix(self, name: str) -> str:
+        prefix = "" if self._bare else f"{name:<{self._width}} | "
+        if self._tty and prefix:
+            colour = COLOURS[len(self._prefixes) % len(COLOURS)]
+            prefix = f"\x1b[{colour}m{prefix[:-1]}\x1b[0m "
+        self._prefixes[name] = prefix
+        return prefix
+
+
+class Supervisor:
+    """Starts `specs`, those that need it after `prepare`, restarts what dies, stops all on SIGTERM
+    or SIGINT: in order of `stop_order`, each with time to drain; a second signal kills. SIGHUP has
+    the settings read again, by `reload`; that of a terminal that is gone stops. `ready` is set when
+    every process serves; `failure` is the report of a process that can never start, which ends the
+    deployment."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        deployment: Deployment,
+        settings: Settings,
+        *,
+        address: str = "",
+        clock: Clock | None = None,
+        out: LogStream | None = None,
+        prepare: Prepare | None = None,
+        reload: SettingsReloader | None = None,
+    ) -> None:
+        metrics = Registry()
+        self._reloader = reload
+        self._had_terminal = has_terminal()
+        self.ready = asyncio.Event()
+        self.failure: ChildReport | None = None
+        self._prepare = prepare
+        self._preparation_status = ""
+        self._preparation_done = asyncio.Event()
+        self._preparation_error: Exception | None = None
+        self._deployment = deployment
+        self._address = address
+        self._clock = clock or SystemClock()
+        self._stop_requested = asyncio.Event()
+        self._kill_requested = asyncio.Event()
+        self._record_writer: ProcessRecordWriter | None = None
+        self._restarts = metrics.counter(
+            "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
+        )
+        self._status = StatusServer(
+            settings,
+            self._clock,
+            metrics,
+            reasons=self._unhealthy_reasons,
+            details=self._health_details,
+        )
+        bare = settings.logging.format == "json"
+        self._log_writer = PrefixedLogWriter(
+            [spec.name for spec in specs], out or sys.stderr, bare=bare
+        )
+        self._tasks = BackgroundTasks()
+        self._dead_records = DeadRecords(settings)
+        self._drain_s = settings.runtime.drain_s
+        self._group = ProcessGroup(
+            specs, self._create_child, self._start_child, self._drain_s, self._refresh_settings
+        )
+        self._control = ControlServer(self._group, deployment.folder)
+        self.children = self._group.children
+
+    async def run(self) -> int:
+        """Until stopped. Returns the exit code: 0, or that of `failure`. When all have stopped, it
+        raises what `prepare` raised."""
+        await self._clock.offload(self._deployment.create_folder)
+        self._add_signal_handlers(asyncio.get_running_loop())
+        await self._status.start()
+        try:
+            async with self._tasks as tasks:
+                self._group.start()
+                preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
+                standing = await self._update_record("starting")
+                await self._control.start()
+                beside = [
+                    preparation,
+                    tasks.start(self._watch_settings(), "reload"),
+                    tasks.start(
+                        standing.keep_alive(self._control.refresh_socket), "process record"
+                    ),
+                ]
+                await self._wait_for_stop()
+                for task in beside:
+                    task.cancel()
+                await self._control.stop()
+                await self._announce_draining()
+                for child in self.children:
+                    child.stop_restarting()
+                await wait_for_first(self._stop_in_order(), self._kill_requested.wait())
+                for child in self.children:
+                    child.send_signal(signal.SIGKILL)
+                await tasks.join()
+        finally:
+            await self._status.stop()
+            await self._dead_records.close()
+            if self._record_writer is not None:
+                await self._record_writer.remove()
+                await self._clock.offload(self._deployment.remove_if_unused)
+        if self._preparation_error is not None:
+            raise self._preparation_error
+        return 0 if self.failure is None else self.failure.code
+
+    def stop(self) -> None:
+        """Stop in order; called again, at once."""
+        (self._kill_requested if self._stop_requested.is_set() else self._stop_requested).set()
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set from the first request to stop; others only wait for it."""
+        return self._stop_requested
+
+    def _add_signal_handlers(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+
+    async def _watch_settings(self) -> None:
+        if self._reloader is not None:
+            await self._reloader.watch(self._group, self._clock)
+
+    async def _refresh_settings(self) -> None:
+        if self._reloader is not None:
+            await self._reloader.refresh(self._group, self._clock)
+
+    def _on_hangup(self) -> None:
+        if self._reloader is None or (self._had_terminal and not has_terminal()):
+            self.stop()
+        else:
+            self._reloader.request_reload()
+
+    async def _run_child(self, child: ChildProcess) -> None:
+        if child.spec.needs_preparation:
+            await wait_for_first(self._preparation_done.wait(), self._stop_requested.wait())
+        if not self._stop_requested.is_set():
+            await child.run()
+        if not self._stop_requested.is_set():
+            self._dead_records.delete(child.report.key)
+
+    async def _run_preparation(self) -> None:
+        try:
+            if self._prepare is not None:
+                await self._prepare(self._set_preparation_status)
+        except Exception as error:  # noqa: BLE001 - raised again when all have stopped
+            if not self._stop_requested.is_set():
+                self._preparation_error = error
+                self._stop_requested.set()
+        else:
+            self._preparation_done.set()
+            self._set_preparation_status("")
+
+    def _set_preparation_status(self, preparing: str) -> None:
+        if preparing == self._preparation_status:
+            return
+        self._preparation_status = preparing
+        for child in self.children:
+            child.notify_preparing(preparing)
+
+    async def _wait_for_stop(self) -> None:
+        await wait_for_first(self._stop_requested.wait(), self.ready.wait())
+        if not self._stop_requested.is_set():
+            await self._update_record("ready")
+            await self._stop_requested.wait()
+
+    async def _announce_draining(self) -> None:
+        if self.failure is None and self._preparation_error is None:
+            fields = {"drain_s": self._drain_s}
+            log.info(
+                "stopping; a second Ctrl-C or signal ends it at once", extra={"fields": fields}
+            )
+        try:
+            await self._update_record("draining")
+        except ConfigError as error:  # a full disk keeps nobody from draining
+            log.warning("draining untold", extra={"fields": {"error": error.message}})
+
+    async def _stop_in_order(self) -> None:
+        order = sorted(self.children, key=lambda child: child.spec.stop_order)
+        for _, group in groupby(order, key=lambda child: child.spec.stop_order):
+            await self._group.stop_children(list(group))
+
+    def _unhealthy_reasons(self) -> Mapping[str, str]:
+        own = {PREPARATION_REASON: self._preparation_status} if self._preparation_status else {}
+        if self._stop_requested.is_set():
+            own["stopping"] = "the deployment is draining"
+        waiting = {
+            child.spec.name: child.crash_loop_reason
+            or (child.report.state if child.pid else "not running")
+            for child in self.children
+            if not child.ready
+        }
+        return waiting | own
+
+    def _health_details(self) -> Mapping[str, object]:
+        return {
+            "role": SUPERVISOR,
+            "deployment": self._deployment.id,
+            "processes": {child.spec.name: child.pid for child in self.children},
+        }
+
+    def _create_child(self, spec: ChildSpec) -> ChildProcess:
+        return ChildProcess(
+            spec,
+            self._clock,
+            on_line=self._log_writer,
+            on_change=self._on_child_change,
+            on_death=self._on_child_death,
+        )
+
+    def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
+        return self._tasks.start(self._run_child(child), child.spec.name)
+
+    def _on_child_death(self, child: ChildProcess) -> None:
+        self._dead_records.delete(child.report.key)
+        self._group.on_child_change()
+        self._restarts.labels(child.spec.name).inc()
+
+    def _on_child_change(self, child: ChildProcess) -> None:
+        serving = self.ready.is_set()  # who fails later was added to what serves without it
+        if child.report.fatal and not (child.ever_ready or serving) and self.failure is None:
+            self.failure = child.report
+            self._stop_requested.set()
+        self._group.on_child_change()
+        if all(one.ready for one in self.children):
+            self.ready.set()
+
+    async def _update_record(self, state: ProcessState) -> ProcessRecordWriter:
+        if self._record_writer is None:
+            record = ProcessRecord(
+                deployment=self._deployment.id,
+                role=SUPERVISOR,
+                name=SUPERVISOR,
+                pid=os.getpid(),
+                address=self._address,
+                status_url=self._status.url,
+                instance=secrets.token_hex(8),
+                start_ticks=own_start_ticks(),
+            )
+            self._record_writer = ProcessRecordWriter(self._deployment, record, self._clock)
+        await self._record_writer.update(state=state)
+        return self._record_writer
+
+
+def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
+    """Run it on an event loop of its own, and call `on_ready` once when all serve."""
+
+    async def announced() -> int:
+        async with BackgroundTasks() as tasks:
+            tasks.start(_announce(supervisor, on_ready), "announce")
+            return await supervisor.run()
+
+    return asyncio.run(announced())
+
+
+async def _announce(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
+    await supervisor.ready.wait()
+    on_ready()

@@ -1,0 +1,115 @@
+"""Worker discovery as the seed documents spell it, over the discovery plane."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from dynamo.communication.discovery import Discovery
+from dynamo.runtime.calls.instances import Instance, decode_instance, workers_prefix
+
+
+class ComponentRegistry:
+    """A strongly consistent look at who serves what."""
+
+    def __init__(self, discovery: Discovery) -> None:
+        self._discovery = discovery
+
+    async def components(self, namespace: str) -> Mapping[str, Sequence[Instance]]:
+        """Instances by component; one process is an instance of each endpoint it serves."""
+        found: defaultdict[str, list[Instance]] = defaultdict(list)
+        for instance in await self.instances(namespace):
+            found[instance.component].append(instance)
+        return dict(found)
+
+    async def instances(
+        self, namespace: str, component: str = "", endpoint: str = ""
+    ) -> Sequence[Instance]:
+        """All instances of a namespace, of a component, of an endpoint. Bad entries are skipped."""
+        records = await self._discovery.get(workers_prefix(namespace, component, endpoint))
+        decoded = (decode_instance(key, value) for key, value in sorted(records.items()))
+        return [instance for instance in decoded if instance is not None]
+
+
+log = logging.getLogger(__name__)
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """One worker. `nats_endpoint`: where it is called, whatever the transport's name is;
+    `lease_id` stands for the instance in its key."""
+
+    component_type: str
+    endpoint: str
+    namespace: str = "dynamo"
+    lease_id: str = ""
+    nats_endpoint: str = ""
+    capabilities: dict[str, Any] = {}
+    nixl_metadata: Any = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """From a record, or from this class's own fields. Raises `ValueError`."""
+        component = data.get("component_type") or data.get("component")
+        transport = data.get("transport") or {}
+        address = data.get("nats_endpoint") or transport.get("nats_tcp")
+        if not component or not data.get("endpoint"):
+            raise ValueError("a worker record names its component and endpoint")
+        return cls(
+            component_type=str(component),
+            endpoint=str(data["endpoint"]),
+            namespace=str(data.get("namespace") or "dynamo"),
+            lease_id=str(data.get("lease_id") or ""),
+            nats_endpoint=str(address or next(iter(transport.values()), "")),
+            capabilities=dict(data.get("capabilities") or {}),
+            nixl_metadata=data.get("nixl_metadata"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as it stands in discovery."""
+        scheme = self.nats_endpoint.split(":", 1)[0]
+        transport = {"nats_tcp" if scheme in {"", "nats"} else scheme: self.nats_endpoint}
+        return {
+            "component": self.component_type,
+            "endpoint": self.endpoint,
+            "namespace": self.namespace,
+            "lease_id": self.lease_id,
+            "transport": transport if self.nats_endpoint else {},
+            "capabilities": self.capabilities,
+            "nixl_metadata": self.nixl_metadata,
+        }
+
+
+class WorkerDiscovery:
+    """Registers and finds workers. `client`: an open discovery plane (`runtime.discovery`), whose
+    lease carries the records; its heartbeat is the plane's."""
+
+    def __init__(self, client: Discovery, namespace: str = "dynamo") -> None:
+        self._client = client
+        self._namespace = namespace
+
+    async def register_worker(self, worker: WorkerInfo) -> str:
+        """Announce `worker` for as long as this process lives. Returns its key."""
+        if not worker.lease_id:
+            worker = msgspec.structs.replace(worker, lease_id=secrets.token_hex(8))
+        prefix = workers_prefix(worker.namespace, worker.component_type, worker.endpoint)
+        key = prefix + worker.lease_id
+        await self._client.put(key, msgspec.json.encode(worker.to_dict()))
+        return key
+
+    async def discover_workers(self, component_type: str | None = None) -> Sequence[WorkerInfo]:
+        """Live workers (of one component). Bad entries are skipped with a warning."""
+        records = await self._client.get(workers_prefix(self._namespace, component_type or ""))
+        found: list[WorkerInfo] = []
+        for key, value in sorted(records.items()):
+            try:
+                found.append(WorkerInfo.from_dict(msgspec.json.decode(value, type=dict[str, Any])))
+            except ValueError as error:
+                log.warning(
+                    "bad worker record", extra={"fields": {"key": key, "error": str(error)}}
+                )
+        return found

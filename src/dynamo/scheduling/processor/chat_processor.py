@@ -1,0 +1,192 @@
+"""The one converter: ChatRequest and TextReply above it, GenerateRequest and Reply below."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from dynamo.core.clock import Clock
+from dynamo.core.codec import unpack_ids
+from dynamo.core.context import Context
+from dynamo.core.errors import InvalidRequest
+from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.core.reply import SendRequest
+from dynamo.core.settings.schema import SamplingSettings
+from dynamo.core.tasks import run_all
+from dynamo.core.text import ChatRequest, CompletionRequest, TextOptions, TextReply
+from dynamo.core.values import Finish, GenerateRequest, Started, StopConditions
+from dynamo.models.card import ModelCard
+from dynamo.models.chat_template import ChatTemplate
+from dynamo.models.tokenization.tokenizer import Tokenizer
+from dynamo.scheduling.processor.detokeniser import Detokeniser
+from dynamo.scheduling.processor.prompt_encoder import PromptEncoder
+from dynamo.scheduling.processor.request_defaults import RequestDefaults
+from dynamo.scheduling.processor.stop_strings import StopStrings
+from dynamo.scheduling.processor.vocabulary import Vocabulary
+
+MAX_INLINE_IDS = 1_000
+"""So many are decoded on the loop: at most 1 ms."""
+
+
+class ChatProcessor:
+    """Serves one model by `send`. Made in milliseconds (it reads the whole vocabulary): off the
+    loop where one runs. `rng` gives the seeds of requests without one."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        send: SendRequest,
+        sampling: SamplingSettings,
+        clock: Clock,
+        rng: Random | None = None,
+    ) -> None:
+        self.card = card
+        self._model = card.names[0]
+        self._tokenizer = tokenizer
+        self._send = send
+        self._clock = clock
+        self._prompt_encoder = PromptEncoder(tokenizer, template, clock)
+        self._max_prompt_chars = tokenizer.max_chars_of(card.context_tokens)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._vocab_size = max(card.vocab_size, tokenizer.vocab_size)
+        self._default_stop_strings = tuple(filter(None, sampling.stop_tokens))
+        self._eos_token_ids = tuple(card.eos_token_ids)
+        self._defaults = RequestDefaults(
+            sampling, card.generation, card.context_tokens, rng if rng is not None else Random()
+        )
+
+    def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
+        """Continue a conversation. Done when every choice is complete or the reader had enough.
+
+        Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
+        """
+        ids = self._prompt_encoder.encode_chat(request, self._max_prompt_chars)
+        if isinstance(ids, bytes):
+            return self._generate(ids, request.options, context, reply)
+        return self._generate_when_encoded(ids, request.options, context, reply)
+
+    async def complete(
+        self, request: CompletionRequest, context: Context, reply: TextReply
+    ) -> None:
+        """Continue a text or token ids; `echo` repeats it in front. As `chat` otherwise."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            ids = await self._prompt_encoder.encode_with_special_tokens(
+                prompt, self._max_prompt_chars
+            )
+            echo = prompt if request.echo else ""
+        else:
+            ids = prompt
+            self._check_ids(unpack_ids(ids), "prompt")
+            echo = await self._decode(unpack_ids(ids)) if request.echo else ""
+        await self._generate(ids, request.options, context, reply, echo)
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
+    ) -> list[int]:
+        """The ids of a text (`add_special`: in the tokenizer's frame) or of a conversation."""
+        if not isinstance(prompt, str):
+            messages = tuple(dict(message) for message in prompt)
+            ids = self._prompt_encoder.encode_chat(ChatRequest(self._model, messages))
+        elif add_special:
+            ids = self._prompt_encoder.encode_with_special_tokens(prompt)
+        else:
+            ids = self._prompt_encoder.encode(prompt)
+        return list(unpack_ids(ids if isinstance(ids, bytes) else await ids))
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included. Raises InvalidRequest for an unknown id."""
+        self._check_ids(ids, "tokens")
+        return await self._decode(ids)
+
+    async def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each of `ids` by itself."""
+        decode = self._tokenizer.decode
+        return await self._clock.offload(lambda: [decode([one]) for one in ids])
+
+    async def _decode(self, ids: Sequence[int]) -> str:
+        text = self._vocabulary.decode
+        return text(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(text, ids)
+
+    async def _generate_when_encoded(
+        self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply
+    ) -> None:
+        await self._generate(await ids, options, context, reply)
+
+    def _generate(
+        self,
+        prompt: bytes,
+        options: TextOptions,
+        context: Context,
+        reply: TextReply,
+        echo: str = "",
+    ) -> Awaitable[None]:
+        if options.sampling.logit_bias:
+            self._check_ids(options.sampling.logit_bias, "logit_bias")
+        prompt_tokens = len(prompt) // TOKEN_BYTES
+        max_tokens = self._defaults.resolve_max_tokens(options, prompt_tokens)
+        request = self._build_request(prompt, options, context, max_tokens)
+        strings = (*options.stop, *self._default_stop_strings)
+        stops = StopStrings(strings, include_in_output=options.include_stop) if strings else None
+        reply.prompt(prompt_tokens)
+        if options.n == 1 and max_tokens:
+            choice = Detokeniser(0, self._vocabulary, options, stops, reply, echo)
+            return self._send(request, context, choice)
+        choices = [
+            Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
+            for choice in range(options.n)
+        ]
+        return (
+            self._fan_out(request, context, choices)
+            if max_tokens
+            else _finish_without_tokens(choices)
+        )
+
+    def _build_request(
+        self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int
+    ) -> GenerateRequest:
+        stop_ids = options.stop_token_ids
+        if not options.ignore_eos:
+            stop_ids = self._eos_token_ids + stop_ids
+        return GenerateRequest(
+            request_id=context.request_id,
+            model=self._model,
+            token_ids=prompt,
+            sampling=self._defaults.resolve_sampling(options.sampling),
+            stops=StopConditions(max_tokens, options.min_tokens, stop_ids, options.ignore_eos),
+            top_logprobs=options.top_logprobs,
+            salt=options.salt,
+            priority=options.priority,
+        )
+
+    def _check_ids(self, ids: Collection[int], param: str) -> None:
+        if not ids:
+            return
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"token id {token_id} is not in the vocabulary of {self._vocab_size}",
+                    param=param,
+                )
+
+    async def _fan_out(
+        self, request: GenerateRequest, context: Context, choices: Sequence[Detokeniser]
+    ) -> None:
+        """Every choice as a request of its own; the first failure cancels the others."""
+
+        async def one(number: int, choice: Detokeniser) -> None:
+            await self._send(replace(request, choice=number), context, choice)
+
+        await run_all(*(one(number, choice) for number, choice in enumerate(choices)))
+
+
+async def _finish_without_tokens(choices: Sequence[Detokeniser]) -> None:
+    """The answer that was asked for: no token."""
+    for choice in choices:
+        choice.begin(Started())
+        choice.finish(Finish("length"))

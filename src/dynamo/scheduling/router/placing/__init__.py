@@ -1,1 +1,0 @@
-"""Who goes where: what waits, what every worker has in hand, and what it would cost."""

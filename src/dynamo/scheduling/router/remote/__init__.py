@@ -1,1 +1,0 @@
-"""A router in a process of its own."""

@@ -1,0 +1,98 @@
+"""What surrounds every answer of an endpoint: whose request it is, its deadline, its count."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dynamo.communication.requests import RequestHandler, ResponseWriter
+from dynamo.core.clock import Clock
+from dynamo.core.errors import DeadlineExceeded, DynamoError, InstanceGone, WorkerFailed
+from dynamo.sdk.request_context import set_current_request
+from dynamo.telemetry import Registry
+
+OK_CODE = "ok"
+CANCELLED_CODE = "cancelled"
+DURATION_BUCKETS_S = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    30,
+    60,
+    300,
+)
+
+
+class EndpointInterceptor:
+    """The answers of one service's endpoints."""
+
+    def __init__(self, service: str, clock: Clock, registry: Registry) -> None:
+        self._service = service
+        self._clock = clock
+        self._requests = registry.counter(
+            "dynamo_service_requests_total", "Calls answered", ("service", "endpoint", "code")
+        )
+        self._duration_seconds = registry.histogram(
+            "dynamo_service_request_duration_seconds",
+            "From a call to the end of its answer",
+            DURATION_BUCKETS_S,
+            ("service", "endpoint"),
+        )
+        self._inflight = registry.gauge(
+            "dynamo_service_inflight_requests", "Calls being answered", ("service",)
+        ).labels(service)
+
+    def wrap(self, endpoint: str, answer: RequestHandler) -> RequestHandler:
+        """`answer`, counted, within its deadline."""
+        now, inflight = self._clock.now, self._inflight
+        seconds = self._duration_seconds.labels(self._service, endpoint)
+        good = self._requests.labels(self._service, endpoint, OK_CODE)
+
+        async def counted(payload: bytes, out: ResponseWriter) -> None:
+            began = now()
+            set_current_request(out.context, now)
+            inflight.inc()
+            try:
+                await _with_deadline(out.context.timeout_s, answer, payload, out)
+            except BaseException as error:
+                self._requests.labels(self._service, endpoint, error_code(error)).inc()
+                raise
+            else:
+                good.inc()
+            finally:
+                inflight.dec()
+                seconds.observe(now() - began)
+
+        return counted
+
+
+def error_code(error: BaseException) -> str:
+    """An error's code as metrics have it."""
+    if isinstance(error, asyncio.CancelledError):
+        return CANCELLED_CODE
+    return error.code if isinstance(error, DynamoError) else DynamoError.code
+
+
+async def _with_deadline(
+    limit_s: float | None, answer: RequestHandler, payload: bytes, out: ResponseWriter
+) -> None:
+    try:
+        if limit_s is None:
+            return await answer(payload, out)
+        async with asyncio.timeout(limit_s) as limit:
+            return await answer(payload, out)
+    except InstanceGone as error:  # to our caller it is not we who are gone
+        raise WorkerFailed(error.message, hint=error.hint) from error
+    except TimeoutError:
+        if limit_s is None or not limit.expired():
+            raise
+        raise DeadlineExceeded(f"not answered within {limit_s:g} s") from None

@@ -1,0 +1,66 @@
+"""Requests and answers as bytes: msgpack of plain values, or of the types that are annotated."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from dynamo.core.errors import ConfigError, InvalidRequest
+from dynamo.sdk.decorators import EndpointSpec
+
+encode = msgspec.msgpack.Encoder().encode
+DecodeMessage = Callable[[bytes], Any]
+STREAM_TYPES = (AsyncGenerator, AsyncIterator)
+
+
+def request_decoder(endpoint: EndpointSpec) -> DecodeMessage | None:
+    """What reads a request, by the annotation of the endpoint's parameter; None: it takes none.
+    The decoder raises `InvalidRequest`."""
+    names = list(_parameter_names(endpoint))
+    if not names:
+        return None
+    read = _build_decoder(endpoint, _type_hints(endpoint).get(names[0], Any)).decode
+
+    def decode(payload: bytes) -> Any:
+        try:
+            return read(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{endpoint.function.__qualname__}: {error}") from None
+
+    return decode
+
+
+def response_decoder(endpoint: EndpointSpec) -> DecodeMessage:
+    """What reads an answer, or an item of one, by the annotation of what the endpoint returns."""
+    kind = _type_hints(endpoint).get("return", Any)
+    if endpoint.streams:
+        kind = get_args(kind)[0] if get_origin(kind) in STREAM_TYPES else Any
+    return _build_decoder(endpoint, kind).decode
+
+
+def _parameter_names(endpoint: EndpointSpec) -> tuple[str, ...]:
+    import inspect
+
+    return tuple(inspect.signature(endpoint.function).parameters)[1:]
+
+
+def _type_hints(endpoint: EndpointSpec) -> dict[str, Any]:
+    try:
+        return get_type_hints(endpoint.function)
+    except NameError as error:
+        raise ConfigError(
+            f"{endpoint.function.__qualname__}: {error}",
+            hint="an endpoint's types must be importable when it runs, not only for type checkers",
+        ) from None
+
+
+def _build_decoder(endpoint: EndpointSpec, kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    try:
+        return msgspec.msgpack.Decoder(kind)
+    except TypeError as error:
+        raise ConfigError(
+            f"{endpoint.function.__qualname__}: {kind} cannot cross the wire: {error}",
+            hint="annotate it as dict or as a msgspec.Struct, or not at all",
+        ) from None

@@ -1,0 +1,108 @@
+"""A process that runs a service of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo.core.errors import ConfigError, DynamoError
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.processes.parent_pipe import ParentPipe
+from dynamo.sdk.decorators import is_service, nearest_name_hint
+from dynamo.sdk.serving import start_service
+
+USER_SERVICE_ROLE = "service"
+"""The role of such a process."""
+DISAGGREGATED = "disagg"
+DISAGGREGATED_HINT = (
+    "prefill and decode in workers of their own are not there yet; graphs.agg:Frontend serves both"
+)
+
+
+class UserServiceSpec(msgspec.Struct, frozen=True):
+    """`target`: MODULE:Service, to be found from `folder`; `section`: its configuration."""
+
+    target: str
+    folder: str
+    section: dict[str, Any] = {}
+
+
+def run_user_service() -> int:
+    """Run one process as the supervisor tells it; returns its exit code."""
+    from dynamo.runtime.processes.process import run_process
+
+    parent = ParentPipe.from_stdin()
+    start = parent.start_message
+    task = msgspec.convert(start.task, UserServiceSpec)
+
+    async def main(runtime: DistributedRuntime) -> None:
+        await start_service(load_service(task.target, task.folder), runtime, task.section)
+
+    return run_process(main, start.settings, USER_SERVICE_ROLE, start.name, parent=parent)
+
+
+def load_service(target: str, folder: str) -> type[Any]:
+    """The class that MODULE:Service names; `folder` is where its modules are looked for first.
+    Raises `ConfigError`."""
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(
+            f"{target!r} names no service", hint="write MODULE:Service, e.g. graphs.agg:Frontend"
+        )
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = _import_module(module_name, folder)
+    found = getattr(module, name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if is_service(value)]
+        raise ConfigError(
+            f"{module_name} has no service {name!r}", hint=nearest_name_hint(name, known)
+        )
+    if not is_service(found):
+        raise ConfigError(f"{target} is no service", hint="put @service(...) above its class")
+    service: type[Any] = found
+    return service
+
+
+def _import_module(name: str, folder: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except DynamoError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _import_error(name, error) from error
+        raise ConfigError(
+            f"there is no module {name!r} in {folder}", hint=_suggest_modules(name, Path(folder))
+        ) from None
+    except Exception as error:
+        raise _import_error(name, error) from error
+
+
+def _import_error(name: str, error: Exception) -> ConfigError:
+    """What is wrong inside a user's module, and where."""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+        return ConfigError(f"{name} cannot be imported: {error.msg} ({place})")
+    steps = traceback.extract_tb(error.__traceback__)
+    own = [step for step in steps if "importlib" not in step.filename]
+    at = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error}{at}")
+
+
+def _suggest_modules(name: str, folder: Path) -> str:
+    """What may have been meant."""
+    if DISAGGREGATED in name:
+        return DISAGGREGATED_HINT
+    packages = name.split(".")[:-1]
+    place = folder.joinpath(*packages)
+    known = [path.stem for path in sorted(place.glob("*.py")) if not path.stem.startswith("_")]
+    if not known:
+        return "run it in the folder of your modules, e.g. `cd examples/llm`"
+    prefix = "".join(f"{package}." for package in packages)
+    return nearest_name_hint(name, [f"{prefix}{one}" for one in known])

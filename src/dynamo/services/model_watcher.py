@@ -1,0 +1,165 @@
+"""The models that workers announce, each opened: tokenizer, template, processor, pipeline."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from urllib.parse import unquote
+
+from dynamo.application import Gateway, ServedModel
+from dynamo.application.gateway import MODELS_HEALTH_KEY
+from dynamo.core.context import Context
+from dynamo.core.errors import ModelUnavailable, NotFound, PlaneUnavailable, WorkerFailed
+from dynamo.models.card import ModelCard
+from dynamo.models.chat_template import ChatTemplate
+from dynamo.models.file_cache import FileRef, find_file, store_file
+from dynamo.models.tokenization.tokenizer import load_tokenizer
+from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.failure_detector import FailureDetector
+from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.health import PREPARATION_REASON
+from dynamo.scheduling.processor import ChatProcessor
+from dynamo.services.catalogue import Catalogue, models_prefix
+from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline
+from dynamo.services.routing import ProcessRouting
+
+
+async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) -> FileRef:
+    """The file on this host: the publisher's path, the user's cache, or fetched into that through
+    the `files` endpoint. Raises `ModelUnavailable`."""
+    offload = runtime.clock.offload
+    if await offload(find_file, ref) is not None:
+        return ref
+    for instance in list(files.instances.values()):
+        parts: list[bytes] = []
+
+        def take(part: bytes, parts: list[bytes] = parts) -> bool:
+            parts.append(part)
+            return True
+
+        context = Context(request_id=secrets.token_hex(8))
+        try:
+            await files.call(instance, ref.sha256.encode(), context, take)
+        except (NotFound, WorkerFailed):
+            continue
+        await offload(store_file, ref, b"".join(parts))
+        return ref
+    raise ModelUnavailable(f"no worker offers {ref.name}", hint="it is tried again")
+
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.02
+
+NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
+NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
+
+
+class ModelWatcher:
+    """Follows what workers announce and gives it to a gateway; the runtime's health says what is
+    still missing."""
+
+    def __init__(
+        self, runtime: DistributedRuntime, gateway: Gateway, routing: ProcessRouting
+    ) -> None:
+        self._runtime = runtime
+        self._gateway = gateway
+        self._routing = routing
+        self._pipelines: dict[str, ModelPipeline] = {}
+        self._failure_detector = FailureDetector(
+            runtime.requests, runtime.clock, runtime.tasks, runtime.metrics
+        )
+        self._no_models_reason = (
+            NO_MODEL_ANNOUNCED if runtime.settings.engine.workers else NO_LOCAL_WORKERS
+        )
+        if self._no_models_reason is NO_LOCAL_WORKERS:
+            log.warning("no workers are started here", extra={"fields": {"engine.workers": 0}})
+        self._catalogue = Catalogue(runtime, self._open_model, self._set_pending)
+        self._set_pending("", self._no_models_reason)
+        runtime.health.on_change(self._on_health_change)
+
+    def start(self) -> None:
+        """From now on until the runtime shuts down."""
+        self._runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
+
+    async def wait_until_opened(self, within_s: float) -> None:
+        """Return when the models that workers announce already are open, or after `within_s`."""
+        runtime = self._runtime
+        try:
+            cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
+        except PlaneUnavailable:  # nobody can say which
+            return
+        wanted = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
+        until = runtime.clock.now() + within_s
+        while not wanted <= self._pipelines.keys() and runtime.clock.now() < until:
+            await runtime.clock.sleep(POLL_INTERVAL_S)
+
+    def count_workers(self) -> Mapping[str, int]:
+        """How many instances serve each model."""
+        return {name: len(way.client.instances) for name, way in self._pipelines.items()}
+
+    def incompatible_workers(self) -> Mapping[str, str]:
+        """Workers that do not agree with their model's card, and in what."""
+        return self._catalogue.incompatible_workers()
+
+    async def _open_model(self, card: ModelCard) -> None:
+        """Everything that turns a model's requests into calls of its workers."""
+        runtime, name = self._runtime, card.name
+        component = runtime.namespace().component(WORKER_COMPONENT)
+        files = await component.endpoint("files").client()
+        try:
+            tokenizer_file = await ensure_file(runtime, files, card.tokenizer)
+        finally:
+            await files.close()
+        tokenizer = await load_tokenizer(tokenizer_file, clock=runtime.clock, ensure_verified=True)
+        template = await runtime.clock.offload(
+            ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
+        )
+
+        way = await ModelPipeline.open(runtime, self._failure_detector, self._routing, card)
+        processor = await runtime.clock.offload(
+            ChatProcessor,
+            card,
+            tokenizer,
+            template,
+            way.send,
+            runtime.settings.sampling,
+            runtime.clock,
+        )
+        self._gateway.add(ServedModel(card.names, processor, card.created, card.context_tokens))
+        before = self._pipelines.pop(name, None)
+        self._pipelines[name] = way
+        way.client.on_change(lambda: self._update_health(name, way))
+        self._update_health(name, way)
+        runtime.health.set_healthy(MODELS_HEALTH_KEY)
+        if before is not None:
+            await before.close()
+        log.info(
+            "model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder_name}}
+        )
+
+    def _on_health_change(self) -> None:
+        """Requests are told what health tells of the deployment."""
+        self._gateway.set_no_models_reason(
+            self._runtime.health.reasons.get(PREPARATION_REASON, self._no_models_reason)
+        )
+
+    def _set_pending(self, name: str, reason: str) -> None:
+        """No model is open yet, or `name` is not, and why."""
+        if name:
+            self._gateway.set_pending(name, reason)
+        else:
+            self._gateway.set_no_models_reason(reason)
+        if not self._gateway.models:
+            self._runtime.health.set_unhealthy(
+                MODELS_HEALTH_KEY, f"{name}: {reason}" if name else reason
+            )
+
+    def _update_health(self, name: str, way: ModelPipeline) -> None:
+        if self._pipelines.get(name) is not way:
+            return
+        if way.client.instances:
+            self._runtime.health.set_healthy(name)
+        else:
+            self._runtime.health.set_unhealthy(name, "no worker of this model can be reached now")

@@ -1,0 +1,147 @@
+"""What befalls the workers of a day."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import msgspec
+
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedNetwork, SimulatedWorker
+
+RESTART_DELAY_S = (2.0, 15.0)
+LEASE_END_DELAY_S = (0.0, 30.0)
+"""A dead worker stays listed so long: not at all where the kernel drops its lock, else until its
+lease ends."""
+PARTITIONED_SHARE = (0.1, 0.5)
+LEASE_LOSS_S = 20.0
+"""Whom discovery, too, has not heard of for so long is taken off its list."""
+
+
+class FaultSchedule(msgspec.Struct, frozen=True):
+    """Seconds between two crashes of a worker, and between two partitions, on average; 0: never.
+    `partition_s`: the shortest and longest partition; `deaf_every_s`: a frontend hears no events
+    for as long as that."""
+
+    crash_every_s: float = 5 * 3600.0
+    partition_every_s: float = 3600.0
+    partition_s: tuple[float, float] = (10.0, 60.0)
+    event_loss_every_s: float = 0.0
+
+
+async def drop_events_repeatedly(
+    ground: SimulatedNetwork,
+    faults: FaultSchedule,
+    rng: Random,
+    frontends: Sequence[SimulatedFrontend],
+) -> None:
+    """Without end: one of them hears nothing for a while."""
+    clock = ground.clock
+    while True:
+        await clock.sleep(rng.expovariate(1 / faults.event_loss_every_s))
+        frontend = rng.choice(frontends)
+        frontend.drop_events()
+        try:
+            await clock.sleep(rng.uniform(*faults.partition_s))
+        finally:
+            frontend.resume_events()
+
+
+class SimulatedWorkers:
+    """The workers, who die and come back."""
+
+    def __init__(
+        self, ground: SimulatedNetwork, faults: FaultSchedule, rng: Random, number: int
+    ) -> None:
+        self._network = ground
+        self._faults = faults
+        self._rng = rng
+        self._num_workers = number
+        self._fault_tasks = BackgroundTasks()
+        self._dead_worker_tasks = BackgroundTasks()
+        self._starts = 0
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.crashes = self.partitions = self.partitioned_workers = 0
+
+    async def start(self) -> None:
+        """All serve; nothing befalls them yet."""
+        for number in range(self._num_workers):
+            await self._start_worker(number)
+
+    def start_faults(self) -> None:
+        """From now on they crash, and the network breaks."""
+        if self._faults.crash_every_s:
+            for number in range(self._num_workers):
+                self._fault_tasks.start(self._crash_repeatedly(number), f"life of worker {number}")
+        if self._faults.partition_every_s:
+            self._fault_tasks.start(self._partition_repeatedly(), "partitions")
+
+    async def stop_faults(self) -> None:
+        """No more faults: everybody is back, whom nobody hears of any more is buried."""
+        await self._fault_tasks.close()
+        for worker in self.workers.values():
+            if worker.partitioned:
+                worker.rejoin()
+        await self._dead_worker_tasks.join()
+        for number, worker in list(self.workers.items()):
+            if not worker.alive:
+                await self._start_worker(number)
+
+    async def shutdown(self) -> None:
+        """Stop in good order."""
+        for worker in self.workers.values():
+            await worker.shutdown()
+
+    async def _start_worker(self, number: int) -> None:
+        """Those with even numbers keep their name over a restart, the others get a new one."""
+        self._starts += 1
+        name = f"w{number}" if number % 2 == 0 else f"w{number}-{self._starts}"
+        self.workers[number] = await SimulatedWorker.start(self._network, name, self._starts)
+
+    async def _crash_repeatedly(self, number: int) -> None:
+        clock, rng = self._network.clock, self._rng
+        while True:
+            await clock.sleep(rng.expovariate(1 / self._faults.crash_every_s))
+            await self._crash_worker(number)
+            await self._start_worker(number)
+
+    async def _crash_worker(self, number: int) -> None:
+        """It crashes; until it may come back. Who fell is not held beyond that."""
+        clock, rng, worker = self._network.clock, self._rng, self.workers[number]
+        self.crashes += 1
+        self._dead_worker_tasks.start(
+            self._kill_worker(worker, rng.uniform(*LEASE_END_DELAY_S)), f"death of {worker.name}"
+        )
+        await clock.sleep(rng.uniform(*RESTART_DELAY_S))
+        while worker.partitioned:
+            await clock.sleep(1.0)
+
+    async def _kill_worker(self, worker: SimulatedWorker, lease_s: float) -> None:
+        await worker.crash()
+        await self._network.clock.sleep(lease_s)
+        await worker.end_lease()
+
+    async def _partition_repeatedly(self) -> None:
+        clock, rng = self._network.clock, self._rng
+        while True:
+            await clock.sleep(rng.expovariate(1 / self._faults.partition_every_s))
+            await self._partition()
+
+    async def _partition(self) -> None:
+        clock, rng = self._network.clock, self._rng
+        alive = [worker for worker in self.workers.values() if worker.alive]
+        part = rng.sample(alive, round(len(alive) * rng.uniform(*PARTITIONED_SHARE)))
+        seconds, from_discovery = rng.uniform(*self._faults.partition_s), rng.random() < 0.5
+        self.partitions += 1
+        self.partitioned_workers += len(part)
+        for worker in part:
+            worker.partition()
+        until = clock.now() + seconds
+        if from_discovery and seconds > LEASE_LOSS_S:
+            await clock.sleep(LEASE_LOSS_S)
+            for worker in part:
+                worker.expire_lease()
+        await clock.sleep_until(until)
+        for worker in part:
+            worker.rejoin()

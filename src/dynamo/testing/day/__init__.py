@@ -1,7 +1,0 @@
-"""A deployment of simulated workers lives through a day of crashes and partitions, in virtual time:
-real processes' code over memory planes, and every answer checked token by token."""
-
-from dynamo.testing.day.day import ChaosScenario, run_chaos
-from dynamo.testing.day.figures import ChaosResult
-
-__all__ = ["ChaosResult", "ChaosScenario", "run_chaos"]
