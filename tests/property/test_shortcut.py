@@ -19,7 +19,7 @@ from dynamo.application.openai.response_encoder import JsonStringCache, Response
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.codec import ReplyDecoder, ReplyEncoder
-from dynamo.core.reply import SendToken
+from dynamo.core.fast_path import SendToken
 from dynamo.core.text import TextOptions
 from dynamo.core.values import Finish, Started, TokenLogprobs
 from dynamo.scheduling.migration import ResumableReply

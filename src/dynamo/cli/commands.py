@@ -13,11 +13,14 @@ RunCommand = Callable[[Sequence[str]], int]
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One command: `module` has `parser()` and `run(arguments) -> exit code`."""
+    """A command. The functions named `parser` (`() -> Parser`) and `run` (`(arguments) -> exit code`)
+    stand in `module`. A hidden command is not listed in the help."""
 
     module: str
     help: str
     hidden: bool = False
+    run: str = "run"
+    parser: str = "parser"
 
 
 COMMANDS = {
@@ -28,9 +31,24 @@ COMMANDS = {
     "call": Command("dynamo.cli.call", "call one endpoint of a service that runs"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
-    "scale": Command("dynamo.cli.control", "more or fewer processes of a kind, while it serves"),
-    "drain": Command("dynamo.cli.control", "take one process out of service; its work moves on"),
-    "restart": Command("dynamo.cli.control", "replace processes one by one, while it serves"),
+    "scale": Command(
+        "dynamo.cli.control",
+        "more or fewer processes of a kind, while it serves",
+        run="run_scale",
+        parser="scale_parser",
+    ),
+    "drain": Command(
+        "dynamo.cli.control",
+        "take one process out of service; its work moves on",
+        run="run_drain",
+        parser="drain_parser",
+    ),
+    "restart": Command(
+        "dynamo.cli.control",
+        "replace processes one by one, while it serves",
+        run="run_restart",
+        parser="restart_parser",
+    ),
     "explain": Command("dynamo.cli.explain", "why a request went to the worker that answered it"),
     "router": Command("dynamo.cli.router", "how a deployment routes: page, picture, report"),
     "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
@@ -46,12 +64,14 @@ COMMANDS = {
 
 
 def command_run(name: str) -> RunCommand:
-    """The function of a command in `COMMANDS`."""
-    run: RunCommand = import_module(COMMANDS[name].module).run
+    """Return the function that runs a command of `COMMANDS`."""
+    command = COMMANDS[name]
+    run: RunCommand = getattr(import_module(command.module), command.run)
     return run
 
 
 def command_parser(name: str) -> Parser:
-    """The parser of a command, for its help and the reference."""
-    parser: Parser = import_module(COMMANDS[name].module).parser()
+    """Return a command's parser, for its help and the reference page."""
+    command = COMMANDS[name]
+    parser: Parser = getattr(import_module(command.module), command.parser)()
     return parser

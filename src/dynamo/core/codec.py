@@ -14,7 +14,8 @@ from struct import Struct, unpack_from
 
 import msgspec
 
-from dynamo.core.reply import LogprobsPerToken, Reply, SendToken
+from dynamo.core.fast_path import FAST_PATH_AFTER_PAYLOADS, SendToken
+from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import Finish, GenerateRequest, Started, TokenLogprobs
 
 _pack_single_token = Struct("<cI").pack
@@ -24,9 +25,6 @@ _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
 _decode_extra = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
 _decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
-
-FAST_PATH_AFTER_PAYLOADS = 2
-"""Payloads of tokens, before it is worth to look for a shortcut."""
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -4,10 +4,10 @@ come back as calls."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 
 from dynamo.core.context import Context
+from dynamo.core.fast_path import SendToken, TokenLog
 from dynamo.core.values import (
     EngineInfo,
     Finish,
@@ -19,8 +19,6 @@ from dynamo.core.values import (
 )
 
 LogprobsPerToken = Sequence[TokenLogprobs]
-SendToken = Callable[[int], bool | None]
-"""Takes one token. False = enough; None = not taken, it must go by `tokens`."""
 
 
 class Reply(ABC):
@@ -46,13 +44,12 @@ class Reply(ABC):
         """The engine ended by itself."""
 
     @property
-    def token_log(self) -> array[int] | None:
-        """Every token that came here, where that is kept."""
+    def token_log(self) -> TokenLog | None:
+        """Every token id that came here, where this reply keeps them; else None."""
         return None
 
-    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
-        """A shorter way for single tokens after the first, past those who only pass them on or
-        keep them: what it takes it appends to `kept`. None: there is none."""
+    def open_fast_path(self, kept: TokenLog | None = None) -> SendToken | None:
+        """Open the fast path for single tokens after the first (`core/fast_path.py`)."""
         del kept
         return None
 

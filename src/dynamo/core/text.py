@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from dynamo.core.fast_path import FastPath, TextTable, TokenLog
 from dynamo.core.values import FinishReason, Started
 
 
@@ -83,29 +83,6 @@ class TextFinish(msgspec.Struct, frozen=True):
     stop: str | int | None = None
 
 
-class FastPath(ABC):
-    """One choice's tokens straight to their reader, each as its text, where nothing stands in the
-    way. `plain`: nothing is held back (whoever holds text back says so); `count`: tokens taken."""
-
-    __slots__ = ("buffer_empty", "tokens_sent")
-
-    def __init__(self) -> None:
-        self.tokens_sent = 0
-        self.buffer_empty = True
-
-    @abstractmethod
-    def send_token(self, token: int) -> bool | None:
-        """False = the reader is gone; None = not taken."""
-
-
-class TextTable(msgspec.Struct, frozen=True):
-    """What a lane may say: `texts[id]`, None where the id alone is not a text; of those not one in
-    which `risky` finds something (None: any)."""
-
-    texts: list[str | None]
-    may_begin_stop: Callable[[str], object] | None = None
-
-
 class TextReply(ABC):
     """Where text goes. Synchronous, on the loop, never re-entrant; choices come interleaved.
 
@@ -133,9 +110,8 @@ class TextReply(ABC):
         """The choice is complete."""
 
     def open_fast_path(
-        self, choice: int, words: TextTable, kept: array[int] | None
+        self, choice: int, words: TextTable, kept: TokenLog | None
     ) -> FastPath | None:
-        """A shorter way than `text` for a choice whose text has begun; it appends what it takes to
-        `kept`. None: there is none."""
+        """Open the fast path of a choice whose text has begun (`core/fast_path.py`)."""
         del choice, words, kept
         return None

@@ -38,29 +38,29 @@ __all__ = [
 
 _MODULE_OF = {
     "CancellationToken": "cancellation",
-    "Client": "client",
+    "Client": "calls.client",
     "Component": "component",
-    "ComponentRegistry": "registry",
+    "ComponentRegistry": "worker_discovery",
     "DistributedRuntime": "distributed",
     "Endpoint": "component",
-    "Health": "health",
-    "Instance": "instances",
+    "Instance": "calls.instances",
     "Lifecycle": "lifecycle",
+    "LifecycleState": "lifecycle",
     "Namespace": "component",
+    "ProcessHealth": "health",
+    "ResponseStream": "calls.streams",
     "Runtime": "background",
-    "Served": "component",
-    "State": "lifecycle",
-    "Stream": "streams",
-    "WorkerDiscovery": "workers",
-    "WorkerInfo": "workers",
+    "ServedEndpoint": "component",
+    "WorkerDiscovery": "worker_discovery",
+    "WorkerInfo": "worker_discovery",
 }
 
 if not TYPE_CHECKING:  # so that a name which is not there stays an error to the type checker
 
     def __getattr__(name: str) -> Any:
-        """Public names load their module on first use: who only looks at what runs needs none."""
-        home = _MODULE_OF.get(name)
-        if home is None:
+        """Load the module of a public name on first use, so that importing dynamo stays instant."""
+        module = _MODULE_OF.get(name)
+        if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-        return found
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+        return value

@@ -20,7 +20,8 @@ from dynamo.core.errors import (
     WorkerDraining,
     WorkerFailed,
 )
-from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest, SendToken
+from dynamo.core.fast_path import SendToken
+from dynamo.core.reply import LogprobsPerToken, Operator, Reply, SendRequest
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.telemetry import Registry
 

@@ -14,7 +14,7 @@ from dynamo.application.frontend_metrics import FrontendMetrics, ModelMetrics
 from dynamo.application.generation.fast_path import EventTemplate, StreamFastPath
 from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
 from dynamo.application.openai.response_encoder import MAX_TOKEN_TABLES, JsonStringCache
-from dynamo.core.text import TextTable
+from dynamo.core.fast_path import TextTable
 from dynamo.telemetry.metrics import Registry
 
 

@@ -18,7 +18,8 @@ from dynamo.application.openai.response_encoder import JsonStringCache, Response
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.communication.http.response import Response
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.text import TextFinish, TextTable
+from dynamo.core.fast_path import TextTable
+from dynamo.core.text import TextFinish
 from dynamo.core.values import Started
 from dynamo.telemetry.metrics import Registry
 

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.core.text import FastPath, TextFinish, TextOptions, TextTable
+from dynamo.core.fast_path import FastPath, TextTable
+from dynamo.core.text import TextFinish, TextOptions
 from dynamo.core.values import Finish
 from dynamo.scheduling.processor.detokeniser import Detokeniser
 from dynamo.scheduling.processor.stop_strings import StopStrings

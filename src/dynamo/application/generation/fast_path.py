@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dynamo.application.generation.token_timing import MAX_PENDING_TIMESTAMPS, TokenTiming
 from dynamo.application.openai.response_encoder import JsonStringCache
 from dynamo.communication.http import Response
-from dynamo.core.text import FastPath, TextTable
+from dynamo.core.fast_path import FastPath, TextTable
 
 
 class EventTemplate(NamedTuple):

@@ -11,7 +11,8 @@ from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.errors import InternalError, SlowReader
-from dynamo.core.text import DecodedTokenLogprob, FastPath, TextFinish, TextReply, TextTable
+from dynamo.core.fast_path import FastPath, TextTable
+from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 
 CompletionTokenLogprobs = Sequence[DecodedTokenLogprob]

@@ -5,15 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from dynamo.core.reply import LogprobsPerToken, Reply, SendToken
-from dynamo.core.text import (
-    DecodedTokenLogprob,
-    FastPath,
-    TextFinish,
-    TextOptions,
-    TextReply,
-    TextTable,
-)
+from dynamo.core.fast_path import FastPath, SendToken, TextTable
+from dynamo.core.reply import LogprobsPerToken, Reply
+from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextOptions, TextReply
 from dynamo.core.values import Finish, Started, TokenLogprobs
 from dynamo.scheduling.processor.stop_strings import StopStrings, StopStringScanner
 from dynamo.scheduling.processor.vocabulary import TextDecoder, Vocabulary

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from dynamo.core.clock import Clock
-from dynamo.core.reply import LogprobsPerToken, Reply, SendToken
+from dynamo.core.fast_path import SendToken
+from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.policy import Outcome, Placement
