@@ -50,8 +50,8 @@ class Nowhere(Reply):
     def begin(self, started: Started) -> None:
         pass
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
-        del ids, extra
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        del ids, logprobs
         return True
 
     def finish(self, end: Finish) -> None:

@@ -28,8 +28,8 @@ class Nobody(Reply):
     def begin(self, started: Started) -> None:
         del started
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
-        del ids, extra
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        del ids, logprobs
         return True
 
     def finish(self, end: Finish) -> None:

@@ -42,7 +42,7 @@ class Stamps(Reply):
     def begin(self, started: Any) -> None:
         pass
 
-    def tokens(self, ids: Any, extra: Any = None) -> bool:  # noqa: ARG002
+    def tokens(self, ids: Any, logprobs: Any = None) -> bool:  # noqa: ARG002
         self.times.append(time.perf_counter())
         return True
 

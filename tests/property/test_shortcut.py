@@ -38,7 +38,7 @@ class Long(ResumableReply):
 
     __slots__ = ()
 
-    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
+    def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
         return None
 
 

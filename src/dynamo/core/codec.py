@@ -64,10 +64,10 @@ class ReplyEncoder(Reply):
             started = msgspec.structs.replace(started, worker=self._worker)
         self._send(b"b" + _encode(started))
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         send = self._send  # calling a slot directly is slower in CPython 3.11
-        if extra is not None:
-            return send(b"x" + _encode((pack_ids(ids), extra)))
+        if logprobs is not None:
+            return send(b"x" + _encode((pack_ids(ids), logprobs)))
         if len(ids) == 1:
             return send(_pack_single_token(b"t", ids[0]))
         return send(b"t" + pack_ids(ids))

@@ -23,8 +23,8 @@ These classes stand in `core/codec.py`, `scheduling/router/attempt.py`, `schedul
 `send_token` takes a token only if the detokeniser holds no text back (`FastPath.buffer_empty`), the
 id alone is a whole text, that text cannot begin a stop string, and the connection takes bytes. The
 token is then appended to the token log and written. Otherwise the answer is None and the decoder
-sends the token through `Reply.tokens`, so every rule is written once. Replies that count tokens read
-the length of the token log or `FastPath.tokens_sent`.
+sends the token through `Reply.tokens`, so every rule is written once. Replies that count tokens
+read the length of the token log or `FastPath.tokens_sent`.
 
 A reply without a fast path costs nothing: the defaults answer None.
 """

@@ -35,7 +35,7 @@ class Reply(ABC):
         """The engine took the request."""
 
     @abstractmethod
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         """The next tokens (`extra`: one entry a token). False = enough: no more calls follow,
         the engine's work is cancelled, and the awaited call returns normally."""
 
@@ -48,9 +48,9 @@ class Reply(ABC):
         """Every token id that came here, where this reply keeps them; else None."""
         return None
 
-    def open_fast_path(self, kept: TokenLog | None = None) -> SendToken | None:
+    def open_fast_path(self, token_log: TokenLog | None = None) -> SendToken | None:
         """Open the fast path for single tokens after the first (`core/fast_path.py`)."""
-        del kept
+        del token_log
         return None
 
 
@@ -58,12 +58,12 @@ SendRequest = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]
 
 
 class Operator(ABC):
-    """A stage of the token pipeline: may change the request, wrap the reply, call onward again
+    """A stage of the token pipeline: may change the request, wrap the reply, call call_next again
     or not at all."""
 
     @abstractmethod
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
+        self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
         """Pass the request on. Returns when the answer is complete."""
 

@@ -110,8 +110,8 @@ class TextReply(ABC):
         """The choice is complete."""
 
     def open_fast_path(
-        self, choice: int, words: TextTable, kept: TokenLog | None
+        self, choice: int, text_table: TextTable, token_log: TokenLog | None
     ) -> FastPath | None:
         """Open the fast path of a choice whose text has begun (`core/fast_path.py`)."""
-        del choice, words, kept
+        del choice, text_table, token_log
         return None

@@ -37,8 +37,8 @@ class DiscardedReply(Reply):
     def begin(self, started: Started) -> None:
         del started
 
-    def tokens(self, ids: object, extra: LogprobsPerToken | None = None) -> bool:
-        del ids, extra
+    def tokens(self, ids: object, logprobs: LogprobsPerToken | None = None) -> bool:
+        del ids, logprobs
         return True
 
     def finish(self, end: Finish) -> None:

@@ -56,20 +56,20 @@ class ResumableReply(Reply):
             self.started = True
             self._reply.begin(started)
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         if len(ids) == 1:
             self.token_ids.append(ids[0])
         else:
             self.token_ids.extend(ids)
         reply = self._reply  # calling a slot directly is slower in CPython 3.11
-        return reply.tokens(ids, extra)
+        return reply.tokens(ids, logprobs)
 
     @property
     def token_log(self) -> array[int]:
         return self.token_ids
 
-    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
-        return self._reply.open_fast_path(self.token_ids) if kept is None else None
+    def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
+        return self._reply.open_fast_path(self.token_ids) if token_log is None else None
 
     def finish(self, end: Finish) -> None:
         self.complete = True
@@ -132,24 +132,24 @@ class Migration(Operator):
         )
 
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
+        self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
         """Raises `PoisonedRequest` when workers die of it, `WorkerFailed` when the limit is reached
         or no worker comes back, `NoWorkers` only where there was none to begin with."""
         if not self._limit:
-            return await onward(request, context, reply)
+            return await call_next(request, context, reply)
         said = ResumableReply(reply)
         try:
-            await onward(request, context, said)
+            await call_next(request, context, said)
         except WorkerFailed as error:
-            await self._migrate(request, context, said, onward, error)
+            await self._migrate(request, context, said, call_next, error)
 
     async def _migrate(
         self,
         request: GenerateRequest,
         context: Context,
         said: ResumableReply,
-        onward: SendRequest,
+        call_next: SendRequest,
         error: WorkerFailed,
     ) -> None:
         began = self._clock.now()
@@ -169,21 +169,25 @@ class Migration(Operator):
             )
             said.resumed_tokens, said.admitted = len(said.token_ids), False
             again = await self._retry(
-                resume_request(request, said.token_ids), attempt, said, onward
+                resume_request(request, said.token_ids), attempt, said, call_next
             )
             if again is None:
                 return
             error = again
 
     async def _retry(
-        self, request: GenerateRequest, context: Context, said: ResumableReply, onward: SendRequest
+        self,
+        request: GenerateRequest,
+        context: Context,
+        said: ResumableReply,
+        call_next: SendRequest,
     ) -> WorkerFailed | None:
         """One try, which waits while no worker is there: how its worker failed, if it did. Raises
         `WorkerFailed` where no worker comes."""
         since = self._clock.now()
         while True:
             try:
-                await onward(request, context, said)
+                await call_next(request, context, said)
                 return None
             except WorkerFailed as error:
                 return error

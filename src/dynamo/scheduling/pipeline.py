@@ -55,8 +55,8 @@ def standard_pipeline(
     return assemble(operators, router.send)
 
 
-def _bind(operator: Operator, onward: SendRequest) -> SendRequest:
+def _bind(operator: Operator, call_next: SendRequest) -> SendRequest:
     def send(request: GenerateRequest, context: Context, reply: Reply) -> Awaitable[None]:
-        return operator.send(request, context, reply, onward)
+        return operator.send(request, context, reply, call_next)
 
     return send

@@ -24,9 +24,9 @@ class CollectedReply(Reply):
     def begin(self, started: Started) -> None:
         self.started = started
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         self.ids += ids
-        self.extras.append(extra)
+        self.extras.append(logprobs)
         return self._token_limit is None or len(self.ids) < self._token_limit
 
     def finish(self, end: Finish) -> None:

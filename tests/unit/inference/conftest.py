@@ -54,11 +54,11 @@ class Heard(Reply):
         assert self.started is None
         self.started = started
 
-    def tokens(self, ids: Any, extra: Any = None) -> bool:
+    def tokens(self, ids: Any, logprobs: Any = None) -> bool:
         assert self.started is not None
         assert self.end is None
         self.ids += ids
-        self.extras += extra or [None] * len(ids)
+        self.extras += logprobs or [None] * len(ids)
         self.first.set()
         return len(self.ids) < self._enough
 

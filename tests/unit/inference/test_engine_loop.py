@@ -263,7 +263,7 @@ async def test_a_failing_reply_fails_only_itself(make_engine, make_request, hear
     await engine.start()
 
     class Bad(heard):
-        def tokens(self, ids, extra=None):
+        def tokens(self, ids, logprobs=None):
             raise ZeroDivisionError
 
     request = make_request(range(9), max_tokens=5)

@@ -168,9 +168,9 @@ class Heard(Reply):
     def begin(self, started: Started) -> None:
         self.started = started
 
-    def tokens(self, ids: Any, extra: Any = None) -> bool:
+    def tokens(self, ids: Any, logprobs: Any = None) -> bool:
         self.ids += ids
-        self.extras += extra or ()
+        self.extras += logprobs or ()
         return True
 
     def finish(self, end: Finish) -> None:

@@ -70,7 +70,7 @@ class Read(Reply):
     def begin(self, started: Started) -> None:
         self.worker = started.worker
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         self.ids += ids
         return True
 

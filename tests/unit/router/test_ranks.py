@@ -68,7 +68,7 @@ class Read(Reply):
     def begin(self, started: Started) -> None:
         self.cached = started.cached_tokens
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         return True
 
     def finish(self, end: Finish) -> None:

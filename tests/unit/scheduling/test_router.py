@@ -40,7 +40,7 @@ class Read(Reply):
     def begin(self, started: Started) -> None:
         self.workers.append(started.worker)
 
-    def tokens(self, ids: Any, extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Any, logprobs: LogprobsPerToken | None = None) -> bool:
         self.ids += ids
         return self.limit is None or len(self.ids) < self.limit
 
@@ -193,10 +193,10 @@ class Note(Operator):
         self._notes = notes
 
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
+        self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
         self._notes.append(self._name)
-        await onward(request, context, reply)
+        await call_next(request, context, reply)
         self._notes.append(f"/{self._name}")
 
 

@@ -94,14 +94,14 @@ class StreamReply(TextReply):
         return response.write(self._encoder.encode_text_chunk(choice, delta, logprobs))
 
     def open_fast_path(
-        self, choice: int, words: TextTable, kept: array[int] | None
+        self, choice: int, text_table: TextTable, token_log: array[int] | None
     ) -> FastPath | None:
         prefix = self._prefixes[choice]
         if prefix is None:
             return None
-        kept = array("I") if kept is None else kept
+        token_log = array("I") if token_log is None else token_log
         form = EventTemplate(prefix, self._json_strings, self._suffix)
-        return StreamFastPath(choice, self._response, form, self._timing, words, kept)
+        return StreamFastPath(choice, self._response, form, self._timing, text_table, token_log)
 
     def finish(self, choice: int, end: TextFinish) -> None:
         if self._prefixes[choice] is None:
@@ -273,6 +273,6 @@ class OffsetReply(TextReply):
         self._reply.finish(self._offset + choice, end)
 
     def open_fast_path(
-        self, choice: int, words: TextTable, kept: array[int] | None
+        self, choice: int, text_table: TextTable, token_log: array[int] | None
     ) -> FastPath | None:
-        return self._reply.open_fast_path(self._offset + choice, words, kept)
+        return self._reply.open_fast_path(self._offset + choice, text_table, token_log)

@@ -61,8 +61,8 @@ class ReplayRequest(Reply):
     def begin(self, started: Started) -> None:
         self.cached_tokens = started.cached_tokens
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
-        del extra
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        del logprobs
         log = self._log
         ends = self.fast_forward.delivered_step_ends if self.fast_forward is not None else ()
         if ends:

@@ -120,7 +120,7 @@ class Admission(Operator):
             self._dequeue_ready()
 
     async def send(
-        self, request: GenerateRequest, context: Context, reply: Reply, onward: SendRequest
+        self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
         """Raises `Overloaded` where the request is not taken, saying when it might be."""
         ticket = None if self._can_skip_queue(context) else self._admit_or_enqueue(request, context)
@@ -131,11 +131,11 @@ class Admission(Operator):
         try:
             full = self.capacity.full_workers if self.capacity.free_slots else None
             if not full:
-                return await onward(request, context, reply)
+                return await call_next(request, context, reply)
             try:  # any worker that has a place; where those are gone, any
-                await onward(request, replace(context, avoid=(*context.avoid, *full)), reply)
+                await call_next(request, replace(context, avoid=(*context.avoid, *full)), reply)
             except NoWorkers:
-                await onward(request, context, reply)
+                await call_next(request, context, reply)
         finally:
             if id(request) in self._dispatching:
                 del self._dispatching[id(request)]

@@ -77,8 +77,8 @@ class Detokeniser(Reply):
         if self._echo:
             self._reply.text(self._choice, self._echo)
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
-        if self._nothing_pending and extra is None and len(ids) == 1:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        if self._nothing_pending and logprobs is None and len(ids) == 1:
             try:
                 text = self._token_texts[ids[0]]
             except IndexError:
@@ -87,14 +87,14 @@ class Detokeniser(Reply):
             if text is not None and (risky is None or risky(text) is None):
                 self._token_count += 1
                 return self._reply.text(self._choice, text)
-        if extra is None:
+        if logprobs is None:
             return all(self._process_token(token) for token in ids)
-        return all(map(self._process_token, ids, extra))
+        return all(map(self._process_token, ids, logprobs))
 
-    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
+    def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
         self._token_count = self._count_tokens()
         self._fast_path = lane = self._reply.open_fast_path(
-            self._choice, TextTable(self._token_texts, self._may_begin_stop), kept
+            self._choice, TextTable(self._token_texts, self._may_begin_stop), token_log
         )
         if lane is None:
             return None

@@ -77,21 +77,21 @@ class Attempt(Reply):
             follower.on_started(started)
         self._reply.begin(started)
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         if self.first_token_s is None:
             self._on_first_token()
         ticket = self.placement
         if self._counts_tokens and ticket is not None:
             ticket.emitted += len(ids)
         send = self._tokens  # calling a slot directly is slower in CPython 3.11
-        return send(ids, extra)
+        return send(ids, logprobs)
 
     @property
     def token_log(self) -> array[int] | None:
         return self._reply.token_log
 
-    def open_fast_path(self, kept: array[int] | None = None) -> SendToken | None:
-        return None if self._counts_tokens else self._reply.open_fast_path(kept)
+    def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
+        return None if self._counts_tokens else self._reply.open_fast_path(token_log)
 
     def _on_first_token(self) -> None:
         self.first_token_s = self._clock.now()

@@ -61,8 +61,8 @@ class RecordedReply(Reply):
         del started
         self.begin_count += 1
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
-        del extra
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
+        del logprobs
         now = self._clock.now()
         self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_s)
         self.last_token_s = now

@@ -42,11 +42,11 @@ class OrderCheckingReply(CollectedReply):
         assert self.started is None
         super().begin(started)
 
-    def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+    def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         assert self.started is not None
         assert not self._finished
         self.first_token.set()
-        self._finished = not super().tokens(ids, extra)
+        self._finished = not super().tokens(ids, logprobs)
         return not self._finished
 
     def finish(self, end: Finish) -> None:
@@ -128,7 +128,7 @@ class EngineConformance:
 
     async def test_failing_reply_fails_only_its_request(self, engine: Engine) -> None:
         class Bad(OrderCheckingReply):
-            def tokens(self, ids: Sequence[int], extra: LogprobsPerToken | None = None) -> bool:
+            def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
                 raise ZeroDivisionError
 
         async with BackgroundTasks() as tasks:
