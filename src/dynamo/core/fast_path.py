@@ -34,6 +34,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
+from typing import TypeAlias
 
 import msgspec
 
@@ -43,7 +44,7 @@ FAST_PATH_AFTER_PAYLOADS = 2
 SendToken = Callable[[int], bool | None]
 """Sends one token id. True: sent. False: the reader has enough. None: not taken, use `tokens`."""
 
-TokenLog = array[int]
+TokenLog: TypeAlias = "array[int]"
 """Every token id of one answer in order, `array("I")`. Its owner is the reply that returns it."""
 
 
