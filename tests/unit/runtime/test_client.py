@@ -266,7 +266,7 @@ async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> 
 async def test_a_probe_that_is_answered_brings_it_back(
     open_runtime: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.calls.instances.PROBE_S", 0.001)
+    monkeypatch.setattr("dynamo.runtime.calls.instances.PROBE_INTERVAL_S", 0.001)
     caller, server = await open_runtime(), await open_runtime()
     await server.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(caller)
