@@ -105,7 +105,7 @@ class RouterService:
         made = await model.policy.choose(request, out.context, frozenset(ask.excluded))
         if model.routing_listener is not None and isinstance(made.placement, PlacedRequest):
             model.routing_listener.reserve(made.placement)
-        self._routing.observer.decision_log.add(request, replace(made, ticket=None))
+        self._routing.observer.decision_log.add(request, replace(made, placement=None))
         self._decisions.inc()
         out.send(encode_reply(made))
 

@@ -18,7 +18,7 @@ def said(events: list[Any]) -> str:
 
 
 async def finished(site: Any) -> None:
-    while site.application.generation.admission.running:
+    while site.application.generation.concurrency.running:
         await asyncio.sleep(0.005)
 
 

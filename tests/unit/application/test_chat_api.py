@@ -264,7 +264,7 @@ async def test_leaving_cancels_before_the_first_text(site: Any, connect: Any, st
         one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": stream})
         await site.processor.entered.wait()
     await site.processor.cancelled.wait()
-    assert site.application.generation.admission.running == 0
+    assert site.application.generation.concurrency.running == 0
 
 
 async def test_leaving_cancels_a_stream(site: Any, connect: Any) -> None:
@@ -273,7 +273,7 @@ async def test_leaving_cancels_a_stream(site: Any, connect: Any) -> None:
         one.ask("POST", CHAT, body)
         await one.head()
         await one.reader.read(10)
-    while site.application.generation.admission.running:
+    while site.application.generation.concurrency.running:
         await asyncio.sleep(0.01)
 
 

@@ -19,7 +19,7 @@ BODY = {"model": "words", "messages": [{"role": "user", "content": "one two thre
 
 async def test_the_next_beyond_the_queue_is_refused(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=1)
-    admission = site.application.generation.admission
+    admission = site.application.generation.concurrency
     site.processor.gate.clear()
     async with connect(site.port) as runs, connect(site.port) as waits, connect(site.port) as late:
         runs.ask("POST", CHAT, BODY)
@@ -39,7 +39,7 @@ async def test_the_next_beyond_the_queue_is_refused(open_site: Any, connect: Any
 
 async def test_leaving_the_queue_frees_the_place(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=4)
-    admission = site.application.generation.admission
+    admission = site.application.generation.concurrency
     site.processor.gate.clear()
     async with connect(site.port) as runs:
         runs.ask("POST", CHAT, BODY)
@@ -255,7 +255,7 @@ async def test_limits_change_while_it_serves(open_site: Any, connect: Any) -> No
         await site.processor.entered.wait()
         two.ask("POST", CHAT, BODY)
         assert (await two.answer()).status == 503
-        site.application.limit(ServerSettings(max_concurrent_requests=2, request_timeout=0.01))
+        site.application.update_settings(ServerSettings(max_concurrent_requests=2, request_timeout=0.01))
         two.ask("POST", CHAT, BODY)
         three.ask("POST", CHAT, BODY)
         assert (await two.answer()).error["code"] == "deadline_exceeded"
@@ -271,9 +271,9 @@ async def test_a_higher_limit_lets_in_who_waits(open_site: Any, connect: Any) ->
         one.ask("POST", CHAT, BODY)
         await site.processor.entered.wait()
         two.ask("POST", CHAT, BODY)
-        while not site.application.generation.admission.waiting:
+        while not site.application.generation.concurrency.waiting:
             await asyncio.sleep(0)
-        site.application.limit(ServerSettings(max_concurrent_requests=2))
-        assert site.application.generation.admission.running == 2
+        site.application.update_settings(ServerSettings(max_concurrent_requests=2))
+        assert site.application.generation.concurrency.running == 2
         site.processor.gate.set()
         assert {(await one.answer()).status, (await two.answer()).status} == {200}

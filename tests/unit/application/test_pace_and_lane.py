@@ -88,7 +88,7 @@ class Outlet:
         self.events: list[bytes] = []
         self.armed = 0
 
-    def outlet(self) -> tuple[list[bytes], Callable[[], None]]:
+    def get_event_buffer(self) -> tuple[list[bytes], Callable[[], None]]:
         return self.events, self.arm
 
     def arm(self) -> None:
@@ -136,13 +136,13 @@ def test_what_may_begin_a_stop_string_is_not_taken_however_often(
     assert laid.kept.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("state", [{"open": False}, {"congested": True}, {"plain": False}])
+@pytest.mark.parametrize("state", [{"open": False}, {"congested": True}, {"buffer_empty": False}])
 def test_the_long_way_is_taken_while_something_stands_in_the_way(
     hand: Hand, metrics: ModelMetrics, state: dict[str, bool]
 ) -> None:
     laid = Laid(TokenTiming(metrics, hand, 99.0, 1))
     for name, value in state.items():
-        setattr(laid.lane if name == "plain" else laid.outlet, name, value)
+        setattr(laid.lane if name == "buffer_empty" else laid.outlet, name, value)
     assert laid.lane.send_token(0) is None
     assert (laid.outlet.events, laid.kept.tolist()) == ([], [])
 

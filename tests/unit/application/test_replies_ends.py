@@ -30,19 +30,19 @@ class Wire:
     """A connection that keeps what it is to send, event by event."""
 
     def __init__(self) -> None:
-        self.out: list[bytes] = []
-        self.events: list[bytes] = []
-        self.framed = False
+        self.output: list[bytes] = []
+        self.pending_events: list[bytes] = []
+        self.chunked = False
 
-    def arm(self) -> None:
+    def schedule_flush(self) -> None:
         pass
 
-    def join(self) -> None:
-        self.out += self.events
-        self.events.clear()
+    def merge_events(self) -> None:
+        self.output += self.pending_events
+        self.pending_events.clear()
 
-    def backlog(self) -> int:
-        return sum(map(len, self.events))
+    def unsent_bytes(self) -> int:
+        return sum(map(len, self.pending_events))
 
 
 class Answer:
@@ -72,8 +72,8 @@ class Answer:
     @property
     def told(self) -> list[Any]:
         """What a client reads: (choice, text, reason) of every event, `usage`, "[DONE]"."""
-        self.wire.join()
-        whole = b"".join(one for one in self.wire.out if not one.startswith(b"HTTP/"))
+        self.wire.merge_events()
+        whole = b"".join(one for one in self.wire.output if not one.startswith(b"HTTP/"))
         events = whole.decode().removesuffix("0\r\n\r\n").split("\n\n")[:-1]
         found: list[Any] = []
         for event in (one.removeprefix("data: ") for one in events):
@@ -168,10 +168,10 @@ def test_a_whole_answer_has_every_choice() -> None:
     for choice, delta in ((1, "b"), (0, "a"), (1, "B")):
         assert one.reply.text(choice, delta)
     one.reply.finish(0, END)
-    assert not one.wire.out
+    assert not one.wire.output
     one.reply.finish(1, TextFinish("length", 4))
     one.reply.check_complete()
-    head, body = one.wire.out
+    head, body = one.wire.output
     assert b"x-dynamo-worker: w" in head
     read = json.loads(body)
     assert [(c["text"], c["finish_reason"]) for c in read["choices"]] == [
@@ -185,7 +185,7 @@ def test_what_an_ended_choice_had_held_is_counted_once() -> None:
     one = Answer(2, limit=2_000)
     one.reply.text(0, "a")
     one.reply.text(1, "b")
-    one.wire.join()
+    one.wire.merge_events()
     one.response.congested = True
     assert one.reply.text(0, "x" * 800)
     one.reply.finish(0, END)
@@ -203,7 +203,7 @@ def test_choices_of_a_later_prompt_are_counted_on() -> None:
             reply.begin(choice, Started("w"))
             assert reply.text(choice, f"{name}{choice}")
             reply.finish(choice, TextFinish("length" if choice else "stop", 1))
-    read = json.loads(one.wire.out[1])
+    read = json.loads(one.wire.output[1])
     assert [(c["text"], c["finish_reason"]) for c in read["choices"]] == [
         ("a0", "stop"),
         ("a1", "length"),
@@ -221,7 +221,7 @@ def test_the_short_way_of_a_later_prompt_is_its_own() -> None:
     assert second.open_fast_path(0, words, None) is None
     one.reply.text(0, "a")
     second.text(0, "b")
-    one.wire.join()
+    one.wire.merge_events()
     kept = array("I")
     lane = second.open_fast_path(0, words, kept)
     assert lane is not None

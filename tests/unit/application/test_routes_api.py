@@ -38,7 +38,7 @@ async def test_models(site: Any, connect: Any) -> None:
 
 async def test_before_any_model(open_site: Any, connect: Any) -> None:
     site = await open_site(empty=True)
-    site.gateway.prepare("words", "its worker reads the weights")
+    site.gateway.set_pending("words", "its worker reads the weights")
     assert (await get(connect, site, "/live")).status == 200
     health = await get(connect, site, "/health")
     assert health.status == 503
@@ -59,7 +59,7 @@ async def test_before_any_model(open_site: Any, connect: Any) -> None:
 
 
 async def test_a_second_model_that_is_getting_ready(site: Any, connect: Any) -> None:
-    site.gateway.prepare("big", "downloading")
+    site.gateway.set_pending("big", "downloading")
     chat = {"model": "big", "messages": [{"role": "user", "content": "x"}]}
     answer = await get(connect, site, "/v1/chat/completions", "POST", chat)
     assert (answer.status, answer.error["code"]) == (503, "model_not_ready")

@@ -23,10 +23,10 @@ from dynamo.runtime.processes.supervisor import Prepare, Supervisor, run_supervi
 from dynamo.telemetry.logs import LogStream
 
 SERVICE_BY_ROLE = {
-    "frontend": "dynamo.services.frontend:Frontend",
-    "processor": "dynamo.services.processor:Processor",
-    "router": "dynamo.services.router:Router",
-    "worker": "dynamo.services.worker:Worker",
+    "frontend": "dynamo.services.frontend:FrontendService",
+    "processor": "dynamo.services.processor:ProcessorService",
+    "router": "dynamo.services.router:RouterService",
+    "worker": "dynamo.services.worker:WorkerService",
 }
 
 
