@@ -73,29 +73,29 @@ def test_tables(tokenizer):
     for number, raw in enumerate(table):
         assert raw is not None
         assert raw.decode(errors="replace") == tokenizer.decode([number])
-    assert tokenizer.whole_text[ids(tokenizer.encode(" world"))[0]] == " world"
-    assert tokenizer.whole_text[table.index(b"\xc3")] is None
+    assert tokenizer.token_texts[ids(tokenizer.encode(" world"))[0]] == " world"
+    assert tokenizer.token_texts[table.index(b"\xc3")] is None
     assert tokenizer.id_to_token(1) == "<|im_start|>"
     assert tokenizer.special_ids == {0, 1, 2}
-    allowed = set(tokenizer.whole_text_ids)
+    allowed = set(tokenizer.text_token_ids)
     assert allowed
     assert not allowed & tokenizer.special_ids
     assert all(tokenizer.decode([n]) and "\ufffd" not in tokenizer.decode([n]) for n in allowed)
 
 
 def test_readable_ids_need_no_encoder(tokenizer, tokenizer_path):
-    assert read_text_token_ids(tokenizer_path) == tokenizer.whole_text_ids
-    assert read_text_token_ids(file_ref(tokenizer_path)) == tokenizer.whole_text_ids
+    assert read_text_token_ids(tokenizer_path) == tokenizer.text_token_ids
+    assert read_text_token_ids(file_ref(tokenizer_path)) == tokenizer.text_token_ids
 
 
 def test_the_stream_decoder_never_splits_a_character(tokenizer):
     text = "hello 中é👍 the end"
-    stream = tokenizer.stream()
+    stream = tokenizer.stream_decoder()
     parts = [stream.step(one) for one in ids(tokenizer.encode(text))]
     assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts)
-    assert tokenizer.stream().step(2) == ""
-    cut = tokenizer.stream()
+    assert tokenizer.stream_decoder().step(2) == ""
+    cut = tokenizer.stream_decoder()
     for one in ids(tokenizer.encode("a👍"))[:-1]:
         cut.step(one)
     assert cut.flush() == "\ufffd"
