@@ -94,11 +94,11 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
 
 def checked_settings(loaded: LoadedSettings) -> Settings:
     """The settings, which are possible. Raises `ConfigError` and `Unsupported`."""
-    from dynamo.inference.engine_registry import check_engine_kind
+    from dynamo.core.plugins import ENGINES
     from dynamo.telemetry.logs import parse_levels
 
     settings = loaded.settings
-    check_engine_kind(settings.engine.kind)
+    ENGINES.check(settings.engine.kind)
     parse_levels(settings.logging.level)
     return settings
 

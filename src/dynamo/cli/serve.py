@@ -95,11 +95,11 @@ def split_service_options(arguments: Sequence[str]) -> tuple[list[str], ServiceO
 
 def check_plan(made: DeploymentPlan) -> None:
     """What every start checks first. Raises `ConfigError`, `Unsupported`."""
-    from dynamo.inference.engine_registry import check_engine_kind
+    from dynamo.core.plugins import ENGINES
     from dynamo.telemetry.logs import parse_levels
 
     for part in made.with_role("worker"):
-        check_engine_kind(part.settings.engine.kind)
+        ENGINES.check(part.settings.engine.kind)
     parse_levels(made.settings.logging.level)
 
 

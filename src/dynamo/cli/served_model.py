@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from dynamo.cli.progress_bar import ProgressBar
+from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 
 
@@ -23,6 +24,6 @@ def fetch_model(settings: Settings) -> Sequence[str]:
 
     with ProgressBar(sys.stderr) as bar:
         resolve_model_blocking(
-            settings.model.path, bar, with_weights=settings.engine.kind == "native"
+            settings.model.path, bar, with_weights=engine_needs_weights(settings.engine.kind)
         )
     return served_model_names(settings)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from dynamo.core.plugins import engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.models.file_cache import ProgressCallback as ModelProgress
 from dynamo.models.location import locate_model
@@ -91,7 +92,7 @@ def _fetch_in_thread(
 
     failure: Exception | None = None
     try:
-        with_weights = settings.engine.kind == "native"
+        with_weights = engine_needs_weights(settings.engine.kind)
         resolve_model_blocking(
             settings.model.path, progress, with_weights=with_weights, stopped=stopped
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from dynamo.core.errors import WorkerFailed
+from dynamo.core.plugins import ENGINES, engine_needs_weights
 from dynamo.core.settings import Settings
 from dynamo.inference import worker as inference_worker
-from dynamo.inference.engine_registry import EngineInputs, check_engine_kind, open_engine
+from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.models.card import ModelCard
 from dynamo.models.resolve import ModelFiles, resolve_model
 from dynamo.runtime.distributed import DistributedRuntime
@@ -27,7 +28,7 @@ class WorkerService:
         """Raises `ModelUnavailable`, `ConfigError`."""
         settings = runtime.settings
         kind = settings.engine.kind
-        check_engine_kind(kind)
+        ENGINES.check(kind)
 
         def tell(how: str) -> None:
             runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {how}")
@@ -36,7 +37,7 @@ class WorkerService:
         files = await resolve_model(
             settings.model.path,
             ThreadSafeProgress(tell),
-            with_weights=kind == "native",
+            with_weights=engine_needs_weights(kind),
             clock=runtime.clock,
         )
         runtime.health.set_unhealthy(MODEL_HEALTH_KEY, "the engine is starting")

@@ -7,10 +7,11 @@ import pytest
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Unsupported
+from dynamo.core.plugins import ENGINES
 from dynamo.core.settings import Settings
 from dynamo.core.settings.schema import EngineSettings as EngineSettings
 from dynamo.inference.echo import EchoEngine
-from dynamo.inference.engine_registry import EngineInputs, check_engine_kind, open_engine
+from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.models.resolve import resolve_model
 
 CONTEXT = Context("r")
@@ -19,12 +20,12 @@ CONTEXT = Context("r")
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm", "llamacpp", "openai"])
 def test_planned_engines_say_so(kind):
     with pytest.raises(Unsupported, match="not supported yet"):
-        check_engine_kind(kind)
+        ENGINES.check(kind)
 
 
 def test_an_unknown_engine_names_the_nearest():
     with pytest.raises(ConfigError) as caught:
-        check_engine_kind("mok")
+        ENGINES.check("mok")
     assert "mock" in caught.value.hint
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -47,7 +48,6 @@ from dynamo.scheduling.router import (
     WorkerScore,
     WorkerSelector,
     WorkerStatus,
-    selectors,
 )
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import open_policy
@@ -240,7 +240,7 @@ async def test_a_selector_hears_what_the_request_asks_for(
     open_runtime: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     point = SimpleNamespace(name="heeding", load=lambda: Heeding)
-    monkeypatch.setattr(selectors, "entry_points", lambda group: [point])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     labelled: Any = {LABELS_KEY: {"zone": "b", "gpu": "x"}}
     await serve(await open_runtime(), **labelled)
     runtime = await open_runtime()

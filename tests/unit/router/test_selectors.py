@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from importlib import metadata
 from random import Random
 
 import pytest
@@ -21,7 +22,6 @@ from dynamo.scheduling.router import (
     WorkerSelector,
     WorkerStatus,
 )
-from dynamo.scheduling.router import selectors as selectors_module
 from dynamo.scheduling.router.costs.composite import CostWeights
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.library.kv_router import worker_score
@@ -74,6 +74,7 @@ class Last(WorkerSelector):
 
 
 class Point:
+    value = "package:selector"
     name = "last"
 
     def load(self) -> type[WorkerSelector]:
@@ -81,7 +82,7 @@ class Point:
 
 
 def test_a_selector_of_ones_own_comes_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selectors_module, "entry_points", lambda group: [Point()])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [Point()])
     selector = make_selector("last", 1.0, Random(1))
     stage = Stage(4, select=adapt_selector(selector))
     assert stage.goes(100) == "d"
@@ -128,7 +129,7 @@ def test_a_selector_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch)
         def load(self) -> type[WorkerSelector]:
             raise ImportError("no module")
 
-    monkeypatch.setattr(selectors_module, "entry_points", lambda group: [Broken()])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [Broken()])
     with pytest.raises(ConfigError, match="no module"):
         make_selector("last", 1.0, Random(1))
 

@@ -9,14 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from dynamo.communication.backends import load_backend
 from dynamo.communication.directory import RecordChange, RecordWatch
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-
-BACKENDS = {
-    "memory": "dynamo.communication.discovery.memory:MemoryDiscovery",
-    "file": "dynamo.communication.discovery.file:FileDiscovery",
-    "etcd": "dynamo.communication.discovery.etcd:EtcdDiscovery",
-    "etcds": "dynamo.communication.discovery.etcd:EtcdDiscovery",
-}
-
+from dynamo.core.plugins import DISCOVERY_BACKENDS
 
 __all__ = ["Discovery", "RecordChange", "RecordWatch", "open_discovery"]
 
@@ -66,5 +59,5 @@ class Discovery(ABC):
 
 async def open_discovery(url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Discovery:
     """Open a backend by URL. Raises `ConfigError` for an unknown scheme."""
-    plane: Discovery = await load_backend(BACKENDS, url, "discovery").open(url, options)
+    plane: Discovery = await load_backend(DISCOVERY_BACKENDS, url).open(url, options)
     return plane

@@ -11,13 +11,7 @@ import msgspec
 from dynamo.communication.backends import load_backend
 from dynamo.communication.directory import Directory
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-
-BACKENDS = {
-    "memory": "dynamo.communication.events.memory:MemoryEvents",
-    "tcp": "dynamo.communication.events.tcp:TcpEvents",
-    "nats": "dynamo.communication.events.nats:NatsEvents",
-}
-
+from dynamo.core.plugins import EVENT_BACKENDS
 
 EventKind = Literal["event", "dump", "stale", "repaired", "gone"]
 
@@ -94,5 +88,5 @@ async def open_events(
     url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
 ) -> Events:
     """Open a backend by URL; publishers are found through `directory`. Raises `ConfigError`."""
-    plane: Events = await load_backend(BACKENDS, url, "event").open(url, directory, options)
+    plane: Events = await load_backend(EVENT_BACKENDS, url).open(url, directory, options)
     return plane

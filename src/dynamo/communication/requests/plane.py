@@ -8,12 +8,7 @@ from collections.abc import Awaitable, Callable
 from dynamo.communication.backends import load_backend
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.core.context import Context
-
-BACKENDS = {
-    "memory": "dynamo.communication.requests.memory:MemoryRequests",
-    "tcp": "dynamo.communication.requests.tcp:TcpRequests",
-    "nats": "dynamo.communication.requests.nats:NatsRequests",
-}
+from dynamo.core.plugins import REQUEST_BACKENDS
 
 Sink = Callable[[bytes], bool]
 """The caller's end of a stream: called on the loop with each payload; False = enough, which cancels
@@ -136,5 +131,5 @@ class Requests(ABC):
 
 async def open_requests(url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Requests:
     """Open a backend by URL. `tcp://HOST:PORT` with port 0 = any. Raises `ConfigError`."""
-    plane: Requests = await load_backend(BACKENDS, url, "request").open(url, options)
+    plane: Requests = await load_backend(REQUEST_BACKENDS, url).open(url, options)
     return plane

@@ -17,7 +17,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Annotated[
         str,
         setting(
-            "what computes: native, mock or echo",
+            "engine of the workers: native, mock, echo, or an entry point in dynamo.engines",
             aliases=("model.engine",),
             not_yet=tuple((kind, "") for kind in UNSUPPORTED_ENGINES),
         ),

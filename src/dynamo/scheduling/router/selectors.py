@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from importlib.metadata import entry_points
 from random import Random
 from typing import Any
 
@@ -21,6 +20,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.labels import LABELS_KEY, satisfies_constraints
+from dynamo.core.plugins import SELECTORS
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.regret import pick_lowest
@@ -28,8 +28,6 @@ from dynamo.scheduling.router.placement.solver import SelectWorker
 from dynamo.scheduling.router.worker_state import WorkerState
 
 log = logging.getLogger(__name__)
-
-ENTRY_POINTS = "dynamo.router.selectors"
 
 
 class RouterError:
@@ -122,19 +120,16 @@ def softmax_pick(scores: Sequence[float], temperature: float, rng: Random) -> in
 
 
 def make_selector(name: str, temperature: float, rng: Random) -> WorkerSelector:
-    """By the name of a strategy, or of an entry point. Raises ConfigError."""
-    if name in tuple(SelectionStrategy):
+    """Make the selector of a strategy or of an entry point. Raises `ConfigError`."""
+    selector_class = SELECTORS.load(name)
+    if selector_class is DefaultWorkerSelector:
         return DefaultWorkerSelector(SelectionStrategy(name), temperature=temperature, rng=rng)
-    found = [point for point in entry_points(group=ENTRY_POINTS) if point.name == name]
-    if not found:
-        known = [*SelectionStrategy, *(point.name for point in entry_points(group=ENTRY_POINTS))]
-        raise ConfigError(f"no selector is called {name!r}", hint=f"known: {', '.join(known)}")
     try:
-        selector = found[0].load()()
+        selector = selector_class()
     except Exception as error:
         raise ConfigError(f"selector {name!r} cannot be made: {error!r}") from error
     if not isinstance(selector, WorkerSelector):
-        raise ConfigError(f"selector {name!r} is no WorkerSelector")
+        raise ConfigError(f"selector {name!r} is not a WorkerSelector")
     return selector
 
 

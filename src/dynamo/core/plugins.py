@@ -1,0 +1,156 @@
+"""The tables of everything that is chosen by name: engines, plane backends, router modes, costs.
+
+Each kind is one `PluginTable`. Its rows map a name to `"module:object"`, which is imported on first
+use. An installed package adds a row by an entry point in the table's group::
+
+    [project.entry-points."dynamo.engines"]
+    my_engine = "my_package.engine:open_engine"
+
+A built-in name cannot be replaced by an entry point. `docs/how-to/extend.md` has a recipe a table.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dynamo.core.errors import ConfigError, Unsupported
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+class PluginTable:
+    """Implementations of one kind by name.
+
+    `kind` names the kind in messages. `planned` are names that users may know from other systems
+    and that are not implemented yet; choosing one raises `Unsupported` instead of `ConfigError`.
+    """
+
+    def __init__(
+        self, kind: str, group: str, builtin: Mapping[str, str], planned: Sequence[str] = ()
+    ) -> None:
+        self.kind = kind
+        self.group = group
+        self.builtin = builtin
+        self.planned = planned
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.builtin or any(point.name == name for point in self._entry_points())
+
+    def names(self) -> list[str]:
+        """Return every usable name: the built-in ones, then those of entry points."""
+        return [*self.builtin, *(point.name for point in self._entry_points())]
+
+    def check(self, name: str) -> None:
+        """Raise `Unsupported` for a planned name and `ConfigError` for an unknown one."""
+        if name in self:
+            return
+        names = self.names()
+        if name in self.planned:
+            raise Unsupported(
+                f"{self.kind} {name!r} is not supported yet",
+                hint=f"supported now: {', '.join(names)}",
+            )
+        near = difflib.get_close_matches(name, names, n=1)
+        raise ConfigError(
+            f"unknown {self.kind} {name!r}",
+            hint=f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}",
+        )
+
+    def load(self, name: str) -> Any:
+        """Import and return the object behind `name`. Raises as `check`.
+
+        An entry point that cannot be imported raises `ConfigError` with the reason. An import error
+        of a built-in row is not caught.
+        """
+        self.check(name)
+        target = self.builtin.get(name)
+        if target is not None:
+            module, _, attribute = target.partition(":")
+            return getattr(import_module(module), attribute)
+        point = next(point for point in self._entry_points() if point.name == name)
+        try:
+            return point.load()
+        except Exception as error:
+            raise ConfigError(
+                f"{self.kind} {name!r} ({point.value}) cannot be imported: {error!r}"
+            ) from error
+
+    def _entry_points(self) -> Sequence[EntryPoint]:
+        from importlib.metadata import entry_points  # takes 20 ms, and help needs none
+
+        return tuple(entry_points(group=self.group))
+
+
+ENGINES = PluginTable(
+    "engine",
+    "dynamo.engines",
+    {
+        "native": "dynamo.inference.native:open_engine",
+        "mock": "dynamo.inference.mock.engine:open_engine",
+        "echo": "dynamo.inference.echo:open_engine",
+    },
+    planned=("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai"),
+)
+"""`async (EngineInputs) -> Engine` (`inference/engine_registry.py`)."""
+
+_ENGINES_WITHOUT_WEIGHTS = frozenset({"mock", "echo"})
+
+DISCOVERY_BACKENDS = PluginTable(
+    "discovery backend",
+    "dynamo.planes.discovery",
+    {
+        "memory": "dynamo.communication.discovery.memory:MemoryDiscovery",
+        "file": "dynamo.communication.discovery.file:FileDiscovery",
+        "etcd": "dynamo.communication.discovery.etcd:EtcdDiscovery",
+        "etcds": "dynamo.communication.discovery.etcd:EtcdDiscovery",
+    },
+)
+"""URL scheme to a class with `async open(url, options) -> Discovery`."""
+
+REQUEST_BACKENDS = PluginTable(
+    "request backend",
+    "dynamo.planes.requests",
+    {
+        "memory": "dynamo.communication.requests.memory:MemoryRequests",
+        "tcp": "dynamo.communication.requests.tcp:TcpRequests",
+        "nats": "dynamo.communication.requests.nats:NatsRequests",
+    },
+)
+"""URL scheme to a class with `async open(url, options) -> Requests`."""
+
+EVENT_BACKENDS = PluginTable(
+    "event backend",
+    "dynamo.planes.events",
+    {
+        "memory": "dynamo.communication.events.memory:MemoryEvents",
+        "tcp": "dynamo.communication.events.tcp:TcpEvents",
+        "nats": "dynamo.communication.events.nats:NatsEvents",
+    },
+)
+"""URL scheme to a class with `async open(url, directory, options) -> Events`."""
+
+SELECTORS = PluginTable(
+    "selector",
+    "dynamo.router.selectors",
+    {
+        "highest_score": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
+        "weighted_random": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
+        "load_balanced": "dynamo.scheduling.router.selectors:DefaultWorkerSelector",
+    },
+)
+"""A `WorkerSelector` class; those of entry points are made without arguments."""
+
+
+def engine_needs_weights(kind: str) -> bool:
+    """Return whether an engine reads the model's weights.
+
+    An engine of an entry point needs them unless its factory has `needs_weights = False`. Raises as
+    `PluginTable.check`.
+    """
+    if kind in ENGINES.builtin:
+        return kind not in _ENGINES_WITHOUT_WEIGHTS
+    return bool(getattr(ENGINES.load(kind), "needs_weights", True))

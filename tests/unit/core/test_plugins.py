@@ -1,0 +1,92 @@
+"""Tables of implementations: built-in rows, entry points, planned and unknown names."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from dynamo.core.errors import ConfigError, Unsupported
+from dynamo.core.plugins import (
+    DISCOVERY_BACKENDS,
+    ENGINES,
+    EVENT_BACKENDS,
+    REQUEST_BACKENDS,
+    SELECTORS,
+    PluginTable,
+    engine_needs_weights,
+)
+
+TABLES = [ENGINES, DISCOVERY_BACKENDS, REQUEST_BACKENDS, EVENT_BACKENDS, SELECTORS]
+
+
+class FakeEntryPoint:
+    """Stands for an entry point of an installed package."""
+
+    def __init__(self, name: str, loaded: object) -> None:
+        self.name = name
+        self.value = "fake_package:thing"
+        self._loaded = loaded
+
+    def load(self) -> object:
+        if isinstance(self._loaded, Exception):
+            raise self._loaded
+        return self._loaded
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Install entry points into one group: `install(group, name=object, ...)`."""
+
+    def add(wanted_group: str, **objects: object) -> None:
+        points = [FakeEntryPoint(name, loaded) for name, loaded in objects.items()]
+        monkeypatch.setattr(
+            metadata, "entry_points", lambda group: points if group == wanted_group else []
+        )
+
+    return add
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
+def test_every_builtin_row_can_be_imported(table: PluginTable) -> None:
+    for name in table.builtin:
+        assert callable(table.load(name))
+
+
+def test_an_entry_point_adds_a_name_to_its_own_table_only(install) -> None:
+    factory = object()
+    install("dynamo.engines", mine=factory)
+    assert ENGINES.load("mine") is factory
+    assert "mine" in ENGINES.names()
+    with pytest.raises(ConfigError, match="unknown selector 'mine'"):
+        SELECTORS.load("mine")
+
+
+def test_an_entry_point_does_not_replace_a_builtin_row(install) -> None:
+    install("dynamo.engines", mock=object())
+    assert ENGINES.load("mock").__module__ == "dynamo.inference.mock.engine"
+
+
+def test_an_entry_point_that_cannot_be_imported_names_its_target(install) -> None:
+    install("dynamo.engines", mine=ImportError("no such file"))
+    with pytest.raises(ConfigError, match=r"fake_package:thing.*no such file"):
+        ENGINES.load("mine")
+
+
+def test_an_entry_point_may_implement_a_planned_name(install) -> None:
+    factory = object()
+    with pytest.raises(Unsupported, match="'vllm' is not supported yet"):
+        ENGINES.check("vllm")
+    install("dynamo.engines", vllm=factory)
+    assert ENGINES.load("vllm") is factory
+
+
+def test_an_engine_of_an_entry_point_says_whether_it_needs_weights(install) -> None:
+    async def with_weights() -> None: ...
+
+    async def without_weights() -> None: ...
+
+    without_weights.needs_weights = False  # type: ignore[attr-defined]
+    install("dynamo.engines", heavy=with_weights, light=without_weights)
+    needs = {kind: engine_needs_weights(kind) for kind in ("native", "mock", "heavy", "light")}
+    assert needs == {"native": True, "mock": False, "heavy": True, "light": False}
