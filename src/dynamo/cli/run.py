@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dynamo.cli.inputs.batch import add_batch_flags
-from dynamo.cli.inputs.batch import parse_batch_options as batch_options
+from dynamo.cli.inputs.batch_file import add_batch_flags, parse_batch_options
 from dynamo.cli.parsing import Parser
 from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.core.errors import ConfigError, Unsupported
@@ -152,7 +151,7 @@ def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int
     """Answer a file's lines."""
     from dynamo.cli.inputs.batch import run_batch
 
-    return run_batch(settings, batch_options(path, found))
+    return run_batch(settings, parse_batch_options(path, found))
 
 
 def announce(names: Sequence[str], url: str) -> None:

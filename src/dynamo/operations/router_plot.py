@@ -1,56 +1,44 @@
-"""Cache and load of every worker over time, as a PNG file."""
+"""Plot of each worker's cache and load over time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dynamo.core.errors import Unsupported
+from dynamo.operations.plotting import check_matplotlib, make_panels
 
-SIZE_INCHES = (12.0, 7.5)
-DOTS_PER_INCH = 110
 MAX_LINES = 10
-"""More workers than this are rows of a map of colours."""
+"""With more workers, a panel is a heat map with a row for each worker."""
 
 WorkerFields = Mapping[str, Any]
 
 PANELS: Sequence[tuple[str, str, Callable[[WorkerFields], float]]] = (
     (
-        "cache, share of a worker's blocks",
+        "cached blocks, share of the worker's blocks",
         "%",
-        lambda one: 100 * one["cached_blocks"] / one["total_blocks"] if one["total_blocks"] else 0,
+        lambda worker: 100 * worker["cached_blocks"] / max(1, worker["total_blocks"]),
     ),
-    ("requests, running and waiting", "requests", lambda one: one["running"] + one["waiting"]),
-    ("prompt tokens to compute", "tokens", lambda one: one["prefill_tokens"]),
-    ("requests routed there", "a second", lambda one: one["routed"]),
+    ("requests, running and waiting", "requests", lambda load: load["running"] + load["waiting"]),
+    ("prompt tokens to compute", "tokens", lambda load: load["prefill_tokens"]),
+    ("requests routed", "per second", lambda load: load["routed"]),
 )
 
 
 def draw_router_samples(samples: Sequence[Mapping[str, Any]], path: str, title: str = "") -> None:
-    """Of samples as /router/timeline gives them. Raises `Unsupported` without matplotlib.
+    """Draw samples of /router/timeline into a PNG file. Raises `Unsupported` without matplotlib.
     Blocks."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise Unsupported(
-            "pictures need matplotlib, which is not installed",
-            hint="pip install 'dynamo-python[bench]', or write the page: --html FILE",
-        ) from None
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
+    check_matplotlib(", or write the page: --html FILE")
     names = sorted({name for sample in samples for name in sample["workers"]})
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    panels: Any = figure.subplots(2, 2)
-    for panel, (about, unit, measure) in zip(panels.flat, PANELS, strict=True):
+    figure, panels = make_panels()
+    for panel, (panel_title, unit, measure) in zip(panels, PANELS, strict=True):
         series = _series_by_worker(samples, names, measure)
         if len(names) > MAX_LINES:
             _plot_heatmap(figure, panel, samples, series, unit)
         else:
             _plot_lines(panel, samples, series, unit)
-        panel.set_title(about)
+        panel.set_title(panel_title)
     if 0 < len(names) <= MAX_LINES:
-        panels.flat[0].legend(fontsize=8)
+        panels[0].legend(fontsize=8)
     figure.suptitle(title or f"{len(names)} workers", fontsize=11)
     figure.savefig(path, format="png")
 
@@ -60,7 +48,7 @@ def _series_by_worker(
     names: Sequence[str],
     measure: Callable[[WorkerFields], float],
 ) -> dict[str, list[float]]:
-    """By worker, one value a sample; NaN where it was not there."""
+    """Return one value a sample for each worker; NaN for samples without the worker."""
     return {
         name: [
             measure(sample["workers"][name]) if name in sample["workers"] else float("nan")

@@ -22,7 +22,7 @@ def test_json_says_what_came_of_it(tmp_path, capsys):
     assert 0 < said["reuse_first_admission"] < 1
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         spread = said[name]
-        assert set(spread) == {"mean", "p50", "p90", "p99"}
+        assert set(spread) == {"n", "mean", "p50", "p90", "p95", "p99", "max", "curve"}
         assert 0 < spread["p50"] <= spread["p90"] <= spread["p99"]
     assert said["output_tokens_per_s"] > 0
     assert said["settings"]["num_blocks"] == 16_384

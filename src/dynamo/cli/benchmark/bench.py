@@ -36,10 +36,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _measure(found: argparse.Namespace) -> int:
-    from dynamo.operations.bench.bench_plot import check_drawable
+    from dynamo.operations.bench.bench_plot import check_bench_plot
 
     if found.picture:
-        check_drawable()
+        check_bench_plot()
     check_writable(found.out, found.picture)
     bench = parse_bench_config(found)
     results = _run_preset(found) if found.preset else [_run_single(found)]

@@ -110,12 +110,13 @@ def run(arguments: Sequence[str]) -> int:
     found = parser().parse(arguments)
     loaded = load_settings(found)
 
+    from dynamo.operations.plotting import check_matplotlib
     from dynamo.operations.replay.replay import Replay
-    from dynamo.operations.replay.replay_plot import check_drawable, draw_replay
+    from dynamo.operations.replay.replay_plot import draw_replay
     from dynamo.operations.replay.trace import ArrivalOptions, read_trace
 
     if found.plot:
-        check_drawable()
+        check_matplotlib()
     check_writable(found.json, found.decisions, found.plot)
     plan = _make_plan(found, loaded)
     arrivals = ArrivalOptions(found.speed, found.smear, found.seed)

@@ -1,4 +1,4 @@
-"""What `dynamo bench` shows."""
+"""Text that `dynamo bench` and `dynamo replay` print: progress, results and comparisons."""
 
 from __future__ import annotations
 
@@ -6,90 +6,80 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dynamo.cli.progress_bar import ProgressBar, render_bar
+from dynamo.core.errors import Overloaded
 
 if TYPE_CHECKING:
     from dynamo.operations.bench.bench_result import BenchResult
     from dynamo.operations.bench.compare import ResultDifference
     from dynamo.operations.bench.load_generator import LoadGenerator
     from dynamo.operations.bench.workload import LoadProfile
-from dynamo.core.errors import Overloaded
-
-if TYPE_CHECKING:
-    from dynamo.operations.replay.replay_result import ReplayResult
+    from dynamo.operations.replay.replay import ReplayResult
     from dynamo.operations.replay.request_log import ReplayLog
 
-REPLAY_LATENCY_ROWS = (
-    ("ttft_ms", "TTFT"),
-    ("itl_ms", "ITL"),
-    ("tpot_ms", "TPOT"),
-    ("e2e_ms", "E2E"),
-)
-REPLAY_COLUMNS = ("mean", "p50", "p90", "p99")
+LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 class ReplayProgress:
-    """Shows on `bar` how far a replay is. `total`: requests of the trace."""
+    """Shows the progress of a replay of `total` requests on `bar`."""
 
     def __init__(self, bar: ProgressBar, total: int) -> None:
         self._bar = bar
         self._total = max(1, total)
 
     def __call__(self, log: ReplayLog) -> None:
-        """How far it is."""
         if not self._bar.should_redraw():
             return
         share = log.completed / self._total
         self._bar.show(
-            f"{render_bar(share)} {share:.0%}  {log.completed} done  {len(log.in_flight)} in flight  "
-            f"{log.clock.now():.0f} s of virtual time"
+            f"{render_bar(share)} {share:.0%}  {log.completed} done  "
+            f"{len(log.in_flight)} in flight  {log.clock.now():.0f} s of virtual time"
         )
 
 
 def format_replay_result(result: ReplayResult) -> str:
-    """The result on a few lines."""
+    """Format a replay's result for a terminal."""
     failed = result.requests - result.completed - result.rejected
     lines = [
         f"{result.requests} requests in {result.duration_s:.1f} s of virtual time"
         + (f", {result.rejected} rejected" if result.rejected else "")
-        + (f", {failed} not answered" if failed else "")
+        + (f", {failed} failed" if failed else "")
         + f"; {result.output_tokens_per_s:.0f} tokens/s",
-        f"prompts {result.reuse_first_admission:.1%} cached when first admitted",
+        f"prompt tokens {result.reuse_first_admission:.1%} cached at first admission",
         f"{result.evictions} blocks evicted, {result.preemptions} preemptions",
-        f"requests a worker: {' '.join(map(str, result.requests_per_worker))}",
+        f"requests per worker: {' '.join(map(str, result.requests_per_worker))}",
         "",
-        f"{'ms':<6}" + "".join(f"{name:>12}" for name in REPLAY_COLUMNS),
+        *_latency_lines(result),
+        f"{'rejected':<10}{result.rejected:>8}",
     ]
-    for key, title in REPLAY_LATENCY_ROWS:
-        spread = getattr(result, key)
-        lines.append(
-            f"{title:<6}" + "".join(f"{getattr(spread, one):>12.2f}" for one in REPLAY_COLUMNS)
-        )
-    lines.append(f"{'rejected':<10}{result.rejected:>8}")
     others = [(error, count) for error, count in result.errors.items() if error != Overloaded.code]
     lines += [f"{'failed':<10}{count:>8}  {error}" for error, count in others]
     lines.append(f"\ntook {result.wall_s:.1f} s ({result.cpu_s:.1f} s of CPU)")
     return "\n".join(lines)
 
 
-LATENCY_ROWS = (("ttft_ms", "TTFT"), ("itl_ms", "ITL"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
-BENCH_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+def _latency_lines(result: BenchResult | ReplayResult) -> Iterator[str]:
+    yield f"{'ms':<6}" + "".join(f"{column:>12}" for column in LATENCY_COLUMNS)
+    for name, title in LATENCY_ROWS:
+        summary = getattr(result, name)
+        values = (getattr(summary, column) for column in LATENCY_COLUMNS)
+        yield f"{title:<6}" + "".join(f"{value:>12.2f}" for value in values)
 
 
 class BenchProgress:
-    """Shows on `bar` how far a measurement is."""
+    """Shows the progress of a measurement on `bar`."""
 
     def __init__(self, bar: ProgressBar, load: LoadProfile) -> None:
         self._bar = bar
         self._load = load
 
-    def __call__(self, measurement: LoadGenerator, seconds: float) -> None:
-        """How far it is after `seconds`."""
+    def __call__(self, generator: LoadGenerator, seconds: float) -> None:
         if not self._bar.should_redraw():
             return
-        done = len(measurement.samples)
+        done = len(generator.samples)
         self._bar.show(
             f"{render_bar(self._completed_share(done, seconds))} {seconds:.0f} s  {done} done  "
-            f"{measurement.in_flight} in flight  {measurement.text_events / seconds:.0f} events/s"
+            f"{generator.in_flight} in flight  {generator.text_events / seconds:.0f} events/s"
         )
 
     def _completed_share(self, done: int, seconds: float) -> float:
@@ -102,7 +92,7 @@ class BenchProgress:
 
 
 def format_bench_result(result: BenchResult, url: str) -> str:
-    """The figures for a reader."""
+    """Format a bench result for a terminal."""
     return "\n".join(_bench_result_lines(result, url))
 
 
@@ -115,20 +105,13 @@ def _bench_result_lines(result: BenchResult, url: str) -> Iterator[str]:
     )
     yield (
         f"prompts {result.prompt_tokens} tokens, {result.cached_ratio:.1%} of them cached; "
-        f"answers {result.output_tokens}, {result.events_per_token:g} events a token"
+        f"answers {result.output_tokens} tokens, {result.events_per_token:g} events per token"
     )
     yield ""
-    yield f"{'ms':<6}" + "".join(f"{name:>10}" for name in BENCH_COLUMNS)
-    for key, title in LATENCY_ROWS:
-        spread = getattr(result, key)
-        yield f"{title:<6}" + "".join(f"{getattr(spread, name):>10.2f}" for name in BENCH_COLUMNS)
-    yield from _goodput_and_cpu_lines(result)
-
-
-def _goodput_and_cpu_lines(result: BenchResult) -> Iterator[str]:
+    yield from _latency_lines(result)
     if result.goodput is not None:
-        good = result.goodput
-        yield f"\ngoodput {good.requests_per_s:g} requests/s, {good.ratio:.1%} of all requests"
+        per_s, ratio = result.goodput.requests_per_s, result.goodput.ratio
+        yield f"\ngoodput {per_s:g} requests/s, {ratio:.1%} of all requests"
     if result.processes:
         yield ""
     for role, cpu in result.processes.items():
@@ -143,7 +126,7 @@ def _goodput_and_cpu_lines(result: BenchResult) -> Iterator[str]:
 def format_comparison(
     files: Sequence[str], rows: Sequence[ResultDifference], differing: Sequence[str]
 ) -> str:
-    """A table, and what was asked for differently."""
+    """Format the differences of two result files, and the `differing` settings below them."""
     width = max([len(row.figure) for row in rows] + [8])
     lines = [f"{'':<{width}}  {files[0]:>14}  {files[1]:>14}"]
     for row in rows:
@@ -152,5 +135,5 @@ def format_comparison(
         values = f"{row.first:>14g}  {row.second:>14g}"
         lines.append(f"{row.figure:<{width}}  {values}  {change:>8} {word}".rstrip())
     if differing:
-        lines.append(f"\nnot asked alike: {', '.join(differing)}")
+        lines.append(f"\nsettings that differ: {', '.join(differing)}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 import msgspec
@@ -15,8 +15,8 @@ from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.core.virtual_time import Deadlock, VirtualClock, run_in_virtual_time
+from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
 from dynamo.operations.replay.cluster import ReplayCluster, ReplayWorkers
-from dynamo.operations.replay.replay_result import ReplayResult, summarize_distribution
 from dynamo.operations.replay.request_log import ReplayLog, ReplayProgressCallback
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceConversation
 from dynamo.scheduling.admission import SloLimits
@@ -41,6 +41,36 @@ class ReplayPlan(msgspec.Struct, frozen=True):
     seed: int = 0
     slo: SloLimits | None = None
     settings: Mapping[str, object] = {}
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """The result file of a replay. Latencies are those of completed requests.
+
+    `rejected` counts the `errors` of code `overloaded`. `reuse_first_admission` is the share of
+    prompt tokens that a cache held when their request was first admitted. `tpot_ms` is each
+    request's mean time between tokens, `itl_ms` every single one. `duration_s` is virtual time;
+    `wall_s` and `cpu_s` are what the replay took. `requests_per_worker` has an entry for each
+    data-parallel rank of each worker.
+    """
+
+    trace: str
+    settings: Mapping[str, object]
+    requests: int
+    completed: int
+    rejected: int
+    reuse_first_admission: float
+    ttft_ms: LatencySummary
+    tpot_ms: LatencySummary
+    itl_ms: LatencySummary
+    e2e_ms: LatencySummary
+    output_tokens_per_s: float
+    duration_s: float
+    preemptions: int
+    evictions: int
+    requests_per_worker: Sequence[int]
+    errors: Mapping[str, int]
+    wall_s: float
+    cpu_s: float
 
 
 class Replay:
@@ -128,10 +158,10 @@ class Replay:
             completed=log.completed,
             rejected=log.errors.get(Overloaded.code, 0),
             reuse_first_admission=log.cached_tokens / max(1, log.prompt_tokens),
-            ttft_ms=summarize_distribution(log.ttft_s),
-            tpot_ms=summarize_distribution(log.tpot_s),
+            ttft_ms=summarize_latencies(log.ttft_s),
+            tpot_ms=summarize_latencies(log.tpot_s),
             itl_ms=log.inter_token.summarize(),
-            e2e_ms=summarize_distribution(log.e2e_s),
+            e2e_ms=summarize_latencies(log.e2e_s),
             output_tokens_per_s=log.output_tokens / max(1e-9, self._duration_s),
             duration_s=self._duration_s,
             preemptions=self._preemptions,

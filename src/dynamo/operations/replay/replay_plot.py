@@ -1,4 +1,4 @@
-"""A replay as a picture."""
+"""Plot of one replay."""
 
 from __future__ import annotations
 
@@ -6,68 +6,48 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.operations.bench.bench_plot import check_drawable
-from dynamo.operations.replay.replay_result import ReplayResult
+from dynamo.operations.plotting import check_matplotlib, make_panels, plot_distribution
+from dynamo.operations.replay.replay import ReplayResult
 from dynamo.operations.replay.request_log import ReplayLog
 
-__all__ = ["check_drawable", "draw_replay"]
-
-SIZE_INCHES = (12.0, 8.0)
-DOTS_PER_INCH = 110
-RUNNING_MEAN = 100
-CURVE_POINTS = 500
+MEAN_REQUESTS = 100
 
 
 def draw_replay(result: ReplayResult, log: ReplayLog, path: str) -> None:
-    """Times to first token over the trace and as a distribution, whole times, and the requests of
-    every worker, in one PNG file. Raises `Unsupported` without matplotlib. Blocks."""
-    check_drawable()
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    panels: Any = figure.subplots(2, 2)
-    _plot_ttft_over_time(panels[0][0], log)
-    _plot_distribution(panels[0][1], "time to first token", log.ttft_s)
-    _plot_distribution(panels[1][0], "whole answer", log.e2e_s)
-    _plot_requests_per_worker(panels[1][1], result.requests_per_worker)
+    """Draw TTFT over the trace, the distributions of TTFT and end-to-end latency, and the requests
+    of each worker into one PNG file. Raises `Unsupported` without matplotlib. Blocks."""
+    check_matplotlib()
+    figure, panels = make_panels()
+    _plot_ttft_over_time(panels[0], log)
+    plot_distribution(panels[1], "time to first token", [("", result.ttft_ms)], xscale="log")
+    plot_distribution(panels[2], "end-to-end latency", [("", result.e2e_ms)], xscale="log")
+    _plot_requests_per_worker(panels[3], result.requests_per_worker)
     figure.suptitle(_headline(result), fontsize=10)
     figure.savefig(path, format="png")
 
 
 def _plot_ttft_over_time(panel: Any, log: ReplayLog) -> None:
     order = sorted(range(len(log.arrived_s)), key=log.arrived_s.__getitem__)
-    times = [log.arrived_s[at] for at in order]
-    first_ms = [log.ttft_s[at] * 1e3 for at in order]
-    panel.plot(times, first_ms, ".", markersize=1, alpha=0.4)
-    panel.plot(times, _running_mean(first_ms), label=f"mean of {RUNNING_MEAN} requests")
+    arrivals_s = [log.arrived_s[index] for index in order]
+    ttft_ms = [log.ttft_s[index] * 1e3 for index in order]
+    panel.plot(arrivals_s, ttft_ms, ".", markersize=1, alpha=0.4)
+    panel.plot(arrivals_s, _running_mean(ttft_ms), label=f"mean of {MEAN_REQUESTS} requests")
     panel.set(title="time to first token", xlabel="arrival, s", ylabel="ms", yscale="log")
     panel.legend(fontsize=8)
     panel.grid(visible=True, alpha=0.3)
 
 
-def _plot_distribution(panel: Any, title: str, seconds: Sequence[float]) -> None:
-    ordered = sorted(seconds)
-    if ordered:
-        shares = [at / CURVE_POINTS for at in range(CURVE_POINTS)]
-        panel.plot([ordered[int(len(ordered) * share)] * 1e3 for share in shares], shares)
-    panel.set(title=title, xlabel="ms", ylabel="share of requests", xscale="log", ylim=(0, 1))
-    panel.grid(visible=True, alpha=0.3)
-
-
 def _plot_requests_per_worker(panel: Any, counts: Sequence[int]) -> None:
     panel.bar(range(len(counts)), counts)
-    panel.set(title="requests a worker", xlabel="worker")
+    panel.set(title="requests per worker", xlabel="worker")
     panel.grid(visible=True, alpha=0.3, axis="y")
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    window: deque[float] = deque(maxlen=RUNNING_MEAN)
+    window: deque[float] = deque(maxlen=MEAN_REQUESTS)
     means, total = [], 0.0
     for value in values:
-        if len(window) == RUNNING_MEAN:
+        if len(window) == MEAN_REQUESTS:
             total -= window[0]
         window.append(value)
         total += value
@@ -76,10 +56,10 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 
 def _headline(result: ReplayResult) -> str:
-    about = result.settings
-    policy = f" {about['router_policy']}" if about.get("router_policy") else ""
+    settings = result.settings
+    policy = f" {settings['router_policy']}" if settings.get("router_policy") else ""
     return (
-        f"{result.trace}: {about.get('workers')} workers, {about.get('router_mode')}{policy}, "
-        f"eviction {about.get('eviction')}; {result.reuse_first_admission:.1%} reused, "
-        f"TTFT {result.ttft_ms.mean:.0f} ms, E2E {result.e2e_ms.mean:.0f} ms"
+        f"{result.trace}: {settings.get('workers')} workers, "
+        f"{settings.get('router_mode')}{policy}, eviction {settings.get('eviction')}; "
+        f"{result.reuse_first_admission:.1%} reused, TTFT {result.ttft_ms.mean:.0f} ms, E2E {result.e2e_ms.mean:.0f} ms"
     )

@@ -14,7 +14,7 @@ from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.mock.simulated_engine import HashContent
 from dynamo.inference.sequence import SequenceContent
-from dynamo.operations.replay.replay_result import InterTokenHistogram
+from dynamo.operations.latency_summary import LatencyHistogram
 from dynamo.operations.replay.trace import TraceBlockConverter, TraceRequest
 from dynamo.scheduling.router.prompt import Prompt
 
@@ -90,7 +90,7 @@ class ReplayLog:
 
     def __init__(self, clock: Clock, blocks: TraceBlockConverter, block_tokens: int) -> None:
         self.clock = clock
-        self.inter_token = InterTokenHistogram()
+        self.inter_token = LatencyHistogram()
         self.in_flight: dict[str, ReplayRequest] = {}
         self._requests, self._workers = array("q"), array("i")
         self._placed_ms = array("d")

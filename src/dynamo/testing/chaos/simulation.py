@@ -19,7 +19,7 @@ from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import EngineInfo, GenerateRequest
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
 from dynamo.inference.mock.timing import LinearTiming, StepTiming
-from dynamo.operations.replay.replay_result import ReplayDistribution, summarize_distribution
+from dynamo.operations.latency_summary import LatencySummary, summarize_latencies
 from dynamo.testing.chaos.faults import FaultSchedule, SimulatedWorkers, drop_events_repeatedly
 from dynamo.testing.chaos.leaks import find_leaked_records, find_leaks, find_open_planes
 from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedNetwork
@@ -39,8 +39,8 @@ class ChaosResult(msgspec.Struct, frozen=True):
     failed: Mapping[str, int]
     failure_messages: Sequence[str]
     stalled: int
-    stall_ms: ReplayDistribution
-    duration_ms: ReplayDistribution
+    stall_ms: LatencySummary
+    duration_ms: LatencySummary
     crashes: int
     partitions: int
     partitioned_workers: int
@@ -254,8 +254,8 @@ def _make_result(
         failed=dict(tally.failed),
         failure_messages=tally.failure_messages,
         stalled=len(tally.stalls_s),
-        stall_ms=summarize_distribution(tally.stalls_s),
-        duration_ms=summarize_distribution(tally.durations_s),
+        stall_ms=summarize_latencies(tally.stalls_s),
+        duration_ms=summarize_latencies(tally.durations_s),
         crashes=fleet.crashes,
         partitions=fleet.partitions,
         partitioned_workers=fleet.partitioned_workers,

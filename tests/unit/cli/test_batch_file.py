@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.cli.inputs.batch import parse_batch_options
 from dynamo.cli.inputs.batch_file import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     parse_batch_line,
+    parse_batch_options,
     plan_batch,
     read_answered_ids,
     read_pending_lines,

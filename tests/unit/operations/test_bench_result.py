@@ -20,7 +20,6 @@ from dynamo.operations.bench.bench_result import (
     BenchRun,
     compute_result,
     read_result,
-    summarize_latencies,
 )
 from dynamo.operations.bench.compare import compare, differing_settings
 from dynamo.operations.bench.prompts import PromptGenerator, request_body
@@ -33,6 +32,7 @@ from dynamo.operations.bench.workload import (
     RequestPlan,
     RequestShape,
 )
+from dynamo.operations.latency_summary import LatencyHistogram, summarize_latencies
 
 
 def sample(began: float, first: float, gap: float, events: int, error: str = "") -> RequestSample:
@@ -80,6 +80,20 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert found.curve[100] == 100
 
 
+def test_a_histogram_agrees_with_the_exact_distribution_within_a_thousandth() -> None:
+    seconds = [(at % 997 + 1) / 1000 for at in range(5000)]
+    histogram = LatencyHistogram()
+    for value in seconds:
+        histogram.add(value)
+    exact, counted = summarize_latencies(seconds), histogram.summarize()
+
+    assert counted.n == exact.n
+    assert counted.mean == pytest.approx(exact.mean)
+    assert counted.max == pytest.approx(exact.max, rel=1e-3)
+    assert counted.curve == pytest.approx(exact.curve, rel=1e-3)
+    assert LatencyHistogram().summarize() == summarize_latencies([])
+
+
 def test_a_run_without_answers_has_figures() -> None:
     assert result_of().ttft_ms.n == 0
 
@@ -102,7 +116,7 @@ def test_two_results_are_compared_figure_by_figure(tmp_path: Path) -> None:
     assert read_result(str(path)).ttft_ms == first.ttft_ms
 
 
-@pytest.mark.parametrize(("text", "word"), [(None, "No such file"), ("[]", "is no result")])
+@pytest.mark.parametrize(("text", "word"), [(None, "No such file"), ("[]", "is not a result")])
 def test_what_is_no_result_file_is_told(tmp_path: Path, text: str | None, word: str) -> None:
     path = tmp_path / "a.json"
     if text is not None:

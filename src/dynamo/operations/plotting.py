@@ -1,0 +1,51 @@
+"""Figures with matplotlib: the parts that all plots of `dynamo` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo.core.errors import Unsupported
+from dynamo.operations.latency_summary import CURVE_POINTS, LatencySummary
+
+SIZE_INCHES = (12.0, 8.0)
+DOTS_PER_INCH = 110
+
+
+def check_matplotlib(alternative: str = "") -> None:
+    """Raise `Unsupported` if matplotlib is not installed; its hint names the `alternative`."""
+    try:
+        import matplotlib as mpl  # noqa: F401
+    except ImportError:
+        raise Unsupported(
+            "plots need matplotlib, which is not installed",
+            hint=f"pip install 'dynamo-python[bench]'{alternative}",
+        ) from None
+
+
+def make_panels() -> tuple[Any, Sequence[Any]]:
+    """Return a new figure and its four panels, row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    panels: Any = figure.subplots(2, 2)
+    return figure, panels.flat
+
+
+def plot_distribution(
+    panel: Any,
+    title: str,
+    summaries: Sequence[tuple[str, LatencySummary]],
+    *,
+    samples: str = "requests",
+    xscale: str = "linear",
+) -> None:
+    """Plot the cumulative distribution of labelled latencies."""
+    for label, summary in summaries:
+        if summary.curve:
+            shares = [percent / CURVE_POINTS for percent in range(len(summary.curve))]
+            panel.plot(summary.curve, shares, label=f"{label} p99 {summary.p99:g} ms".lstrip())
+    panel.set(title=title, xlabel="ms", ylabel=f"share of {samples}", xscale=xscale, ylim=(0, 1))
+    panel.grid(visible=True, alpha=0.3)
+    if any(summary.curve for _, summary in summaries):
+        panel.legend(fontsize=8)
