@@ -230,14 +230,14 @@ async def test_who_is_there_and_cannot_be_asked_is_told(open_runtime: Open) -> N
     for server in servers:
         await server.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(caller, 3)
-    with pytest.raises(NoWorkers, match="asked now: 3 not wanted for this call"):
+    with pytest.raises(NoWorkers, match="available now: 3 excluded for this call"):
         client.pick("random", set())
     assert client.eject(servers[0].instance_id)
     for server in servers[1:]:
         server.requests.abort()  # type: ignore[attr-defined]
         with pytest.raises(InstanceGone):
             await client.direct(1, server.instance_id)
-    with pytest.raises(NoWorkers, match="asked now: 2 not answering, 1 unhealthy"):
+    with pytest.raises(NoWorkers, match="available now: 2 not answering, 1 unhealthy"):
         await client.generate({})
     with pytest.raises(NoWorkers, match="2 not answering"):
         await client.wait_for_instances(timeout_s=0)

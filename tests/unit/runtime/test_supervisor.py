@@ -116,7 +116,7 @@ async def test_deaths_before_serving_are_told_loudly(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.processes.child.FIRST_S", 0.001)
+    monkeypatch.setattr("dynamo.runtime.processes.child.RESTART_DELAY_S", 0.001)
     supervisor = supervise(spec("sys.exit(7)"))
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -178,7 +178,7 @@ async def test_who_stops_is_told_how_to_end_at_once(
 async def test_who_does_not_leave_is_killed(
     spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.runtime.processes.process_group.KILL_AFTER_S", 0.0)
+    monkeypatch.setattr("dynamo.runtime.processes.process_group.KILL_GRACE_S", 0.0)
     supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=0.05)
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -226,27 +226,27 @@ SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
 from dynamo.core.settings import Settings
-from dynamo.runtime.processes.child import ProcessSpec
+from dynamo.runtime.processes.child import ChildSpec
 from dynamo.runtime.deployment import Deployment
 from dynamo.runtime.processes.exit_status import describe_exit
 from dynamo.runtime.processes.supervisor import Supervisor, run_supervisor
 
 CHILD = '''
 import os, sys
-from dynamo.runtime.processes.parent_pipe import ParentLink, Report
-link = ParentLink.from_stdin()
+from dynamo.runtime.processes.parent_pipe import ChildReport, ParentPipe
+link = ParentPipe.from_stdin()
 if sys.argv[1] == "prctl":
     link.die_with_parent()
-    import signal; link.tell(Report(state="ready")); signal.pause()
+    import signal; link.send_report(ChildReport(state="ready")); signal.pause()
 else:
     import asyncio
     async def main():
-        link.watch(asyncio.get_running_loop(), lambda: os._exit(1))
-        link.tell(Report(state="ready"))
+        link.watch_parent(asyncio.get_running_loop(), lambda: os._exit(1))
+        link.send_report(ChildReport(state="ready"))
         await asyncio.Event().wait()
     asyncio.run(main())
 '''
-specs = [ProcessSpec(role="worker", name=way, settings=Settings(),
+specs = [ChildSpec(role="worker", name=way, settings=Settings(),
                      command=(sys.executable, "-c", CHILD, way)) for way in ("prctl", "eof")]
 
 async def main():

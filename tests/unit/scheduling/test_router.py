@@ -103,7 +103,7 @@ async def test_a_decision_says_why(open_runtime: Open) -> None:
     other = await policy.choose(REQUEST, CONTEXT, {first.instance.id})
     assert other.candidates == 1
     assert other.instance.id != first.instance.id
-    with pytest.raises(NoWorkers, match=r"can be asked now.* 2 not wanted for this call"):
+    with pytest.raises(NoWorkers, match=r"available now.* 2 excluded for this call"):
         await policy.choose(REQUEST, CONTEXT, {first.instance.id, other.instance.id})
 
 

@@ -1,4 +1,4 @@
-"""A client of one endpoint: who serves it, which one to take, the call itself."""
+"""A client of one endpoint: live instances, load balancing, calls."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """Instances as discovery announces them, minus those withheld; picks; calls.
+    """Balances and makes calls over the live instances of one endpoint.
 
-    `instances`: the live ones, by id. `on_work` is called when an instance that had no call of this
-    client gets one.
+    `instances` maps the id of each live instance to it. `on_instance_busy` is called when an
+    instance without a call of this client gets one.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Client:
         self._refresh()
 
     def in_flight(self, instance_id: str) -> int:
-        """Calls of this client that the instance works on now."""
-        slot = self._loads.get(instance_id)
-        return 0 if slot is None else slot.in_flight
+        """Number of this client's calls that the instance works on."""
+        load = self._loads.get(instance_id)
+        return 0 if load is None else load.in_flight
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` when `instances` changed. Returns the way to stop that."""
+        """Call `callback` when `instances` changed. Returns a function that unsubscribes."""
         return self._view.on_change(callback)
 
     async def wait_for_instances(self, count: int = 1, timeout_s: float | None = None) -> None:
-        """Return when at least `count` are there. Raises `NoWorkers` after `timeout_s`."""
+        """Return when at least `count` are live. Raises `NoWorkers` after `timeout_s`."""
         changed = asyncio.Event()
         stop = self.on_change(changed.set)
         try:
@@ -72,27 +72,29 @@ class Client:
             if not self._view.live:
                 raise self.no_workers_error() from None
             raise NoWorkers(
-                f"{len(self._view.live)} of {count} instances of {self.path} after {timeout_s} s"
+                f"{len(self._view.live)} of {count} instances of {self.path} are live "
+                f"after {timeout_s} s"
             ) from None
         finally:
             stop()
 
     def pick(self, mode: str, allowed: Container[str] | None = None) -> Instance:
-        """One live instance by `mode` (of the ids in `allowed`). Raises `NoWorkers`."""
+        """Pick a live instance by `mode`, among the ids in `allowed`. Raises `NoWorkers`."""
         try:
             return self._balancer.pick(mode, allowed).instance
         except LookupError:
             raise self.no_workers_error() from None
 
     def no_workers_error(self, who: str = "instance", of: str = "") -> NoWorkers:
-        """The error of having nobody to call, and why. `who` is missing, of what (the endpoint)."""
+        """The error for a call without a live instance. `who` and `of` name the kind of process
+        and the service (the endpoint's path by default) in its message."""
         of = of or self.path
-        if why := self._view.describe_unavailable():
-            message = f"no {who} of {of} can be asked now: {why}"
-            hint = "what does not answer now comes back by itself when it does"
+        if reasons := self._view.describe_unavailable():
+            message = f"no {who} of {of} is available now: {reasons}"
+            hint = "an instance returns to service by itself when it answers again"
         else:
             message = f"no {who} serves {of} now"
-            hint = "none has announced itself: start one (`dynamo ps` shows what runs)"
+            hint = "none is registered: start one (`dynamo ps` lists the running processes)"
         return NoWorkers(message, hint=hint, retry_after_s=1.0)
 
     async def call(
@@ -104,12 +106,12 @@ class Client:
         *,
         window: FlowWindow | None = None,
     ) -> None:
-        """Call that instance; see `Requests.call` for what is promised and raised."""
+        """Call `instance`. Ordering and errors are those of `Requests.call`."""
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()  # asks the kernel, every time
-        slot = self._begin_call(instance)
+            self._loop = asyncio.get_running_loop()  # cached: each lookup is a getpid() call
+        load = self._begin_call(instance)
         try:
-            with Interruptible(slot.calls, self._loop):
+            with Interruptible(load.calls, self._loop):
                 await self._requests.call(
                     instance.address, self.path, payload, context, sink, window=window
                 )
@@ -117,107 +119,109 @@ class Client:
             self._view.mark_unreachable(instance.address)
             raise
         finally:
-            self._end_call(slot)
+            self._end_call(load)
 
     @contextmanager
     def track_call(self, instance: Instance) -> Iterator[None]:
-        """What happens within is a call of that instance, to the picks."""
-        slot = self._begin_call(instance)
+        """Count the body of the `with` statement as a call of `instance` for load balancing."""
+        load = self._begin_call(instance)
         try:
             yield
         finally:
-            self._end_call(slot)
+            self._end_call(load)
 
     def _begin_call(self, instance: Instance) -> InstanceLoad:
-        slot = self._loads.get(instance.id) or self._add_load(instance)
-        slot.in_flight += 1
-        if slot.in_flight == 1 and self.on_instance_busy is not None:
+        load = self._loads.get(instance.id) or self._add_load(instance)
+        load.in_flight += 1
+        if load.in_flight == 1 and self.on_instance_busy is not None:
             self.on_instance_busy()
-        return slot
+        return load
 
-    def _end_call(self, slot: InstanceLoad) -> None:
-        slot.in_flight -= 1
-        if not slot.in_flight and not slot.live:
-            self._loads.pop(slot.instance.id, None)
+    def _end_call(self, load: InstanceLoad) -> None:
+        load.in_flight -= 1
+        if not load.in_flight and not load.live:
+            self._loads.pop(load.instance.id, None)
 
     def busy_instances(self) -> Iterator[Instance]:
-        """The instances that work on calls of this client, those that have left too."""
-        for slot in tuple(self._loads.values()):
-            if slot.in_flight:
-                yield slot.instance
+        """The instances with calls of this client, including instances that left discovery."""
+        for load in tuple(self._loads.values()):
+            if load.in_flight:
+                yield load.instance
 
     def interrupt(self, instance_id: str, error: DynamoError) -> int:
-        """End the calls that the instance works on: each raises a copy of `error`, and the instance
-        is told that its caller left. How many there were."""
-        slot = self._loads.get(instance_id)
-        calls = tuple(slot.calls) if slot is not None else ()
+        """Cancel this client's calls of the instance; each raises a copy of `error`.
+
+        The instance cancels its handlers. Returns the number of calls.
+        """
+        load = self._loads.get(instance_id)
+        calls = tuple(load.calls) if load is not None else ()
         for call in calls:
             call.interrupt(type(error)(error.message, hint=error.hint))
         return len(calls)
 
     def mark_unreachable(self, instance: Instance) -> None:
-        """Leave it out until it answers a probe or discovery announces it again."""
+        """Withhold `instance` until it answers a probe or is announced again."""
         self._view.mark_unreachable(instance.address)
 
     def eject(self, instance_id: str) -> bool:
-        """Leave it out until `readmit`. False: it is out already, or half of all are."""
+        """Exclude an unhealthy instance until `readmit`. See `InstanceView.eject`."""
         return self._view.eject(instance_id)
 
     def readmit(self, instance_id: str) -> None:
-        """Take it in again."""
+        """End the exclusion that `eject` began."""
         self._view.readmit(instance_id)
 
     def on_instance_removed(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
-        """Call `callback` with every instance that discovery names no more. Returns the way to stop
-        that."""
+        """Call `callback` with every instance that leaves discovery. Returns a function that
+        unsubscribes."""
         return self._view.on_instance_removed(callback)
 
     def generate(
         self, request: Any, *, mode: str = "round_robin", context: Context | None = None
     ) -> ResponseStream:
-        """Call one instance picked by `mode`; `request` and the items are msgpack values."""
+        """Call an instance picked by `mode`. `request` and the items are msgpack values."""
         return self._open_stream(lambda: self.pick(mode), request, context)
 
     def round_robin(self, request: Any, context: Context | None = None) -> ResponseStream:
-        """`generate` by turns."""
+        """`generate` with round-robin load balancing."""
         return self.generate(request, mode="round_robin", context=context)
 
     def random(self, request: Any, context: Context | None = None) -> ResponseStream:
-        """`generate` at random."""
+        """`generate` with random load balancing."""
         return self.generate(request, mode="random", context=context)
 
     def direct(
         self, request: Any, instance_id: str, context: Context | None = None
     ) -> ResponseStream:
-        """Call that instance. Raises `InstanceGone` (on iteration) where it is not there."""
+        """Call one instance. Iterating raises `InstanceGone` if it is not live."""
         return self._open_stream(lambda: self._find_instance(instance_id), request, context)
 
     async def close(self) -> None:
-        """Stop watching. Calls under way go on."""
+        """Stop watching discovery. Calls in flight continue."""
         if self._on_close is not None:
             self._on_close(self)
         await self._view.close()
 
     def _find_instance(self, instance_id: str) -> Instance:
-        found = self._view.live.get(instance_id)
-        if found is None:
-            raise InstanceGone(f"{self.path} has no instance {instance_id} that can be asked now")
-        return found
+        instance = self._view.live.get(instance_id)
+        if instance is None:
+            raise InstanceGone(f"instance {instance_id} of {self.path} is not available now")
+        return instance
 
     def _open_stream(
         self, choose: Callable[[], Instance], request: Any, context: Context | None
     ) -> ResponseStream:
-        about = context or Context(request_id=secrets.token_hex(8))
+        call_context = context or Context(request_id=secrets.token_hex(8))
 
         async def start(sink: Sink, window: FlowWindow) -> None:
-            await self.call(choose(), encode_item(request), about, sink, window=window)
+            await self.call(choose(), encode_item(request), call_context, sink, window=window)
 
         return ResponseStream(start)
 
     def _add_load(self, instance: Instance) -> InstanceLoad:
-        """A slot for an instance that is no candidate (any more)."""
-        slot = self._loads[instance.id] = InstanceLoad(instance)
-        return slot
+        """Add the load of an instance that is not a candidate for load balancing."""
+        load = self._loads[instance.id] = InstanceLoad(instance)
+        return load
 
     def _refresh(self) -> None:
         live = self._view.live
@@ -226,9 +230,9 @@ class Client:
             if self._loads[name].in_flight == 0:
                 del self._loads[name]
         for name, instance in live.items():
-            slot = self._loads.get(name)
-            if slot is None:
+            load = self._loads.get(name)
+            if load is None:
                 self._loads[name] = InstanceLoad(instance)
-            elif slot.instance is not instance:
-                slot.update_instance(instance)
+            elif load.instance is not instance:
+                load.update_instance(instance)
         self._balancer.set_candidates([self._loads[name] for name in live])

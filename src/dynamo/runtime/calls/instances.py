@@ -196,7 +196,7 @@ class InstanceView:
     def _unavailable_reason(self, name: str) -> str:
         if name in self._unreachable:
             return "not answering"
-        return "unhealthy" if name in self._ejected else "not wanted for this call"
+        return "unhealthy" if name in self._ejected else "excluded for this call"
 
     async def _watch_forever(self) -> None:
         while True:

@@ -9,14 +9,14 @@ BLOCK = 1 << 20
 PROGRAM = f"""
 import ctypes
 from pathlib import Path
-from dynamo.runtime.processes.malloc import keep_small
+from dynamo.runtime.processes.malloc import tune_malloc
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-keep_small()
+tune_malloc()
 before = resident()
 for _ in range(3):  # by then glibc alone would keep blocks of this size
     held = [libc.malloc({BLOCK}) for _ in range(64)]

@@ -1,4 +1,4 @@
-"""Who is frozen and who is merely silent, on virtual time."""
+"""The failure detector over memory planes, with frozen, slow and leaving workers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CONTEXT = Context(request_id="r")
 
 
 class Cluster:
-    """Workers that say `say` every `pace_s`, and a client that is watched."""
+    """Workers that send a payload every `interval_s`, and a client that is watched."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.tasks = BackgroundTasks()
         self.processes = Processes(clock)
-        self.pace_s = 0.02
-        self.left: list[str] = []
+        self.interval_s = 0.02
+        self.cancelled: list[str] = []
 
     async def worker(self) -> DistributedRuntime:
         runtime = await self.processes.open()
@@ -38,10 +38,10 @@ class Cluster:
         async def handle(payload: bytes, out: ResponseWriter) -> None:
             try:
                 while True:
-                    await self.clock.sleep(self.pace_s)
+                    await self.clock.sleep(self.interval_s)
                     out.send(b"x")
             except asyncio.CancelledError:
-                self.left.append(runtime.instance_id)
+                self.cancelled.append(runtime.instance_id)
                 raise
 
         await runtime.endpoint(ENDPOINT).serve(handle)
@@ -54,9 +54,9 @@ class Cluster:
         FailureDetector(runtime.requests, self.clock, runtime.tasks).watch(client)
         return client
 
-    async def call(self, client: Client, worker: DistributedRuntime, heard: list[float]) -> Any:
+    async def call(self, client: Client, worker: DistributedRuntime, times: list[float]) -> Any:
         def sink(payload: bytes) -> bool:
-            heard.append(self.clock.now())
+            times.append(self.clock.now())
             return True
 
         await client.call(client.instances[worker.instance_id], b"", CONTEXT, sink)
@@ -67,34 +67,33 @@ class Cluster:
 
 
 def freeze(runtime: DistributedRuntime) -> None:
-    """Nothing that reaches it is answered any more, and what it says does not get out."""
+    """Start no more handlers in `runtime`, and deliver nothing that its handlers send."""
     plane: Any = runtime.requests
     plane.endpoints.start = lambda *_: None
-    for wire in plane.accepted:
-        wire._outbox.arm = lambda: None
+    for connection in plane.incoming:
+        connection._send_queue.schedule_flush = lambda: None
 
 
-scene = partial(play_virtually, Cluster)
+run_scenario = partial(play_virtually, Cluster)
 
 
-def test_what_a_frozen_worker_had_fails_in_time() -> None:
+def test_calls_of_a_frozen_worker_fail_in_time() -> None:
     async def play(cluster: Cluster) -> None:
         worker, other = await cluster.worker(), await cluster.worker()
         client = await cluster.client(2)
-        heard: list[float] = []
-        call = cluster.tasks.start(cluster.call(client, worker, heard))
+        call = cluster.tasks.start(cluster.call(client, worker, []))
         await cluster.clock.sleep(1.0)
         freeze(worker)
-        frozen = cluster.clock.now()
+        frozen_at = cluster.clock.now()
         with pytest.raises(WorkerFailed, match="does not answer"):
             await call
-        assert cluster.clock.now() - frozen < 1.4
+        assert cluster.clock.now() - frozen_at < 1.4
         assert client.instances.keys() == {other.instance_id}
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_before_the_first_token_too() -> None:
+def test_a_call_without_a_payload_yet_fails_in_time_too() -> None:
     async def play(cluster: Cluster) -> None:
         worker, _ = await cluster.worker(), await cluster.worker()
         client = await cluster.client(2)
@@ -103,48 +102,48 @@ def test_before_the_first_token_too() -> None:
             await cluster.call(client, worker, [])
         assert cluster.clock.now() < 1.4
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_who_answers_beside_the_server_is_called_that_way_and_not_given_up() -> None:
+def test_a_worker_that_answers_directly_is_bypassed_and_not_declared_failed() -> None:
     async def play(cluster: Cluster) -> None:
         worker, _ = await cluster.worker(), await cluster.worker()
         client = await cluster.client(2)
         plane: Any = client._requests
         bypassed: list[str] = []
 
-        async def answers_beside(address: str, endpoint: str) -> bool:
+        async def probe_directly(address: str, endpoint: str) -> bool:
             return address == worker.requests.address
 
         def bypass(address: str) -> None:
             bypassed.append(address)
-            plane.break_off(address)
+            plane.disconnect(address)
 
-        plane.answers_beside, plane.bypass = answers_beside, bypass
+        plane.probe_directly, plane.bypass = probe_directly, bypass
         freeze(worker)
         with pytest.raises(WorkerFailed):
             await cluster.call(client, worker, [])
         assert cluster.clock.now() < 1.4
         assert bypassed == [worker.requests.address]
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_a_slow_worker_that_answers_questions_is_left_alone() -> None:
+def test_a_slow_worker_that_answers_pings_is_left_alone() -> None:
     async def play(cluster: Cluster) -> None:
-        cluster.pace_s = 60.0
+        cluster.interval_s = 60.0
         worker, _ = await cluster.worker(), await cluster.worker()
         client = await cluster.client(2)
-        heard: list[float] = []
-        cluster.tasks.start(cluster.call(client, worker, heard))
+        times: list[float] = []
+        cluster.tasks.start(cluster.call(client, worker, times))
         await cluster.clock.sleep(150.0)
-        assert len(heard) == 2
+        assert len(times) == 2
         assert len(client.instances) == 2
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_the_last_one_is_never_given_up() -> None:
+def test_the_last_worker_is_never_declared_failed() -> None:
     async def play(cluster: Cluster) -> None:
         worker = await cluster.worker()
         client = await cluster.client(1)
@@ -154,7 +153,7 @@ def test_the_last_one_is_never_given_up() -> None:
         assert not call.done()
         assert len(client.instances) == 1
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_requests_of_a_worker_that_leaves_move_at_once() -> None:
@@ -163,42 +162,42 @@ def test_requests_of_a_worker_that_leaves_move_at_once() -> None:
         client = await cluster.client(2)
         call = cluster.tasks.start(cluster.call(client, worker, []))
         await cluster.clock.sleep(1.0)
-        began = cluster.clock.now()
+        draining_since = cluster.clock.now()
         await worker.shutdown(30.0)
         with pytest.raises(WorkerDraining):
             await call
-        assert cluster.clock.now() - began < 1.0
-        assert cluster.left == [worker.instance_id]
+        assert cluster.clock.now() - draining_since < 1.0
+        assert cluster.cancelled == [worker.instance_id]
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_but_the_last_one_finishes_what_it_has() -> None:
+def test_requests_of_the_last_worker_stay_until_its_drain_ends() -> None:
     async def play(cluster: Cluster) -> None:
         worker = await cluster.worker()
         client = await cluster.client(1)
         call = cluster.tasks.start(cluster.call(client, worker, []))
         await cluster.clock.sleep(1.0)
-        began = cluster.clock.now()
+        draining_since = cluster.clock.now()
         await worker.shutdown(5.0)
         with pytest.raises(WorkerFailed, match="stopped before"):
             await call
-        assert cluster.clock.now() - began >= 5.0
+        assert cluster.clock.now() - draining_since >= 5.0
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_idle_it_sets_no_timer() -> None:
+def test_an_idle_detector_sets_no_timer() -> None:
     async def play(cluster: Cluster) -> None:
         await cluster.worker()
         await cluster.client(1)
         await asyncio.Event().wait()
 
     with pytest.raises(Deadlock):
-        scene(play)
+        run_scenario(play)
 
 
-async def test_an_interrupted_call_raises_what_it_was_given() -> None:
+async def test_an_interrupted_call_raises_the_error_of_the_interrupt() -> None:
     calls: set[Interruptible] = set()
 
     async def wait() -> None:

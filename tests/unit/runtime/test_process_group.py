@@ -226,7 +226,7 @@ def test_a_kill_for_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.M
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 7\noom_kill 3\noom_kill_x 9\n")
     monkeypatch.setattr("dynamo.runtime.processes.exit_status.VMSTAT", counts)
-    monkeypatch.setattr("dynamo.runtime.processes.exit_status.CGROUPS", tmp_path)
+    monkeypatch.setattr("dynamo.runtime.processes.exit_status.CGROUP_ROOT", tmp_path)
     assert count_oom_kills() == 3
     assert killed_by_oom(2, 1 << 50)
     assert not killed_by_oom(3, 1 << 50)
