@@ -38,7 +38,7 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.processes.process import GC_THRESHOLDS
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.placement.solver import PlacementSolver

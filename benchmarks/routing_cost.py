@@ -19,10 +19,11 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
@@ -31,7 +32,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     read_query_prompt,
     request_from_query,
 )
-from dynamo.scheduling.router.policy import Candidate, Decision, Outcome, Placement
+from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.routing_events import (

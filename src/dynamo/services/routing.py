@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import Load
 from dynamo.models.card import ModelCard
 from dynamo.runtime.calls.client import Client
@@ -17,10 +16,9 @@ from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE, CacheView
 from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
-from dynamo.scheduling.router.factory import KV, make_cost, open_policy
+from dynamo.scheduling.router.factory import KV, connect_replicas, open_policy
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
-from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policies.remote import RemotePolicy
 from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
 from dynamo.scheduling.router.policy import Observer, Policy
@@ -32,7 +30,6 @@ from dynamo.sdk.decorators import spec_of
 from dynamo.services.cache_views import open_cache_view
 from dynamo.services.components import Router
 
-COMPOSITE = "composite"
 EXPLAINABLE_MODES = (KV, ADAPTIVE)
 """Modes whose decisions can be explained."""
 VIEW_MODES_BEST_FIRST = ("exact", "stale", "approximate", NO_PREFIX_CACHE)
@@ -75,7 +72,7 @@ class ModelRouting:
     @property
     def queued_requests(self) -> int:
         """Requests that are held for a better moment."""
-        return len(self.policy.solver) if isinstance(self.policy, KvPolicy) else 0
+        return self.policy.waiting
 
     @property
     def loads(self) -> Mapping[str, Load]:
@@ -84,24 +81,11 @@ class ModelRouting:
 
     def view_modes(self) -> Mapping[str, str]:
         """How each worker's cache is known."""
-        if isinstance(self.policy, RemotePolicy):
-            return self.policy.cache_views()
-        if not isinstance(self.policy, KvPolicy):
-            return {}
-        placement = self.policy.solver
-        return {
-            book.name: placement.view.get_mode(book.name)
-            for book in placement.worker_states.workers
-        }
+        return self.policy.cache_view_modes()
 
     def router_states(self) -> Mapping[str, str]:
         """How each router of its own fares, where those choose."""
-        return self.policy.router_states() if isinstance(self.policy, RemotePolicy) else {}
-
-    def update_weights(self, settings: RouterSettings) -> None:
-        """Score by these weights from now on, where weights decide."""
-        if isinstance(self.policy, KvPolicy) and settings.policy == COMPOSITE:
-            self.policy.solver.cost = make_cost(settings)
+        return self.policy.router_states()
 
     async def close(self) -> None:
         """Route no more."""
@@ -139,7 +123,7 @@ class ProcessRouting:
 
     def _update_settings(self, settings: Settings) -> None:
         for one in self._models.values():
-            one.update_weights(settings.router)
+            one.policy.update_settings(settings.router)
 
     async def open(self, card: ModelCard, client: Client) -> ModelRouting:
         """Route a model's requests among `client`'s instances from now on, in place of what was
@@ -194,12 +178,12 @@ class ProcessRouting:
             view=await self._open_cache_view(card, client),
         )
         observers = (self.observer,) if self.records_decisions else ()
-        if not isinstance(policy, KvPolicy):
+        connected = connect_replicas(
+            policy, runtime.clock, runtime.instance_id, publish=not standalone
+        )
+        if connected is None:
             return ModelRouting(policy, client, observers=observers)
-        follower = PeerRequests(policy.solver, runtime.clock, policy.on_worker_freed)
-        replicas = ReplicaSync(runtime.clock, runtime.instance_id, follower)
-        if not standalone:
-            policy.replica_sync = replicas
+        replicas, follower = connected
         await replicas.start(runtime.events, self._routing_subject(card))
         return ModelRouting(
             policy,
@@ -210,10 +194,11 @@ class ProcessRouting:
             observers=observers,
         )
 
-    async def follow_loads(self, policy: KvPolicy, client: Client) -> LoadView:
-        """Workers' reports, into the policy's books."""
+    async def follow_loads(self, policy: Policy, client: Client) -> LoadView:
+        """Pass the load reports of workers to the policy's worker states."""
         loads = LoadView(self._runtime.clock)
-        loads.add_listener(policy.solver.worker_states.on_load_report)
+        if policy.worker_states is not None:
+            loads.add_listener(policy.worker_states.on_load_report)
         await loads.subscribe(self._runtime.events, client.path.rsplit(".", 1)[0])
         return loads
 

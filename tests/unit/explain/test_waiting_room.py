@@ -10,7 +10,7 @@ from dynamo.core.clock import SystemClock
 from dynamo.core.errors import Overloaded
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import HoldLimits, PlacementSolver

@@ -12,6 +12,7 @@ from dynamo.core.values import GenerateRequest, Load, SamplingParams, StopCondit
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.explain.recorder import PrefixHistory, RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import RoutingTimeline
+from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     decode_query,
     decode_reply,
@@ -20,7 +21,7 @@ from dynamo.scheduling.router.policies.remote_messages import (
     read_query_prompt,
     request_from_query,
 )
-from dynamo.scheduling.router.policy import Decision, Outcome, Placement
+from dynamo.scheduling.router.policy import Decision, Outcome
 from dynamo.scheduling.router.prompt import Prompt
 from dynamo.telemetry import Registry
 

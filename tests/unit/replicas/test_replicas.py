@@ -16,7 +16,7 @@ from dynamo.core.clock import SystemClock
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.router.costs.block_cost import BlockCost
-from dynamo.scheduling.router.costs.interface import PredictedCost
+from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt

@@ -8,7 +8,8 @@ from random import Random
 from typing import Any
 
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.costs.interface import Cost, PredictedCost
+from dynamo.scheduling.router.costs.interface import Cost
+from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import PlacementSolver
 from dynamo.scheduling.router.prompt import Prompt

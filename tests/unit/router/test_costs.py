@@ -11,9 +11,11 @@ from dynamo.core.settings.schema_router import (
     RoutingStrategySettings,
 )
 from dynamo.core.values import Load
+from dynamo.scheduling.router.costs.affinity import AffinityCost
 from dynamo.scheduling.router.costs.block_cost import BlockCost
 from dynamo.scheduling.router.costs.composite import CompositeCost
-from dynamo.scheduling.router.costs.interface import AffinityCost, Cost, PredictedCost, TtftCost
+from dynamo.scheduling.router.costs.interface import Cost
+from dynamo.scheduling.router.costs.predicted import PredictedCost, TtftCost
 from dynamo.scheduling.router.factory import COSTS, make_cost
 from dynamo.scheduling.router.placement.regret import pick_lowest
 from dynamo.scheduling.router.prompt import common_prefix_blocks

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from tests.unit.router.stage import Stage
 
-from dynamo.scheduling.router.costs.interface import AffinityCost, PredictedCost, TtftCost
-from dynamo.scheduling.router.costs.predicted import PredictedCostMatrix
+from dynamo.scheduling.router.costs.affinity import AffinityCost
+from dynamo.scheduling.router.costs.predicted import PredictedCost, PredictedCostMatrix, TtftCost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.solver import HoldLimits
 from dynamo.scheduling.router.worker_state import WorkerState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.router.stage import Stage
 
-from dynamo.scheduling.router.costs.interface import TtftCost
+from dynamo.scheduling.router.costs.predicted import TtftCost
 from dynamo.scheduling.router.placement.solver import HoldLimits
 
 HASHES = list(range(1, 1_001))

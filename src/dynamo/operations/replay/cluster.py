@@ -41,10 +41,9 @@ from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.pipeline import assemble
 from dynamo.scheduling.router import Policy, WorkerRouter
-from dynamo.scheduling.router.factory import KV, open_policy
+from dynamo.scheduling.router.factory import KV, make_cost, open_policy
 from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
-from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.telemetry import Registry
 
 NAMESPACE, COMPONENT, ENDPOINT = "replay", "worker", "generate"
@@ -232,9 +231,9 @@ class ReplayCluster:
 
     def _load_report_listeners(self) -> list[OnLoadReport]:
         """Who goes by what workers report of themselves, in mode kv."""
-        policy = self._policy
-        if isinstance(policy, KvPolicy) and policy.solver.cost.uses_load_reports:
-            return [policy.solver.worker_states.on_load_report]
+        states = self._policy.worker_states
+        if states is not None and make_cost(self._router_settings).uses_load_reports:
+            return [states.on_load_report]
         return []
 
     async def _start_load_reports(self, hearers: Sequence[OnLoadReport]) -> None:

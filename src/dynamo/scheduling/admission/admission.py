@@ -27,7 +27,6 @@ from dynamo.scheduling.admission.slo import SloLimits
 from dynamo.scheduling.router.attempt import ListenerFactory
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
-from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import Policy
 from dynamo.scheduling.router.worker_state import WorkerStates
 from dynamo.telemetry import Registry
@@ -65,7 +64,7 @@ class Admission(Operator):
         self._client = client
         self._clock = clock
         self.capacity = ClusterCapacity(self.limits.max_worker_requests, clock.now)
-        kept = policy.solver.worker_states if isinstance(policy, KvPolicy) else None
+        kept = policy.worker_states if policy is not None else None
         self._worker_states = kept or WorkerStates()
         self._owns_worker_states = kept is None
         self._in_flight = InFlight(clock, self.capacity, self._worker_states)

@@ -12,6 +12,7 @@ from dynamo.scheduling.router.library.kv_router import (
     WorkerSelectionResult,
     WorkerStatus,
 )
+from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.adaptive_balancer import (
     AdaptiveLoadBalancer,
     Capacity,
@@ -25,7 +26,6 @@ from dynamo.scheduling.router.policy import (
     Decision,
     Observer,
     Outcome,
-    Placement,
     Policy,
 )
 from dynamo.scheduling.router.router import WorkerRouter

@@ -10,7 +10,8 @@ from dynamo.core.fast_path import SendToken
 from dynamo.core.reply import LogprobsPerToken, Reply
 from dynamo.core.values import Finish, GenerateRequest, Started
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.policy import Outcome, Placement
+from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.policy import Outcome
 
 
 class AttemptListener:

@@ -11,9 +11,11 @@ from dynamo.core.errors import ConfigError
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.router.costs.affinity import AffinityCost
 from dynamo.scheduling.router.costs.block_cost import BlockCost
-from dynamo.scheduling.router.costs.composite import CompositeCost, CostWeights
-from dynamo.scheduling.router.costs.interface import AffinityCost, Cost, PredictedCost, TtftCost
+from dynamo.scheduling.router.costs.composite import CompositeCost
+from dynamo.scheduling.router.costs.interface import Cost
+from dynamo.scheduling.router.costs.predicted import PredictedCost, TtftCost
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
@@ -22,6 +24,8 @@ from dynamo.scheduling.router.policies.adaptive import ADAPTIVE, AdaptivePolicy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import PromptReader, make_prompt_reader
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
+from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.selectors import SelectionStrategy, adapt_selector, make_selector
 from dynamo.scheduling.router.worker_state import WorkerStates
 
@@ -31,22 +35,10 @@ QUEUE_STARVATION_S = 10.0
 """Who has waited so long goes first, whatever the order."""
 
 
-def _make_composite_cost(settings: RouterSettings) -> Cost:
-    weights = settings.routing_strategy
-    return CompositeCost(
-        CostWeights(
-            cache_hit=weights.cache_hit_weight,
-            load=weights.load_weight,
-            latency=weights.latency_weight,
-            memory=weights.memory_weight,
-        )
-    )
-
-
 COSTS: dict[str, Callable[[RouterSettings], Cost]] = {
     "predicted": lambda _: PredictedCost(),
     "block_cost": lambda _: BlockCost(),
-    "composite": _make_composite_cost,
+    "composite": CompositeCost.from_settings,
     "argmin_ttft": lambda _: TtftCost(),
     "affinity": lambda _: AffinityCost(),
 }
@@ -132,3 +124,20 @@ async def open_policy(
     if view.is_remote:
         policy.prefetch = view.fetch_remote_match
     return policy
+
+
+def connect_replicas(
+    policy: Policy, clock: Clock, publisher: str, *, publish: bool
+) -> tuple[ReplicaSync, PeerRequests] | None:
+    """Apply the requests of other routers to a policy of mode `kv`; return None for other modes.
+
+    The caller starts and closes the returned ReplicaSync. `publisher` is this process's instance
+    id. With `publish`, the policy also publishes the requests that it places.
+    """
+    if not isinstance(policy, KvPolicy):
+        return None
+    peer_requests = PeerRequests(policy.solver, clock, policy.on_worker_freed)
+    replica_sync = ReplicaSync(clock, publisher, peer_requests)
+    if publish:
+        policy.replica_sync = replica_sync
+    return replica_sync, peer_requests

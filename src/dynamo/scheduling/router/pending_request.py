@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Set as AbstractSet
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dynamo.scheduling.router.labels import NO_CONSTRAINTS
 from dynamo.scheduling.router.prompt import Prompt
@@ -30,7 +30,6 @@ class PendingRequest:
         "id",
         "overlaps",
         "overlaps_updated_s",
-        "owner",
         "priority",
         "prompt",
     )
@@ -51,7 +50,6 @@ class PendingRequest:
         self.overlaps_updated_s = now
         self.overlaps: dict[str, int] = {}
         self.constraints = NO_CONSTRAINTS
-        self.owner: Any = None
         self.priority = 0
         self.deadline_s = inf
         self.decision_future: asyncio.Future[Decision] | None = None

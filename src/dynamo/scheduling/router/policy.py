@@ -1,10 +1,9 @@
-"""How an instance is chosen: the interface, and the modes that know nothing of what a worker
-holds."""
+"""The interface of a routing policy, and the policies that ignore what workers hold."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -12,51 +11,24 @@ import msgspec
 from dynamo.core.context import Context
 from dynamo.core.errors import NoWorkers
 from dynamo.core.kv_events import worker_name
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
 from dynamo.runtime.calls.load_balancing import canonical_mode
 from dynamo.scheduling.router.labels import excluded_workers
+from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.worker_state import WorkerStates
 
 
 def no_workers_error(client: Client) -> NoWorkers:
-    """The error of having no worker to choose, and why."""
+    """Return the error that no worker can be chosen, with the reason."""
     return client.no_workers_error("worker", "this model")
 
 
-class Placement:
-    """The life of one placed request, as its policy follows it. The router drives it; how many
-    tokens were `emitted` is read off where they are kept, so that a token costs nothing."""
-
-    __slots__ = ("_offset", "_token_log")
-
-    def __init__(self) -> None:
-        self._offset = 0
-        self._token_log: Sequence[int] = ()
-
-    @property
-    def emitted(self) -> int:
-        """Tokens, until now."""
-        return self._offset + len(self._token_log)
-
-    @emitted.setter
-    def emitted(self, count: int) -> None:
-        self._offset = count - len(self._token_log)
-
-    def attach_token_log(self, kept: Sequence[int]) -> None:
-        """From now on all tokens of the request are appended to `kept`."""
-        self._offset, self._token_log = self.emitted - len(kept), kept
-
-    def on_first_token(self) -> None:
-        """Called once, before the first tokens are counted."""
-
-    def end(self) -> None:
-        """Called once, however the request ended."""
-
-
 class Candidate(msgspec.Struct, frozen=True):
-    """One worker that could have been chosen. `cost`: the lowest wins; `terms`: what it is the sum
-    of, by name, in the policy's unit (milliseconds for predicted times)."""
+    """One worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
+    name, in the policy's unit (milliseconds for predicted times)."""
 
     worker: str
     overlap_blocks: int
@@ -65,12 +37,14 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One choice. `candidates`: how many instances it was made among; `table`: the best of them,
-    best first, as they were when the choice fell; `overlap_blocks`: leading blocks of the prompt
-    that the instance is expected to hold; `waited_s`: in the router, for a better moment; `view`:
-    how well the instance's cache is known (exact, stale, approximate; "" = not looked at); `rank`:
-    the data-parallel rank that was chosen, of an instance that has several; `waiting`: how many
-    requests the choice left in the router."""
+    """The choice of an instance for one request.
+
+    `candidates`: number of instances considered. `cost_table`: the best of them with their costs
+    at that moment, best first. `overlap_blocks`: leading blocks of the prompt that the instance
+    should hold. `waited_s`: time held in the router. `view`: how the instance's cache is known
+    (exact, stale, approximate; "" when the policy did not look). `rank`: the data-parallel rank
+    on an instance with several. `queue_length`: requests still held in the router.
+    """
 
     instance: Instance
     mode: str
@@ -88,13 +62,13 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def worker(self) -> str:
-        """The instance, or the rank of it, by the name that its books have."""
+        """The name of the instance, or of its rank, in worker states."""
         return worker_name(self.instance.id, self.rank)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of a decision. `ttft_s`: from the router to the first token (None = none came);
-    `error`: the code of what it ended with ("" = well, or the reader had enough)."""
+    """The result of a decision. `ttft_s` counts from the router and is None without a token;
+    `error` is an error code, "" after success or a client that read enough."""
 
     ttft_s: float | None
     duration_s: float
@@ -105,40 +79,63 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the answer came to its end."""
+        """Whether the request ended without an error."""
         return not self.error
 
 
 class Observer(ABC):
-    """Hears of every decision and what came of it. On the loop: be quick."""
+    """Receives every decision and its outcome. Calls run on the event loop and must be short."""
 
     @abstractmethod
     def on_decision(self, request: GenerateRequest, decision: Decision) -> None:
-        """A worker was chosen; the request goes there now."""
+        """Called after the choice, before the request is sent to the worker."""
 
     @abstractmethod
     def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
-        """The request left that worker."""
+        """Called when the request has left that worker."""
 
 
 class Policy(ABC):
-    """Chooses; asynchronous, because a policy may let a request wait for a better moment."""
+    """Choose an instance for each request."""
 
     @abstractmethod
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        """One instance that is not in `tried` (ids). Raises `NoWorkers`."""
+        """Return a decision for an instance whose id is not in `tried`. A policy may hold the
+        request for a better moment. Raises `NoWorkers`."""
 
-    async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release what it holds; requests that still wait fail with `NoWorkers`."""
+    async def close(self) -> None:  # noqa: B027 - most policies hold nothing
+        """Release resources. Requests that are still held fail with `NoWorkers`."""
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests held for a better moment."""
+        return 0
+
+    @property
+    def worker_states(self) -> WorkerStates | None:
+        """The model of each worker, for admission and load reports; None where the policy shares
+        none."""
+        return None
+
+    def cache_view_modes(self) -> Mapping[str, str]:
+        """Return how each worker's cache is known: exact, stale, approximate or none."""
+        return {}
+
+    def router_states(self) -> Mapping[str, str]:
+        """Return the state of each remote router by its id."""
+        return {}
+
+    def update_settings(self, settings: RouterSettings) -> None:  # noqa: B027
+        """Apply reloaded settings; most policies have none that can be reloaded."""
 
 
 class BasicPolicy(Policy):
-    """The LLM-free picks of the runtime's client."""
+    """The load-balancing modes of the runtime's client, such as round_robin."""
 
     def __init__(self, client: Client, mode: str) -> None:
-        """`mode` as settings have it, `-` and `_` alike. Raises ConfigError for another."""
+        """`mode` is a setting's value; `-` and `_` are equal. Raises ConfigError for others."""
         self._client = client
         self._mode = canonical_mode(mode)
 

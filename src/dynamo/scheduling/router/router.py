@@ -16,7 +16,8 @@ from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import Attempt, ListenerFactory
-from dynamo.scheduling.router.policy import Decision, Observer, Placement, Policy
+from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.policy import Decision, Observer, Policy
 from dynamo.telemetry import Registry
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from dynamo.scheduling.router.data_parallel import (
     per_rank_engine_info,
 )
 from dynamo.scheduling.router.latency_model import WorkerLatencyModel, WorkerSlowdown
-from dynamo.scheduling.router.policy import Placement
+from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.prompt import Prompt
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192

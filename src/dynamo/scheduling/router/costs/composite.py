@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.worker_state import WorkerState
@@ -19,6 +20,17 @@ class CostWeights(msgspec.Struct, frozen=True):
     load: float = 0.3
     latency: float = 0.2
     memory: float = 0.1
+
+
+def weights_from_settings(settings: RouterSettings) -> CostWeights:
+    """Return the weights of `router.routing_strategy`."""
+    weights = settings.routing_strategy
+    return CostWeights(
+        cache_hit=weights.cache_hit_weight,
+        load=weights.load_weight,
+        latency=weights.latency_weight,
+        memory=weights.memory_weight,
+    )
 
 
 def composite_terms(
@@ -45,6 +57,14 @@ class CompositeCost(Cost):
 
     def __init__(self, weights: CostWeights | None = None) -> None:
         self._weights = weights or CostWeights()
+
+    @classmethod
+    def from_settings(cls, settings: RouterSettings) -> CompositeCost:
+        """Make a cost with the weights of `router.routing_strategy`."""
+        return cls(weights_from_settings(settings))
+
+    def update_settings(self, settings: RouterSettings) -> None:
+        self._weights = weights_from_settings(settings)
 
     def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
         hit = request.overlaps.get(book.name, 0) * request.block_tokens / request.prompt.tokens

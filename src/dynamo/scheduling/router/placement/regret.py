@@ -8,8 +8,7 @@ from math import inf
 from operator import attrgetter
 from random import Random
 
-from dynamo.scheduling.router.costs.interface import TIE_TOLERANCE
-from dynamo.scheduling.router.costs.predicted import CostMatrix
+from dynamo.scheduling.router.costs.interface import TIE_TOLERANCE, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.prompt import common_prefix_blocks
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState

@@ -17,8 +17,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.core.errors import DynamoError
-from dynamo.scheduling.router.costs.interface import Cost
-from dynamo.scheduling.router.costs.predicted import CostMatrix
+from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
 from dynamo.scheduling.router.placement.regret import RegretRow, RegretStep, pick_lowest

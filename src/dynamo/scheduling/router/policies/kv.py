@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
+from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.scheduling.router.labels import excluded_workers, read_constraints
@@ -16,7 +17,7 @@ from dynamo.scheduling.router.placement.solver import PlacementResult, Placement
 from dynamo.scheduling.router.policy import Decision, Policy, no_workers_error
 from dynamo.scheduling.router.prompt import PromptReader
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
-from dynamo.scheduling.router.worker_state import PlacedRequest
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 
 PrefetchOverlaps = Callable[[Sequence[int]], Awaitable[None]]
 """Has what is known elsewhere of a prompt's blocks at hand before it is placed."""
@@ -91,6 +92,21 @@ class KvPolicy(Policy):
             self._stop_timer()
         if self.on_close is not None:
             self.on_close()
+
+    @property
+    def waiting(self) -> int:
+        return len(self.solver)
+
+    @property
+    def worker_states(self) -> WorkerStates:
+        return self.solver.worker_states
+
+    def cache_view_modes(self) -> dict[str, str]:
+        workers, view = self.solver.worker_states.workers, self.solver.view
+        return {worker.name: view.get_mode(worker.name) for worker in workers}
+
+    def update_settings(self, settings: RouterSettings) -> None:
+        self.solver.cost.update_settings(settings)
 
     def on_worker_freed(self) -> None:
         """A worker may have become freer, by what another router says."""

@@ -16,13 +16,14 @@ from dynamo.core.errors import ModelNotReady, NotFound, NoWorkers, ProtocolError
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policies.remote_messages import (
     QUERY_ACCEPTED,
     RouteReply,
     decode_reply,
     encode_query,
 )
-from dynamo.scheduling.router.policy import BasicPolicy, Decision, Placement, Policy
+from dynamo.scheduling.router.policy import BasicPolicy, Decision, Policy
 from dynamo.scheduling.router.prompt import Prompt, PromptReader
 from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.telemetry import Registry
@@ -94,7 +95,7 @@ class RemotePolicy(Policy):
         new_tokens = max(1, prompt.tokens - overlap)
         ticket = RemotePlacement(name, prompt, new_tokens, self._replica_sync, self._clock)
         self._replica_sync.publish_routed(made.worker, ticket)
-        return replace(made, ticket=ticket)
+        return replace(made, placement=ticket)
 
     def router_states(self) -> dict[str, str]:
         """Each router that is there: "answers", "fails", "away" (took no question in time), or "not
@@ -102,7 +103,7 @@ class RemotePolicy(Policy):
         now = self._clock.now()
         return {name: self._router_state(name, now) for name in self._routers.instances}
 
-    def cache_views(self) -> dict[str, str]:
+    def cache_view_modes(self) -> dict[str, str]:
         """How each worker's cache was known when a router last chose it; empty while none
         answers."""
         if "answers" not in self.router_states().values():
