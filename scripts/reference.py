@@ -27,10 +27,13 @@ from dynamo.application.openai.generation_body import NEUTRAL_VALUES
 from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
 from dynamo.core.errors import DynamoError
-from dynamo.core.settings import SettingSpec, iter_setting_specs
-from dynamo.core.settings.keys import environment_name, section_descriptions
+from dynamo.core.settings import SettingSpec
+from dynamo.core.settings.keys import (
+    environment_name,
+    section_descriptions,
+    setting_specs_by_key,
+)
 from dynamo.core.settings.load import ENVIRONMENT_ALIASES
-from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.values import type_name
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +87,7 @@ def settings_page() -> str:
     )
     short = ", ".join(f"`{name}` (`{key}`)" for name, key in ENVIRONMENT_ALIASES.items())
     parts.append(f"Short names in the environment: {short}, `DYNAMO_CONFIG_PATH` (the file).\n")
-    declared = list(iter_setting_specs(Settings))
+    declared = setting_specs_by_key().values()
     for section, about in section_descriptions().items():
         parts.append(f"## {section}\n\n{about}\n")
         rows = [_setting_row(one) for one in declared if one.key.partition(".")[0] == section]
@@ -92,7 +95,8 @@ def settings_page() -> str:
     for one in declared:
         if one.entry_schema is not None:
             parts.append(f"## {one.key}[]\n\nA list; {one.meta.help}. Each entry:\n")
-            rows = [_setting_row(inner, one.key) for inner in iter_setting_specs(one.entry_schema)]
+            entry_specs = setting_specs_by_key(one.entry_schema).values()
+            rows = [_setting_row(inner, one.key) for inner in entry_specs]
             parts.append(_table(SETTING_COLUMNS, rows))
     return "\n".join(parts)
 

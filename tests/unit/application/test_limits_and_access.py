@@ -255,7 +255,9 @@ async def test_limits_change_while_it_serves(open_site: Any, connect: Any) -> No
         await site.processor.entered.wait()
         two.ask("POST", CHAT, BODY)
         assert (await two.answer()).status == 503
-        site.application.update_settings(ServerSettings(max_concurrent_requests=2, request_timeout=0.01))
+        site.application.update_settings(
+            ServerSettings(max_concurrent_requests=2, request_timeout=0.01)
+        )
         two.ask("POST", CHAT, BODY)
         three.ask("POST", CHAT, BODY)
         assert (await two.answer()).error["code"] == "deadline_exceeded"

@@ -31,7 +31,7 @@ def test_a_config_map_is_read_as_the_file_that_it_holds() -> None:
     assert settings.server.http_workers == 4
     assert settings.model.path == "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
     assert settings.model.context_tokens == 4096
-    assert settings.cache.max_cache_size == 8 * 10**9
+    assert loaded.values["cache.max_cache_size"] == 8 * 10**9
     assert settings.logging.format == "json"
     assert loaded.origins["server.http_workers"] == "f.yaml:11"
     assert loaded.notes["cache.max_cache_size"] == "not in use yet"
@@ -50,7 +50,8 @@ def test_both_spellings_come_to_the_same() -> None:
     text = (
         (PUBLISHED / "disagg.yaml").read_text().replace('- name: "dec', '- host: b\n    name: "dec')
     )
-    settings = read(text).settings
+    loaded = read(text)
+    settings = loaded.settings
 
     assert settings.server.http_port == 8000
     assert settings.router.mode == "kv"
@@ -58,10 +59,13 @@ def test_both_spellings_come_to_the_same() -> None:
     assert settings.router.routing_strategy.load_weight == 0.3
     assert settings.discovery.etcd.endpoints == ("http://etcd:2379",)
     assert settings.messaging.nats.servers == ("nats://nats-server:4222",)
-    assert settings.monitoring.prometheus.scrape_interval == 10
-    assert [one.name for one in settings.decode_workers] == ["decode-worker-1", "decode-worker-2"]
-    assert settings.prefill_workers[0].nixl.memory_pool_size == 16 * 10**9
-    assert settings.decode_workers[0].kv_cache.offload_targets == ("cpu", "ssd")
+    assert loaded.values["monitoring.prometheus.scrape_interval"] == 10
+    assert [group.name for group in settings.decode_workers] == [
+        "decode-worker-1",
+        "decode-worker-2",
+    ]
+    assert loaded.values["prefill_workers[0].nixl.memory_pool_size"] == 16 * 10**9
+    assert loaded.values["decode_workers[0].kv_cache.offload_targets"] == ("cpu", "ssd")
 
 
 def test_a_model_of_ones_own() -> None:
@@ -69,7 +73,7 @@ def test_a_model_of_ones_own() -> None:
 
     assert loaded.settings.model.path == "/models/custom-llama-7b"
     assert loaded.settings.model.names == ("custom-llama-7b",)
-    assert loaded.settings.model.swap_space == 4
+    assert loaded.values["model.swap_space"] == 4
     assert loaded.settings.engine.kind == "vllm"
     assert loaded.settings.engine.max_num_seqs == 256
     assert loaded.settings.logging.level == "INFO"
@@ -83,9 +87,9 @@ def test_replicas_on_several_hosts() -> None:
     assert loaded.settings.runtime.namespace == "dynamo-prod"
     assert prefill.replicas == 4
     assert prefill.tensor_parallel_size == 4
-    assert prefill.resources.gpu == 4
-    assert prefill.resources.memory == 64 << 30
-    assert loaded.settings.monitoring.custom_metrics[0].buckets[-1] == 10
+    assert loaded.values["workers.prefill.resources.gpu"] == 4
+    assert loaded.values["workers.prefill.resources.memory"] == 64 << 30
+    assert loaded.values["monitoring.custom_metrics[0].buckets"][-1] == 10
     assert loaded.origins["monitoring.custom_metrics[0].type"] == "f.yaml:72"
     assert loaded.settings.router.mode == "kv"
     assert loaded.settings.router.replicas == 2
@@ -141,13 +145,13 @@ def test_the_same_said_twice_is_no_error() -> None:
 
 
 def test_units_of_cores_and_memory() -> None:
-    settings = read(
+    values = read(
         "model: {swap_space: 512Mi}\nfrontend: {resources: {cpu: 500m, memory: 1Gi}}"
-    ).settings
+    ).values
 
-    assert settings.model.swap_space == 0.5
-    assert settings.frontend.resources.cpu == 0.5
-    assert settings.frontend.resources.memory == 1 << 30
+    assert values["model.swap_space"] == 0.5
+    assert values["frontend.resources.cpu"] == 0.5
+    assert values["frontend.resources.memory"] == 1 << 30
 
 
 def test_options_of_services_keep_their_lines() -> None:
@@ -159,9 +163,9 @@ def test_options_of_services_keep_their_lines() -> None:
 
 def test_lists_of_sections_in_the_environment_are_json() -> None:
     name = "DYNAMO_MONITORING__CUSTOM_METRICS"
-    found = resolve_settings(environ={name: '[{"name": "a"}]'})
+    loaded = resolve_settings(environ={name: '[{"name": "a"}]'})
 
-    assert found.settings.monitoring.custom_metrics[0].name == "a"
+    assert loaded.values["monitoring.custom_metrics[0].name"] == "a"
 
 
 def test_servers_have_short_names_in_the_environment() -> None:

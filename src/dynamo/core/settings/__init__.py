@@ -1,5 +1,8 @@
-"""Settings: declared once, with unit, bound and reason; YAML, environment, flags, help and the
-reference page follow from the declaration."""
+"""Settings of the whole system.
+
+Each setting is declared once with unit, bounds and help. YAML files, environment names, flags,
+`--help` and the reference page follow from the declaration.
+"""
 
 from dynamo.core.settings.declare import SettingMeta, SettingSpec, iter_setting_specs, setting
 from dynamo.core.settings.load import LoadedSettings, resolve_settings

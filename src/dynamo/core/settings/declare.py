@@ -1,4 +1,4 @@
-"""How one setting is declared: `Annotated[type, setting(...)]` on a field of a frozen Struct."""
+"""Declaration of a setting: `Annotated[type, setting(...)]` on a field of a frozen Struct."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ Unit = Literal["", "seconds", "milliseconds", "bytes", "GiB", "tokens", "blocks"
 
 
 class SettingMeta(msgspec.Struct, frozen=True):
-    """What is known of a setting beside its type and default.
+    """Properties of a setting besides its type and default.
 
-    `flag`: its command-line flag ("" = none; the dotted key works everywhere). `ge`, `le`: bounds.
-    `aliases`: other spellings of its key in files (with a dot inside: a whole key; with a dot in
-    front, or none: in its own section). `spellings`: (other spelling, choice) pairs. `unused`: it
-    is understood, but nothing reads it yet. `not_yet`: (choice, what stands in for it) pairs; no
-    stand-in: the value is kept, and refused by whoever would act on it. `reload`: safe to change
-    while serving.
+    - `flag`: its command-line flag. `--section.key` works for every setting, also without one.
+    - `ge`, `le`: bounds, both included.
+    - `spellings`: pairs (other spelling, choice).
+    - `aliases`: other keys in files. An alias with an inner dot is a whole key. An alias that
+      begins with a dot or contains none belongs to the setting's own section.
+    - `unused`: the value is accepted and checked, but nothing reads it yet.
+    - `not_yet`: pairs (choice, substitute) of choices that do not work yet. Where the substitute
+      is empty, the choice is kept and a start refuses it.
+    - `reload`: a change may be applied while serving.
+    - `secret`: the value is never shown.
     """
 
     help: str
@@ -35,9 +39,9 @@ class SettingMeta(msgspec.Struct, frozen=True):
     secret: bool = False
 
 
-def setting(help: str, **about: Any) -> SettingMeta:  # noqa: A002 - the word users know
-    """Declare one setting. See `Setting` for what may be said."""
-    return SettingMeta(help, **about)
+def setting(help: str, **properties: Any) -> SettingMeta:  # noqa: A002 - the word users know
+    """Declare one setting. The properties are the fields of `SettingMeta`."""
+    return SettingMeta(help, **properties)
 
 
 class SettingSpec(msgspec.Struct, frozen=True):
@@ -50,23 +54,23 @@ class SettingSpec(msgspec.Struct, frozen=True):
 
     @property
     def entry_schema(self) -> type[msgspec.Struct] | None:
-        """The schema of one entry, where the setting is a list of sections."""
+        """The schema of one entry if the setting is a list of sections, else None."""
         arguments = get_args(self.type)
         first = arguments[0] if arguments else None
         return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
 
 
 def iter_setting_specs(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[SettingSpec]:
-    """Every setting declared under `schema`, sections walked depth first."""
+    """Yield every setting that is declared as a field under `schema`, depth first."""
     hints = get_type_hints(schema, include_extras=True)
     for field in msgspec.structs.fields(schema):
         key = f"{prefix}{field.encode_name}"
         hint = hints[field.name]
         if get_origin(hint) is Annotated:
-            kind, about = get_args(hint)[:2]
+            kind, meta = get_args(hint)[:2]
             default = field.default
             if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
                 default = field.default_factory()
-            yield SettingSpec(key, kind, default, about)
+            yield SettingSpec(key, kind, default, meta)
         elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
             yield from iter_setting_specs(hint, f"{key}.")

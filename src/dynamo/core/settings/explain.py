@@ -1,4 +1,4 @@
-"""What a setting is, where that was said, and what is to be known of it."""
+"""Effective settings: each value, its origin and notes on it (`dynamo config explain`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ from dynamo.core.settings.load import DEFAULT_ORIGIN, UNUSED_NOTE, LoadedSetting
 REDACTED = "***"
 
 
-def get_setting(settings: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for part in key.split("."):
-        settings = getattr(settings, part)
-    return settings
-
-
 class EffectiveSetting(msgspec.Struct, frozen=True):
     """One effective value. `origin`: "default", "flag --x", "environment X" or "file:line"."""
 
@@ -34,28 +27,27 @@ class EffectiveSetting(msgspec.Struct, frozen=True):
 
 
 def effective_settings(loaded: LoadedSettings) -> Iterator[EffectiveSetting]:
-    """Every setting, in the order of the schema; entries of lists one by one."""
-    for declared in setting_specs_by_key().values():
-        yield from _effective_settings(loaded, declared, loaded.settings, "")
+    """Yield every setting in the order of the schema. Entries of lists come one by one."""
+    for spec in setting_specs_by_key().values():
+        yield from _effective_settings(loaded, spec, "")
 
 
 def _effective_settings(
-    loaded: LoadedSettings, declared: SettingSpec, root: Any, prefix: str
+    loaded: LoadedSettings, spec: SettingSpec, prefix: str
 ) -> Iterator[EffectiveSetting]:
-    value = get_setting(root, declared.key)
-    key = f"{prefix}{declared.key}"
-    if declared.entry_schema is not None and value:
-        for at, entry in enumerate(value):
-            for inner in setting_specs_by_key(declared.entry_schema).values():
-                yield from _effective_settings(loaded, inner, entry, f"{key}[{at}].")
+    key = f"{prefix}{spec.key}"
+    value = loaded.values[key]
+    if spec.entry_schema is not None and value:
+        for index in range(len(value)):
+            for entry_spec in setting_specs_by_key(spec.entry_schema).values():
+                yield from _effective_settings(loaded, entry_spec, f"{key}[{index}].")
         return
-    hidden = declared.meta.secret and value
     yield EffectiveSetting(
         key=key,
-        value=REDACTED if hidden else value,
-        unit=declared.meta.unit,
+        value=REDACTED if spec.meta.secret and value else value,
+        unit=spec.meta.unit,
         origin=loaded.origins.get(key, DEFAULT_ORIGIN),
-        default=declared.default,
-        note=loaded.notes.get(key, UNUSED_NOTE if declared.meta.unused else ""),
-        help=declared.meta.help,
+        default=spec.default,
+        note=loaded.notes.get(key, UNUSED_NOTE if spec.meta.unused else ""),
+        help=spec.meta.help,
     )

@@ -1,4 +1,4 @@
-"""Keys of settings as people write them: other spellings, environment names, the nearest known."""
+"""Keys of settings: dotted keys, aliases, environment names and the nearest known key."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.declare import SettingSpec, iter_setting_specs
+from dynamo.core.settings.no_effect import NO_EFFECT, NO_EFFECT_SECTIONS
 from dynamo.core.settings.schema import SECTION_ALIASES, Settings
 
 ENVIRONMENT_PREFIX = "DYNAMO_"
@@ -20,74 +21,86 @@ SettingsSchema = type[msgspec.Struct]
 
 @cache
 def setting_specs_by_key(schema: SettingsSchema = Settings) -> Mapping[str, SettingSpec]:
-    """Every setting by its dotted key."""
-    return {declared.key: declared for declared in iter_setting_specs(schema)}
+    """Every accepted setting by its dotted key, section by section.
+
+    The settings without effect follow the fields of their section.
+    """
+    specs = [*iter_setting_specs(schema), *NO_EFFECT.get(schema, ())]
+    sections = list(dict.fromkeys(_first_part(spec.key) for spec in specs))
+    specs.sort(key=lambda spec: sections.index(_first_part(spec.key)))
+    return {spec.key: spec for spec in specs}
 
 
 @cache
 def canonical_keys(schema: SettingsSchema = Settings) -> Mapping[str, str]:
-    """Every accepted dotted key -> the setting's own key."""
-    found = {key: key for key in setting_specs_by_key(schema)}
-    for key, declared in setting_specs_by_key(schema).items():
+    """Every accepted dotted key, aliases included -> the setting's own key."""
+    keys = {key: key for key in setting_specs_by_key(schema)}
+    for key, spec in setting_specs_by_key(schema).items():
         section = key.rpartition(".")[0]
-        for alias in declared.meta.aliases:
+        for alias in spec.meta.aliases:
             whole = (
                 alias if "." in alias[1:] and alias[0] != "." else f"{section}.{alias.lstrip('.')}"
             )
-            found.setdefault(whole.lstrip("."), key)
-    return {**found, **_section_aliases(found)}
+            keys.setdefault(whole.lstrip("."), key)
+    return {**keys, **_keys_of_section_aliases(keys)}
 
 
-def _section_aliases(found: Mapping[str, str]) -> Mapping[str, str]:
+def _keys_of_section_aliases(keys: Mapping[str, str]) -> Mapping[str, str]:
     return {
-        f"{also}{key.removeprefix(section)}": own
-        for also, section in SECTION_ALIASES.items()
-        for key, own in found.items()
+        f"{alias}{key.removeprefix(section)}": own_key
+        for alias, section in SECTION_ALIASES.items()
+        for key, own_key in keys.items()
         if key.startswith(f"{section}.")
     }
 
 
 @cache
 def section_descriptions(schema: SettingsSchema = Settings) -> Mapping[str, str]:
-    """Every section's name -> its description."""
-    hints = {field.name: field.type for field in msgspec.structs.fields(schema)}
-    return {
+    """The name of every section -> its description."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(schema)}
+    descriptions = {
         name: (kind.__doc__ or "").strip()
-        for name, kind in hints.items()
+        for name, kind in fields.items()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    }
+    } | NO_EFFECT_SECTIONS
+    first_parts = dict.fromkeys(map(_first_part, setting_specs_by_key(schema)))
+    return {name: descriptions[name] for name in first_parts if name in descriptions}
 
 
-def find_setting(key: str, where: str, schema: SettingsSchema = Settings) -> SettingSpec:
-    """The setting that `key` spells. Raises `ConfigError` that names the nearest one."""
-    own = canonical_keys(schema).get(key.replace("-", "_"))
-    if own is None:
+def find_setting(key: str, origin: str, schema: SettingsSchema = Settings) -> SettingSpec:
+    """Return the setting that `key` or an alias names. Raises `ConfigError` with a near key."""
+    own_key = canonical_keys(schema).get(key.replace("-", "_"))
+    if own_key is None:
         hint = nearest_key_hint(key, schema)
-        raise ConfigError(f"unknown setting {key!r} ({where})", hint=hint, param=key)
-    return setting_specs_by_key(schema)[own]
+        raise ConfigError(f"unknown setting {key!r} ({origin})", hint=hint, param=key)
+    return setting_specs_by_key(schema)[own_key]
 
 
 def is_section(key: str, schema: SettingsSchema = Settings) -> bool:
-    """Does `key` stand above settings?"""
+    """Whether `key` names a section, at any depth."""
     prefix = key.replace("-", "_") + "."
     return any(known.startswith(prefix) for known in canonical_keys(schema))
 
 
 def nearest_key_hint(key: str, schema: SettingsSchema = Settings) -> str:
-    """A hint that names the known key nearest to `key`."""
-    known = list(canonical_keys(schema))
-    every = known if "." in key else [*section_descriptions(schema), *known]
-    near = difflib.get_close_matches(key, every, n=1, cutoff=0.6)
+    """Return a hint that names the known key nearest to `key`, else the sections."""
+    known_keys = list(canonical_keys(schema))
+    candidates = known_keys if "." in key else [*section_descriptions(schema), *known_keys]
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
     if not near:
         section, _, last = key.rpartition(".")
-        inside = [one for one in known if one.rpartition(".")[0] == section]
-        tails = {one.rpartition(".")[2]: one for one in inside or known}
+        same_section = [known for known in known_keys if known.rpartition(".")[0] == section]
+        tails = {known.rpartition(".")[2]: known for known in same_section or known_keys}
         near = [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1)]
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"sections: {', '.join(section_descriptions(schema)) or ', '.join(known)}"
+    return f"sections: {', '.join(section_descriptions(schema)) or ', '.join(known_keys)}"
 
 
 def environment_name(key: str) -> str:
     """`server.http_port` -> `DYNAMO_SERVER__HTTP_PORT`."""
     return ENVIRONMENT_PREFIX + key.replace(".", "__").upper()
+
+
+def _first_part(key: str) -> str:
+    return key.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Settings out of all that may give them: flag > environment > file > default."""
+"""Loading of settings from all sources. Precedence: flag, environment, file, default."""
 
 from __future__ import annotations
 
@@ -20,38 +20,13 @@ from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 from dynamo.core.settings.values import SourcedValue, parse_value
 
-
-def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for settings that cannot hold together."""
-    owners: dict[tuple[str, int], str] = {}
-    for key, group in _worker_groups(settings):
-        for device in dict.fromkeys(group.device_ids):
-            before = owners.setdefault((group.host, device), key)
-            if before != key:
-                where = f"{before} ({origins[f'{before}.device_ids']})"
-                raise ConfigError(
-                    f"device {device} is given to {where} and "
-                    f"to {key} ({origins[f'{key}.device_ids']})",
-                    hint="give each its own devices; groups on different hosts say `host:`",
-                    param=f"{key}.device_ids",
-                )
-
-
-def _worker_groups(settings: Settings) -> Iterator[tuple[str, WorkerGroupSettings]]:
-    yield "workers.prefill", settings.workers.prefill
-    yield "workers.decode", settings.workers.decode
-    for key in ("prefill_workers", "decode_workers"):
-        for at, group in enumerate(getattr(settings, key)):
-            yield f"{key}[{at}]", group
-
-
 ENVIRONMENT_ALIASES = {
     "DYNAMO_LOG": "logging.level",
     "RUST_LOG": "logging.level",
     "DYNAMO_ETCD_ENDPOINTS": "discovery.etcd.endpoints",
     "DYNAMO_NATS_URL": "messaging.nats.servers",
 }
-"""Environment names of their own, the stronger one first."""
+"""Short environment names -> dotted keys. The first name that is set wins."""
 
 DEFAULT_ORIGIN = "default"
 UNUSED_NOTE = "not in use yet"
@@ -62,19 +37,24 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class MergedSection(msgspec.Struct, Generic[S], frozen=True):
-    """A section with all below it; by dotted key (`decode_workers[0].name`) where each value came
-    from, and what there is to say about a value."""
+    """A section with all sections below it. See `LoadedSettings` for the mappings."""
 
-    value: S
+    section: S
+    values: Mapping[str, Any]
     origins: Mapping[str, str]
     notes: Mapping[str, str]
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
-    """The settings; by dotted key (`decode_workers[0].name`) where each value came from, and what
-    is not in use of what was given; the options of services, by service."""
+    """The settings and what is known of each value.
+
+    `values`, `origins` and `notes` are keyed by dotted key (`decode_workers[0].name`). `values`
+    contains every accepted setting, also those without a field in `Settings`. `notes` name values
+    that are not in use. `services` holds the options of each service.
+    """
 
     settings: Settings
+    values: Mapping[str, Any]
     origins: Mapping[str, str]
     notes: Mapping[str, str]
     services: Mapping[str, Mapping[str, SourcedValue]]
@@ -87,135 +67,165 @@ def resolve_settings(
 ) -> LoadedSettings:
     """Merge `flags` (by dotted key), `environ` and `document` (text, name).
 
-    Raises `ConfigError` that names the setting, where its value came from and what was wanted.
+    Raises `ConfigError` that names the setting, the origin of its value and the accepted values.
     """
-    read = parse_config_document(*document) if document else ConfigDocument({}, {})
+    parsed = parse_config_document(*document) if document else ConfigDocument({}, {})
     layers = [
-        _use_name_as_path(one)
-        for one in (flags or {}, read_environment(environ or {}), read.settings)
+        _use_name_as_path(layer)
+        for layer in (flags or {}, read_environment(environ or {}), parsed.settings)
     ]
-    stand_ins, notes = _replicas_as_http_workers(layers)
-    found = merge_layers([*layers, stand_ins], Settings)
-    check_consistency(found.value, found.origins)
-    return LoadedSettings(found.value, found.origins, {**found.notes, **notes}, read.services)
+    derived, notes = _replicas_as_http_workers(layers)
+    merged = merge_layers([*layers, derived], Settings)
+    check_consistency(merged.section, merged.origins)
+    return LoadedSettings(
+        merged.section, merged.values, merged.origins, {**merged.notes, **notes}, parsed.services
+    )
+
+
+def check_consistency(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if two worker groups of one host use the same device."""
+    owners: dict[tuple[str, int], str] = {}
+    for key, group in _worker_groups(settings):
+        for device in dict.fromkeys(group.device_ids):
+            owner = owners.setdefault((group.host, device), key)
+            if owner != key:
+                raise ConfigError(
+                    f"device {device} is given to {owner} ({origins[f'{owner}.device_ids']}) and "
+                    f"to {key} ({origins[f'{key}.device_ids']})",
+                    hint="give each group its own devices; for groups on different hosts set "
+                    "`host:`",
+                    param=f"{key}.device_ids",
+                )
+
+
+def _worker_groups(settings: Settings) -> Iterator[tuple[str, WorkerGroupSettings]]:
+    yield "workers.prefill", settings.workers.prefill
+    yield "workers.decode", settings.workers.decode
+    for key in ("prefill_workers", "decode_workers"):
+        for index, group in enumerate(getattr(settings, key)):
+            yield f"{key}[{index}]", group
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """`DYNAMO_SECTION__KEY` of every setting, and the short names. Raises `ConfigError`."""
-    found: dict[str, SourcedValue] = {}
+    """Read `DYNAMO_SECTION__KEY` names and the short names. Raises `ConfigError`."""
+    values: dict[str, SourcedValue] = {}
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            where = f"environment {name}"
+            origin = f"environment {name}"
             key = name.removeprefix(ENVIRONMENT_PREFIX).replace("__", ".").lower()
             try:
-                declared = find_setting(key, where)
+                spec = find_setting(key, origin)
             except ConfigError as error:
-                near = error.hint.replace(key, environment_name(key))
-                raise ConfigError(error.message, hint=_with_environment_names(near)) from None
-            found[declared.key] = SourcedValue(text, where, key)
+                hint = error.hint.replace(key, environment_name(key))
+                raise ConfigError(error.message, hint=_with_environment_names(hint)) from None
+            values[spec.key] = SourcedValue(text, origin, key)
     for name, key in ENVIRONMENT_ALIASES.items():
         if environ.get(name):
-            found.setdefault(key, SourcedValue(environ[name], f"environment {name}"))
-    return found
+            values.setdefault(key, SourcedValue(environ[name], f"environment {name}"))
+    return values
 
 
 def merge_layers(
     layers: Sequence[Mapping[str, SourcedValue]], schema: type[S], prefix: str = ""
 ) -> MergedSection[S]:
-    """The strongest layer first; what none gives keeps its default. Raises `ConfigError`."""
+    """Merge `layers`, the strongest first, and fill in defaults. Raises `ConfigError`.
+
+    `prefix` is the dotted key of the section, with a dot at its end.
+    """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notes: dict[str, str] = {}
-    for key, declared in setting_specs_by_key(schema).items():
-        given = next((layer[key] for layer in layers if key in layer), None)
-        shown = f"{prefix}{key}"
-        origins[shown] = given.origin if given else DEFAULT_ORIGIN
-        if given is None:
-            values[key] = declared.default
-        elif declared.entry_schema is not None:
+    for key, spec in setting_specs_by_key(schema).items():
+        full_key = f"{prefix}{key}"
+        source = next((layer[key] for layer in layers if key in layer), None)
+        if source is None:
+            values[full_key], origins[full_key] = spec.default, DEFAULT_ORIGIN
+            continue
+        origins[full_key] = source.origin
+        if spec.entry_schema is None:
+            value = _checked_value(spec, source)
+        else:
             entries = [
-                merge_layers([entry], declared.entry_schema, f"{shown}[{at}].")
-                for at, entry in enumerate(_parse_entries(declared, declared.entry_schema, given))
+                merge_layers([entry], spec.entry_schema, f"{full_key}[{index}].")
+                for index, entry in enumerate(_parse_entries(spec, spec.entry_schema, source))
             ]
-            values[key] = tuple(entry.value for entry in entries)
+            value = tuple(entry.section for entry in entries)
             for entry in entries:
+                values |= entry.values
                 origins |= entry.origins
                 notes |= entry.notes
-        else:
-            values[key] = _checked_value(declared, given)
-        if given is not None and (note := _usage_note(declared, values[key])):
-            notes[shown] = note
-            values[key] = dict(declared.meta.not_yet).get(values[key]) or values[key]
-    return MergedSection(_build_struct(schema, "", values), origins, notes)
+        if note := _usage_note(spec, value):
+            notes[full_key] = note
+            value = dict(spec.meta.not_yet).get(value) or value
+        values[full_key] = value
+    return MergedSection(_build_struct(schema, prefix, values), values, origins, notes)
 
 
-def _checked_value(declared: SettingSpec, given: SourcedValue) -> Any:
+def _checked_value(spec: SettingSpec, source: SourcedValue) -> Any:
     try:
-        return parse_value(declared, given.raw)
-    except ValueError as wanted:
-        shown = "***" if declared.meta.secret else repr(given.raw)
+        return parse_value(spec, source.raw)
+    except ValueError as error:
+        shown = "***" if spec.meta.secret else repr(source.raw)
         raise ConfigError(
-            f"{declared.key} = {shown} ({given.origin}): {wanted}",
-            hint=declared.meta.help,
-            param=declared.key,
+            f"{spec.key} = {shown} ({source.origin}): {error}",
+            hint=spec.meta.help,
+            param=spec.key,
         ) from None
 
 
-def _usage_note(declared: SettingSpec, value: Any) -> str:
-    if declared.meta.unused:
-        return UNUSED_NOTE if value != declared.default else ""
-    later = dict(declared.meta.not_yet) if isinstance(value, str) else {}
-    if value not in later:
+def _usage_note(spec: SettingSpec, value: Any) -> str:
+    if spec.meta.unused:
+        return UNUSED_NOTE if value != spec.default else ""
+    substitutes = dict(spec.meta.not_yet) if isinstance(value, str) else {}
+    if value not in substitutes:
         return ""
-    stand_in = later[value]
+    substitute = substitutes[value]
     return f"{value}: {UNUSED_NOTE}; " + (
-        f"{stand_in} {SUBSTITUTE_NOTE}" if stand_in else "a start refuses it"
+        f"{substitute} {SUBSTITUTE_NOTE}" if substitute else "a start refuses it"
     )
 
 
 def _parse_entries(
-    declared: SettingSpec, schema: type[msgspec.Struct], given: SourcedValue
+    spec: SettingSpec, schema: type[msgspec.Struct], source: SourcedValue
 ) -> Sequence[Mapping[str, SourcedValue]]:
-    """Each entry's settings; a text is JSON. Raises `ConfigError`."""
-    raw = given.raw
+    """Return the settings of each entry. A text is JSON. Raises `ConfigError`."""
+    raw = source.raw
     if isinstance(raw, str) and raw.strip():
-        read = parse_config_document(f"{declared.key}: {raw}", given.origin)
-        raw = read.settings[declared.key].raw
+        parsed = parse_config_document(f"{spec.key}: {raw}", source.origin)
+        raw = parsed.settings[spec.key].raw
     if raw in (None, ""):
         return ()
     if not isinstance(raw, list):
         raise ConfigError(
-            f"{declared.key} ({given.origin}): wanted a list of sections",
+            f"{spec.key} ({source.origin}): wanted a list of sections",
             hint=f"each begins with `- `; known: {', '.join(setting_specs_by_key(schema))}",
         )
     return raw
 
 
 def _use_name_as_path(layer: Mapping[str, SourcedValue]) -> Mapping[str, SourcedValue]:
-    """`model.name` without a path beside it says what to load."""
+    """Treat `model.name` as the model to load if its source gives no path."""
     name = layer.get("model.names")
     if name is None or name.written_key != "model.name" or "model.path" in layer:
         return layer
-    rest = {key: given for key, given in layer.items() if key != "model.names"}
+    rest = {key: source for key, source in layer.items() if key != "model.names"}
     return rest | {"model.path": name}
 
 
 def _replicas_as_http_workers(
     layers: Sequence[Mapping[str, SourcedValue]],
 ) -> tuple[Mapping[str, SourcedValue], Mapping[str, str]]:
-    """`frontend.replicas` is the number of processes that share the port, where none is given; and
-    what there is to say of that."""
-    wanted = next(
+    """Derive `server.http_workers` from `frontend.replicas` unless it is set. Adds a note."""
+    replicas = next(
         (layer[FRONTEND_REPLICAS_KEY] for layer in layers if FRONTEND_REPLICAS_KEY in layer), None
     )
-    if wanted is None:
+    if replicas is None:
         return {}, {}
     if any(HTTP_WORKERS_KEY in layer for layer in layers):
         return {}, {FRONTEND_REPLICAS_KEY: f"{HTTP_WORKERS_KEY} is given and holds"}
-    given = SourcedValue(wanted.raw, f"{FRONTEND_REPLICAS_KEY}, {wanted.origin}")
-    return {HTTP_WORKERS_KEY: given}, {
-        FRONTEND_REPLICAS_KEY: f"so many processes share the port: {HTTP_WORKERS_KEY}"
-    }
+    derived = SourcedValue(replicas.raw, f"{FRONTEND_REPLICAS_KEY}, {replicas.origin}")
+    note = f"number of processes that share the port: {HTTP_WORKERS_KEY}"
+    return {HTTP_WORKERS_KEY: derived}, {FRONTEND_REPLICAS_KEY: note}
 
 
 def _build_struct(schema: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:

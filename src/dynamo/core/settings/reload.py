@@ -1,19 +1,20 @@
-"""Settings read again while they are in use: what of them may take effect at once."""
+"""Reload: which changes of the settings are applied while serving."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.settings.explain import REDACTED, get_setting
-from dynamo.core.settings.keys import setting_specs_by_key
+from dynamo.core.settings.declare import iter_setting_specs
+from dynamo.core.settings.explain import REDACTED
 from dynamo.core.settings.schema import Settings
 
 
 class SettingChange(msgspec.Struct, frozen=True):
-    """One setting that is not what it was. `applied`: it takes effect at once, else at a start."""
+    """One changed setting. `applied`: the change takes effect at once, else at the next start."""
 
     key: str
     before: Any
@@ -21,20 +22,22 @@ class SettingChange(msgspec.Struct, frozen=True):
     applied: bool
 
 
-def apply_reload(now: Settings, wanted: Settings) -> tuple[Settings, tuple[SettingChange, ...]]:
-    """`now` with all of `wanted` that is safe to change while serving, and every difference."""
+def apply_reload(
+    current: Settings, reloaded: Settings
+) -> tuple[Settings, tuple[SettingChange, ...]]:
+    """Return `current` with the reloadable changes of `reloaded`, and all changes."""
     changes = []
-    for key, declared in setting_specs_by_key().items():
-        before, after = get_setting(now, key), get_setting(wanted, key)
+    for spec in iter_setting_specs(Settings):
+        get_value = attrgetter(spec.key)
+        before, after = get_value(current), get_value(reloaded)
         if before == after:
             continue
-        about = declared.meta
-        if about.reload:
-            now = _replace_at_path(now, key.split("."), after)
-        if about.secret:
+        if spec.meta.reload:
+            current = _replace_at_path(current, spec.key.split("."), after)
+        if spec.meta.secret:
             before = after = REDACTED
-        changes.append(SettingChange(key, before, after, about.reload))
-    return now, tuple(changes)
+        changes.append(SettingChange(spec.key, before, after, spec.meta.reload))
+    return current, tuple(changes)
 
 
 def _replace_at_path(section: Any, path: list[str], value: Any) -> Any:

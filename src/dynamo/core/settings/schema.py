@@ -8,12 +8,9 @@ import msgspec
 
 from dynamo.core.settings.declare import setting
 from dynamo.core.settings.schema_cluster import (
-    CacheSettings,
     DiscoverySettings,
     FrontendSettings,
     MessagingSettings,
-    MonitoringSettings,
-    NixlSettings,
     SecuritySettings,
     WorkerGroupSettings,
     WorkersSettings,
@@ -153,25 +150,6 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             aliases=("max_model_len",),
         ),
     ] = 0
-    tensor_parallel_size: Annotated[
-        int, setting("devices that share every layer", ge=1, unused=True)
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        int, setting("groups of devices that share the layers", ge=1, unused=True)
-    ] = 1
-    gpu_memory_utilization: Annotated[
-        float, setting("share of a GPU's memory to use", unit="ratio", ge=0.01, le=1, unused=True)
-    ] = 0.9
-    swap_space: Annotated[
-        float, setting("host memory for swapped sequences", unit="GiB", ge=0, unused=True)
-    ] = 0.0
-    kv_cache_dtype: Annotated[
-        str, setting("numbers of the KV cache", choices=("auto", "fp8", "fp16"), unused=True)
-    ] = "auto"
-    quantization: Annotated[
-        str | None,
-        setting("of the weights", choices=("awq", "gptq", "squeezellm"), unused=True),
-    ] = None
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -306,7 +284,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: IndexSettings = IndexSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
-    cache: CacheSettings = CacheSettings()
     sampling: SamplingSettings = SamplingSettings()
     workers: WorkersSettings = WorkersSettings()
     prefill_workers: Annotated[
@@ -319,6 +296,4 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     discovery: DiscoverySettings = DiscoverySettings()
     messaging: MessagingSettings = MessagingSettings()
     security: SecuritySettings = SecuritySettings()
-    nixl: NixlSettings = NixlSettings()
-    monitoring: MonitoringSettings = MonitoringSettings()
     logging: LoggingSettings = LoggingSettings()

@@ -9,57 +9,6 @@ import msgspec
 from dynamo.core.settings.declare import setting
 
 
-class ResourcesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one replica asks of its host."""
-
-    cpu: Annotated[
-        float, setting("processor cores; `500m` = 0.5", unit="cores", ge=0, unused=True)
-    ] = 0.0
-    memory: Annotated[int, setting("memory; 0: no limit", unit="bytes", ge=0, unused=True)] = 0
-    gpu: Annotated[
-        int, setting("accelerators", ge=0, aliases=(".nvidia.com/gpu",), unused=True)
-    ] = 0
-
-
-class NixlSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Transfer of KV blocks between workers."""
-
-    enable_rdma: Annotated[bool, setting("use RDMA where the network has it", unused=True)] = False
-    memory_pool_size: Annotated[
-        int,
-        setting("registered memory; 0: what transfers need", unit="bytes", ge=0, unused=True),
-    ] = 0
-    compression: Annotated[
-        str,
-        setting("of transferred blocks", choices=("none", "lz4", "zstd"), unused=True),
-    ] = "none"
-
-
-class CacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV cache beyond `engine.num_blocks`, `block_size` and `prefix_caching`."""
-
-    max_cache_size: Annotated[
-        int, setting("memory for KV blocks; 0: by the engine", unit="bytes", ge=0, unused=True)
-    ] = 0
-    cache_policy: Annotated[
-        str, setting("which block goes first", choices=("lru",), unused=True)
-    ] = "lru"
-    enable_offloading: Annotated[
-        bool, setting("keep evicted blocks in `offload_targets`", unused=True)
-    ] = False
-    offload_targets: Annotated[
-        tuple[str, ...], setting("tiers below the engine's own, fastest first", unused=True)
-    ] = ("cpu",)
-
-
-class GroupCacheSettings(CacheSettings, frozen=True, forbid_unknown_fields=True):
-    """The KV cache of one group of workers."""
-
-    block_size: Annotated[
-        int, setting("tokens in one KV block; 0: `engine.block_size`", ge=0, unused=True)
-    ] = 0
-
-
 class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workers of one kind."""
 
@@ -92,9 +41,6 @@ class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     device_ids: Annotated[
         tuple[int, ...], setting("accelerators of this host, by number", unused=True)
     ] = ()
-    resources: ResourcesSettings = ResourcesSettings()
-    nixl: NixlSettings = NixlSettings()
-    kv_cache: GroupCacheSettings = GroupCacheSettings()
 
 
 class WorkersSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,14 +53,10 @@ class WorkersSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FrontendSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The frontend as a component of its own; how it listens is said in `server`."""
 
-    router_endpoint: Annotated[
-        str, setting("URL of a router of its own; empty: inside the frontend", unused=True)
-    ] = ""
     replicas: Annotated[
         int,
         setting("frontend processes of a host, where `server.http_workers` is not given", ge=1),
     ] = 1
-    resources: ResourcesSettings = ResourcesSettings()
 
 
 class ServerTlsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,7 +111,6 @@ class NatsSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
             "URLs of the servers (nats:// or tls://); given, events and requests go through them"
         ),
     ] = ()
-    cluster_name: Annotated[str, setting("its name", unused=True)] = ""
     keep_events: Annotated[
         float,
         setting(
@@ -223,63 +164,3 @@ class SecuritySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     tls_cert: Annotated[str, setting("PEM file of this process's certificate")] = ""
     tls_key: Annotated[str, setting("PEM file of this process's key")] = ""
-
-
-class PrometheusSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The Prometheus of the whole stack; every process exports on its own port."""
-
-    enabled: Annotated[
-        bool,
-        setting(
-            "run one",
-            aliases=("distributed_runtime.metrics.enable_prometheus",),
-            unused=True,
-        ),
-    ] = False
-    port: Annotated[
-        int,
-        setting(
-            "its port",
-            ge=1,
-            le=65535,
-            aliases=("distributed_runtime.metrics.prometheus_port",),
-            unused=True,
-        ),
-    ] = 9090
-    scrape_interval: Annotated[
-        float,
-        setting(
-            "how often it collects",
-            unit="seconds",
-            ge=1,
-            aliases=("distributed_runtime.metrics.collection_interval",),
-            unused=True,
-        ),
-    ] = 15.0
-
-
-class GrafanaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The Grafana of the whole stack."""
-
-    enabled: Annotated[bool, setting("run one", unused=True)] = False
-    port: Annotated[int, setting("its port", ge=1, le=65535, unused=True)] = 3000
-
-
-class CustomMetricSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A metric to record besides our own."""
-
-    name: Annotated[str, setting("its name", unused=True)] = ""
-    type: Annotated[
-        str, setting("its kind", choices=("counter", "gauge", "histogram"), unused=True)
-    ] = "gauge"
-    buckets: Annotated[tuple[float, ...], setting("upper bounds of a histogram", unused=True)] = ()
-
-
-class MonitoringSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who collects and shows the metrics."""
-
-    prometheus: PrometheusSettings = PrometheusSettings()
-    grafana: GrafanaSettings = GrafanaSettings()
-    custom_metrics: Annotated[
-        tuple[CustomMetricSettings, ...], setting("metrics besides our own", unused=True)
-    ] = ()

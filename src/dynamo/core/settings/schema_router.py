@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 
 from dynamo.core.settings.declare import setting
-from dynamo.core.settings.schema_cluster import ResourcesSettings
 
 
 class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,21 +91,6 @@ class LoadBalancingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     unhealthy_threshold: Annotated[
         int, setting("probes without an answer, in a row, until a worker is ejected", ge=1)
     ] = 3
-
-
-class DisaggregationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a prompt is computed by a prefill worker."""
-
-    enable_conditional_disagg: Annotated[
-        bool, setting("decide by request; else always", unused=True)
-    ] = True
-    prefill_length_threshold: Annotated[
-        int,
-        setting("uncached prompt from which on it pays", unit="tokens", ge=0, unused=True),
-    ] = 512
-    queue_size_threshold: Annotated[
-        int, setting("prompts waiting for prefill at which it stops", ge=0, unused=True)
-    ] = 10
 
 
 class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -232,7 +216,5 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             aliases=("router.workers",),
         ),
     ] = 0
-    resources: ResourcesSettings = ResourcesSettings()
     routing_strategy: RoutingStrategySettings = RoutingStrategySettings()
     load_balancing: LoadBalancingSettings = LoadBalancingSettings()
-    disaggregation: DisaggregationSettings = DisaggregationSettings()

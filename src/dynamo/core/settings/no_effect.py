@@ -1,0 +1,125 @@
+"""Settings that are accepted and checked, and have no effect yet.
+
+Configuration files written for Dynamo contain them. The loader treats them as all other settings:
+aliases, units, bounds, notes and help. Their values are in `LoadedSettings.values` only, because no
+section of `Settings` has a field for them. A setting that gains an effect moves to its section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from dynamo.core.settings.declare import SettingSpec, setting
+from dynamo.core.settings.schema import Settings
+from dynamo.core.settings.schema_cluster import WorkerGroupSettings
+
+
+class CustomMetricSettings(msgspec.Struct, frozen=True):
+    """One entry of `monitoring.custom_metrics`. All of its settings are in `NO_EFFECT`."""
+
+
+def _row(key: str, default: Any, text: str, *, kind: Any = None, **meta: Any) -> SettingSpec:
+    return SettingSpec(key, kind or type(default), default, setting(text, unused=True, **meta))
+
+
+def _under(section: str, rows: tuple[SettingSpec, ...]) -> Iterator[SettingSpec]:
+    for row in rows:
+        yield replace(row, key=f"{section}.{row.key}")
+
+
+_RESOURCES = (
+    _row("cpu", 0.0, "processor cores; `500m` = 0.5", unit="cores", ge=0),
+    _row("memory", 0, "memory; 0: no limit", unit="bytes", ge=0),
+    _row("gpu", 0, "accelerators", ge=0, aliases=(".nvidia.com/gpu",)),
+)
+_NIXL = (
+    _row("enable_rdma", False, "use RDMA where the network has it"),
+    _row("memory_pool_size", 0, "registered memory; 0: what transfers need", unit="bytes", ge=0),
+    _row("compression", "none", "of transferred blocks", choices=("none", "lz4", "zstd")),
+)
+_TARGETS = tuple[str, ...]
+_CACHE = (
+    _row("max_cache_size", 0, "memory for KV blocks; 0: by the engine", unit="bytes", ge=0),
+    _row("cache_policy", "lru", "which block is evicted first", choices=("lru",)),
+    _row("enable_offloading", False, "keep evicted blocks in `offload_targets`"),
+    _row("offload_targets", ("cpu",), "tiers below the engine's, fastest first", kind=_TARGETS),
+)
+_WORKER_GROUP = (
+    *_under("resources", _RESOURCES),
+    *_under("nixl", _NIXL),
+    *_under("kv_cache", _CACHE),
+    _row("kv_cache.block_size", 0, "tokens in one KV block; 0: `engine.block_size`", ge=0),
+)
+_DISAGGREGATION = (
+    _row("enable_conditional_disagg", True, "decide for each request; else always disaggregate"),
+    _row("prefill_length_threshold", 512, "shortest uncached prompt", unit="tokens", ge=0),
+    _row("queue_size_threshold", 10, "waiting prompts at which it stops", ge=0),
+)
+_MODEL = (
+    _row("tensor_parallel_size", 1, "devices that share every layer", ge=1),
+    _row("pipeline_parallel_size", 1, "groups of devices that share the layers", ge=1),
+    _row("gpu_memory_utilization", 0.9, "used share of GPU memory", unit="ratio", ge=0.01, le=1),
+    _row("swap_space", 0.0, "host memory for swapped sequences", unit="GiB", ge=0),
+    _row("kv_cache_dtype", "auto", "format of the KV cache", choices=("auto", "fp8", "fp16")),
+    _row(
+        "quantization",
+        None,
+        "of the weights",
+        kind=str | None,
+        choices=("awq", "gptq", "squeezellm"),
+    ),
+)
+_METRICS = "distributed_runtime.metrics"
+_PROMETHEUS = (
+    _row("enabled", False, "run a Prometheus", aliases=(f"{_METRICS}.enable_prometheus",)),
+    _row("port", 9090, "its port", ge=1, le=65535, aliases=(f"{_METRICS}.prometheus_port",)),
+    _row(
+        "scrape_interval",
+        15.0,
+        "time between two scrapes",
+        unit="seconds",
+        ge=1,
+        aliases=(f"{_METRICS}.collection_interval",),
+    ),
+)
+_METRIC_LIST = tuple[CustomMetricSettings, ...]
+_BUCKETS = tuple[float, ...]
+
+NO_EFFECT: Mapping[type[msgspec.Struct], tuple[SettingSpec, ...]] = {
+    Settings: (
+        _row("frontend.router_endpoint", "", "URL of a separate router; empty: in the frontend"),
+        *_under("frontend.resources", _RESOURCES),
+        *_under("router.resources", _RESOURCES),
+        *_under("router.disaggregation", _DISAGGREGATION),
+        *_under("model", _MODEL),
+        *_under("cache", _CACHE),
+        *_under("workers.prefill", _WORKER_GROUP),
+        *_under("workers.decode", _WORKER_GROUP),
+        _row("messaging.nats.cluster_name", "", "name of the NATS cluster"),
+        *_under("nixl", _NIXL),
+        *_under("monitoring.prometheus", _PROMETHEUS),
+        _row("monitoring.grafana.enabled", False, "run a Grafana"),
+        _row("monitoring.grafana.port", 3000, "its port", ge=1, le=65535),
+        _row("monitoring.custom_metrics", (), "metrics besides Dynamo's", kind=_METRIC_LIST),
+    ),
+    WorkerGroupSettings: _WORKER_GROUP,
+    CustomMetricSettings: (
+        _row("name", "", "name of the metric"),
+        _row("type", "gauge", "kind of metric", choices=("counter", "gauge", "histogram")),
+        _row("buckets", (), "upper bounds of a histogram", kind=_BUCKETS),
+    ),
+}
+"""The rows of each schema. A key is relative to its schema."""
+
+NO_EFFECT_SECTIONS = {
+    "cache": "The KV cache beyond `engine.num_blocks`, `block_size` and `prefix_caching`.",
+    "nixl": "Transfer of KV blocks between workers.",
+    "monitoring": "Collection and display of metrics.",
+    "resources": "Requests of one replica to its host.",
+    "kv_cache": "The KV cache of one group of workers.",
+}
+"""Descriptions of the sections all of whose settings are in `NO_EFFECT`."""
