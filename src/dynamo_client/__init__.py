@@ -1,4 +1,4 @@
-"""A client of Dynamo's HTTP API, and of others that speak OpenAI's. Independent of `dynamo`."""
+"""A client of Dynamo's HTTP API and of other servers with OpenAI's API, independent of `dynamo`."""
 
 from dynamo_client.client import DynamoClient
 from dynamo_client.config import DynamoConfig

@@ -1,4 +1,4 @@
-"""The network by asyncio."""
+"""The network over asyncio."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from dynamo_client.config import Origin
 from dynamo_client.network import Channel, NetworkBackend
 
 MAX_BUFFERED_BYTES = 256 << 10
-"""Beyond this the peer has to wait."""
+"""Reading pauses while more than this is buffered."""
 
 
 class AsyncNetworkBackend(NetworkBackend):
-    """Connections of the running loop."""
+    """Opens connections on the running event loop."""
 
     async def connect(self, origin: Origin, timeout_s: float) -> Channel:
-        """Raises `OSError`."""
         loop = asyncio.get_running_loop()
         context = ssl.create_default_context() if origin.secure else None
         async with asyncio.timeout(timeout_s):
@@ -28,12 +27,11 @@ class AsyncNetworkBackend(NetworkBackend):
         return channel
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep."""
         await asyncio.sleep(seconds)
 
 
 class AsyncChannel(asyncio.Protocol, Channel):
-    """A connection that hands on what a read brought, without a task or a timer a read."""
+    """An asyncio connection. A read needs neither a task nor a timer of its own."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -47,14 +45,13 @@ class AsyncChannel(asyncio.Protocol, Channel):
         self._timer: asyncio.TimerHandle | None = None
 
     async def send(self, data: bytes, timeout_s: float) -> None:
-        """Never waits: a peer that does not read does not answer either."""
+        """Write `data` without waiting: a peer that does not read does not answer either."""
         del timeout_s
         if self._transport is None or self._ended:
             raise ConnectionResetError("the connection is closed")
         self._transport.write(data)
 
     async def receive(self, timeout_s: float) -> bytes:
-        """What has come."""
         if not self._buffered and not self._ended:
             self._waiter = self._loop.create_future()
             self._set_deadline(timeout_s)
@@ -69,11 +66,10 @@ class AsyncChannel(asyncio.Protocol, Channel):
         return b""
 
     def is_reusable(self) -> bool:
-        """Open, silent, and of the running loop."""
+        """Whether the connection is open, has nothing to read, and uses the running loop."""
         return self._loop is asyncio.get_running_loop() and not self._ended and not self._buffered
 
     def close(self) -> None:
-        """Abort."""
         self._ended = True
         transport, self._transport = self._transport, None
         if self._timer is not None:
@@ -83,25 +79,21 @@ class AsyncChannel(asyncio.Protocol, Channel):
             transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """From asyncio."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """From asyncio."""
         self._buffered.append(data)
         self._buffered_bytes += len(data)
         if self._buffered_bytes > MAX_BUFFERED_BYTES and self._transport is not None:
-            with suppress(RuntimeError):  # it is paused already
+            with suppress(RuntimeError):  # reading is paused already
                 self._transport.pause_reading()
         self._wake_reader()
 
     def eof_received(self) -> None:
-        """From asyncio."""
         self._ended = True
         self._wake_reader()
 
     def connection_lost(self, failure: Exception | None) -> None:
-        """From asyncio."""
         self._ended = True
         self._failure = failure
         self._wake_reader()
@@ -118,7 +110,10 @@ class AsyncChannel(asyncio.Protocol, Channel):
             self._waiter.set_result(None)
 
     def _set_deadline(self, timeout_s: float) -> None:
-        """One timer outlives many reads: it looks at the deadline when it fires."""
+        """Move the deadline of the present read.
+
+        Many reads share one timer, which compares the time with the deadline when it fires.
+        """
         self._deadline = self._loop.time() + timeout_s
         if self._timer is not None:
             if self._timer.when() <= self._deadline:
@@ -133,4 +128,4 @@ class AsyncChannel(asyncio.Protocol, Channel):
         if self._loop.time() < self._deadline:
             self._timer = self._loop.call_at(self._deadline, self._on_deadline)
         else:
-            self._waiter.set_exception(TimeoutError("nothing came"))
+            self._waiter.set_exception(TimeoutError("no data arrived"))

@@ -1,4 +1,4 @@
-"""The network by blocking sockets. Its coroutines never suspend."""
+"""The network over blocking sockets. Its coroutines never suspend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ READ_BYTES = 64 << 10
 
 
 class BlockingNetworkBackend(NetworkBackend):
-    """Connections of the calling thread."""
+    """Opens blocking connections and sleeps in the calling thread."""
 
     async def connect(self, origin: Origin, timeout_s: float) -> Channel:
-        """Raises `OSError`."""
         sock = socket.create_connection((origin.host, origin.port), timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -31,28 +30,25 @@ class BlockingNetworkBackend(NetworkBackend):
         return BlockingChannel(sock)
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep."""
-        time.sleep(seconds)  # noqa: ASYNC251 - blocking is what this network does
+        time.sleep(seconds)  # noqa: ASYNC251 - this network blocks by design
 
 
 class BlockingChannel(Channel):
-    """A socket."""
+    """A connected socket with or without TLS."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     async def send(self, data: bytes, timeout_s: float) -> None:
-        """All of it."""
         self._sock.settimeout(timeout_s)
         self._sock.sendall(data)
 
     async def receive(self, timeout_s: float) -> bytes:
-        """What has come."""
         self._sock.settimeout(timeout_s)
         return self._sock.recv(READ_BYTES)
 
     def is_reusable(self) -> bool:
-        """Open and silent: an end would be readable."""
+        """Whether the socket is open and has nothing to read; a closed peer makes it readable."""
         if self._sock.fileno() < 0:
             return False
         poll = select.poll()
@@ -60,5 +56,4 @@ class BlockingChannel(Channel):
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Close."""
         self._sock.close()

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self, overload
 
 from dynamo_client import api_requests
-from dynamo_client.api_requests import Message, Prompt
+from dynamo_client.api_requests import JsonObject, Message, Prompt, RequestSpec
 from dynamo_client.config import DynamoConfig
-from dynamo_client.session import ClientSession, RequestSpec
+from dynamo_client.session import ClientSession
 from dynamo_client.streams import ChunkStream
-
-JsonObject = dict[str, Any]
 
 
 class DynamoClient:
-    """`async with DynamoClient(config) as client`. Made without I/O; serves many tasks at once."""
+    """An asyncio client: `async with DynamoClient(config) as client`.
+
+    The constructor does no I/O. Many tasks may use one client at once.
+    """
 
     def __init__(self, config: DynamoConfig | None = None) -> None:
         from dynamo_client.aio import AsyncNetworkBackend  # asyncio takes long to import
@@ -63,11 +64,14 @@ class DynamoClient:
         stream: bool = False,
         **options: Any,
     ) -> JsonObject | ChunkStream:
-        """The answer, or with `stream` its chunks. `options`: any other field of the request;
-        `request_id` becomes a header. Raises `DynamoError`."""
-        options |= {"max_tokens": max_tokens, "temperature": temperature}
-        ask = api_requests.chat(messages, model, stream, options)
-        return await (self._open_stream(ask) if stream else self._request(ask))
+        """Return the answer, or with `stream` its chunks. Raises `DynamoError`.
+
+        `options` are further fields of the request. `request_id` is sent as a header.
+        """
+        spec = api_requests.chat(
+            messages, model, stream, max_tokens=max_tokens, temperature=temperature, **options
+        )
+        return await (self._open_stream(spec) if stream else self._session.request(spec))
 
     async def completion(
         self,
@@ -77,9 +81,12 @@ class DynamoClient:
         temperature: float | None = None,
         **options: Any,
     ) -> JsonObject:
-        """What follows a text, several texts, or token ids. Raises `DynamoError`."""
-        options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return await self._request(api_requests.completion(prompt, model, False, options))
+        """Continue a text, several texts, or token ids. Raises `DynamoError`."""
+        return await self._session.request(
+            api_requests.completion(
+                prompt, model, False, max_tokens=max_tokens, temperature=temperature, **options
+            )
+        )
 
     async def completion_stream(
         self,
@@ -89,33 +96,34 @@ class DynamoClient:
         temperature: float | None = None,
         **options: Any,
     ) -> ChunkStream:
-        """The same, chunk by chunk. Raises `DynamoError`."""
-        options |= {"max_tokens": max_tokens, "temperature": temperature}
-        return await self._open_stream(api_requests.completion(prompt, model, True, options))
+        """Like `completion`, chunk by chunk. Raises `DynamoError`."""
+        return await self._open_stream(
+            api_requests.completion(
+                prompt, model, True, max_tokens=max_tokens, temperature=temperature, **options
+            )
+        )
 
     async def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
-        """Token ids of a text or of a conversation. Raises `DynamoError`."""
-        found = await self._request(api_requests.tokenize(text, model))
-        return list(found["tokens"])
+        """Return the token ids of a text or of a conversation. Raises `DynamoError`."""
+        reply = await self._session.request(api_requests.tokenize(text, model))
+        return list(reply["tokens"])
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
-        """Their text. Raises `DynamoError`."""
-        found = await self._request(api_requests.detokenize(tokens, model))
-        return str(found["prompt"])
+        """Return the text of `tokens`. Raises `DynamoError`."""
+        reply = await self._session.request(api_requests.detokenize(tokens, model))
+        return str(reply["prompt"])
 
     async def post(self, path: str, body: Any) -> JsonObject:
-        """The JSON that any other route answers. Raises `DynamoError`."""
-        return await self._request(RequestSpec(path, body))
+        """Send `body` to any route and return the JSON answer. Raises `DynamoError`."""
+        return await self._session.request(RequestSpec(path, body))
 
     async def list_models(self) -> list[JsonObject]:
-        """What is served. Raises `DynamoError`."""
-        found = await self._request(api_requests.LIST_MODELS)
-        return list(found.get("data", ()))
+        """Return the served models. Raises `DynamoError`."""
+        return list((await self._session.request(api_requests.LIST_MODELS)).get("data", ()))
 
     async def health_check(self) -> JsonObject:
-        """How the server is now; asked once. Raises `DynamoAPIError` when it is not well."""
-        found: JsonObject = await self._session.request(api_requests.HEALTH_CHECK, retry=False)
-        return found
+        """Return the server's health, without retries. Raises `DynamoAPIError` if unhealthy."""
+        return await self._session.request(api_requests.HEALTH_CHECK, retry=False)
 
     async def close(self) -> None:
         """Close idle connections; a later call opens new ones."""
@@ -127,9 +135,5 @@ class DynamoClient:
     async def __aexit__(self, *_: object) -> None:
         self._session.close()
 
-    async def _request(self, ask: RequestSpec) -> JsonObject:
-        found: JsonObject = await self._session.request(ask)
-        return found
-
-    async def _open_stream(self, ask: RequestSpec) -> ChunkStream:
-        return ChunkStream(await self._session.open_stream(ask))
+    async def _open_stream(self, spec: RequestSpec) -> ChunkStream:
+        return ChunkStream(await self._session.open_stream(spec))

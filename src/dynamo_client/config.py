@@ -1,4 +1,4 @@
-"""Where the server is, and how patient the client is."""
+"""The address of the server, timeouts and retries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class DynamoConfig:
-    """`base_url`: with or without a final `/v1`. `timeout` in seconds: of a whole reply, or of a
-    gap within a stream. A call is tried `max_retries` times more; `retry_delay` seconds, doubled
-    each time, lie between."""
+    """The configuration of a client. `base_url` may end with `/v1`.
+
+    `timeout` in seconds limits a whole reply, or each gap within a stream. A failed call is
+    repeated up to `max_retries` times, after `retry_delay` seconds that double each time.
+    """
 
     base_url: str = "http://localhost:8000"
     api_key: str | None = field(default=None, repr=False)
@@ -23,7 +25,7 @@ class DynamoConfig:
 
 
 class Origin(NamedTuple):
-    """What a connection leads to."""
+    """The peer of a connection."""
 
     secure: bool
     host: str
@@ -31,7 +33,7 @@ class Origin(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """The Host header's value."""
+        """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (
             host
@@ -41,7 +43,7 @@ class Origin(NamedTuple):
 
 
 def parse_base_url(base_url: str) -> tuple[Origin, str]:
-    """Where to connect, and the prefix of every path. Raises `ValueError`."""
+    """Split a base URL into the origin and the prefix of every path. Raises `ValueError`."""
     text = base_url if "://" in base_url else f"http://{base_url}"
     parts = urlsplit(text)
     if parts.scheme not in DEFAULT_PORTS or not parts.hostname or parts.port == 0:

@@ -1,4 +1,4 @@
-"""What can go wrong: no connection, or an answer that is an error."""
+"""Errors of the client: failed connections and error responses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 MAX_MESSAGE_CHARACTERS = 300
 STATUS_HINTS = {
     401: "pass the server's key: DynamoConfig(api_key=...)",
-    403: "this key may not do that",
-    404: "is base_url the root of a server that speaks OpenAI's API?",
+    403: "the key does not permit this request",
+    404: "base_url must be the root of a server with OpenAI's API",
 }
 
 
 class DynamoError(Exception):
-    """Base of all. `hint`: what to do about it, "" where nothing is known."""
+    """The base of all errors. `hint` says what to do, or is empty."""
 
     def __init__(self, message: str = "", *, hint: str = "") -> None:
         super().__init__(message)
@@ -28,16 +28,19 @@ class DynamoConnectionError(DynamoError):
 
 
 class DynamoCertificateError(DynamoConnectionError):
-    """The server's certificate is not trusted. Never tried again."""
+    """The server's certificate is not trusted. The call is not retried."""
 
 
 class DynamoTimeoutError(DynamoConnectionError):
-    """The server took longer than `timeout`. Never tried again: it may be at work still."""
+    """The server took longer than `timeout`. The call is not retried: it may still be running."""
 
 
 class DynamoAPIError(DynamoError):
-    """The server answered with an error. `status`: the HTTP status (200 where a stream had begun),
-    `body`: what it sent, `code`: what a program tests, `retry_after_s`: when to come back."""
+    """The server answered with an error.
+
+    `status` is the HTTP status (200 after the start of a stream), `body` the text of the response.
+    `code` identifies the error to programs. `retry_after_s` is the value of Retry-After.
+    """
 
     def __init__(
         self,
@@ -61,32 +64,30 @@ class DynamoAPIError(DynamoError):
 def api_error(
     status: int, body: bytes, *, request_id: str = "", retry_after_s: float | None = None
 ) -> DynamoAPIError:
-    """The error that a body tells, in OpenAI's shape or any other."""
+    """Build the error of a response body, in OpenAI's format or any other."""
     text = body.decode(errors="replace")
-    told = _parse_error_body(body)
-    message = str(told.get("message") or text[:MAX_MESSAGE_CHARACTERS] or "no reason given")
-    code = told.get("code")
+    fields = _parse_error_body(body)
+    message = str(fields.get("message") or text[:MAX_MESSAGE_CHARACTERS] or "no reason given")
+    code = fields.get("code")
     if isinstance(code, int) and status < 400:
         status = code
     return DynamoAPIError(
         f"{message} (status {status})",
         status=status,
         body=text,
-        code=str(code or told.get("type") or ""),
-        request_id=str(told.get("request_id") or request_id),
-        hint=str(told.get("hint") or ("" if told else STATUS_HINTS.get(status, ""))),
+        code=str(code or fields.get("type") or ""),
+        request_id=str(fields.get("request_id") or request_id),
+        hint=str(fields.get("hint") or ("" if fields else STATUS_HINTS.get(status, ""))),
         retry_after_s=retry_after_s,
     )
 
 
 def _parse_error_body(body: bytes) -> dict[str, Any]:
     try:
-        whole = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
-    if not isinstance(whole, dict):
+    if not isinstance(decoded, dict):
         return {}
-    error = whole.get("error", whole)
-    if isinstance(error, dict):
-        return error
-    return {"message": error}
+    error = decoded.get("error", decoded)
+    return error if isinstance(error, dict) else {"message": error}

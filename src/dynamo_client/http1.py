@@ -1,4 +1,4 @@
-"""HTTP/1.1 as bytes: requests out, replies in. No sockets here."""
+"""HTTP/1.1 without sockets: encodes requests and parses responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ_UNTIL_CLOSE = -1
 
 
 class MalformedResponseError(Exception):
-    """What came is not HTTP, or ended too early."""
+    """The response is not HTTP, or ended too early."""
 
 
 class ResponseHead(NamedTuple):
@@ -23,7 +23,7 @@ class ResponseHead(NamedTuple):
 
 
 def request_bytes(method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
-    """A whole request. Raises `ValueError` for a header that would break out of its line."""
+    """Encode a request. Raises `ValueError` for a line break in a header."""
     lines = [f"{method} {path} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if any("\n" in line or "\r" in line for line in lines):
@@ -34,8 +34,10 @@ def request_bytes(method: str, path: str, headers: Mapping[str, str], body: byte
 
 
 class ResponseParser:
-    """Takes bytes as they come, split anywhere. `head` is None until it is whole; `complete` when
-    the body has ended."""
+    """Parses one response from bytes that may be split anywhere.
+
+    `head` is None until the headers are whole. `complete` is True when the body has ended.
+    """
 
     def __init__(self) -> None:
         self.head: ResponseHead | None = None
@@ -47,20 +49,20 @@ class ResponseParser:
 
     @property
     def reusable(self) -> bool:
-        """May the connection carry another request?"""
+        """Whether the connection may carry another request."""
         if self.head is None or not self.complete or self._remaining_bytes == READ_UNTIL_CLOSE:
             return False
         return self.head.headers.get("connection", "").lower() != "close" and not self._buffer
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes of the body that `data` holds. Raises `BrokenReplyError`."""
+        """Add bytes; return those of the body among them. Raises `MalformedResponseError`."""
         while self.head is None:
             self._buffer += data
             data = b""
-            head, found, after = self._buffer.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, after = self._buffer.partition(b"\r\n\r\n")
+            if not separator:
                 if len(self._buffer) > MAX_HEAD_BYTES:
-                    raise MalformedResponseError("no end of the headers")
+                    raise MalformedResponseError(f"the headers exceed {MAX_HEAD_BYTES} bytes")
                 return b""
             self._buffer = b""
             data = after
@@ -70,7 +72,8 @@ class ResponseParser:
         return self._read_plain(data)
 
     def feed_eof(self) -> None:
-        """Nothing more comes. Raises `BrokenReplyError` if the reply is not whole."""
+        """Handle the end of the connection. Raises `MalformedResponseError` if the response is
+        incomplete."""
         if self.head is not None and self._remaining_bytes == READ_UNTIL_CLOSE:
             self.complete = True
         if not self.complete:
@@ -108,14 +111,14 @@ class ResponseParser:
                 self._parse_chunk_line(data[at:line_end])
                 at = line_end + 2
                 continue
-            # A chunk and the line break that ends it.
+            # Remaining bytes of the chunk and of the line break that ends it.
             part = data[at : at + self._remaining_bytes]
             parts.append(part[: max(0, self._remaining_bytes - 2)])
             self._remaining_bytes -= len(part)
             at += len(part)
         self._buffer = data[at:]
         if self._remaining_bytes == 0 and len(self._buffer) > MAX_LINE_BYTES:
-            raise MalformedResponseError("no end of a chunk's size")
+            raise MalformedResponseError(f"a chunk's size line exceeds {MAX_LINE_BYTES} bytes")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _parse_chunk_line(self, line: bytes) -> None:
@@ -127,7 +130,7 @@ class ResponseParser:
         except ValueError:
             size = -1
         if size < 0:
-            raise MalformedResponseError(f"{line[:20]!r} is not a chunk's size")
+            raise MalformedResponseError(f"{line[:20]!r} is not a chunk size")
         if size:
             self._remaining_bytes = size + 2
         else:
@@ -135,7 +138,7 @@ class ResponseParser:
 
 
 def parse_head(head: bytes) -> ResponseHead:
-    """Raises `BrokenReplyError`."""
+    """Parse the status line and the headers. Raises `MalformedResponseError`."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]

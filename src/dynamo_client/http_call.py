@@ -1,4 +1,4 @@
-"""One request and its reply over one channel."""
+"""An HTTP request and its response over one channel."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ from dynamo_client.http1 import MalformedResponseError, ResponseHead, ResponsePa
 from dynamo_client.network import Channel
 
 RemainingTime = Callable[[], float]
-"""Seconds that may pass until the next byte."""
+"""Returns the seconds that may pass until the next byte."""
 
 
 def total_timeout(timeout_s: float) -> RemainingTime:
-    """A limit for all of it."""
+    """Limit the whole call to `timeout_s`."""
     end = time.monotonic() + timeout_s
     return lambda: end - time.monotonic()
 
 
 def idle_timeout(timeout_s: float) -> RemainingTime:
-    """A limit for each silence."""
+    """Limit each wait for data to `timeout_s`."""
     return lambda: timeout_s
 
 
 class HttpCall:
-    """Owns the channel until `done` gives it back."""
+    """Owns the channel until `release_channel`.
 
-    def __init__(self, channel: Channel, patience: RemainingTime) -> None:
+    `response_started` is True after the first byte of the response.
+    """
+
+    def __init__(self, channel: Channel, remaining_time: RemainingTime) -> None:
         self.response_started = False
         self._channel = channel
-        self._remaining_time = patience
+        self._remaining_time = remaining_time
         self._parser = ResponseParser()
         self._buffered_body = b""
 
     async def start(self, request: bytes) -> ResponseHead:
-        """Send; wait for status and headers. `touched`: at least a byte came back. Raises
-        `OSError` and `BrokenReplyError`."""
-        # A server may answer, and close, before it has read a request that is too large.
+        """Send the request and wait for status and headers. Raises `OSError` and
+        `MalformedResponseError`."""
+        # A server may answer and close before it has read a request that is too large.
         with suppress(BrokenPipeError, ConnectionResetError):
             await self._channel.send(request, self._remaining_s())
         while self._parser.head is None:
@@ -45,34 +48,34 @@ class HttpCall:
         return self._parser.head
 
     async def read(self) -> bytes:
-        """The body's next bytes; b"" at its end."""
-        early, self._buffered_body = self._buffered_body, b""
-        while not early and not self._parser.complete:
-            early = await self._receive()
-        return early
+        """Return the next bytes of the body; b"" at its end."""
+        data, self._buffered_body = self._buffered_body, b""
+        while not data and not self._parser.complete:
+            data = await self._receive()
+        return data
 
     async def read_body(self) -> bytes:
-        """All that is left of it."""
+        """Return the rest of the body."""
         parts = []
         while part := await self.read():
             parts.append(part)
         return b"".join(parts)
 
-    async def drain(self, patience_s: float) -> None:
-        """Wait shortly for the end of a body whose content is complete."""
-        self._remaining_time = idle_timeout(patience_s)
+    async def drain(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for the end of a body whose content is complete."""
+        self._remaining_time = idle_timeout(timeout_s)
         with suppress(OSError, MalformedResponseError):
             await self.read()
 
     def release_channel(self) -> Channel | None:
-        """The channel, if another request may use it; else it is closed."""
+        """Return the channel if another request may use it; otherwise close it."""
         if self._parser.reusable and self._channel.is_reusable():
             return self._channel
         self.close()
         return None
 
     def close(self) -> None:
-        """At once."""
+        """Close the channel at once."""
         self._channel.close()
 
     async def _receive(self) -> bytes:
@@ -84,7 +87,7 @@ class HttpCall:
         return b""
 
     def _remaining_s(self) -> float:
-        left_s = self._remaining_time()
-        if left_s <= 0:
+        remaining_s = self._remaining_time()
+        if remaining_s <= 0:
             raise TimeoutError
-        return left_s
+        return remaining_s

@@ -1,7 +1,7 @@
-"""What the client needs of a network. There are two: asyncio's, and blocking sockets.
+"""The interface of the client's two networks: asyncio and blocking sockets.
 
-All logic is written once, as coroutines over these. With blocking sockets they never suspend, so
-`finish` runs one to its end where it stands: no event loop, no thread.
+The logic of the client is written once, as coroutines over this interface. Coroutines over blocking
+sockets never suspend, so `run_blocking` completes them without an event loop or a thread.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ T = TypeVar("T")
 
 
 class Channel(ABC):
-    """One connection."""
+    """A connection to the server."""
 
     @abstractmethod
     async def send(self, data: bytes, timeout_s: float) -> None:
-        """Raises `OSError`."""
+        """Send all of `data`. Raises `OSError`."""
 
     @abstractmethod
     async def receive(self, timeout_s: float) -> bytes:
-        """What has come, at least a byte; b"" when the peer has ended. Raises `OSError`, of which
-        `TimeoutError` is one."""
+        """Return the next bytes; b"" when the peer has closed. Raises `OSError`, including
+        `TimeoutError`."""
 
     @abstractmethod
     def is_reusable(self) -> bool:
-        """Still open, nothing unasked has come, and it may be used from here."""
+        """Whether the channel is open, has nothing to read, and may be used by the caller."""
 
     @abstractmethod
     def close(self) -> None:
-        """At once; what is in flight is lost. Safe to repeat."""
+        """Close at once and drop data in flight. Safe to repeat."""
 
 
 class NetworkBackend(ABC):
-    """Opens channels, and waits."""
+    """Opens channels and sleeps."""
 
     @abstractmethod
     async def connect(self, origin: Origin, timeout_s: float) -> Channel:
-        """Raises `OSError`."""
+        """Open a channel. Raises `OSError`."""
 
     @abstractmethod
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for `seconds`."""
 
 
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine over a network that blocks."""
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine over a blocking network."""
     try:
-        work.send(None)
+        coroutine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
-    work.close()
-    raise RuntimeError("a blocking network suspended")
+    coroutine.close()
+    raise RuntimeError("a coroutine over a blocking network suspended")

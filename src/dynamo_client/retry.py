@@ -1,4 +1,4 @@
-"""When a call is tried again, and after how long."""
+"""Which failed calls are retried, and after how long."""
 
 from __future__ import annotations
 
@@ -17,39 +17,38 @@ from dynamo_client.errors import (
 RETRYABLE_STATUSES = frozenset((408, 429, 502, 503, 504))
 JITTER = 0.25
 MAX_RETRY_AFTER_S = 60.0
-"""A server that asks for more is not waited for: the caller hears it at once."""
+"""A longer Retry-After is not obeyed; the error is raised at once."""
 
 
 class ClientRetryPolicy:
-    """The rule of one client."""
+    """Exponential backoff with jitter; a server's Retry-After is the lower bound."""
 
-    def __init__(self, config: DynamoConfig, chance: random.Random) -> None:
+    def __init__(self, config: DynamoConfig) -> None:
         self._max_retries = config.max_retries
         self._delay_s = config.retry_delay
-        self._rng = chance
 
     def next_delay_s(self, error: DynamoError, attempt: int) -> float | None:
-        """Seconds until the next try after number `attempt` (from 0) failed; None: give up."""
+        """Seconds to wait after attempt number `attempt` (from 0) failed; None: do not retry."""
         if attempt >= self._max_retries or not is_retryable(error):
             return None
-        asked_s = getattr(error, "retry_after_s", None) or 0.0
-        if asked_s > MAX_RETRY_AFTER_S:
+        retry_after_s = getattr(error, "retry_after_s", None) or 0.0
+        if retry_after_s > MAX_RETRY_AFTER_S:
             return None
         delay_s = self._delay_s * 2**attempt
-        least_s = max(asked_s, delay_s * (1 - JITTER))
-        return float(self._rng.uniform(least_s, max(asked_s, delay_s) * (1 + JITTER)))
+        min_s = max(retry_after_s, delay_s * (1 - JITTER))
+        return random.uniform(min_s, max(retry_after_s, delay_s) * (1 + JITTER))
 
 
 def is_retryable(error: DynamoError) -> bool:
-    """May the same request succeed later, and was it surely not answered?"""
+    """Whether the same request may succeed later and has certainly not been answered."""
     if isinstance(error, DynamoAPIError):
         return error.status in RETRYABLE_STATUSES
-    hopeless = (DynamoTimeoutError, DynamoCertificateError)
-    return isinstance(error, DynamoConnectionError) and not isinstance(error, hopeless)
+    not_retried = (DynamoTimeoutError, DynamoCertificateError)
+    return isinstance(error, DynamoConnectionError) and not isinstance(error, not_retried)
 
 
 def parse_retry_after(value: str) -> float | None:
-    """The header's value, seconds or a date, as seconds from now."""
+    """Convert the value of a Retry-After header, seconds or a date, to seconds from now."""
     if not value:
         return None
     try:

@@ -1,14 +1,14 @@
-"""Connections that are used again, and calls that are tried again."""
+"""Connections that are reused, and requests that are retried."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from dynamo_client.api_requests import JsonObject, RequestSpec
 from dynamo_client.config import DynamoConfig, Origin, parse_base_url
 from dynamo_client.errors import (
     DynamoCertificateError,
@@ -23,77 +23,37 @@ from dynamo_client.network import Channel, NetworkBackend
 from dynamo_client.retry import ClientRetryPolicy, parse_retry_after
 from dynamo_client.streams import EVENT_STREAM_TYPE, EventStreamReader
 
-START_SERVER_HINT = "is a server running there? `dynamo run` starts one"
-TRUST_CERTIFICATE_HINT = (
-    "SSL_CERT_FILE=FILE.pem names the certificates to trust beside the system's"
-)
-
-
-def unreachable_error(url: str, origin: Origin, error: OSError) -> DynamoConnectionError:
-    """The error of a connection that was not made."""
-    if origin.secure:
-        from ssl import SSLCertVerificationError
-
-        if isinstance(error, SSLCertVerificationError):
-            return DynamoCertificateError(
-                f"the certificate of {url} is not trusted: {error.verify_message}",
-                hint=TRUST_CERTIFICATE_HINT,
-            )
-    message = f"cannot connect to {url}: {error or 'it takes too long'}"
-    return DynamoConnectionError(message, hint=_proxy_hint(origin) or START_SERVER_HINT)
-
-
-def _proxy_hint(origin: Origin) -> str:
-    """Others may come there through a proxy that the environment names; this client does not."""
-    from urllib.request import getproxies, proxy_bypass
-
-    proxies = getproxies()
-    scheme = "https" if origin.secure else "http"
-    name = scheme if scheme in proxies else "all"
-    if name not in proxies or proxy_bypass(origin.host):
-        return ""
-    return f"{name}_proxy is set, but this client connects directly: it goes through no proxy"
-
-
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE_CHANNELS = 128
-TIMEOUT_HINT = "give it more time: DynamoConfig(timeout=...), or read the answer as a stream"
-
-
-class RequestSpec(NamedTuple):
-    """One call. `body`: what becomes JSON; None: a GET."""
-
-    path: str
-    body: Any = None
-    request_id: str = ""
+TIMEOUT_HINT = "raise the limit by DynamoConfig(timeout=...), or read the answer as a stream"
+START_SERVER_HINT = "check that a server runs at this address; `dynamo run` starts one"
+TRUST_CERTIFICATE_HINT = "set SSL_CERT_FILE=FILE.pem to trust more certificates than the system's"
 
 
 class ClientSession:
-    """All connections of one client. Made without I/O."""
+    """The connections of one client. The constructor does no I/O."""
 
-    def __init__(
-        self, config: DynamoConfig, network: NetworkBackend, chance: random.Random | None = None
-    ) -> None:
+    def __init__(self, config: DynamoConfig, network: NetworkBackend) -> None:
         self._config = config
         self._network = network
         self._origin, self._prefix = parse_base_url(config.base_url)
-        self._retry_policy = ClientRetryPolicy(config, chance or random.Random())
+        self._retry_policy = ClientRetryPolicy(config)
         self._idle: list[Channel] = []
 
-    async def request(self, ask: RequestSpec, *, retry: bool = True) -> Any:
-        """The JSON of the reply. `again`: try as often as the configuration says. Raises
-        `DynamoError`."""
-        return await (
-            self._with_retries(self._request_once, ask) if retry else self._request_once(ask)
-        )
+    async def request(self, spec: RequestSpec, *, retry: bool = True) -> JsonObject:
+        """Return the JSON object of the reply. With `retry`, failed attempts are repeated as the
+        configuration says. Raises `DynamoError`."""
+        if retry:
+            return await self._with_retries(self._request_once, spec)
+        return await self._request_once(spec)
 
-    async def open_stream(self, ask: RequestSpec) -> EventStreamReader:
-        """A stream whose first event is here. Raises `DynamoError`."""
-        return await self._with_retries(self._open_stream_once, ask)
+    async def open_stream(self, spec: RequestSpec) -> EventStreamReader:
+        """Open a stream and wait for its first event. Raises `DynamoError`."""
+        return await self._with_retries(self._open_stream_once, spec)
 
     def close(self) -> None:
-        """Close idle connections. Those of open streams close with them."""
+        """Close idle connections. The connection of an open stream closes with the stream."""
         while self._idle:
             self._idle.pop().close()
 
@@ -102,12 +62,12 @@ class ClientSession:
             self.close()
 
     async def _with_retries(
-        self, once: Callable[[RequestSpec], Awaitable[T]], ask: RequestSpec
+        self, once: Callable[[RequestSpec], Awaitable[T]], spec: RequestSpec
     ) -> T:
         attempt = 0
         while True:
             try:
-                return await once(ask)
+                return await once(spec)
             except DynamoError as error:
                 wait_s = self._retry_policy.next_delay_s(error, attempt)
                 if wait_s is None:
@@ -115,77 +75,78 @@ class ClientSession:
             await self._network.sleep(wait_s)
             attempt += 1
 
-    async def _request_once(self, ask: RequestSpec) -> Any:
-        exchange, head = await self._send_request(ask, total_timeout(self._config.timeout))
-        with self._close_on_error(exchange):
-            body = await exchange.read_body()
-        self._release_channel(exchange)
+    async def _request_once(self, spec: RequestSpec) -> JsonObject:
+        call, head = await self._send_request(spec, total_timeout(self._config.timeout))
+        body = await self._read_body(call)
         if head.status != 200:
             raise self._api_error(head, body)
         try:
-            return msgspec.json.decode(body, type=dict[str, Any])
+            return msgspec.json.decode(body, type=JsonObject)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise self._api_error(head, body) from error
 
-    async def _open_stream_once(self, ask: RequestSpec) -> EventStreamReader:
-        exchange, head = await self._send_request(ask, idle_timeout(self._config.timeout))
+    async def _open_stream_once(self, spec: RequestSpec) -> EventStreamReader:
+        call, head = await self._send_request(spec, idle_timeout(self._config.timeout))
         if head.status != 200 or EVENT_STREAM_TYPE not in head.headers.get("content-type", ""):
-            with self._close_on_error(exchange):
-                body = await exchange.read_body()
-            self._release_channel(exchange)
-            raise self._api_error(head, body)
+            raise self._api_error(head, await self._read_body(call))
         request_id = head.headers.get("x-request-id", "")
-        events = EventStreamReader(
-            exchange, self._release_channel, self._close_on_error, request_id
-        )
+        events = EventStreamReader(call, self._release_channel, self._close_on_error, request_id)
         await events.fill()
         return events
 
+    async def _read_body(self, call: HttpCall) -> bytes:
+        with self._close_on_error(call):
+            body = await call.read_body()
+        self._release_channel(call)
+        return body
+
     @contextmanager
-    def _close_on_error(self, exchange: HttpCall) -> Iterator[None]:
-        """What fails or is cancelled inside closes the connection."""
+    def _close_on_error(self, call: HttpCall) -> Iterator[None]:
+        """Close the connection if the body of the `with` statement fails or is cancelled."""
         try:
             yield
         except (OSError, MalformedResponseError) as error:
-            exchange.close()
+            call.close()
             raise self._connection_error(error) from error
         except BaseException:
-            exchange.close()
+            call.close()
             raise
 
     async def _send_request(
-        self, ask: RequestSpec, patience: RemainingTime
+        self, spec: RequestSpec, remaining_time: RemainingTime
     ) -> tuple[HttpCall, ResponseHead]:
-        request = self._encode_request(ask)
+        request = self._encode_request(spec)
         while True:
-            channel, used = await self._acquire_channel(patience)
-            exchange = HttpCall(channel, patience)
+            channel, reused = await self._acquire_channel(remaining_time)
+            call = HttpCall(channel, remaining_time)
             try:
-                return exchange, await exchange.start(request)
+                return call, await call.start(request)
             except (OSError, MalformedResponseError) as error:
-                exchange.close()
-                # An idle connection may close just when it is used; the server saw nothing of it.
-                if used and not exchange.response_started and not isinstance(error, TimeoutError):
+                call.close()
+                # The server may close an idle connection while the request is sent. The server
+                # has not read the request in that case.
+                if reused and not call.response_started and not isinstance(error, TimeoutError):
                     continue
                 raise self._connection_error(error) from error
             except BaseException:
-                exchange.close()
+                call.close()
                 raise
 
-    async def _acquire_channel(self, patience: RemainingTime) -> tuple[Channel, bool]:
+    async def _acquire_channel(self, remaining_time: RemainingTime) -> tuple[Channel, bool]:
+        """Return a channel and whether it is reused."""
         while self._idle:
             channel = self._idle.pop()
             if channel.is_reusable():
                 return channel, True
             channel.close()
         try:
-            limit_s = min(CONNECT_TIMEOUT_S, max(0.001, patience()))
+            limit_s = min(CONNECT_TIMEOUT_S, max(0.001, remaining_time()))
             return await self._network.connect(self._origin, limit_s), False
         except OSError as error:
-            raise unreachable_error(self._config.base_url, self._origin, error) from error
+            raise _unreachable_error(self._config.base_url, self._origin, error) from error
 
-    def _release_channel(self, exchange: HttpCall) -> None:
-        channel = exchange.release_channel()
+    def _release_channel(self, call: HttpCall) -> None:
+        channel = call.release_channel()
         if channel is None:
             return
         if len(self._idle) < MAX_IDLE_CHANNELS:
@@ -193,7 +154,7 @@ class ClientSession:
         else:
             channel.close()
 
-    def _encode_request(self, ask: RequestSpec) -> bytes:
+    def _encode_request(self, spec: RequestSpec) -> bytes:
         headers = {
             "host": self._origin.authority,
             "accept-encoding": "identity",
@@ -201,13 +162,13 @@ class ClientSession:
         }
         if self._config.api_key:
             headers["authorization"] = f"Bearer {self._config.api_key}"
-        if ask.request_id:
-            headers["x-request-id"] = ask.request_id
-        path = self._prefix + ask.path
-        if ask.body is None:
+        if spec.request_id:
+            headers["x-request-id"] = spec.request_id
+        path = self._prefix + spec.path
+        if spec.body is None:
             return request_bytes("GET", path, headers)
         headers["content-type"] = "application/json"
-        return request_bytes("POST", path, headers, msgspec.json.encode(ask.body))
+        return request_bytes("POST", path, headers, msgspec.json.encode(spec.body))
 
     def _connection_error(self, error: Exception) -> DynamoConnectionError:
         url = self._config.base_url
@@ -224,3 +185,29 @@ class ClientSession:
             request_id=head.headers.get("x-request-id", ""),
             retry_after_s=parse_retry_after(head.headers.get("retry-after", "")),
         )
+
+
+def _unreachable_error(url: str, origin: Origin, error: OSError) -> DynamoConnectionError:
+    """The error of a connection that could not be opened."""
+    if origin.secure:
+        from ssl import SSLCertVerificationError
+
+        if isinstance(error, SSLCertVerificationError):
+            return DynamoCertificateError(
+                f"the certificate of {url} is not trusted: {error.verify_message}",
+                hint=TRUST_CERTIFICATE_HINT,
+            )
+    message = f"cannot connect to {url}: {error or 'the connection timed out'}"
+    return DynamoConnectionError(message, hint=_proxy_hint(origin) or START_SERVER_HINT)
+
+
+def _proxy_hint(origin: Origin) -> str:
+    """A hint for an environment that names a proxy; this client always connects directly."""
+    from urllib.request import getproxies, proxy_bypass
+
+    proxies = getproxies()
+    scheme = "https" if origin.secure else "http"
+    name = scheme if scheme in proxies else "all"
+    if name not in proxies or proxy_bypass(origin.host):
+        return ""
+    return f"{name}_proxy is set, but this client connects directly, without a proxy"
