@@ -32,7 +32,7 @@ async def test_a_missing_library_is_named(
 
 
 async def test_nats_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nats_link", "nats_wires", "requests.nats"):
+    for name in ("nats_client", "nats_transport", "requests.nats"):
         monkeypatch.delitem(sys.modules, f"dynamo.communication.{name}", raising=False)
     for name in [name for name in sys.modules if name == "nats" or name.startswith("nats.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -53,7 +53,7 @@ async def test_a_request_over_a_limit(serve: Any, connect: Any, status: int, dat
 
 
 async def test_a_dripping_body_is_too_slow(serve: Any, connect: Any) -> None:
-    _, port = await serve(tell, header_timeout_s=0.2, body_rate=1_000_000)
+    _, port = await serve(tell, header_timeout_s=0.2, min_body_rate=1_000_000)
     async with connect(port) as one:
         one.send(HEAD, b"content-length: 100000\r\n\r\n")
         drip = asyncio.create_task(_drip(one))
@@ -160,7 +160,7 @@ async def test_a_reader_that_stays_away_overruns(serve: Any, connect: Any) -> No
 
 async def test_a_stalled_connection_is_dropped(serve: Any, connect: Any) -> None:
     flood = Flood(600 << 10)
-    server, port = await serve(flood, stall_s=0.1)
+    server, port = await serve(flood, stall_timeout_s=0.1)
     async with connect(port, receive_buffer=4096) as one:
         one.ask("GET", "/")
         await flood.congested.wait()

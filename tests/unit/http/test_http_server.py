@@ -55,7 +55,7 @@ async def test_pipelined_requests_are_answered_in_order(serve: Any, connect: Any
         await asyncio.sleep(0.03 if request.path == "/0" else 0)
         await tell(request, response)
 
-    _, port = await serve(slow_first, pipelined=4)
+    _, port = await serve(slow_first, max_pipelined=4)
     async with connect(port) as one:
         for number in range(40):
             one.ask("GET", f"/{number}")
