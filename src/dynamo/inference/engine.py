@@ -26,7 +26,12 @@ from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
-from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenContent
+from dynamo.inference.sequence import (
+    EngineSequence,
+    RequestState,
+    SequenceContent,
+    TokenContent,
+)
 from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
@@ -35,27 +40,6 @@ ResolveRequest = Callable[[GenerateRequest], tuple[SequenceContent, int, int]]
 """The content of a request's prompt, its length, and that of its answer."""
 WaitUntilQuiescent = Callable[[], Awaitable[None]]
 """Returns when nothing else happens at this instant."""
-
-
-class RequestState:
-    """One request in work: where its tokens go, and who waits for its end. `begun`: the reply knows
-    that it is in the batch."""
-
-    __slots__ = ("completion", "reply", "reply_begun")
-
-    def __init__(self, reply: Reply, done: asyncio.Future[None]) -> None:
-        self.reply = reply
-        self.completion = done
-        self.reply_begun = False
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """Let the waiting request return, or raise."""
-        if self.completion.done():
-            return
-        if error is None:
-            self.completion.set_result(None)
-        else:
-            self.completion.set_exception(error)
 
 
 class EngineCounters:
@@ -101,7 +85,7 @@ class BatchedEngine(Engine):
         self._tasks = BackgroundTasks(self._on_loop_failed)
         self._work_arrived = asyncio.Event()
         self._retried_sequences: set[EngineSequence] = set()
-        self._sequences_by_reply: dict[int, EngineSequence] = {}
+        self._sequences: dict[Reply, EngineSequence] = {}
         self._kv_event_listeners: list[KvEventListener] = []
         self._failure_listeners: list[Callable[[], None]] = []
         self.failure: WorkerFailed | None = WorkerFailed("the engine has not started")
@@ -127,28 +111,29 @@ class BatchedEngine(Engine):
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.failure is not None:
             raise WorkerFailed(self.failure.message)
-        job = RequestState(reply, asyncio.get_running_loop().create_future())
-        sequence = self._make_sequence(request, job)
+        sequence = self._make_sequence(request)
+        completion = asyncio.get_running_loop().create_future()
+        sequence.request_state = RequestState(reply, completion)
         self._interrupt_fast_forward()
         self.scheduler.add(sequence)
-        self._sequences_by_reply[id(reply)] = sequence
+        self._sequences[reply] = sequence
         if context.attempt:
             self._retried_sequences.add(sequence)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_tokens
         self._work_arrived.set()
         try:
-            await job.completion
+            await completion
         finally:
-            self._sequences_by_reply.pop(id(reply), None)
+            self._sequences.pop(reply, None)
             self._retried_sequences.discard(sequence)
             if not sequence.ended:
                 self._interrupt_fast_forward()
                 self.scheduler.remove(sequence)
 
     def has_request(self, reply: Reply) -> bool:
-        sequence = self._sequences_by_reply.get(id(reply))
-        if sequence is None or sequence.request_state.done.done():
+        sequence = self._sequences.get(reply)
+        if sequence is None or sequence.request_state.completion.done():
             return True
         return sequence in self.scheduler.running or sequence in self.scheduler.waiting
 
@@ -198,12 +183,9 @@ class BatchedEngine(Engine):
         if self._simulation is not None:
             self._simulation.fast_forward.interrupt()
 
-    def _make_sequence(self, request: GenerateRequest, job: RequestState) -> EngineSequence:
+    def _make_sequence(self, request: GenerateRequest) -> EngineSequence:
         if self._simulation is not None and self._simulation.resolve_request is not None:
-            known, prompt_tokens, answer_tokens = self._simulation.resolve_request(request)
-            return EngineSequence(
-                known, prompt_tokens, answer_tokens, request=request, request_state=job
-            )
+            return EngineSequence(*self._simulation.resolve_request(request), request=request)
         content = TokenContent(request.token_ids, self._pool.block_tokens, request.salt)
         tokens = content.tokens
         if tokens and self._vocab_size and max(tokens) >= self._vocab_size:
@@ -220,7 +202,6 @@ class BatchedEngine(Engine):
             stops.max_tokens,
             priority=request.priority,
             request=request,
-            request_state=job,
         )
         sequence.min_length += stops.min_tokens
         stop_ids = frozenset(stops.stop_token_ids)
@@ -262,10 +243,10 @@ class BatchedEngine(Engine):
         await asyncio.sleep(0)
 
     def _begin_reply(self, sequence: EngineSequence) -> None:
-        job: RequestState = sequence.request_state
-        if not job.reply_begun:
-            job.reply_begun = True
-            job.reply.begin(
+        state = sequence.request_state
+        if not state.reply_begun:
+            state.reply_begun = True
+            state.reply.begin(
                 Started(cached_tokens=sequence.cached_tokens, prompt_tokens=sequence.prompt_tokens)
             )
 
@@ -277,7 +258,7 @@ class BatchedEngine(Engine):
             log.exception("a step failed", extra={"fields": {"sequences": len(plan.chunks)}})
             for chunk in plan.chunks:
                 self.scheduler.remove(chunk.sequence)
-                chunk.sequence.request_state.end(
+                chunk.sequence.request_state.complete(
                     WorkerFailed(f"the engine failed in a step: {error}")
                 )
             return None
@@ -312,7 +293,7 @@ class BatchedEngine(Engine):
         self, sequence: EngineSequence, token: int, extra: TokenLogprobs | None
     ) -> None:
         """Hand one token to its request, and end it where it ends."""
-        reply: Reply = sequence.request_state.reply
+        reply = sequence.request_state.reply
         given = sequence.length - sequence.prompt_tokens
         if given == 1:
             self.counters.cached_tokens += sequence.cached_tokens
@@ -328,7 +309,7 @@ class BatchedEngine(Engine):
 
     def _end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:
         self.scheduler.remove(sequence)
-        sequence.request_state.end(error)
+        sequence.request_state.complete(error)
 
     def _publish_kv_events(self) -> None:
         events = self._pool.take_events()

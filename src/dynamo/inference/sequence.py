@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from dynamo.core.hashing import block_hashes, root_hash
 
 if TYPE_CHECKING:
+    import asyncio
+
+    from dynamo.core.reply import Reply
     from dynamo.core.values import GenerateRequest
     from dynamo.inference.block import Block
 
@@ -66,6 +69,29 @@ class TokenContent(SequenceContent):
         self.tokens.append(token)
 
 
+class RequestState:
+    """Connects a sequence with the request that waits for it.
+
+    `completion` ends `Engine.generate`. `reply_begun` is True once `reply.begin` was called.
+    """
+
+    __slots__ = ("completion", "reply", "reply_begun")
+
+    def __init__(self, reply: Reply, completion: asyncio.Future[None]) -> None:
+        self.reply = reply
+        self.completion = completion
+        self.reply_begun = False
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """End `Engine.generate`, with `error` if there is one. A second call changes nothing."""
+        if self.completion.done():
+            return
+        if error is None:
+            self.completion.set_result(None)
+        else:
+            self.completion.set_exception(error)
+
+
 class EngineSequence:
     """One choice of one request on its way through the engine. The scheduler alone changes it.
 
@@ -96,6 +122,9 @@ class EngineSequence:
         "tokens",
     )
 
+    request_state: RequestState
+    """Set by the engine before the sequence enters the scheduler, which does not read it."""
+
     def __init__(
         self,
         content: SequenceContent,
@@ -104,7 +133,6 @@ class EngineSequence:
         *,
         priority: int = 0,
         request: GenerateRequest | None = None,
-        request_state: Any = None,
     ) -> None:
         self.content = content
         self.tokens: array[int] = content.tokens if isinstance(content, TokenContent) else NO_TOKENS
@@ -123,7 +151,6 @@ class EngineSequence:
         self.preemptions = 0
         self.admitted = False
         self.ended = False
-        self.request_state = request_state
         self.runner_state: Any = None
 
     @property

@@ -44,7 +44,7 @@ async def test_wherever_a_request_is_cut_the_rest_is_the_same(make_engine, make_
 
     await run_all(*(rest(cut) for cut in range(16)))
     assert engine.scheduler.preemptions > 0
-    assert engine.load().active_blocks == 0
+    assert engine.report_load().active_blocks == 0
     await engine.stop()
 
 
@@ -65,14 +65,14 @@ async def test_cancelled_anywhere_nothing_is_lost(make_engine, make_request, hea
             if turn % 3 == 0:
                 task.cancel()
             if turn % 7 == 0:
-                engine.clear_blocks()
-            engine.scheduler.pool.check()
+                engine.clear_prefix_cache()
+            engine.scheduler.pool.check_invariants()
         for turn, task in enumerate(running):
             if turn % 3:
                 assert len((await task).ids) == 25
     assert engine.scheduler.preemptions > 0
-    assert engine.load().active_blocks == 0
-    assert {h for event in engine.held_blocks() for h in event.hashes} == held
+    assert engine.report_load().active_blocks == 0
+    assert {h for event in engine.snapshot_kv_events() for h in event.hashes} == held
     await engine.stop()
 
 
@@ -90,11 +90,11 @@ async def test_a_dump_and_what_follows_it_come_to_what_is_held(make_engine, make
         ]
         while not all(task.done() for task in running):
             views.append(set())
-            apply(views[-1], engine.held_blocks())
+            apply(views[-1], engine.snapshot_kv_events())
             if len(views) % 9 == 0:
-                engine.clear_blocks()
+                engine.clear_prefix_cache()
             await asyncio.sleep(0)
     assert len(views) > 50
-    held = {block for event in engine.held_blocks() for block in event.hashes}
+    held = {block for event in engine.snapshot_kv_events() for block in event.hashes}
     assert all(view == held for view in views)
     await engine.stop()

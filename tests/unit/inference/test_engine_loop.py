@@ -28,7 +28,7 @@ async def test_a_request_is_answered_in_order(make_engine, make_request, heard):
     assert len(reply.ids) == 7
     assert all(100 <= token < 900 for token in reply.ids)
     assert (reply.end.reason, reply.end.completion_tokens) == ("length", 7)
-    assert engine.load().active_blocks == 0
+    assert engine.report_load().active_blocks == 0
     await engine.stop()
 
 
@@ -147,7 +147,7 @@ async def test_enough_ends_without_finish(make_engine, make_request, heard):
     reply = await ask(engine, make_request(range(9), max_tokens=100), heard(enough=3))
     assert len(reply.ids) == 3
     assert reply.end is None
-    assert engine.load().running == 0
+    assert engine.report_load().running == 0
     await engine.stop()
 
 
@@ -172,7 +172,7 @@ async def test_what_can_never_run_is_refused_at_once(make_engine, make_request, 
     ):
         with pytest.raises(InvalidRequest):
             await ask(engine, wrong, heard())
-    assert engine.load().waiting == 0
+    assert engine.report_load().waiting == 0
     await engine.stop()
 
 
@@ -184,11 +184,11 @@ async def test_cancelling_frees_at_once(make_engine, make_request, heard):
         running = tasks.start(ask(engine, make_request(range(40), max_tokens=50), reply))
         waiting = tasks.start(ask(engine, make_request(range(80), max_tokens=2), heard()))
         await reply.first.wait()
-        assert engine.load().waiting == 1
+        assert engine.report_load().waiting == 1
         waiting.cancel()
         running.cancel()
         await asyncio.wait([running, waiting])
-    load = engine.load()
+    load = engine.report_load()
     assert (load.running, load.waiting, load.active_blocks) == (0, 0, 0)
     assert len((await ask(engine, make_request(range(9), max_tokens=2), heard())).ids) == 2
     await engine.stop()
@@ -207,11 +207,11 @@ async def test_events_are_told_once_a_step_and_rebuild_what_is_held(
     for event in [event for batch in told for event in batch]:
         change = held.update if isinstance(event, BlocksStored) else held.difference_update
         change(event.hashes)
-    assert held == {one for event in engine.held_blocks() for one in event.hashes}
+    assert held == {one for event in engine.snapshot_kv_events() for one in event.hashes}
     assert told[0] == [engine_event(told[0])]
-    assert engine.clear_blocks() == len(held)
+    assert engine.clear_prefix_cache() == len(held)
     assert told[-1] == [BlocksCleared()]
-    assert not engine.held_blocks()
+    assert not engine.snapshot_kv_events()
     await engine.stop()
 
 
@@ -253,7 +253,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others(
         patch.setattr(MockRunner, "step", broken)
         with pytest.raises(WorkerFailed, match="no such number"):
             await ask(engine, make_request(range(9)), heard())
-    assert engine.load().active_blocks == 0
+    assert engine.report_load().active_blocks == 0
     assert len((await ask(engine, make_request(range(9), max_tokens=2), heard())).ids) == 2
     await engine.stop()
 
@@ -293,7 +293,7 @@ async def test_a_reply_that_fails_to_begin_fails_only_itself(make_engine, make_r
                 await engine.generate(request, Context("r", attempt=attempt), Bad())
         assert len((await good).ids) == 5
     assert engine.failure is None
-    assert engine.load().active_blocks == 0
+    assert engine.report_load().active_blocks == 0
     await engine.stop()
 
 

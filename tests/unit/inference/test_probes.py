@@ -16,7 +16,7 @@ async def test_an_idle_engine_computes_a_token_for_a_probe(make_engine):
     await engine.start()
     assert await answer_probe(engine) == ProbeResult(steps=1, requests=0)
     assert await answer_probe(engine) == ProbeResult(steps=2, requests=0)
-    assert engine.load().active_blocks == 0
+    assert engine.report_load().active_blocks == 0
     await engine.stop()
 
 

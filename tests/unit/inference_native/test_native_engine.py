@@ -133,7 +133,7 @@ async def test_an_abort_frees_the_area(make_engine: Any, ask: Any, heard: Any) -
             await engine.generate(ask(PROMPTS[0], 200), Context("r"), heard())
     [got] = await answers(engine, [ask(PROMPTS[1], 2)], heard)
     assert len(got.ids) == 2
-    assert engine.load().running == 0
+    assert engine.report_load().running == 0
     await engine.stop()
 
 

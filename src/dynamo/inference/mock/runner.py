@@ -68,7 +68,10 @@ class MockRunner(PredictableModelRunner):
     def decode_tokens(self, sequences: Listed[EngineSequence], steps: int) -> Listed[Listed[int]]:
         if not self._vocabulary:
             return [(0,) * steps] * len(sequences)
-        return [one.runner_state.say(one.tokens[-1], steps) for one in sequences]
+        return [
+            sequence.runner_state.generate_tokens(sequence.tokens[-1], steps)
+            for sequence in sequences
+        ]
 
     def skip_to(self, when: float) -> None:
         self._step_end_s = when

@@ -92,7 +92,7 @@ class NumpyBackend(ArrayBackend):
         )
 
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
-        out = self._scratch(name, len(rows), weight.padded)
+        out = self._scratch(name, len(rows), weight.padded_width)
         matmul(rows, weight, out, self._thread_pool)
         return out[:, : weight.width]
 
