@@ -119,7 +119,9 @@ def test_memory_bounds_the_places() -> None:
             for _ in range(20):
                 tasks.start(made.one())
             await clock.sleep(0.5)
-            held = sum(len(desk.held) for desk in made.admission.places.desks.values())
+            held = sum(
+                len(worker.reservations) for worker in made.admission.capacity.workers.values()
+            )
             assert 4 <= held <= 7
             await tasks.join()
             assert len(made.first) == 21
@@ -186,7 +188,9 @@ def test_a_cap_for_each_worker() -> None:
             for _ in range(10):
                 tasks.start(made.one())
             await clock.sleep(0.5)
-            assert [len(d.held) for d in made.admission.places.desks.values()] == [2, 2]
+            assert [
+                len(worker.reservations) for worker in made.admission.capacity.workers.values()
+            ] == [2, 2]
             await tasks.join()
 
     run_in_virtual_time(main)
@@ -227,7 +231,7 @@ def test_who_leaves_the_queue_blocks_nobody() -> None:
             waiting[1].cancel()
             await tasks.join()
             assert [*made.first] == [3]
-            assert made.admission.places.free == 1
+            assert made.admission.capacity.free_slots == 1
 
     run_in_virtual_time(main)
 
@@ -238,15 +242,17 @@ def test_a_promise_may_change_while_requests_come(mode: str) -> None:
         async with trial(clock, SloLimits(), small(), mode) as made, BackgroundTasks() as tasks:
             await made.offer(2 * CAPACITY, 10, Random(7))
             assert not made.refused
-            made.admission.keep_to(SloLimits(ttft_s=2.0))
+            made.admission.update(SloLimits(ttft_s=2.0))
             await made.offer(2 * CAPACITY, 40, Random(3))
             assert len(made.refused) > CAPACITY * 20
-            made.admission.keep_to(SloLimits(max_worker_requests=1))
+            made.admission.update(SloLimits(max_worker_requests=1))
             before = len(made.refused)
             for _ in range(8):
                 tasks.start(made.one())
             await clock.sleep(0.1)
-            assert {len(desk.held) for desk in made.admission.places.desks.values()} == {1}
+            assert {
+                len(worker.reservations) for worker in made.admission.capacity.workers.values()
+            } == {1}
             assert len(made.refused) == before
             await tasks.join()
 

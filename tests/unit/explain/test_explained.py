@@ -33,7 +33,11 @@ TABLE = (
 def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
     kept = DecisionLog(SystemClock(), "frontend-1")
     made = decision(
-        table=TABLE, overlap_blocks=3, prompt_blocks=4, best_overlap_blocks=3, ticket=Placement()
+        cost_table=TABLE,
+        overlap_blocks=3,
+        prompt_blocks=4,
+        best_overlap_blocks=3,
+        placement=Placement(),
     )
     entry = kept.add(request("abc"), made)
     assert kept.find("abc")[0].outcome is None

@@ -81,7 +81,7 @@ def test_an_unknown_order_is_named() -> None:
         st.builds(
             QueueOrderKey,
             arrived_s=st.floats(0, 9),
-            work=st.integers(0, 5),
+            prefill_tokens=st.integers(0, 5),
             priority=st.integers(-2, 2),
             deadline_s=st.floats(0, 30),
         ),

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.index.conftest import chain
 from tests.unit.processes import Open
-from tests.unit.router.stage import ENGINE
+from tests.unit.router.fake_cluster import ENGINE
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.context import Context

@@ -149,7 +149,7 @@ async def test_a_prompt_sent_by_one_is_a_hit_to_the_other(begin: Begin) -> None:
     await quiet()
     active = one.send("a", 160)
     await quiet()
-    assert other.placement.view.overlaps(active.hashes) == one.placement.view.overlaps(
+    assert other.placement.view.find_overlaps(active.hashes) == one.placement.view.find_overlaps(
         active.hashes
     )
 
@@ -237,12 +237,12 @@ async def test_a_promised_place_is_not_booked_twice(begin: Begin) -> None:
     arrival = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
     server.placement.submit(arrival)
     (placed,) = server.placement.place(server.clock.now())
-    server.follower.promise(placed.active)
-    frontend.replicas.routed(placed.active.book.name, placed.active)
+    server.follower.reserve(placed.placed)
+    frontend.replicas.publish_routed(placed.placed.worker.name, placed.placed)
     await quiet()
     assert sum(server.open_tokens()) == 160
-    assert server.follower.promised == 0
-    frontend.replicas.ended("a")
+    assert server.follower.reserved_count == 0
+    frontend.replicas.publish_ended("a")
     await quiet()
     assert server.open_tokens() == [0, 0]
 
@@ -253,8 +253,8 @@ async def test_a_promised_place_that_nobody_takes_is_given_back(begin: Begin) ->
         arrival = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
         server.placement.submit(arrival)
         (placed,) = server.placement.place(server.clock.now())
-        server.follower.promise(placed.active)
+        server.follower.reserve(placed.placed)
     assert sum(server.open_tokens()) == 160
-    server.follower.give_back(server.clock.now() + 1)
+    server.follower.expire_reservations(server.clock.now() + 1)
     assert server.open_tokens() == [0, 0]
-    assert server.follower.promised == 0
+    assert server.follower.reserved_count == 0

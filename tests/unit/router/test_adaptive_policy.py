@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec.msgpack import encode
-from tests.unit.router.stage import ENGINE, instance
+from tests.unit.router.fake_cluster import ENGINE, instance
 
 from dynamo.communication.events import Event
 from dynamo.core.clock import SystemClock
@@ -43,7 +43,7 @@ class Workers:
         self.picked.append(mode)
         return self.instances[max(allowed)]
 
-    def nobody(self, who: str, of: str) -> NoWorkers:
+    def no_workers_error(self, who: str, of: str) -> NoWorkers:
         return NoWorkers(f"no {who} serves {of}")
 
     def leave(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Bench:
         told = encode(Load(**load))
         self.loads.update_scores(Event("n.worker.load_metrics", name, 1, 1, told))
 
-    async def goes(self, tokens: int = 1000, context: Context = CONTEXT) -> PlacedRequest:
+    async def route(self, tokens: int = 1000, context: Context = CONTEXT) -> PlacedRequest:
         decision = await self.policy.choose(request(tokens), context, frozenset())
         assert isinstance(decision.placement, PlacedRequest)
         assert decision.instance.id == decision.placement.worker.name
@@ -80,28 +80,28 @@ async def test_ten_at_once_spread_though_no_report_comes_between() -> None:
     bench = Bench(*(instance(name) for name in "abcde"))
     for name in "bcde":
         bench.reports(name, active_blocks=40, total_blocks=4096)
-    went = Counter([(await bench.goes(8000)).worker.name for _ in range(10)])
+    went = Counter([(await bench.route(8000)).worker.name for _ in range(10)])
     assert dict(went) == dict.fromkeys("abcde", 2)
 
 
 async def test_the_setting_decides_between_equals() -> None:
     bench = Bench(instance("a"), instance("b"))
-    assert (await bench.goes()).worker.name == "b"
+    assert (await bench.route()).worker.name == "b"
     assert bench.workers.picked == ["round_robin"]
 
 
 async def test_reports_of_what_others_sent_count() -> None:
     bench = Bench(instance("a"), instance("b"))
     bench.reports("a", waiting=4, prefill_tokens=30_000)
-    assert (await bench.goes()).worker.name == "b"
-    assert (await bench.goes()).worker.name == "b"
+    assert (await bench.route()).worker.name == "b"
+    assert (await bench.route()).worker.name == "b"
     bench.reports("a")
-    assert (await bench.goes()).worker.name == "a"
+    assert (await bench.route()).worker.name == "a"
 
 
 async def test_what_ended_weighs_no_more_and_teaches_how_long_answers_are() -> None:
     bench = Bench(instance("a"), instance("b"))
-    first = await bench.goes(8000)
+    first = await bench.route(8000)
     first.on_first_token()
     first.emitted = 40
     first.end()
@@ -114,7 +114,7 @@ async def test_the_bigger_memory_gets_more() -> None:
     small = ENGINE | {"num_blocks": 1024}
     bench = Bench(instance("big"), instance("small", engine=small))
     rng = Random(1)
-    placed = [await bench.goes(rng.randrange(500, 4000)) for _ in range(40)]
+    placed = [await bench.route(rng.randrange(500, 4000)) for _ in range(40)]
     for one in placed:
         one.on_first_token()
     went = Counter(one.worker.name for one in placed)
@@ -125,7 +125,7 @@ async def test_labels_and_tried_ones_are_respected() -> None:
     labelled: dict[str, Any] = {LABELS_KEY: {"zone": "east"}}
     bench = Bench(instance("a", **labelled), instance("b"))
     context = Context("r", metadata={LABELS_KEY: "zone=east"})
-    assert {(await bench.goes(context=context)).worker.name for _ in range(4)} == {"a"}
+    assert {(await bench.route(context=context)).worker.name for _ in range(4)} == {"a"}
     bench.workers.leave("a")
     with pytest.raises(NoWorkers, match="no worker"):
         await bench.policy.choose(request(10), CONTEXT, frozenset({"b"}))

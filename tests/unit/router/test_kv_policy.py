@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.unit.processes import Open
-from tests.unit.router.stage import ENGINE
+from tests.unit.router.fake_cluster import ENGINE
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.codec import ReplyEncoder, decode_request

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.unit.processes import Open
-from tests.unit.router.stage import ENGINE, Stage, instance
+from tests.unit.router.fake_cluster import ENGINE, FakeCluster, instance
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
@@ -76,49 +76,51 @@ class Read(Reply):
 
 
 def test_every_rank_has_a_book_and_its_share() -> None:
-    stage = Stage(0)
-    gone = stage.fleet.update_instances({"a": instance("a", **TWO), "b": instance("b")})
+    cluster = FakeCluster(0)
+    gone = cluster.worker_states.update_instances({"a": instance("a", **TWO), "b": instance("b")})
     assert not gone
-    assert [(book.name, book.rank) for book in stage.fleet.workers] == [
+    assert [(book.name, book.rank) for book in cluster.worker_states.workers] == [
         ("a/0", 0),
         ("a/1", 1),
         ("b", None),
     ]
-    infos = [book.engine_info for book in stage.fleet.workers]
+    infos = [book.engine_info for book in cluster.worker_states.workers]
     assert [one and (one.num_blocks, one.max_num_seqs) for one in infos] == [
         (2048, 50),
         (2048, 50),
         (4096, 100),
     ]
-    assert stage.fleet.update_instances({"b": instance("b")}) == ["a/0", "a/1"]
+    assert cluster.worker_states.update_instances({"b": instance("b")}) == ["a/0", "a/1"]
 
 
 def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
-    stage = Stage(0)
-    stage.fleet.update_instances({"a": instance("a", **TWO), "b": instance("b")})
+    cluster = FakeCluster(0)
+    cluster.worker_states.update_instances({"a": instance("a", **TWO), "b": instance("b")})
     hashes = list(range(1, 101))
-    stage.view.caches["a/1"] = set(hashes)
-    assert stage.goes(1600, hashes) == "a/1"
-    assert stage.goes(1600, hashes, barred=frozenset("a")) == "b"
-    stage.busy("a/1", 60_000)
-    stage.busy("b", 60_000)
-    assert stage.goes(1600, list(range(500, 600))) == "a/0"
-    stage.submit(16, barred=frozenset("ab"))
-    assert len(stage.placement.pop_unplaceable()) == 1
+    cluster.view.caches["a/1"] = set(hashes)
+    assert cluster.route(1600, hashes) == "a/1"
+    assert cluster.route(1600, hashes, excluded=frozenset("a")) == "b"
+    cluster.add_prefill("a/1", 60_000)
+    cluster.add_prefill("b", 60_000)
+    assert cluster.route(1600, list(range(500, 600))) == "a/0"
+    cluster.submit(16, excluded=frozenset("ab"))
+    assert len(cluster.solver.pop_unplaceable()) == 1
 
 
 def test_a_report_comes_into_the_book_of_each_rank() -> None:
-    stage = Stage(0)
-    stage.fleet.update_instances({"a": instance("a", **TWO), "b": instance("b")})
+    cluster = FakeCluster(0)
+    cluster.worker_states.update_instances({"a": instance("a", **TWO), "b": instance("b")})
     ranks = (Load(active_blocks=1, total_blocks=4), Load(active_blocks=3, total_blocks=4))
     told = msgspec.msgpack.decode(encode_load(replace(sum_loads(ranks), ranks=ranks)), type=Load)
     assert (told.active_blocks, told.total_blocks) == (4, 8)
-    stage.fleet.on_load_report("a", told, stage.now)
-    stage.fleet.on_load_report("b", ranks[1], stage.now)
-    assert [book.kv_cache_usage() for book in stage.fleet.workers] == [0.25, 0.75, 0.75]
+    cluster.worker_states.on_load_report("a", told, cluster.now)
+    cluster.worker_states.on_load_report("b", ranks[1], cluster.now)
+    assert [book.kv_cache_usage() for book in cluster.worker_states.workers] == [0.25, 0.75, 0.75]
     costs = CompositeCost()
-    arrival = stage.arrival(16)
-    memory = [costs.terms(arrival, book, stage.now)["memory"] for book in stage.fleet.workers]
+    arrival = cluster.make_request(16)
+    memory = [
+        costs.terms(arrival, book, cluster.now)["memory"] for book in cluster.worker_states.workers
+    ]
     assert memory == pytest.approx([-0.075, -0.025, -0.025])
 
 

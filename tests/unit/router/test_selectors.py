@@ -8,7 +8,7 @@ from importlib import metadata
 from random import Random
 
 import pytest
-from tests.unit.router.stage import Stage, instance
+from tests.unit.router.fake_cluster import FakeCluster, instance
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
@@ -84,8 +84,8 @@ class Point:
 def test_a_selector_of_ones_own_comes_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda group: [Point()])
     selector = make_selector("last", 1.0, Random(1))
-    stage = Stage(4, select=adapt_selector(selector))
-    assert stage.goes(100) == "d"
+    cluster = FakeCluster(4, select=adapt_selector(selector))
+    assert cluster.route(100) == "d"
 
 
 class Failing(WorkerSelector):
@@ -107,21 +107,21 @@ def test_while_a_selector_fails_the_best_score_wins(
     answer: str | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     selector = Failing(answer)
-    stage = Stage(4, select=adapt_selector(selector))
-    stage.view.caches["c"] = set(range(1, 101))
-    assert [stage.goes(1_600, list(range(1, 101))) for _ in range(2)] == ["c", "c"]
+    cluster = FakeCluster(4, select=adapt_selector(selector))
+    cluster.view.caches["c"] = set(range(1, 101))
+    assert [cluster.route(1_600, list(range(1, 101))) for _ in range(2)] == ["c", "c"]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     selector.answer = "b"
-    assert stage.goes(1_600, list(range(1, 101))) == "b"
+    assert cluster.route(1_600, list(range(1, 101))) == "b"
 
 
 def test_a_selector_may_refuse_a_request() -> None:
     error = RouterError.NoAvailableWorker("none will do")
-    stage = Stage(2, select=adapt_selector(Failing(error)))
-    refused = [stage.submit(100), stage.submit(200)]
-    assert stage.place() == {}
-    assert stage.placement.pop_rejected() == [(one, error) for one in refused]
-    assert not len(stage.placement)
+    cluster = FakeCluster(2, select=adapt_selector(Failing(error)))
+    refused = [cluster.submit(100), cluster.submit(200)]
+    assert cluster.place() == {}
+    assert cluster.solver.pop_rejected() == [(one, error) for one in refused]
+    assert not len(cluster.solver)
 
 
 def test_a_selector_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

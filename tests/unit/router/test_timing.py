@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from tests.unit.router.stage import ENGINE, Stage, instance
+from tests.unit.router.fake_cluster import ENGINE, FakeCluster, instance
 
 from dynamo.scheduling.router.latency_model import LatencyRegression, WorkerSlowdown
 
@@ -46,58 +46,58 @@ def test_a_slow_worker_is_found_out_and_chance_is_not() -> None:
 
 def test_times_follow_the_first_tokens() -> None:
     """A worker that takes 10 ms and 2 ms a token (a CPU): predictions come true."""
-    stage, rng = Stage(1), Random(2)
+    cluster, rng = FakeCluster(1), Random(2)
     for _ in range(60):
         tokens = rng.choice([100, 400, 900])
-        active = stage.busy("a", tokens)
-        stage.now += (10 + 2.0 * tokens) * 1e-3
-        stage.placement.on_first_token(active, stage.now)
-        stage.placement.on_ended(active, stage.now)
-        stage.now += 1
-    assert stage.fleet["a"].predict_prefill_ms(500) == pytest.approx(1_010, rel=0.1)
+        active = cluster.add_prefill("a", tokens)
+        cluster.now += (10 + 2.0 * tokens) * 1e-3
+        cluster.solver.on_first_token(active, cluster.now)
+        cluster.solver.on_ended(active, cluster.now)
+        cluster.now += 1
+    assert cluster.worker_states["a"].predict_prefill_ms(500) == pytest.approx(1_010, rel=0.1)
 
 
 def test_prompts_of_one_step_are_one_observation() -> None:
-    stage = Stage(1)
+    cluster = FakeCluster(1)
     for _ in range(30):
-        together = [stage.busy("a", 500) for _ in range(4)]
-        stage.now += (15 + 0.02 * 2_000) * 1e-3
+        together = [cluster.add_prefill("a", 500) for _ in range(4)]
+        cluster.now += (15 + 0.02 * 2_000) * 1e-3
         for active in together:
-            stage.placement.on_first_token(active, stage.now)
-            stage.placement.on_ended(active, stage.now)
-        stage.now += 1
-    assert stage.fleet["a"].predict_prefill_ms(2_000) == pytest.approx(55, rel=0.1)
+            cluster.solver.on_first_token(active, cluster.now)
+            cluster.solver.on_ended(active, cluster.now)
+        cluster.now += 1
+    assert cluster.worker_states["a"].predict_prefill_ms(2_000) == pytest.approx(55, rel=0.1)
 
 
 def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
-    stage = Stage(2)
+    cluster = FakeCluster(2)
     larger = instance("b", engine=ENGINE | {"num_blocks": 9_999})
-    stage.fleet.update_instances({"a": instance("a")})
-    stage.fleet.update_instances({"a": instance("a"), "b": larger})
+    cluster.worker_states.update_instances({"a": instance("a")})
+    cluster.worker_states.update_instances({"a": instance("a"), "b": larger})
     for _ in range(30):
-        active = stage.busy("a", 1_000)
-        stage.now += 2.0
-        stage.placement.on_first_token(active, stage.now)
-        stage.placement.on_ended(active, stage.now)
-    stage.fleet.refresh_next(stage.now)
-    assert stage.fleet["b"].predict_prefill_ms(1_000) == pytest.approx(2_000, rel=0.2)
+        active = cluster.add_prefill("a", 1_000)
+        cluster.now += 2.0
+        cluster.solver.on_first_token(active, cluster.now)
+        cluster.solver.on_ended(active, cluster.now)
+    cluster.worker_states.refresh_next(cluster.now)
+    assert cluster.worker_states["b"].predict_prefill_ms(1_000) == pytest.approx(2_000, rel=0.2)
 
 
 def test_prompts_that_share_a_step_are_predicted_together() -> None:
     """Little by little they would be far apart, and the router goes on to weigh them so."""
-    stage = Stage(1)
-    book = stage.fleet["a"]
-    burst = [stage.busy("a", 100) for _ in range(20)]
-    last_s = burst[-1].expected_first_token_s - stage.now
+    cluster = FakeCluster(1)
+    book = cluster.worker_states["a"]
+    burst = [cluster.add_prefill("a", 100) for _ in range(20)]
+    last_s = burst[-1].expected_first_token_s - cluster.now
     assert last_s == pytest.approx(
         (book.predict_prefill_ms(1_900) + book.predict_prefill_ms(100)) * 1e-3
     )
-    assert last_s < (book.prefill_free_s - stage.now) / 4
-    alone = stage.busy("a", 20_000)
-    stage.now = book.prefill_free_s - 0.01
-    after = stage.busy("a", 100)
+    assert last_s < (book.prefill_free_s - cluster.now) / 4
+    alone = cluster.add_prefill("a", 20_000)
+    cluster.now = book.prefill_free_s - 0.01
+    after = cluster.add_prefill("a", 100)
     assert (
         alone.expected_first_token_s
         < after.expected_first_token_s
-        < stage.now + 0.01 + book.predict_prefill_ms(200) * 1e-3
+        < cluster.now + 0.01 + book.predict_prefill_ms(200) * 1e-3
     )

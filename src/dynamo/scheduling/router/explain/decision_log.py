@@ -59,7 +59,7 @@ class DecisionEntry:
 
     def set_outcome(self, outcome: Outcome) -> None:
         """What came of it."""
-        self.decision = replace(self.decision, ticket=None)  # it may hold a whole prompt
+        self.decision = replace(self.decision, placement=None)  # it may hold a whole prompt
         self.outcome = outcome
 
     def explain(self, router: str) -> Explanation:

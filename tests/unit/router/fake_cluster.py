@@ -1,0 +1,118 @@
+"""A placement solver over workers, prompts and cache contents that a test sets by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from random import Random
+from typing import Any
+
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.costs.interface import Cost
+from dynamo.scheduling.router.costs.predicted import PredictedCost
+from dynamo.scheduling.router.pending_request import PendingRequest
+from dynamo.scheduling.router.placement.solver import PlacementSolver
+from dynamo.scheduling.router.prompt import Prompt
+from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
+
+BLOCK = 16
+ENGINE = {
+    "engine": "mock",
+    "block_tokens": BLOCK,
+    "num_blocks": 4096,
+    "context_tokens": 65_536,
+    "max_num_seqs": 100,
+    "max_num_batched_tokens": 8_192,
+}
+
+
+def instance(name: str, **capabilities: Any) -> Instance:
+    return Instance(
+        name, f"memory://{name}", "n", "worker", "generate", {"engine": ENGINE} | capabilities
+    )
+
+
+class FakeCacheView:
+    """A PrefixCacheView over `caches`, which tests fill. A routed prompt is cached at once.
+
+    `routes`: worker of each routed prompt, in order. `open_prefills`: prompts whose prefill has
+    not ended."""
+
+    def __init__(self) -> None:
+        self.caches: dict[str, set[int]] = {}
+        self.routes: list[str] = []
+        self.open_prefills = 0
+
+    def find_overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
+        overlaps = {}
+        for worker, cache in self.caches.items():
+            count = 0
+            while count < len(hashes) and hashes[count] in cache:
+                count += 1
+            if count:
+                overlaps[worker] = count
+        return overlaps
+
+    def on_request_routed(self, worker: str, hashes: Sequence[int]) -> None:
+        self.routes.append(worker)
+        self.open_prefills += 1
+        self.caches.setdefault(worker, set()).update(hashes)
+
+    def on_prefill_ended(self, worker: str, hashes: Sequence[int]) -> None:
+        self.open_prefills -= 1
+
+    def get_mode(self, worker: str) -> str:
+        return "exact"
+
+    def set_cacheless_workers(self, workers: AbstractSet[str]) -> None:
+        for worker in workers:
+            self.caches[worker] = set()
+
+
+class FakeCluster:
+    """Workers a, b, c, ... with a solver over them. Tests move the clock `now` themselves."""
+
+    def __init__(
+        self, workers: int, cost: Cost | None = None, seed: int = 1, **options: Any
+    ) -> None:
+        self.worker_states = WorkerStates()
+        self.names = [chr(ord("a") + number) for number in range(workers)]
+        self.worker_states.update_instances({name: instance(name) for name in self.names})
+        self.view = FakeCacheView()
+        self.rng = Random(seed)
+        self.solver = PlacementSolver(
+            self.worker_states, self.view, cost or PredictedCost(), self.rng, **options
+        )
+        self.now = 100.0
+        self._request_count = 0
+
+    def make_request(
+        self, tokens: int, hashes: Sequence[int] = (), **options: Any
+    ) -> PendingRequest:
+        self._request_count += 1
+        name = f"r{self._request_count}"
+        return PendingRequest(name, Prompt(tokens, hashes), BLOCK, self.now, **options)
+
+    def submit(self, tokens: int, hashes: Sequence[int] = (), **options: Any) -> PendingRequest:
+        request = self.make_request(tokens, hashes, **options)
+        self.solver.submit(request)
+        return request
+
+    def place(self) -> dict[str, PlacedRequest]:
+        """Run one round; return what it placed, by request id."""
+        return {result.request.id: result.placed for result in self.solver.place(self.now)}
+
+    def route(self, tokens: int, hashes: Sequence[int] = (), **options: Any) -> str:
+        """Submit and place one request; return its worker's name."""
+        request = self.submit(tokens, hashes, **options)
+        return self.place()[request.id].worker.name
+
+    def add_prefill(self, name: str, tokens: int) -> PlacedRequest:
+        """Place a prompt of `tokens` uncached tokens on the worker `name`."""
+        worker = self.worker_states[name]
+        self._request_count += 1
+        placed = PlacedRequest(
+            f"busy{self._request_count}", worker, Prompt(tokens, ()), tokens, self.now
+        )
+        worker.place(placed, self.now)
+        return placed
