@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 def rows() -> list[tuple[str, str]]:
     """File and qualified name of every row of docs/look-ups.md."""
     lines = (ROOT / "docs" / "look-ups.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "| `" in line]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if "| `" in line
+    ]
     return [(file.strip("`"), name.strip("`")) for _, file, name in cells]
 
 

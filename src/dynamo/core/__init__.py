@@ -1,1 +1,1 @@
-"""Frozen values and contracts that every layer shares. Nothing here does I/O."""
+"""Values and interfaces that all layers share. This package does no I/O on the network."""

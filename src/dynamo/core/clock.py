@@ -1,4 +1,4 @@
-"""Time comes from outside, so that a simulator can run the same code under a clock that jumps."""
+"""Clocks. Code takes its time from a `Clock`, so that a simulator can run it in virtual time."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OFFLOAD_THREADS = max(2, min(4, os.cpu_count() or 1))
-"""Of `offload`, in a process. Each that has encoded a long text keeps 3 MB for good, so there are
-fewer than `asyncio.to_thread` would start."""
+"""Threads for `offload` in one process. A thread that has encoded a long text keeps 3 MB, so the
+number is below that of `asyncio.to_thread`."""
 
 
 class Clock(ABC):
-    """Seconds. `now` never goes back; `wall` is Unix time."""
+    """A source of time in seconds, and of threads for long work."""
 
     @abstractmethod
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
 
     @abstractmethod
     def wall(self) -> float:
-        """Seconds since 1970, UTC."""
+        """Return Unix time in seconds."""
 
     @abstractmethod
     async def sleep_until(self, when: float) -> None:
-        """Sleep until `now()` reaches `when` (absolute, so that pacing does not drift)."""
+        """Sleep until `now()` reaches `when`. An absolute time keeps pacing free of drift."""
 
     @abstractmethod
     async def offload(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run blocking or long work off the loop (inline in the simulator)."""
+        """Run blocking or long work off the event loop. The simulator runs it inline."""
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` on the loop when `now()` reaches `when`. Returns the way to stop that."""
+        """Call `callback` on the loop when `now()` reaches `when`. Returns the canceller."""
         delay_s = max(0.0, when - self.now())
         return asyncio.get_running_loop().call_later(delay_s, callback).cancel
 
@@ -50,7 +50,7 @@ class Clock(ABC):
 
 
 class SystemClock(Clock):
-    """The machine's own time, and threads for `offload`."""
+    """The operating system's clocks and a thread pool."""
 
     now = staticmethod(time.monotonic)
     wall = staticmethod(time.time)

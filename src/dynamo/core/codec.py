@@ -1,10 +1,10 @@
-"""How a Reply crosses a wire: one byte of kind, then the value.
+"""Wire format of a `Reply`: one byte of kind, then the value.
 
     b"b" msgpack Started | b"t" packed u32 ids | b"x" msgpack [packed ids, logprobs]
     b"f" msgpack Finish
 
-`ReplyWriter` is a Reply that writes; `ReplyReader` reads into a Reply. So the same contract stands
-at both ends of any plane.
+`ReplyEncoder` is a `Reply` that encodes each call. `ReplyDecoder` decodes payloads into calls of a
+`Reply`. Both ends of every request plane therefore have the same interface.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ _unpack_single_token = Struct("<xI").unpack
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(Started).decode
 _decode_finish = msgspec.msgpack.Decoder(Finish).decode
-_decode_extra = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
+_decode_ids_with_logprobs = msgspec.msgpack.Decoder(tuple[bytes, list[TokenLogprobs]]).decode
 _decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32."""
+    """Pack token ids as little-endian u32."""
     return Struct(f"<{len(ids)}I").pack(*ids)
 
 
 def unpack_ids(packed: bytes | memoryview) -> tuple[int, ...]:
-    """The ids that `pack_ids` packed."""
+    """Unpack the result of `pack_ids`."""
     return unpack_from(f"<{len(packed) // 4}I", packed)
 
 
 def encode_request(request: GenerateRequest) -> bytes:
-    """A request as msgpack bytes."""
+    """Encode a request as msgpack."""
     return _encode(request)
 
 
 def decode_request(payload: bytes | memoryview) -> GenerateRequest:
-    """The request that `encode_request` wrote. Raises msgspec.DecodeError."""
+    """Decode the result of `encode_request`. Raises `msgspec.DecodeError`."""
     return _decode_request(payload)
 
 
 class ReplyEncoder(Reply):
-    """A Reply at the worker's end: encodes every call onto `send` (False = the caller is gone).
+    """Encodes every call and passes the payload to `send` (the worker's end).
 
-    `worker`: the instance that answers; an engine does not know its name.
+    `send` returns False when the caller is gone. `worker` is the instance id to put into `Started`,
+    since an engine does not know it.
     """
 
     __slots__ = ("_send", "_worker")
@@ -77,10 +78,10 @@ class ReplyEncoder(Reply):
 
 
 class ReplyDecoder:
-    """The caller's end: `item` takes one payload and calls the Reply. False = enough.
+    """Decodes payloads and calls the `Reply` (the caller's end).
 
-    `complete`: the answer came to its end (a finish, or enough); a stream that ends before is a
-    failure.
+    `complete` is True after a finish, or after the reply had enough. A stream that ends earlier has
+    failed.
     """
 
     __slots__ = ("_reply", "_send_token", "_token_payloads", "complete")
@@ -92,14 +93,17 @@ class ReplyDecoder:
         self.complete = False
 
     def feed(self, payload: bytes) -> bool:
-        """Feed one payload. Raises ValueError on an unknown kind."""
+        """Decode one payload. Returns False when the reply has enough.
+
+        Raises `ValueError` for an unknown kind.
+        """
         if payload[0] == 0x74:
-            shortcut = self._send_token
-            if shortcut is not None and len(payload) == 5:
-                going_on = shortcut(_unpack_single_token(payload)[0])
-                if going_on:
+            send_token = self._send_token
+            if send_token is not None and len(payload) == 5:
+                sent = send_token(_unpack_single_token(payload)[0])
+                if sent:
                     return True
-                if going_on is not None:
+                if sent is not None:
                     return self._stop()
             return self._forward_tokens(unpack_ids(memoryview(payload)[1:])) or self._stop()
         kind, body = payload[:1], payload[1:]
@@ -109,18 +113,18 @@ class ReplyDecoder:
             self._reply.finish(_decode_finish(body))
             self.complete = True
         elif kind == b"x":
-            packed, extra = _decode_extra(body)
-            return self._reply.tokens(unpack_ids(packed), extra) or self._stop()
+            packed, logprobs = _decode_ids_with_logprobs(body)
+            return self._reply.tokens(unpack_ids(packed), logprobs) or self._stop()
         else:
             raise ValueError(f"unknown reply item {kind!r}")
         return True
 
     def _forward_tokens(self, ids: Sequence[int]) -> bool:
-        going_on = self._reply.tokens(ids)
+        wants_more = self._reply.tokens(ids)
         self._token_payloads += 1
-        if self._token_payloads == FAST_PATH_AFTER_PAYLOADS and going_on:
+        if self._token_payloads == FAST_PATH_AFTER_PAYLOADS and wants_more:
             self._send_token = self._reply.open_fast_path()
-        return going_on
+        return wants_more
 
     def _stop(self) -> bool:
         self.complete = True

@@ -1,7 +1,4 @@
-"""What accompanies one request through every layer.
-
-Cancellation is task cancellation, not a field.
-"""
+"""The context of one request. Cancellation is task cancellation and therefore not a field."""
 
 from __future__ import annotations
 
@@ -9,10 +6,12 @@ import msgspec
 
 
 class Context(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`timeout_s` is what is left when the value was made (clocks differ between hosts).
+    """Identity and limits of one request, passed through every layer.
 
-    `attempt` tells one try of a request from the next; `trace` is a W3C traceparent; `avoid`:
-    instances that failed it before.
+    - `attempt`: number of the attempt, from 0.
+    - `timeout_s`: seconds left when this value was created, since clocks differ between hosts.
+    - `trace`: W3C traceparent.
+    - `avoid`: instances on which the request failed before.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""Typed errors. Raised where known, carried over the wire by `code`, translated to HTTP once.
+"""Typed errors. The wire carries them by `code`; one place translates them to HTTP.
 
-`code` is what a program tests, the message says what happened and why, `hint` what to do about it.
+Programs test `code`. The message states what happened and why, `hint` what to do about it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class DynamoError(Exception):
-    """Base of every error that a user may see."""
+    """Base of every error that a user may see. `param` names the wrong field or setting."""
 
     code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
@@ -32,11 +32,11 @@ class DynamoError(Exception):
 
 
 class InternalError(DynamoError):
-    """A bug of ours."""
+    """A bug in Dynamo."""
 
 
 class InvalidRequest(DynamoError):
-    """The request itself is wrong; the same request will fail again."""
+    """The request is wrong. The same request will fail again."""
 
     code = "invalid_request"
 
@@ -48,13 +48,13 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ModelNotFound(DynamoError):
-    """No model of that name is served."""
+    """No model of this name is served."""
 
     code = "model_not_found"
 
 
 class NotFound(DynamoError):
-    """No such route, endpoint or file."""
+    """The route, endpoint or file does not exist."""
 
     code = "not_found"
 
@@ -66,7 +66,7 @@ class MethodNotAllowed(DynamoError):
 
 
 class TooLarge(DynamoError):
-    """A body, a header or a frame is over its limit."""
+    """A body, a header or a frame exceeds its limit."""
 
     code = "request_too_large"
 
@@ -78,33 +78,33 @@ class RequestTooSlow(DynamoError):
 
 
 class Unauthorized(DynamoError):
-    """No key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     code = "invalid_api_key"
 
 
 class Forbidden(DynamoError):
-    """The key is known and may not do this."""
+    """The API key is known and may not do this."""
 
     code = "forbidden"
 
 
 class RateLimited(DynamoError):
-    """A key's limit is used up."""
+    """The rate limit of the API key is exhausted."""
 
     code = "rate_limit_exceeded"
     retryable = True
 
 
 class ModelNotReady(DynamoError):
-    """The model is still getting ready."""
+    """The model is still being prepared."""
 
     code = "model_not_ready"
     retryable = True
 
 
 class NoWorkers(DynamoError):
-    """No instance of this endpoint can be asked now."""
+    """No instance of the endpoint can take a request now."""
 
     code = "no_workers"
     retryable = True
@@ -118,42 +118,42 @@ class Overloaded(DynamoError):
 
 
 class WorkerFailed(DynamoError):
-    """The instance died, broke its connection, or failed while it worked."""
+    """The instance died, lost its connection or failed during the request."""
 
     code = "worker_failed"
     retryable = True
     instance: str = ""
-    """Its id, where that is known."""
+    """The instance id, empty where unknown."""
 
 
 class InstanceGone(WorkerFailed):
-    """The instance that was addressed is not there any more (another incarnation answers)."""
+    """The addressed instance no longer exists; its address belongs to another process."""
 
     code = "instance_gone"
 
 
 class WorkerDraining(WorkerFailed):
-    """The instance was taken out of service while it worked; another one goes on."""
+    """The instance is draining. Another instance continues the request."""
 
     code = "worker_leaving"
 
 
 class ServerStopped(DynamoError):
-    """The server's drain time ended before the answer was whole."""
+    """The server's drain time ended before the answer was complete."""
 
     code = "server_stopped"
     retryable = True
 
 
 class PlaneUnavailable(DynamoError):
-    """A server that a plane needs (etcd, NATS) cannot be reached now."""
+    """A server of a plane (etcd, NATS) cannot be reached now."""
 
     code = "plane_away"
     retryable = True
 
 
 class PoisonedRequest(DynamoError):
-    """A request that killed several workers."""
+    """The request made several workers fail."""
 
     code = "poisoned_request"
 
@@ -165,19 +165,19 @@ class DeadlineExceeded(DynamoError):
 
 
 class SlowReader(DynamoError):
-    """The client read its stream too slowly and its backlog ran over."""
+    """The client read its stream too slowly and exceeded the backlog."""
 
     code = "slow_reader"
 
 
 class Unsupported(InvalidRequest):
-    """Known, and not supported (yet)."""
+    """The feature is known and not supported (yet)."""
 
     code = "unsupported"
 
 
 class ProtocolError(DynamoError):
-    """A peer broke the protocol."""
+    """A peer violated the protocol."""
 
     code = "protocol_error"
 
@@ -189,13 +189,13 @@ class ConfigError(DynamoError):
 
 
 class ModelUnavailable(DynamoError):
-    """A model's files cannot be read or fetched."""
+    """The model's files cannot be read or fetched."""
 
     code = "model_unavailable"
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it crosses the wire."""
+    """Wire form of an error."""
 
     code: str
     message: str
@@ -204,19 +204,10 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     retry_after_s: float | None = None
 
 
-def _classes_by_code(base: type[DynamoError]) -> dict[str, type[DynamoError]]:
-    found = {base.code: base}
-    for sub in base.__subclasses__():
-        found.update(
-            {code: cls for code, cls in _classes_by_code(sub).items() if code not in found}
-        )
-    return found
-
-
 def describe_os_error(error: OSError) -> str:
-    """What the system said, and of which file."""
-    said = error.strerror or str(error)
-    return f"{error.filename}: {said}" if error.filename else said
+    """Return "FILE: REASON", or the reason alone where no file is known."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -224,19 +215,26 @@ _decoder = msgspec.msgpack.Decoder(ErrorRecord)
 
 
 def error_types() -> dict[str, type[DynamoError]]:
-    """Every error class by its code."""
+    """Return every error class by its code."""
     return _classes_by_code(DynamoError) | {InternalError.code: InternalError}
 
 
+def _classes_by_code(base: type[DynamoError]) -> dict[str, type[DynamoError]]:
+    classes: dict[str, type[DynamoError]] = {}
+    for subclass in base.__subclasses__():
+        classes = _classes_by_code(subclass) | classes
+    return classes | {base.code: base}
+
+
 def encode_error(error: DynamoError) -> bytes:
-    """One error as msgpack bytes."""
+    """Encode an error as msgpack."""
     return _encoder.encode(
         ErrorRecord(error.code, error.message, error.hint, error.param, error.retry_after_s)
     )
 
 
 def decode_error(payload: bytes | memoryview) -> DynamoError:
-    """The error that `encode_error` wrote; an unknown code becomes `InternalError`."""
+    """Decode the result of `encode_error`. An unknown code becomes `InternalError`."""
     record = _decoder.decode(payload)
     cls = error_types().get(record.code, InternalError)
     return cls(

@@ -11,20 +11,24 @@ A token normally passes every reply that follows its request, because each of th
 These classes stand in `core/codec.py`, `scheduling/router/attempt.py`, `scheduling/migration.py`,
 `scheduling/processor/detokeniser.py`, `application/generation/replies.py` and
 `communication/http/response.py`. For most tokens they have nothing to do. After
-`FAST_PATH_AFTER_PAYLOADS` payloads of tokens the decoder therefore asks once for a `SendToken`:
+`FAST_PATH_AFTER_PAYLOADS` payloads of tokens the decoder therefore requests a `SendToken` once:
 
 1. `Reply.open_fast_path(token_log)` travels from the decoder to the detokeniser. A reply that only
-   passes tokens on hands the question on. `ResumableReply`, which must remember the ids for a
+   passes tokens on forwards the call. `ResumableReply`, which must remember the ids for a
    migration, passes its own token log. A reply that has to see every token answers None.
 2. The detokeniser calls `TextReply.open_fast_path(choice, text_table, token_log)` with the table of
    the vocabulary's texts.
 3. The stream's reply answers with a `FastPath`. Its method `send_token` is the `SendToken`.
 
-`send_token` takes a token only if the detokeniser holds no text back (`FastPath.buffer_empty`), the
-id alone is a whole text, that text cannot begin a stop string, and the connection takes bytes. The
-token is then appended to the token log and written. Otherwise the answer is None and the decoder
-sends the token through `Reply.tokens`, so every rule is written once. Replies that count tokens
-read the length of the token log or `FastPath.tokens_sent`.
+`send_token` takes a token only under these conditions:
+
+- the detokeniser holds no text back (`FastPath.buffer_empty`),
+- the id alone is a whole text that cannot begin a stop string,
+- the connection takes bytes.
+
+The token is then appended to the token log and written. Otherwise the answer is None and the
+decoder sends the token through `Reply.tokens`, so every rule is written once. Replies that count
+tokens read the length of the token log or `FastPath.tokens_sent`.
 
 A reply without a fast path costs nothing: the defaults answer None.
 """
@@ -69,8 +73,8 @@ class FastPath(ABC):
 class TextTable(msgspec.Struct, frozen=True):
     """The texts that a fast path may send.
 
-    `texts[id]` is the text of a token id, or None where the id alone is not a whole text. A text in
-    which `may_begin_stop` finds something is not taken. None: the request has no stop strings.
+    `texts[id]` is the text of a token id, or None where the id alone is not a whole text. A text
+    for which `may_begin_stop` is true is not taken. None: the request has no stop strings.
     """
 
     texts: list[str | None]

@@ -1,4 +1,4 @@
-"""KV events as they travel: a msgpack list of KvEvent, one list a step."""
+"""Wire format of KV events: a msgpack list of `KvEvent` for each engine step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from dynamo.core.values import BlocksCleared, KvEvent
 
 KV_EVENTS_SUBJECT: Final = "kv_events"
-"""Last part of the subject."""
+"""Last part of the event subject."""
 
 MAX_BLOCKS_PER_PAYLOAD: Final = 1024
 
@@ -19,28 +19,28 @@ _decode = msgspec.msgpack.Decoder(tuple[KvEvent, ...]).decode
 
 
 def worker_name(instance: str, rank: int | None = None) -> str:
-    """How publishers, indexes and routers call a worker, or a data-parallel rank of it."""
+    """Return the name of a worker, or of one data-parallel rank of it, in indexes and routers."""
     return instance if rank is None else f"{instance}/{rank}"
 
 
 def decode_kv_events(payload: bytes) -> Sequence[KvEvent]:
-    """What `encode_changes` wrote; b"" is nothing. Raises msgspec.DecodeError."""
+    """Decode the result of `encode_kv_events`; b"" is no event. Raises `msgspec.DecodeError`."""
     return _decode(payload) if payload else ()
 
 
-def encode_kv_event_payloads(changes: Sequence[KvEvent]) -> Sequence[bytes]:
-    """The same in payloads of about a thousand blocks each, far below what a frame may hold."""
-    return tuple(encode_kv_events(part) for part in _split_by_blocks(changes))
+def encode_kv_event_payloads(events: Sequence[KvEvent]) -> Sequence[bytes]:
+    """Encode events in payloads of about `MAX_BLOCKS_PER_PAYLOAD` blocks, below a frame's limit."""
+    return tuple(encode_kv_events(batch) for batch in _split_by_blocks(events))
 
 
-def _split_by_blocks(changes: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
-    part: list[KvEvent] = []
-    size = 0
-    for change in changes:
-        part.append(change)
-        size += len(change.hashes) if not isinstance(change, BlocksCleared) else 1
-        if size >= MAX_BLOCKS_PER_PAYLOAD:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+def _split_by_blocks(events: Sequence[KvEvent]) -> Iterator[list[KvEvent]]:
+    batch: list[KvEvent] = []
+    blocks = 0
+    for event in events:
+        batch.append(event)
+        blocks += len(event.hashes) if not isinstance(event, BlocksCleared) else 1
+        if blocks >= MAX_BLOCKS_PER_PAYLOAD:
+            yield batch
+            batch, blocks = [], 0
+    if batch:
+        yield batch

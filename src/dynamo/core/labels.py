@@ -1,4 +1,4 @@
-"""Labels of workers, and what requests ask for by them."""
+"""Labels of workers and the constraints of requests on them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 LABELS_KEY = "labels"
-"""The key in a request's metadata and in an instance's capabilities."""
+"""Key of the labels in a request's metadata and in an instance's capabilities."""
 
 
 def parse_labels(text: str) -> dict[str, str]:
-    """`zone=a, gpu=h100`; a name alone means `true`."""
+    """Parse `zone=a, gpu=h100`. A name without a value means `true`."""
     parts = (part.strip() for part in text.split(",") if part.strip())
     pairs = (part.partition("=") for part in parts)
     return {name.strip(): value.strip() or "true" for name, _, value in pairs}
 
 
 def satisfies_constraints(labels: Mapping[str, Any], constraints: Mapping[str, str]) -> bool:
-    """Whether every constraint is satisfied."""
+    """Whether `labels` have the value of every constraint."""
     return all(str(labels.get(name, "")) == value for name, value in constraints.items())

@@ -1,4 +1,4 @@
-"""A child that must not outlive the process that started it."""
+"""The parent death signal, for children that must not outlive their parent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ctypes
 import signal
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
+"""Constant of linux/prctl.h."""
 
 
 def set_parent_death_signal() -> None:
-    """Be killed from now on when the thread ends that started this process."""
+    """Ask the kernel for SIGKILL when the thread that started this process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,7 @@
-"""The contract that everything hangs on: requests go forward as coroutines, answers
-come back as calls."""
+"""The interfaces of the request pipeline.
+
+Requests go forward as awaited calls. Answers come back as synchronous calls of a `Reply`.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,33 @@ LogprobsPerToken = Sequence[TokenLogprobs]
 
 
 class Reply(ABC):
-    """Where an answer goes. Synchronous, called on the event loop, never re-entrant.
+    """Receives one answer. Methods are called on the event loop and never re-entrantly.
 
     Order: `begin` once, `tokens` any number of times, `finish` once. An error is the exception of
-    the awaited call, and may come at any place of that order.
+    the awaited call and may end the answer at any point of that order.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def begin(self, started: Started) -> None:
-        """The engine took the request."""
+        """The engine began the request."""
 
     @abstractmethod
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
-        """The next tokens (`extra`: one entry a token). False = enough: no more calls follow,
-        the engine's work is cancelled, and the awaited call returns normally."""
+        """Take the next tokens. `logprobs` has one entry for each id.
+
+        False means that the reply has enough: no more calls follow, the engine's work is cancelled,
+        and the awaited call returns normally.
+        """
 
     @abstractmethod
     def finish(self, end: Finish) -> None:
-        """The engine ended by itself."""
+        """The engine completed the answer."""
 
     @property
     def token_log(self) -> TokenLog | None:
-        """Every token id that came here, where this reply keeps them; else None."""
+        """All token ids of the answer so far, or None if this reply does not keep them."""
         return None
 
     def open_fast_path(self, token_log: TokenLog | None = None) -> SendToken | None:
@@ -58,46 +63,52 @@ SendRequest = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]
 
 
 class Operator(ABC):
-    """A stage of the token pipeline: may change the request, wrap the reply, call call_next again
-    or not at all."""
+    """A stage of the token pipeline.
+
+    An operator may change the request, wrap the reply, and call `call_next` any number of times.
+    """
 
     @abstractmethod
     async def send(
         self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
-        """Pass the request on. Returns when the answer is complete."""
+        """Handle the request. Returns when the answer is complete."""
 
 
 class Engine(ABC):
-    """Computes tokens. Constructors do no I/O."""
+    """Computes tokens. A constructor does no I/O."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Load weights, warm up. Raises `ModelUnavailable` or `ConfigError`."""
+        """Load the weights and warm up. Raises `ModelUnavailable` or `ConfigError`."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """Answer one request. Being cancelled is the abort: its blocks are free on return."""
+        """Answer one request. Cancellation aborts it; its blocks are free on return."""
 
     @abstractmethod
     def report_load(self) -> Load:
-        """What the engine does now. Cheap."""
+        """Return the present load. This call must be cheap."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Release everything. Requests in flight end with `WorkerFailed`."""
+        """Release all resources. Requests in flight end with `WorkerFailed`."""
 
     def has_request(self, reply: Reply) -> bool:
-        """Whether the request that answers to `reply` is in work or waits, as far as the engine can
-        tell: asked when it has been silent for long. False: nothing will ever come of it."""
+        """Whether the request of `reply` is running or queued.
+
+        The worker asks after a long silence. False means that no further token will come.
+        """
         del reply
         return True
 
     def on_kv_events(self, listener: Callable[[Sequence[KvEvent]], None]) -> None:
-        """Call `listener` on the loop, once a step, with what changed. Default: no events."""
+        """Call `listener` on the loop with the events of each step. Default: no events."""
         del listener
 
     def snapshot_kv_events(self) -> Sequence[KvEvent]:
-        """A dump: events that rebuild the present state from nothing. The next events may say again
-        what it says already (a block stored or removed); applying them twice changes nothing."""
+        """Return events that rebuild the present state from nothing.
+
+        Later events may repeat some of them. Applying an event twice changes nothing.
+        """
         return ()

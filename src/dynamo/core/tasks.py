@@ -1,4 +1,4 @@
-"""The one home of `create_task` and `gather`: every task has an owner, every failure is heard."""
+"""Tasks with owners. Only this module calls `create_task` and `ensure_future`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Owns background tasks: `async with Tasks() as tasks`, or `close()`.
+    """Owns background tasks. Use it as an async context manager, or call `close`.
 
-    A task that fails is logged and dropped, unless `on_failure` is given. Closing cancels what is
-    left and waits for it.
+    A failure goes to `on_failure`, else to the log. Closing cancels the remaining tasks and waits
+    for them.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -24,27 +24,30 @@ class BackgroundTasks:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, work: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
-        """Run `work` under this owner."""
+        """Run `work` as a task of this owner."""
         task = asyncio.get_running_loop().create_task(work, name=name or None)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
         return task
 
     def start_self_removing(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """`start` for work that nobody need hear the end of, and that calls `over` as its last
-        act: its end then costs the loop no turn. Only `drop` may cancel it."""
+        """Run `work`, which must call `discard` with its task as its last action.
+
+        No done callback is needed then, which saves one loop iteration per task. Failures are not
+        reported. Cancel such a task with `cancel` only.
+        """
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()  # asks the kernel, every time
+            self._loop = asyncio.get_running_loop()  # costs a getpid system call each time
         task = self._loop.create_task(work)
         self._tasks.add(task)
         return task
 
     def discard(self, task: asyncio.Task[Any]) -> None:
-        """What `run` began is at its end."""
+        """Forget a task of `start_self_removing` that ends."""
         self._tasks.discard(task)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel what `run` began, which may not have had its first turn."""
+        """Cancel a task of `start_self_removing`, which may not have run yet."""
         task.add_done_callback(self._tasks.discard)
         task.cancel()
 
@@ -52,14 +55,14 @@ class BackgroundTasks:
         return len(self._tasks)
 
     async def join(self) -> None:
-        """Wait until every task has ended by itself."""
+        """Wait until all tasks have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Cancel what is left and wait for it."""
-        mine = asyncio.current_task()
-        pending = [task for task in self._tasks if task is not mine]
+        """Cancel the remaining tasks, except the calling one, and wait for them."""
+        current = asyncio.current_task()
+        pending = [task for task in self._tasks if task is not current]
         for task in pending:
             task.cancel()
         if pending:
@@ -84,18 +87,18 @@ class BackgroundTasks:
 
 
 async def run_all(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run all side by side; the first failure cancels the rest and is raised alone."""
+    """Run all concurrently. The first failure cancels the others and is raised alone."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
 async def wait_for_first(*waits: Awaitable[Any]) -> None:
-    """Return when the first is done (or raise its error); the others are cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in waits]
+    """Return when the first is done, or raise its error. The others are cancelled."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -1,4 +1,4 @@
-"""Requests and answers in text: between the HTTP surface (above) and the processor (below)."""
+"""Requests and answers in text, between the HTTP server and the processor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo.core.values import FinishReason, Started
 
 
 class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the request itself says; None = the model's default (names: core.values.Sampling)."""
+    """Sampling values of a request (see `SamplingParams`). None = the model's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -27,7 +27,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What chat and completion requests have in common."""
+    """Options that chat and completion requests share."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -44,8 +44,11 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """A conversation to continue. `messages`: role and content (flattened to a string), plus
-    whatever else the chat template may read."""
+    """A conversation to continue.
+
+    Each of `messages` has a role, a content (flattened to a string), and any further field that the
+    chat template may read.
+    """
 
     model: str
     messages: tuple[dict[str, Any], ...]
@@ -56,7 +59,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """One prompt to continue: text, or packed token ids."""
+    """A prompt to continue, as text or packed token ids."""
 
     model: str
     prompt: str | bytes
@@ -65,8 +68,11 @@ class CompletionRequest(msgspec.Struct, frozen=True):
 
 
 class DecodedTokenLogprob(msgspec.Struct, frozen=True):
-    """One token's logprob in text: the token's string, its bytes, and (string, bytes, logprob)
-    of the best ones; `offset`: characters of the answer that were complete before it."""
+    """The logprob of one token, with its string and bytes.
+
+    `top` holds (string, bytes, logprob) of the best tokens. `offset` counts the characters of the
+    answer that were complete before this token.
+    """
 
     token: str
     raw: bytes
@@ -76,7 +82,7 @@ class DecodedTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class TextFinish(msgspec.Struct, frozen=True):
-    """The end of one choice. `reason` "stop" covers stop tokens and stop strings."""
+    """The end of one choice. Reason "stop" covers the stop token or stop string in `stop`."""
 
     reason: FinishReason
     completion_tokens: int
@@ -84,26 +90,27 @@ class TextFinish(msgspec.Struct, frozen=True):
 
 
 class TextReply(ABC):
-    """Where text goes. Synchronous, on the loop, never re-entrant; choices come interleaved.
+    """Receives the text of one request. Methods are called on the loop and never re-entrantly.
 
-    Order: `prompt` once before anything, then for every choice `begin`, `text`..., `finish`.
+    Order: `prompt` once, then for each choice `begin`, `text` any number of times, `finish`. Calls
+    of several choices are interleaved.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def prompt(self, prompt_tokens: int) -> None:
-        """The request was accepted and is this long."""
+        """The request was accepted and has this many prompt tokens."""
 
     @abstractmethod
     def begin(self, choice: int, started: Started) -> None:
-        """A worker took the choice."""
+        """A worker began the choice."""
 
     @abstractmethod
     def text(
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
     ) -> bool:
-        """Non-empty text of (usually) one token. False = the reader is gone: stop everything."""
+        """Take non-empty text, usually of one token. False = the reader is gone: stop."""
 
     @abstractmethod
     def finish(self, choice: int, end: TextFinish) -> None:

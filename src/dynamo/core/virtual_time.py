@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps: whatever runs on it takes no longer than its computing.
+"""An event loop in virtual time: timers cost no waiting, only computation takes real time.
 
-When nothing is left to do at an instant, time moves to the next timer at once. The order of
-things depends on the program alone, so the same program with the same seed does the same.
+When no callback is left at an instant, the clock jumps to the next timer. The order of callbacks
+depends on the program alone, so a program with the same seed repeats exactly.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ T = TypeVar("T")
 
 
 class Deadlock(InternalError):
-    """Everybody waits and no timer is left: it would never go on."""
+    """All tasks wait and no timer is left."""
 
 
 class VirtualTimeSelector(selectors.SelectSelector):
-    """Waits for nothing: to select for so many seconds is to be so much later."""
+    """Advances `now` by the timeout instead of waiting.
+
+    `idle_callbacks` are called once when nothing is left to do at the present instant.
+    `on_time_advanced` is called whenever the clock has moved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.idle_callbacks: list[Callable[[], None]] = []
-        """Called once when nothing is left to do at this instant."""
         self.on_time_advanced: Callable[[], None] | None = None
-        """Called whenever the clock has moved."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """No file is ever ready. Raises `Deadlock` for a wait without an end."""
+        """Return no ready file. Raises `Deadlock` where no timer is left."""
         if timeout is not None and timeout <= 0:
             return []
         if self.idle_callbacks:
-            waiting, self.idle_callbacks = self.idle_callbacks, []
-            for callback in waiting:
+            callbacks, self.idle_callbacks = self.idle_callbacks, []
+            for callback in callbacks:
                 callback()
         elif timeout is None:
-            raise Deadlock(f"at {self.now:.3f} s of virtual time all wait for each other")
+            raise Deadlock(f"deadlock at {self.now:.3f} s of virtual time: all tasks wait")
         else:
             self.now += timeout
             if self.on_time_advanced is not None:
@@ -50,7 +52,7 @@ class VirtualTimeSelector(selectors.SelectSelector):
 
 
 class VirtualEventLoop(asyncio.SelectorEventLoop):
-    """A standard loop on virtual time, which starts at 0. No sockets, threads or signals."""
+    """An asyncio loop in virtual time from 0. Sockets, threads and signals do not work on it."""
 
     def __init__(self) -> None:
         self.time_selector = VirtualTimeSelector()
@@ -61,7 +63,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock(Clock):
-    """The time of a `VirtualLoop`. What is offloaded runs at once and takes no time."""
+    """The time of a `VirtualEventLoop`. Offloaded work runs inline and takes no virtual time."""
 
     def __init__(self, loop: VirtualEventLoop) -> None:
         self._time_selector = loop.time_selector
@@ -79,17 +81,17 @@ class VirtualClock(Clock):
         return work(*args, **kwargs)
 
     def on_time_advanced(self, callback: Callable[[], None]) -> None:
-        """Call `callback` whenever the time has moved, before anything else happens then."""
+        """Call `callback` whenever time has moved, before any timer of the new instant."""
         self._time_selector.on_time_advanced = callback
 
     async def wait_until_idle(self) -> None:
-        """Return when all else that happens at this instant has happened."""
-        quiet = asyncio.get_running_loop().create_future()
-        self._time_selector.idle_callbacks.append(lambda: quiet.set_result(None))
-        await quiet
+        """Return when no other callback is left at the present instant."""
+        idle = asyncio.get_running_loop().create_future()
+        self._time_selector.idle_callbacks.append(lambda: idle.set_result(None))
+        await idle
 
 
 def run_in_virtual_time(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
-    """Run `main` on a loop of its own to its end. Raises `Deadlock`, and what `main` raises."""
+    """Run `main` to its end on a new loop. Raises `Deadlock` and the exceptions of `main`."""
     with asyncio.Runner(loop_factory=VirtualEventLoop) as runner:
         return runner.run(main(VirtualClock(cast("VirtualEventLoop", runner.get_loop()))))

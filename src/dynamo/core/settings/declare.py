@@ -45,7 +45,7 @@ def setting(help: str, **properties: Any) -> SettingMeta:  # noqa: A002 - the wo
 
 
 class SettingSpec(msgspec.Struct, frozen=True):
-    """One setting with its dotted key."""
+    """A declared setting with its dotted key."""
 
     key: str
     type: Any

@@ -1,4 +1,4 @@
-"""A configuration file's text as settings, each with the line it stands on."""
+"""Parsing of configuration files. Every value keeps its file and line."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from dynamo.core.settings.values import SourcedValue, parse_value
 
 
 class ConfigDocument(msgspec.Struct, frozen=True):
-    """What a file says. `settings`: by dotted key; the raw value of a list of sections is a list of
-    such mappings. `services`: options by service, whose sections begin with a capital letter."""
+    """The content of a configuration file.
+
+    `settings` is keyed by dotted key. The raw value of a list of sections is a list of such
+    mappings. `services` holds the options of each service; sections of services begin with a
+    capital letter.
+    """
 
     settings: Mapping[str, SourcedValue]
     services: Mapping[str, Mapping[str, SourcedValue]]
 
 
 def parse_config_document(text: str, name: str) -> ConfigDocument:
-    """Settings of a YAML (or JSON) text; `name` is what messages call it. A Kubernetes ConfigMap is
-    read as the file that it holds.
+    """Parse a YAML or JSON text, or the file inside a Kubernetes ConfigMap.
 
-    Raises `ConfigError` for bad YAML, unknown keys (naming the nearest) and keys given twice with
-    different values.
+    `name` stands for the file in messages. Raises `ConfigError` for invalid YAML, unknown keys
+    (with the nearest key) and keys with two different values.
     """
     import yaml
 
@@ -49,18 +52,17 @@ def parse_config_document(text: str, name: str) -> ConfigDocument:
 
 
 def _settings_node(loader: Any) -> tuple[Any, int]:
-    """The node with the settings, and how many lines stand before its text."""
+    """Return the root node of the settings and the number of lines before its text."""
     import yaml
 
     nodes = []
     while loader.check_node():
         nodes.append(loader.get_node())
     for node in nodes:
-        parts = _mapping_items(node)
-        if "kind" in parts and parts["kind"].value == "ConfigMap" and "data" in parts:
-            files = [
-                one for key, one in _mapping_items(parts["data"]).items() if key.endswith("yaml")
-            ]
+        items = _mapping_items(node)
+        if "kind" in items and items["kind"].value == "ConfigMap" and "data" in items:
+            data = _mapping_items(items["data"])
+            files = [file for key, file in data.items() if key.endswith("yaml")]
             if files:
                 return yaml.compose(files[0].value, yaml.SafeLoader), files[0].start_mark.line + 1
     if len(nodes) > 1:
@@ -73,7 +75,7 @@ def _mapping_items(node: Any) -> Mapping[str, Any]:
 
 
 class _DocumentReader:
-    """Walks the nodes of one text; `offset` lines stand before it in the file."""
+    """Reads the YAML nodes of one text. `offset` is the number of lines before it in the file."""
 
     def __init__(self, loader: Any, name: str, offset: int) -> None:
         self._loader = loader
@@ -81,31 +83,31 @@ class _DocumentReader:
         self._line_offset = offset
 
     def read_document(self, root: Any) -> ConfigDocument:
-        """All of it."""
+        """Read all settings and services under the root node."""
         if root is None:
             return ConfigDocument({}, {})
         services = {}
         if root.id == "mapping":
-            own = [pair for pair in root.value if pair[0].value[:1].isupper()]
-            services = {key.value: self._service_options(key.value, value) for key, value in own}
-            root.value = [pair for pair in root.value if pair not in own]
+            pairs = [pair for pair in root.value if pair[0].value[:1].isupper()]
+            services = {key.value: self._service_options(key.value, value) for key, value in pairs}
+            root.value = [pair for pair in root.value if pair not in pairs]
         return ConfigDocument(self.read_settings(root, Settings), services)
 
     def read_settings(self, node: Any, schema: SettingsSchema) -> Mapping[str, SourcedValue]:
-        """What stands under `node`."""
-        found: dict[str, SourcedValue] = {}
-        for key, value, where in self._walk_leaves(node, "", schema):
-            declared = find_setting(key, where, schema)
-            raw = self._raw_value(declared, value)
-            before = found.setdefault(declared.key, SourcedValue(raw, where, key))
-            if not _same_value(declared, before.raw, raw):
-                raise ConfigError(f"{declared.key} is given twice: {before.origin} and {where}")
-        return found
+        """Read the settings under `node`, keyed by dotted key."""
+        settings: dict[str, SourcedValue] = {}
+        for key, value, origin in self._walk_leaves(node, "", schema):
+            spec = find_setting(key, origin, schema)
+            raw = self._raw_value(spec, value)
+            first = settings.setdefault(spec.key, SourcedValue(raw, origin, key))
+            if not _same_value(spec, first.raw, raw):
+                raise ConfigError(f"{spec.key} is given twice: {first.origin} and {origin}")
+        return settings
 
-    def _raw_value(self, declared: SettingSpec, node: Any) -> Any:
-        if declared.entry_schema is None or node.id != "sequence":
+    def _raw_value(self, spec: SettingSpec, node: Any) -> Any:
+        if spec.entry_schema is None or node.id != "sequence":
             return self._loader.construct_object(node, deep=True)
-        return [self.read_settings(entry, declared.entry_schema) for entry in node.value]
+        return [self.read_settings(entry, spec.entry_schema) for entry in node.value]
 
     def _walk_leaves(
         self, node: Any, prefix: str, schema: SettingsSchema
@@ -119,14 +121,14 @@ class _DocumentReader:
             )
         for key_node, value in node.value:
             key = f"{prefix}{key_node.value}"
-            where = self._origin_of(key_node)
+            origin = self._origin_of(key_node)
             if key.replace("-", "_") in canonical_keys(schema):
-                yield key, value, where
+                yield key, value, origin
             elif is_section(key, schema):
                 yield from self._walk_leaves(value, f"{key}.", schema)
             else:
                 hint = nearest_key_hint(key, schema)
-                raise ConfigError(f"unknown setting {key!r} ({where})", hint=hint, param=key)
+                raise ConfigError(f"unknown setting {key!r} ({origin})", hint=hint, param=key)
 
     def _service_options(self, service: str, node: Any) -> Mapping[str, SourcedValue]:
         if node.id != "mapping" and not _is_empty(node):
@@ -146,8 +148,8 @@ def _is_empty(node: Any) -> bool:
     return node.id == "scalar" and node.value in {"", "~", "null"}
 
 
-def _same_value(declared: SettingSpec, one: Any, other: Any) -> bool:
+def _same_value(spec: SettingSpec, first: Any, second: Any) -> bool:
     try:
-        return one == other or bool(parse_value(declared, one) == parse_value(declared, other))
+        return first == second or bool(parse_value(spec, first) == parse_value(spec, second))
     except ValueError:
         return False

@@ -15,7 +15,7 @@ REDACTED = "***"
 
 
 class EffectiveSetting(msgspec.Struct, frozen=True):
-    """One effective value. `origin`: "default", "flag --x", "environment X" or "file:line"."""
+    """An effective value. `origin`: "default", "flag --x", "environment X" or "file:line"."""
 
     key: str
     value: Any

@@ -1,4 +1,4 @@
-"""The settings as JSON Schema, by which editors complete and check a configuration file."""
+"""JSON Schema of configuration files, with which editors complete and check them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS_ALLOWING_TEXT = ("bytes", "seconds", "milliseconds", "GiB", "cores")
 
 
 def json_schema() -> Mapping[str, Any]:
-    """Of a whole file; other spellings are known too, and say what they stand for."""
+    """Return the schema of a whole file. Aliases are included and name the setting's own key."""
     root = _schema_of(Settings)
     services = {"type": ["object", "null"], "description": "options of a service of this name"}
     return {
@@ -33,59 +33,58 @@ def json_schema() -> Mapping[str, Any]:
 
 
 def _schema_of(schema: SettingsSchema) -> dict[str, Any]:
-    root: dict[str, Any] = _section_schema("")
-    for key, own in canonical_keys(schema).items():
-        declared = setting_specs_by_key(schema)[own]
-        *path, name = _split_key(key, declared)
+    root: dict[str, Any] = _section_schema()
+    for key, own_key in canonical_keys(schema).items():
+        spec = setting_specs_by_key(schema)[own_key]
+        *path, name = _split_key(key, spec)
         node = root
         for part in path:
-            node = node["properties"].setdefault(part, _section_schema(""))
-        node["properties"][name] = _setting_schema(declared, key)
-    for name, about in section_descriptions(schema).items():
-        root["properties"][name]["description"] = about
+            node = node["properties"].setdefault(part, _section_schema())
+        node["properties"][name] = _setting_schema(spec, key)
+    for name, description in section_descriptions(schema).items():
+        root["properties"][name]["description"] = description
     return root
 
 
-def _split_key(key: str, declared: SettingSpec) -> list[str]:
-    """Parts of a key; `.nvidia.com/gpu` is one part."""
-    for alias in declared.meta.aliases:
+def _split_key(key: str, spec: SettingSpec) -> list[str]:
+    """Return the parts of a key. `.nvidia.com/gpu` is a single part."""
+    for alias in spec.meta.aliases:
         if "/" in alias and key.endswith(alias):
             return [*key.removesuffix(alias).split("."), alias.removeprefix(".")]
     return key.split(".")
 
 
-def _section_schema(about: str) -> dict[str, Any]:
-    made = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-    return made | ({"description": about} if about else {})
+def _section_schema() -> dict[str, Any]:
+    return {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
 
 
-def _setting_schema(declared: SettingSpec, key: str) -> dict[str, Any]:
-    about = declared.meta
-    notes = [] if key == declared.key else [f"same as {declared.key}"]
-    notes += [about.help] + ([f"in {about.unit}"] if about.unit else [])
-    notes += ["not in use yet"] if about.unused else []
-    made = _value_schema(declared) | {"description": "; ".join(notes)}
-    if declared.default not in (None, ()) and not about.secret:
-        made["default"] = declared.default
-    return made
+def _setting_schema(spec: SettingSpec, key: str) -> dict[str, Any]:
+    meta = spec.meta
+    notes = [] if key == spec.key else [f"same as {spec.key}"]
+    notes += [meta.help] + ([f"in {meta.unit}"] if meta.unit else [])
+    notes += ["not in use yet"] if meta.unused else []
+    schema = _value_schema(spec) | {"description": "; ".join(notes)}
+    if spec.default not in (None, ()) and not meta.secret:
+        schema["default"] = spec.default
+    return schema
 
 
-def _value_schema(declared: SettingSpec) -> dict[str, Any]:
-    about = declared.meta
-    if declared.entry_schema is not None:
-        return {"type": "array", "items": _schema_of(declared.entry_schema)}
-    name = type_name(declared)
+def _value_schema(spec: SettingSpec) -> dict[str, Any]:
+    meta = spec.meta
+    if spec.entry_schema is not None:
+        return {"type": "array", "items": _schema_of(spec.entry_schema)}
+    name = type_name(spec)
     if name == "list":
-        element = get_args(declared.type)[0]
+        element = get_args(spec.type)[0]
         item = {str: "string", int: "integer", float: "number"}[element]
         return {"type": ["array", "string", "number"], "items": {"type": item}}
     kinds = [JSON_TYPES[name]]
-    if type(None) in get_args(declared.type):
+    if type(None) in get_args(spec.type):
         kinds.append("null")
-    if about.choices:
-        words = [*about.choices, *dict(about.spellings), *dict(about.not_yet)]
-        return {"anyOf": [{"enum": list(dict.fromkeys(words))}, {"type": kinds}]}
-    if about.unit in UNITS_ALLOWING_TEXT:
+    if meta.choices:
+        choices = [*meta.choices, *dict(meta.spellings), *dict(meta.not_yet)]
+        return {"anyOf": [{"enum": list(dict.fromkeys(choices))}, {"type": kinds}]}
+    if meta.unit in UNITS_ALLOWING_TEXT:
         kinds.append("string")
-    limits = {"minimum": about.ge, "maximum": about.le}
-    return {"type": kinds} | {word: limit for word, limit in limits.items() if limit is not None}
+    limits = {"minimum": meta.ge, "maximum": meta.le}
+    return {"type": kinds} | {name: limit for name, limit in limits.items() if limit is not None}

@@ -19,7 +19,7 @@ from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 
 
 class CustomMetricSettings(msgspec.Struct, frozen=True):
-    """One entry of `monitoring.custom_metrics`. All of its settings are in `NO_EFFECT`."""
+    """An entry of `monitoring.custom_metrics`. All of its settings are in `NO_EFFECT`."""
 
 
 def _row(key: str, default: Any, text: str, *, kind: Any = None, **meta: Any) -> SettingSpec:

@@ -14,7 +14,7 @@ from dynamo.core.settings.schema import Settings
 
 
 class SettingChange(msgspec.Struct, frozen=True):
-    """One changed setting. `applied`: the change takes effect at once, else at the next start."""
+    """A changed setting. `applied`: the change takes effect at once, else at the next start."""
 
     key: str
     before: Any

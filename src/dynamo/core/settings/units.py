@@ -1,4 +1,4 @@
-"""Sizes and durations with units, and numbers in the documented unit without."""
+"""Parsing of sizes, durations and cores. A number without a unit has the documented unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER_WITH_UNIT = re.compile(r"\s*((?:\d[\d_]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "8GB" (decimal), "16Gi" or "16GiB" (binary), "4096". Raises `ValueError`."""
+    """Return the bytes of "4096", "8GB" (decimal) or "16Gi" (binary). Raises `ValueError`."""
     match = _NUMBER_WITH_UNIT.fullmatch(text.strip())
     factor = SIZE_FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -30,7 +30,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "15s", "2m", "1h30m", "300ms"; a bare number is seconds. Raises `ValueError`."""
+    """Return the seconds of "15", "15s", "2m", "1h30m" or "300ms". Raises `ValueError`."""
     parts = list(_NUMBER_WITH_UNIT.finditer(text))
     whole = "".join(part[0] for part in parts) == text.rstrip()
     if not parts or not whole:
@@ -43,7 +43,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_gibibytes(text: str) -> float:
-    """GiB of "4" (bare: GiB), "4GB", "512Mi". Raises `ValueError`."""
+    """Return the GiB of "4", "4GB" or "512Mi". Raises `ValueError`."""
     try:
         return float(text)
     except ValueError:
@@ -51,7 +51,7 @@ def parse_gibibytes(text: str) -> float:
 
 
 def parse_cores(text: str) -> float:
-    """Processor cores of "2", "0.5" or "500m". Raises `ValueError`."""
+    """Return the processor cores of "2", "0.5" or "500m". Raises `ValueError`."""
     match = _NUMBER_WITH_UNIT.fullmatch(text.strip())
     if match is None or match[2] not in {"", "m"}:
         raise ValueError("wanted cores such as 2, 0.5 or 500m")

@@ -1,4 +1,4 @@
-"""From what a person wrote to a setting's value: type, unit, bounds, choices."""
+"""Conversion of written values to a setting's type, with checks of unit, bounds and choices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from dynamo.core.settings.units import parse_cores, parse_gibibytes, parse_secon
 
 
 class SourcedValue(msgspec.Struct, frozen=True):
-    """`raw`: text, or what the file's language made of it. `where`: as messages say it, such as
-    "flag --http-port", "environment DYNAMO_SERVER__HTTP_PORT" or "agg.yaml:3". `spelled`: the key
-    as it was written."""
+    """A written value. `raw` is text or a value that the YAML parser returned.
+
+    `origin` is for messages: "flag --http-port", "environment DYNAMO_SERVER__HTTP_PORT" or
+    "agg.yaml:3". `written_key` is the key as the user wrote it.
+    """
 
     raw: Any
     origin: str
@@ -33,33 +35,33 @@ _TRUE_WORDS = ("true", "yes", "on", "1")
 _FALSE_WORDS = ("false", "no", "off", "0")
 
 
-def parse_value(declared: SettingSpec, raw: Any) -> Any:
-    """`raw` (text, or what YAML made of it) as the setting's type, within its bounds.
+def parse_value(spec: SettingSpec, raw: Any) -> Any:
+    """Convert `raw` to the setting's type and check its bounds.
 
-    Raises `ValueError` with what was wanted.
+    Raises `ValueError` that states the accepted values.
     """
-    kind, optional = _unwrap_optional(declared.type)
+    kind, optional = _unwrap_optional(spec.type)
     if raw is None:
         if optional:
             return None
         raise ValueError("a value is missing")
-    value = _convert(declared, kind, raw)
-    _check_bounds(declared, value)
+    value = _convert(spec, kind, raw)
+    _check_bounds(spec, value)
     return value
 
 
-def type_name(declared: SettingSpec) -> str:
-    """ "int", "float", "bool", "text", "list" or "sections"."""
-    if declared.entry_schema is not None:
+def type_name(spec: SettingSpec) -> str:
+    """Return "int", "float", "bool", "text", "list" or "sections"."""
+    if spec.entry_schema is not None:
         return "sections"
-    kind, _ = _unwrap_optional(declared.type)
+    kind, _ = _unwrap_optional(spec.type)
     names = {int: "int", float: "float", bool: "bool", tuple: "list"}
     return names.get(kind, "text")
 
 
-def normalize_choice(mode: str) -> str:
-    """A choice as it is compared: case, `-` and `_` are equal."""
-    return mode.strip().lower().replace("-", "_")
+def normalize_choice(choice: str) -> str:
+    """Return the form in which choices are compared: case does not count, `-` equals `_`."""
+    return choice.strip().lower().replace("-", "_")
 
 
 def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
@@ -69,14 +71,14 @@ def _unwrap_optional(hint: Any) -> tuple[Any, bool]:
     return get_origin(hint) or hint, False
 
 
-def _convert(declared: SettingSpec, kind: Any, raw: Any) -> Any:
+def _convert(spec: SettingSpec, kind: Any, raw: Any) -> Any:
     if kind is tuple:
-        return _parse_list(get_args(declared.type)[0], raw)
+        return _parse_list(get_args(spec.type)[0], raw)
     if kind is bool:
         return _parse_bool(raw)
     if kind is str:
-        return _parse_choice(declared, raw)
-    return _parse_number(declared, kind, raw)
+        return _parse_choice(spec, raw)
+    return _parse_number(spec, kind, raw)
 
 
 def _parse_list(kind: Any, raw: Any) -> tuple[Any, ...]:
@@ -84,16 +86,16 @@ def _parse_list(kind: Any, raw: Any) -> tuple[Any, ...]:
         raw = split_list(raw)
     if isinstance(raw, int) and not isinstance(raw, bool):
         raw = [raw]
-    if not isinstance(raw, Sequence) or not all(isinstance(one, str | int | float) for one in raw):
+    if not isinstance(raw, Sequence) or not all(isinstance(x, str | int | float) for x in raw):
         raise ValueError(f"wanted a list of {'texts' if kind is str else 'numbers'}")
     try:
-        return tuple(kind(one) for one in raw)
+        return tuple(kind(item) for item in raw)
     except ValueError:
         raise ValueError("wanted a list of numbers") from None
 
 
 def split_list(text: str) -> list[Any]:
-    """Of a list written as `a, b` or in JSON. Raises ValueError."""
+    """Return the items of a list written as `a, b` or in JSON. Raises `ValueError`."""
     if not text.strip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
@@ -111,29 +113,29 @@ def _parse_bool(raw: Any) -> bool:
     return word in _TRUE_WORDS
 
 
-def _parse_choice(declared: SettingSpec, raw: Any) -> str:
+def _parse_choice(spec: SettingSpec, raw: Any) -> str:
     text = str(raw)
-    choices = declared.meta.choices
+    choices = spec.meta.choices
     if not choices:
         if isinstance(raw, str | int | float) and not isinstance(raw, bool):
             return text
         raise ValueError("wanted a text (quote it)")
-    alike = {normalize_choice(choice): choice for choice in choices}
-    alike |= {normalize_choice(also): choice for also, choice in declared.meta.spellings}
-    alike |= {normalize_choice(later): later for later, _ in declared.meta.not_yet}
-    if normalize_choice(text) not in alike:
+    by_spelling = {normalize_choice(choice): choice for choice in choices}
+    by_spelling |= {normalize_choice(also): choice for also, choice in spec.meta.spellings}
+    by_spelling |= {normalize_choice(later): later for later, _ in spec.meta.not_yet}
+    if normalize_choice(text) not in by_spelling:
         raise ValueError(f"one of: {', '.join(choices)}")
-    chosen = alike[normalize_choice(text)]
-    return alike.get(chosen, chosen)
+    chosen = by_spelling[normalize_choice(text)]
+    return by_spelling.get(chosen, chosen)
 
 
-def _parse_number(declared: SettingSpec, kind: Any, raw: Any) -> float | int:
+def _parse_number(spec: SettingSpec, kind: Any, raw: Any) -> float | int:
     if isinstance(raw, str):
-        number = _parse_number_text(declared, raw)
+        number = _parse_number_text(spec, raw)
     elif isinstance(raw, int | float) and not isinstance(raw, bool):
         number = raw
     else:
-        raise ValueError("wanted a number")  # noqa: TRY004 - one kind for all that is wrong
+        raise ValueError("wanted a number")  # noqa: TRY004 - all wrong values raise ValueError
     if not math.isfinite(number):
         raise ValueError("wanted a finite number")
     if kind is int and int(number) != number:
@@ -142,8 +144,8 @@ def _parse_number(declared: SettingSpec, kind: Any, raw: Any) -> float | int:
     return value
 
 
-def _parse_number_text(declared: SettingSpec, text: str) -> float | int:
-    unit = declared.meta.unit
+def _parse_number_text(spec: SettingSpec, text: str) -> float | int:
+    unit = spec.meta.unit
     if unit in PARSERS:
         return PARSERS[unit](text)
     if unit == "milliseconds":
@@ -159,12 +161,12 @@ def _parse_number_text(declared: SettingSpec, text: str) -> float | int:
         raise ValueError(f"wanted a number{f' of {unit}' if unit else ''}") from None
 
 
-def _check_bounds(declared: SettingSpec, value: Any) -> None:
-    about = declared.meta
+def _check_bounds(spec: SettingSpec, value: Any) -> None:
+    meta = spec.meta
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    unit = f" {about.unit}" if about.unit else ""
-    if about.ge is not None and value < about.ge:
-        raise ValueError(f"at least {about.ge:g}{unit}")
-    if about.le is not None and value > about.le:
-        raise ValueError(f"at most {about.le:g}{unit}")
+    unit = f" {meta.unit}" if meta.unit else ""
+    if meta.ge is not None and value < meta.ge:
+        raise ValueError(f"at least {meta.ge:g}{unit}")
+    if meta.le is not None and value > meta.le:
+        raise ValueError(f"at most {meta.le:g}{unit}")
