@@ -10,13 +10,14 @@ import pytest
 from tests.simulation.conftest import chats, cluster
 
 from dynamo.core.clock import Clock
-from dynamo.core.settings.schema_router import BASIC_MODES, ROUTER_POLICIES
+from dynamo.core.plugins import ROUTER_COSTS
+from dynamo.core.settings.schema_router import BASIC_MODES
 from dynamo.core.virtual_time import Deadlock
 from dynamo.operations.replay import cluster as cluster_module
 from dynamo.scheduling.router import Policy
 
 ROUTINGS = [(mode, "predicted") for mode in (*BASIC_MODES, "adaptive")]
-ROUTINGS += [("kv", policy) for policy in ROUTER_POLICIES]
+ROUTINGS += [("kv", policy) for policy in ROUTER_COSTS.builtin]
 
 
 def told(outcome):

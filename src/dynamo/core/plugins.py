@@ -133,6 +133,34 @@ EVENT_BACKENDS = PluginTable(
 )
 """URL scheme to a class with `async open(url, directory, options) -> Events`."""
 
+ROUTER_MODES = PluginTable(
+    "router mode",
+    "dynamo.router.modes",
+    {
+        "round_robin": "dynamo.scheduling.router.factory:open_basic_policy",
+        "random": "dynamo.scheduling.router.factory:open_basic_policy",
+        "least_loaded": "dynamo.scheduling.router.factory:open_basic_policy",
+        "power_of_two": "dynamo.scheduling.router.factory:open_basic_policy",
+        "weighted_round_robin": "dynamo.scheduling.router.factory:open_basic_policy",
+        "kv": "dynamo.scheduling.router.factory:open_kv_policy",
+        "adaptive": "dynamo.scheduling.router.factory:open_adaptive_policy",
+    },
+)
+"""`async (PolicyInputs) -> Policy` (`scheduling/router/factory.py`)."""
+
+ROUTER_COSTS = PluginTable(
+    "router policy",
+    "dynamo.router.costs",
+    {
+        "predicted": "dynamo.scheduling.router.costs.predicted:PredictedCost",
+        "block_cost": "dynamo.scheduling.router.costs.block_cost:BlockCost",
+        "composite": "dynamo.scheduling.router.costs.composite:CompositeCost",
+        "argmin_ttft": "dynamo.scheduling.router.costs.predicted:TtftCost",
+        "affinity": "dynamo.scheduling.router.costs.affinity:AffinityCost",
+    },
+)
+"""A `Cost` class (`scheduling/router/costs/interface.py`); `router.policy` names it in mode kv."""
+
 SELECTORS = PluginTable(
     "selector",
     "dynamo.router.selectors",

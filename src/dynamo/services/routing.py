@@ -16,7 +16,7 @@ from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE, CacheView
 from dynamo.scheduling.index.cache_view_metrics import declare_cache_view_metrics
 from dynamo.scheduling.router.explain.recorder import RoutingRecorder
 from dynamo.scheduling.router.explain.timeline import SAMPLE_INTERVAL_S, RoutingTimeline
-from dynamo.scheduling.router.factory import KV, connect_replicas, open_policy
+from dynamo.scheduling.router.factory import KV, PolicyInputs, connect_replicas, open_policy
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.scheduling.router.policies.remote import RemotePolicy
@@ -169,13 +169,15 @@ class ProcessRouting:
         in place of tokens, and tell the others what goes out themselves."""
         runtime = self._runtime
         policy = await open_policy(
-            runtime.settings.router,
-            client,
-            runtime.events,
-            runtime.clock,
-            block_tokens=card.block_tokens,
-            read_prompt=read_query_prompt if standalone else None,
-            view=await self._open_cache_view(card, client),
+            PolicyInputs(
+                runtime.settings.router,
+                client,
+                runtime.events,
+                runtime.clock,
+                block_tokens=card.block_tokens,
+                read_prompt=read_query_prompt if standalone else None,
+                view=await self._open_cache_view(card, client),
+            )
         )
         observers = (self.observer,) if self.records_decisions else ()
         connected = connect_replicas(

@@ -12,12 +12,23 @@ from dynamo.core.plugins import (
     ENGINES,
     EVENT_BACKENDS,
     REQUEST_BACKENDS,
+    ROUTER_COSTS,
+    ROUTER_MODES,
     SELECTORS,
     PluginTable,
     engine_needs_weights,
 )
+from dynamo.core.settings.load import resolve_settings
 
-TABLES = [ENGINES, DISCOVERY_BACKENDS, REQUEST_BACKENDS, EVENT_BACKENDS, SELECTORS]
+TABLES = [
+    ENGINES,
+    DISCOVERY_BACKENDS,
+    REQUEST_BACKENDS,
+    EVENT_BACKENDS,
+    ROUTER_MODES,
+    ROUTER_COSTS,
+    SELECTORS,
+]
 
 
 class FakeEntryPoint:
@@ -90,3 +101,10 @@ def test_an_engine_of_an_entry_point_says_whether_it_needs_weights(install) -> N
     install("dynamo.engines", heavy=with_weights, light=without_weights)
     needs = {kind: engine_needs_weights(kind) for kind in ("native", "mock", "heavy", "light")}
     assert needs == {"native": True, "mock": False, "heavy": True, "light": False}
+
+
+def test_a_router_mode_of_an_entry_point_is_a_valid_setting(install) -> None:
+    with pytest.raises(ConfigError, match=r"router\.mode"):
+        resolve_settings(environ={"DYNAMO_ROUTER__MODE": "mine"})
+    install("dynamo.router.modes", mine=object())
+    assert resolve_settings(environ={"DYNAMO_ROUTER__MODE": "mine"}).settings.router.mode == "mine"

@@ -50,7 +50,7 @@ from dynamo.scheduling.router import (
     WorkerStatus,
 )
 from dynamo.scheduling.router.explain.decision_log import describe_decision
-from dynamo.scheduling.router.factory import open_policy
+from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.services.routing import ProcessRouting
 
@@ -116,7 +116,9 @@ async def policy_of(runtime: DistributedRuntime, workers: int) -> tuple[Client, 
     if workers:
         await client.wait_for_instances(workers)
     policy = await open_policy(
-        runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+        PolicyInputs(
+            runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+        )
     )
     assert isinstance(policy, KvPolicy)
     return client, policy
@@ -247,7 +249,9 @@ async def test_a_selector_hears_what_the_request_asks_for(
     client = await runtime.endpoint(ENDPOINT).client()
     await client.wait_for_instances(1)
     settings = replace(runtime.settings.router, selector="heeding")
-    policy = await open_policy(settings, client, runtime.events, runtime.clock, block_tokens=16)
+    policy = await open_policy(
+        PolicyInputs(settings, client, runtime.events, runtime.clock, block_tokens=16)
+    )
     for labels in ({}, {LABELS_KEY: "zone=b, gpu=x"}):
         await policy.choose(REQUEST, Context("r2", metadata=labels), frozenset())
     assert Heeding.asked == [{}, {"zone": "b", "gpu": "x"}]

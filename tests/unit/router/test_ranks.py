@@ -39,7 +39,7 @@ from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
 from dynamo.scheduling.pipeline import standard_pipeline
 from dynamo.scheduling.router.costs.composite import CompositeCost
-from dynamo.scheduling.router.factory import open_policy
+from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 
 TWO = {"engine": ENGINE | {"data_parallel": 2}}
@@ -169,7 +169,9 @@ async def test_publishers_index_and_dispatch_agree(
     client = await runtime.endpoint("dynamo.worker.generate").client()
     await client.wait_for_instances(1)
     policy = await open_policy(
-        runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+        PolicyInputs(
+            runtime.settings.router, client, runtime.events, runtime.clock, block_tokens=16
+        )
     )
     assert isinstance(policy, KvPolicy)
     view = policy.solver.view

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from dynamo.core.plugins import PluginTable
+
 Unit = Literal["", "seconds", "milliseconds", "bytes", "GiB", "tokens", "blocks", "ratio", "cores"]
 
 
@@ -21,6 +23,7 @@ class SettingMeta(msgspec.Struct, frozen=True):
     - `unused`: the value is accepted and checked, but nothing reads it yet.
     - `not_yet`: pairs (choice, substitute) of choices that do not work yet. Where the substitute
       is empty, the choice is kept and a start refuses it.
+    - `plugins`: entry points of this table are choices, too.
     - `reload`: a change may be applied while serving.
     - `secret`: the value is never shown.
     """
@@ -36,6 +39,7 @@ class SettingMeta(msgspec.Struct, frozen=True):
     unused: bool = False
     not_yet: tuple[tuple[str, str], ...] = ()
     reload: bool = False
+    plugins: PluginTable | None = None
     secret: bool = False
 
 

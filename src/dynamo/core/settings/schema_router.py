@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
 from dynamo.core.settings.declare import setting
 
 
@@ -47,8 +48,6 @@ class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
-ROUTER_MODES = (*BASIC_MODES, "kv", "adaptive")
-ROUTER_POLICIES = ("predicted", "block_cost", "composite", "argmin_ttft", "affinity")
 QUEUE_ORDERS = ("fcfs", "shortest", "deadline")
 MODE_ALIASES = (
     ("basic", "round_robin"),
@@ -101,7 +100,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "how a worker is chosen (- and _ are equal; `basic` = round_robin, `kv_aware` = kv)",
             flag="--router-mode",
-            choices=ROUTER_MODES,
+            choices=tuple(ROUTER_MODES.builtin),
+            plugins=ROUTER_MODES,
             spellings=MODE_ALIASES,
             aliases=("type", "load_balance_strategy", "router.routing_strategy.type"),
         ),
@@ -112,7 +112,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "what decides in mode kv: predicted time, Dynamo's block cost, the weights of "
             "routing_strategy, time to first token alone, or where a conversation was before",
             flag="--router-policy",
-            choices=ROUTER_POLICIES,
+            choices=tuple(ROUTER_COSTS.builtin),
+            plugins=ROUTER_COSTS,
         ),
     ] = "predicted"
     selector: Annotated[

@@ -124,6 +124,8 @@ def _parse_choice(spec: SettingSpec, raw: Any) -> str:
     by_spelling |= {normalize_choice(also): choice for also, choice in spec.meta.spellings}
     by_spelling |= {normalize_choice(later): later for later, _ in spec.meta.not_yet}
     if normalize_choice(text) not in by_spelling:
+        if spec.meta.plugins is not None and text in spec.meta.plugins:
+            return text
         raise ValueError(f"one of: {', '.join(choices)}")
     chosen = by_spelling[normalize_choice(text)]
     return by_spelling.get(chosen, chosen)

@@ -41,7 +41,7 @@ from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
 from dynamo.scheduling.pipeline import assemble
 from dynamo.scheduling.router import Policy, WorkerRouter
-from dynamo.scheduling.router.factory import KV, make_cost, open_policy
+from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
 from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
 from dynamo.scheduling.router.policies.adaptive import ADAPTIVE
 from dynamo.telemetry import Registry
@@ -220,13 +220,15 @@ class ReplayCluster:
                 name = worker_name(str(worker), rank if ranks > 1 else None)
                 self._feed_cache_view(engine, self.cache_view, name)
         return await open_policy(
-            self._router_settings,
-            self._client,
-            self._events,
-            self._clock,
-            block_tokens=block_tokens,
-            read_prompt=self._log.prompt_of,
-            view=self.cache_view,
+            PolicyInputs(
+                self._router_settings,
+                self._client,
+                self._events,
+                self._clock,
+                block_tokens=block_tokens,
+                read_prompt=self._log.prompt_of,
+                view=self.cache_view,
+            )
         )
 
     def _load_report_listeners(self) -> list[OnLoadReport]:

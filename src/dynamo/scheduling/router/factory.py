@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
+
+import msgspec
 
 from dynamo.communication.events import Events
 from dynamo.core.clock import Clock
-from dynamo.core.errors import ConfigError
+from dynamo.core.plugins import ROUTER_COSTS, ROUTER_MODES
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.load_balancing import MODE_ALIASES
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.costs.affinity import AffinityCost
-from dynamo.scheduling.router.costs.block_cost import BlockCost
-from dynamo.scheduling.router.costs.composite import CompositeCost
 from dynamo.scheduling.router.costs.interface import Cost
-from dynamo.scheduling.router.costs.predicted import PredictedCost, TtftCost
 from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import WaitingQueue
 from dynamo.scheduling.router.placement.solver import PlacementSolver
-from dynamo.scheduling.router.policies.adaptive import ADAPTIVE, AdaptivePolicy
+from dynamo.scheduling.router.policies.adaptive import AdaptivePolicy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.scheduling.router.policy import BasicPolicy, Policy
 from dynamo.scheduling.router.prompt import PromptReader, make_prompt_reader
@@ -35,23 +33,31 @@ QUEUE_STARVATION_S = 10.0
 """Who has waited so long goes first, whatever the order."""
 
 
-COSTS: dict[str, Callable[[RouterSettings], Cost]] = {
-    "predicted": lambda _: PredictedCost(),
-    "block_cost": lambda _: BlockCost(),
-    "composite": CompositeCost.from_settings,
-    "argmin_ttft": lambda _: TtftCost(),
-    "affinity": lambda _: AffinityCost(),
-}
+class PolicyInputs(msgspec.Struct, frozen=True):
+    """The arguments of every router mode.
+
+    The policy chooses among the instances of `client`, whose workers have blocks of `block_tokens`
+    tokens. `read_prompt` and `view` replace the prompt reader and the cache view of mode kv.
+    """
+
+    settings: RouterSettings
+    client: Client
+    events: Events
+    clock: Clock
+    block_tokens: int
+    read_prompt: PromptReader | None = None
+    view: CacheView | None = None
+
+    @property
+    def component(self) -> str:
+        """The path of the workers' component, below which they publish events."""
+        return self.client.path.rsplit(".", 1)[0]
 
 
 def make_cost(settings: RouterSettings) -> Cost:
-    """The cost that `router.policy` names. Raises ConfigError."""
-    make = COSTS.get(settings.policy)
-    if make is None:
-        raise ConfigError(
-            f"no router policy is called {settings.policy!r}", hint=f"known: {', '.join(COSTS)}"
-        )
-    return make(settings)
+    """Make the cost that `router.policy` names. Raises `ConfigError`."""
+    cost_class: type[Cost] = ROUTER_COSTS.load(settings.policy)
+    return cost_class.from_settings(settings)
 
 
 def make_solver(
@@ -88,37 +94,42 @@ def make_kv_policy(
     return KvPolicy(client, placement, reader, clock, block_tokens=block_tokens, name=name)
 
 
-async def open_policy(
-    settings: RouterSettings,
-    client: Client,
-    events: Events,
-    clock: Clock,
-    *,
-    block_tokens: int,
-    read_prompt: PromptReader | None = None,
-    view: CacheView | None = None,
-) -> Policy:
-    """What chooses among `client`'s instances. In the modes `kv` and `adaptive` it follows their
-    events from now on, until it is closed; in mode `kv` by `view` where that is given. Raises
-    ConfigError for an unknown mode or policy."""
-    component = client.path.rsplit(".", 1)[0]
-    if settings.mode == ADAPTIVE:
-        loads = LoadView(clock)
-        await loads.subscribe(events, component)
-        return AdaptivePolicy(client, loads, clock, settings.load_balancing.algorithm)
-    if settings.mode != KV:
-        return BasicPolicy(client, settings.mode)
+async def open_policy(inputs: PolicyInputs) -> Policy:
+    """Open the policy of `router.mode`. Close it to stop following the workers.
+
+    Raises `ConfigError` for an unknown mode, cost or selector.
+    """
+    mode = inputs.settings.mode.strip().lower().replace("-", "_")
+    policy: Policy = await ROUTER_MODES.load(MODE_ALIASES.get(mode, mode))(inputs)
+    return policy
+
+
+async def open_basic_policy(inputs: PolicyInputs) -> Policy:
+    """Open a load-balancing mode that knows nothing of models, such as round_robin."""
+    return BasicPolicy(inputs.client, inputs.settings.mode)
+
+
+async def open_adaptive_policy(inputs: PolicyInputs) -> Policy:
+    """Open mode adaptive, which follows the workers' load reports."""
+    loads = LoadView(inputs.clock)
+    await loads.subscribe(inputs.events, inputs.component)
+    algorithm = inputs.settings.load_balancing.algorithm
+    return AdaptivePolicy(inputs.client, loads, inputs.clock, algorithm)
+
+
+async def open_kv_policy(inputs: PolicyInputs) -> Policy:
+    """Open mode kv, which follows the workers' KV events unless a cache view is given."""
+    settings, client, clock, view = inputs.settings, inputs.client, inputs.clock, inputs.view
     if view is None:
-        view = CacheView(clock, block_tokens=block_tokens)
-        await view.subscribe(events, component + KV_EVENTS_SUFFIX)
-    placement = make_solver(settings, view, client.rng)
+        view = CacheView(clock, block_tokens=inputs.block_tokens)
+        await view.subscribe(inputs.events, inputs.component + KV_EVENTS_SUFFIX)
     policy = make_kv_policy(
         client,
-        placement,
+        make_solver(settings, view, client.rng),
         clock,
-        block_tokens=block_tokens,
+        block_tokens=inputs.block_tokens,
         name=settings.policy,
-        read_prompt=read_prompt,
+        read_prompt=inputs.read_prompt,
     )
     policy.on_close = view.close
     if view.is_remote:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 
 from dynamo.core.settings.schema_router import RouterSettings
@@ -59,7 +61,7 @@ class CompositeCost(Cost):
         self._weights = weights or CostWeights()
 
     @classmethod
-    def from_settings(cls, settings: RouterSettings) -> CompositeCost:
+    def from_settings(cls, settings: RouterSettings) -> Self:
         """Make a cost with the weights of `router.routing_strategy`."""
         return cls(weights_from_settings(settings))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 from dynamo.core.settings.schema_router import RouterSettings
 from dynamo.scheduling.router.pending_request import PendingRequest
@@ -29,6 +30,12 @@ class Cost(ABC):
     joint = False
     uses_load_reports = False
     tie_tolerance = TIE_TOLERANCE
+
+    @classmethod
+    def from_settings(cls, settings: RouterSettings) -> Self:
+        """Make a cost of this class; most costs have no settings."""
+        del settings
+        return cls()
 
     @abstractmethod
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
