@@ -1,4 +1,4 @@
-"""The schema: every setting of the system, section by section."""
+"""The root of the settings schema, with the sections of a single host."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SECTION_ALIASES = {
     "distributed_runtime.etcd": "discovery.etcd",
     "distributed_runtime.nats": "messaging.nats",
 }
-"""Other names of whole sections."""
+"""Other names of whole sections -> the section."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP surface."""
+    """The HTTP server."""
 
     http_host: Annotated[
         str,
         setting(
-            "address to listen on; loopback unless you say otherwise",
+            "address to listen on; loopback by default",
             flag="--http-host",
             aliases=("host", "frontend.host"),
         ),
@@ -59,71 +59,74 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent_requests: Annotated[
         int,
         setting(
-            "requests in work at one frontend; more wait, then are rejected (high, because a "
-            "stream costs little here: 100 would leave a fleet idle)",
+            "running requests of one frontend; further ones wait, then are rejected. The value is "
+            "high because a stream costs little; Dynamo's 100 would leave workers idle",
             flag="--max-concurrent-requests",
             ge=1,
             reload=True,
         ),
     ] = 4096
     max_waiting_requests: Annotated[
-        int, setting("requests that may wait for a place before 503 overloaded", ge=0, reload=True)
+        int, setting("waiting requests beyond which 503 overloaded is sent", ge=0, reload=True)
     ] = 1024
     request_timeout: Annotated[
         float,
         setting(
-            "whole-request limit", flag="--request-timeout", unit="seconds", ge=0.001, reload=True
+            "limit for a whole request",
+            flag="--request-timeout",
+            unit="seconds",
+            ge=0.001,
+            reload=True,
         ),
     ] = 300.0
     log_requests: Annotated[
-        bool, setting("one log line a request", flag="--log-requests", reload=True)
+        bool, setting("write one log line per request", flag="--log-requests", reload=True)
     ] = False
     log_prompts: Annotated[
         bool,
         setting(
-            "one log line a request with its text, which is never logged otherwise",
+            "write one log line per request with its text, which is not logged otherwise",
             flag="--log-prompts",
             reload=True,
         ),
     ] = False
     unknown_roles: Annotated[
-        str, setting("a message of an unknown role", choices=("reject", "warn"))
+        str, setting("treatment of messages of an unknown role", choices=("reject", "warn"))
     ] = "reject"
     max_body_bytes: Annotated[int, setting("largest request body", unit="bytes", ge=1024)] = (
         32 << 20
     )
-    max_header_bytes: Annotated[int, setting("all headers together", unit="bytes", ge=1024)] = (
-        32 << 10
-    )
-    max_headers: Annotated[int, setting("headers in one request", ge=8)] = 100
+    max_header_bytes: Annotated[
+        int, setting("largest total size of headers", unit="bytes", ge=1024)
+    ] = 32 << 10
+    max_headers: Annotated[int, setting("largest number of headers in one request", ge=8)] = 100
     header_timeout: Annotated[
         float,
         setting(
-            "time from connecting to a request, to send its headers, then the body's next part",
+            "time to begin a request, to send its headers, and between parts of its body",
             unit="seconds",
             ge=0.1,
         ),
     ] = 15.0
     idle_timeout: Annotated[
-        float, setting("an idle kept-alive connection is closed after", unit="seconds", ge=1)
+        float, setting("time after which an idle connection is closed", unit="seconds", ge=1)
     ] = 75.0
     stream_backlog_bytes: Annotated[
         int,
-        setting(
-            "unsent bytes of one stream before it ends with slow_reader", unit="bytes", ge=4096
-        ),
+        setting("unsent bytes at which a stream ends with slow_reader", unit="bytes", ge=4096),
     ] = 1 << 20
     stall_s: Annotated[
-        float, setting("a reader that takes nothing for so long is dropped", unit="seconds", ge=1)
+        float,
+        setting("time without progress after which a reader is dropped", unit="seconds", ge=1),
     ] = 60.0
     api_keys: Annotated[
-        tuple[str, ...], setting("Bearer keys that may call; empty: everybody", secret=True)
+        tuple[str, ...], setting("accepted Bearer keys; empty: no key is needed", secret=True)
     ] = ()
     cors_origins: Annotated[tuple[str, ...], setting("origins allowed by CORS")] = ("*",)
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is served."""
+    """The served model."""
 
     path: Annotated[
         str,
@@ -134,8 +137,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     names: Annotated[
         tuple[str, ...],
         setting(
-            "name(s) it is served under; more than one are aliases (`model.name` without a path "
-            "beside it is the model's hub name)",
+            "served name, then aliases; `model.name` in a source without a path is the model's hub "
+            "name",
             flag="--model-name",
             aliases=("name",),
         ),
@@ -143,7 +146,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_tokens: Annotated[
         int,
         setting(
-            "longest prompt plus answer; 0: what the model says",
+            "longest prompt plus answer; 0: the model's limit",
             flag="--max-model-len",
             unit="tokens",
             ge=0,
@@ -153,28 +156,29 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Used where the request says nothing; these stand before the model's own defaults."""
+    """Defaults for requests, with precedence over the model's own defaults."""
 
     temperature: Annotated[
-        float | None, setting("0 = greedy; else the model's, else 0.7", ge=0, le=2)
+        float | None, setting("0: greedy; unset: the model's, else 0.7", ge=0, le=2)
     ] = None
-    top_p: Annotated[float | None, setting("nucleus; else the model's, else 0.9", ge=0, le=1)] = (
+    top_p: Annotated[float | None, setting("nucleus; unset: the model's, else 0.9", ge=0, le=1)] = (
         None
     )
-    top_k: Annotated[int | None, setting("0 = no limit; else the model's, else 50", ge=0)] = None
+    top_k: Annotated[int | None, setting("0: no limit; unset: the model's, else 50", ge=0)] = None
     max_tokens: Annotated[
-        int | None, setting("answer length; else 1024 or what is left", unit="tokens", ge=1)
+        int | None,
+        setting("answer length; unset: 1024, at most the free context", unit="tokens", ge=1),
     ] = None
     stop_tokens: Annotated[tuple[str, ...], setting("strings that end every answer")] = ()
 
 
 class RuntimeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Planes and life cycle."""
+    """Planes and life cycle of processes."""
 
     namespace: Annotated[
         str,
         setting(
-            "logical isolation of tenants or environments",
+            "isolates tenants or environments",
             flag="--namespace",
             aliases=(
                 "discovery.namespace",
@@ -187,13 +191,13 @@ class RuntimeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deployment: Annotated[
         str,
         setting(
-            "name of this deployment and its state folder; empty: http-PORT", flag="--deployment"
+            "name of the deployment and of its state folder; empty: http-PORT", flag="--deployment"
         ),
     ] = ""
     discovery: Annotated[
         str,
         setting(
-            "discovery plane URL; empty: by the section `discovery`, else file: in the "
+            "discovery plane URL; empty: from section `discovery`, else file: in the "
             "deployment's state folder",
             flag="--discovery",
         ),
@@ -201,47 +205,48 @@ class RuntimeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Annotated[
         str,
         setting(
-            "request plane URL; empty: by `messaging`, else tcp: at `plane_host`",
+            "request plane URL; empty: from section `messaging`, else tcp: on `plane_host`",
             flag="--request-plane",
         ),
     ] = ""
     events: Annotated[
         str,
         setting(
-            "event plane URL; empty: by `messaging`, else tcp: at `plane_host`",
+            "event plane URL; empty: from section `messaging`, else tcp: on `plane_host`",
             flag="--event-plane",
         ),
     ] = ""
     plane_host: Annotated[
         str,
         setting(
-            "address that tcp: planes listen on; beyond loopback they need `security`",
+            "address on which tcp: planes listen; beyond loopback they need `security`",
             flag="--plane-host",
         ),
     ] = "127.0.0.1"
     public_host: Annotated[
         str,
         setting(
-            "where other hosts reach this one; empty: `plane_host`, or for 0.0.0.0 the address "
-            "that this machine sends by"
+            "address at which other hosts reach this one; empty: `plane_host`, or for 0.0.0.0 the "
+            "address of the outgoing interface"
         ),
     ] = ""
-    status_host: Annotated[str, setting("address of every process's status port")] = "127.0.0.1"
+    status_host: Annotated[str, setting("address of the status port of each process")] = "127.0.0.1"
     status_port: Annotated[
         int,
         setting(
-            "first status port: a process takes it, or the next free one above; 0: any free port",
+            "first status port; each process takes the next free one; 0: any free port",
             ge=0,
             le=65_000,
         ),
     ] = 0
     drain_s: Annotated[
-        float, setting("SIGTERM: time for requests in flight", flag="--drain", unit="seconds", ge=0)
+        float,
+        setting("time for requests in flight after SIGTERM", flag="--drain", unit="seconds", ge=0),
     ] = 30.0
     lease_ttl: Annotated[
         float,
         setting(
-            "a dead process is forgotten after",
+            "time after which a dead process is removed from discovery",
             unit="seconds",
             ge=1,
             aliases=("discovery.lease_ttl", "discovery.etcd.lease_ttl"),
@@ -250,7 +255,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoggingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Logs."""
+    """Log lines."""
 
     level: Annotated[
         str,
@@ -262,12 +267,12 @@ class LoggingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "info"
     format: Annotated[
-        str, setting("how a line looks", flag="--log-format", choices=("text", "json"))
+        str, setting("format of log lines", flag="--log-format", choices=("text", "json"))
     ] = "text"
     output: Annotated[
         str,
         setting(
-            "where lines go; standard error today",
+            "destination of log lines",
             choices=("stderr",),
             not_yet=(("stdout", "stderr"),),
         ),
@@ -275,7 +280,7 @@ class LoggingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything."""
+    """All sections. Settings without effect are not fields (see `no_effect.py`)."""
 
     version: Annotated[int, setting("version of this schema", ge=1, le=1)] = 1
     server: ServerSettings = ServerSettings()
@@ -287,10 +292,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: SamplingSettings = SamplingSettings()
     workers: WorkersSettings = WorkersSettings()
     prefill_workers: Annotated[
-        tuple[WorkerGroupSettings, ...], setting("workers that only compute prompts", unused=True)
+        tuple[WorkerGroupSettings, ...],
+        setting("groups of workers that only compute prompts", unused=True),
     ] = ()
     decode_workers: Annotated[
-        tuple[WorkerGroupSettings, ...], setting("workers that only compute answers", unused=True)
+        tuple[WorkerGroupSettings, ...],
+        setting("groups of workers that only compute answers", unused=True),
     ] = ()
     runtime: RuntimeSettings = RuntimeSettings()
     discovery: DiscoverySettings = DiscoverySettings()

@@ -1,4 +1,4 @@
-"""Sections of deployments over several hosts: planes with servers, worker groups, monitoring."""
+"""Sections of deployments over several hosts: worker groups, planes with servers, security."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dynamo.core.settings.declare import setting
 
 
 class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Workers of one kind."""
+    """A group of equal workers."""
 
-    name: Annotated[str, setting("its name in logs and metrics", unused=True)] = ""
+    name: Annotated[str, setting("name in logs and metrics", unused=True)] = ""
     host: Annotated[
-        str, setting("where it runs; groups of one host share no device", unused=True)
+        str, setting("host of the group; groups of one host share no device", unused=True)
     ] = ""
-    model: Annotated[str, setting("else `model.path`", unused=True)] = ""
+    model: Annotated[str, setting("model to serve; empty: `model.path`", unused=True)] = ""
     replicas: Annotated[
-        int, setting("processes of this kind; 0: one, where it stands in a list", ge=0, unused=True)
+        int, setting("processes of the group; 0 in a list: one", ge=0, unused=True)
     ] = 0
     tensor_parallel_size: Annotated[
         int,
@@ -39,62 +39,59 @@ class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         ),
     ] = 0
     device_ids: Annotated[
-        tuple[int, ...], setting("accelerators of this host, by number", unused=True)
+        tuple[int, ...], setting("numbers of the host's accelerators", unused=True)
     ] = ()
 
 
 class WorkersSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Groups of equal workers."""
+    """The worker groups of a deployment with one group of each kind."""
 
     prefill: WorkerGroupSettings = WorkerGroupSettings()
     decode: WorkerGroupSettings = WorkerGroupSettings()
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The frontend as a component of its own; how it listens is said in `server`."""
+    """The frontend as a separate component. Its addresses are in `server`."""
 
     replicas: Annotated[
         int,
-        setting("frontend processes of a host, where `server.http_workers` is not given", ge=1),
+        setting("frontend processes of a host, unless `server.http_workers` is set", ge=1),
     ] = 1
 
 
 class ServerTlsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who we are to a server, and how we know it."""
+    """Credentials for a server and certificates that verify it."""
 
     username: Annotated[str, setting("user at the server; empty: none")] = ""
     password: Annotated[str, setting("the user's password", secret=True)] = ""
-    ca: Annotated[
-        str, setting("PEM file of who signed the server's certificate; empty: the system's")
-    ] = ""
+    ca: Annotated[str, setting("PEM file of the server's CA; empty: the system's CAs")] = ""
     cert: Annotated[str, setting("PEM file of this client's certificate; empty: none")] = ""
     key: Annotated[str, setting("PEM file of this client's key")] = ""
 
 
 class EtcdSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
-    """etcd."""
+    """Access to etcd."""
 
     endpoints: Annotated[
         tuple[str, ...],
         setting(
-            "URLs of the servers (http:// or https://); given, they are where processes find each "
-            "other",
+            "URLs of the servers (http:// or https://); if set, processes find each other there",
             aliases=("discovery.etcd_endpoints", "router.discovery.etcd_endpoints"),
         ),
     ] = ()
     dial_timeout: Annotated[
-        float, setting("time to connect, and for one answer", unit="seconds", ge=0.1)
+        float, setting("limit for connecting, and for one answer", unit="seconds", ge=0.1)
     ] = 5.0
 
 
 class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is there, told by a server; without one see `runtime.discovery`."""
+    """Discovery through a server. For discovery without one see `runtime.discovery`."""
 
     type: Annotated[
         str,
         setting(
-            "kind of server; file: none, unless `etcd.endpoints` are given; etcd without endpoints "
-            "is 127.0.0.1:2379",
+            "kind of server; file: none, unless `etcd.endpoints` are set; etcd without endpoints: "
+            "127.0.0.1:2379",
             choices=("file", "etcd"),
             not_yet=(("kubernetes", ""),),
         ),
@@ -103,31 +100,31 @@ class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class NatsSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
-    """NATS."""
+    """Access to NATS."""
 
     servers: Annotated[
         tuple[str, ...],
         setting(
-            "URLs of the servers (nats:// or tls://); given, events and requests go through them"
+            "URLs of the servers (nats:// or tls://); if set, requests and events go through them"
         ),
     ] = ()
     keep_events: Annotated[
         float,
         setting(
-            "how long JetStream keeps events for whoever wants to replay them (stream "
-            "`dynamo-events`); 0: not at all. Our own subscribers need none of it",
+            "how long JetStream keeps events for replay (stream `dynamo-events`); 0: not at all. "
+            "Dynamo's own subscribers do not replay",
             unit="seconds",
             ge=0,
         ),
     ] = 0.0
     max_reconnect: Annotated[
-        int, setting("quick attempts to connect again, then slower for ever", ge=0)
+        int, setting("quick attempts to reconnect, followed by slower ones without limit", ge=0)
     ] = 10
     reconnect_wait: Annotated[
         float,
         setting(
-            "between quick attempts; slower ones wait three times as long. Dynamo's 2 s would "
-            "leave a server that is back unnoticed for up to 6",
+            "time between quick attempts; slower ones wait three times as long. Dynamo's 2 s would "
+            "detect a restarted server up to 6 s late",
             unit="seconds",
             ge=0.01,
         ),
@@ -135,13 +132,13 @@ class NatsSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
 
 
 class MessagingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests and events through a server; without one see `runtime.requests` and `.events`."""
+    """Requests and events through a server. Without one see `runtime.requests` and `.events`."""
 
     type: Annotated[
         str,
         setting(
-            "kind of messaging; tcp: no server, unless `nats.servers` are given; nats without "
-            "servers is 127.0.0.1:4222",
+            "kind of messaging; tcp: no server, unless `nats.servers` are set; nats without "
+            "servers: 127.0.0.1:4222",
             choices=("tcp", "nats"),
         ),
     ] = "tcp"
@@ -149,18 +146,18 @@ class MessagingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class SecuritySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Between the deployment's own processes; for HTTP see `server`."""
+    """Authentication between the deployment's processes. For HTTP see `server`."""
 
     secret: Annotated[
         str,
         setting(
-            "what every process of the deployment knows and nobody else; at least 16 characters; "
-            "planes that listen beyond this machine need it, or certificates",
+            "secret that all processes of the deployment share, at least 16 characters; planes "
+            "that listen beyond this machine need it, or certificates",
             secret=True,
         ),
     ] = ""
     tls_ca: Annotated[
-        str, setting("PEM file of the CA that signed every process's certificate; TLS is mutual")
+        str, setting("PEM file of the CA of all processes' certificates; TLS is mutual")
     ] = ""
     tls_cert: Annotated[str, setting("PEM file of this process's certificate")] = ""
     tls_key: Annotated[str, setting("PEM file of this process's key")] = ""

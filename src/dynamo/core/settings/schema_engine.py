@@ -1,4 +1,4 @@
-"""The section on what computes."""
+"""The section `engine`: the engines of workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNSUPPORTED_ENGINES = ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The workers' engine."""
+    """The engine of each worker."""
 
     kind: Annotated[
         str,
@@ -26,14 +26,14 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Annotated[
         str,
         setting(
-            "what a request may ask for by its header x-dynamo-labels, e.g. zone=a,gpu=h100",
+            "labels for the header x-dynamo-labels of requests, e.g. zone=a,gpu=h100",
             flag="--worker-labels",
         ),
     ] = ""
     num_blocks: Annotated[
         int,
         setting(
-            "KV cache blocks; 0: what the engine finds right (mock 16,384; native: by memory)",
+            "KV cache blocks; 0: the engine decides (mock 16,384; native by memory)",
             flag="--num-blocks",
             unit="blocks",
             ge=0,
@@ -53,8 +53,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_parallel_size: Annotated[
         int,
         setting(
-            "engines in one worker (data-parallel ranks), each with blocks, sequences and steps of "
-            "its own; routers choose among them",
+            "data-parallel ranks in one worker; each has its own blocks, sequences and steps, and "
+            "routers choose among them",
             flag="--data-parallel-size",
             ge=1,
         ),
@@ -81,15 +81,15 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_caching: Annotated[
         bool,
         setting(
-            "keep finished blocks for later prompts",
+            "reuse blocks of earlier prompts",
             aliases=("model.enable_prefix_caching", "cache.enable_prefix_caching"),
         ),
     ] = True
     eviction: Annotated[
         str,
         setting(
-            "which cached block is given up first: the least recently used, or that, with more "
-            "time for what several requests have wanted (reuse)",
+            "order of eviction: lru, or reuse, which keeps blocks longer that several requests "
+            "have used",
             flag="--eviction",
             choices=("reuse", "lru"),
             aliases=("cache.eviction",),
@@ -106,5 +106,5 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "dynamo"
     speedup_ratio: Annotated[
-        float, setting("mock: modelled time is divided by this", flag="--speedup-ratio", ge=1e-6)
+        float, setting("mock: divides modelled time", flag="--speedup-ratio", ge=1e-6)
     ] = 1.0

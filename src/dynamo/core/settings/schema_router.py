@@ -1,4 +1,4 @@
-"""The section that says which worker gets a request."""
+"""The sections `router` and `index`: the choice of a worker for each request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dynamo.core.settings.declare import setting
 
 
 class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What routers in mode kv know of the workers' caches."""
+    """The index of the workers' KV caches, for routers in mode kv."""
 
     budget_bytes: Annotated[
         int,
         setting(
-            "memory of one index; beyond it cold branches are forgotten (15 bytes a block in long "
+            "memory of one index; cold branches beyond it are dropped (15 bytes a block in long "
             "prompts)",
             unit="bytes",
             ge=1 << 20,
@@ -25,8 +25,8 @@ class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prediction_ttl: Annotated[
         float,
         setting(
-            "how long what was sent to a worker is believed to be in its cache, where the worker "
-            "sends no KV events",
+            "how long a prompt is assumed to be in the cache of its worker, for workers without KV "
+            "events",
             unit="seconds",
             ge=0.1,
         ),
@@ -34,16 +34,16 @@ class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared: Annotated[
         bool,
         setting(
-            "routers ask the index of `dynamo indexer` instead of keeping one each",
+            "routers use the index of `dynamo indexer` instead of one each",
             flag="--shared-index",
         ),
     ] = False
     file: Annotated[
         str,
-        setting("where `dynamo indexer` keeps its index over a restart; empty: nowhere"),
+        setting("file in which `dynamo indexer` saves its index; empty: none"),
     ] = ""
     save_every: Annotated[
-        float, setting("between two savings of that file", unit="seconds", ge=1.0)
+        float, setting("time between two saves of that file", unit="seconds", ge=1.0)
     ] = 60.0
 
 
@@ -59,21 +59,23 @@ MODE_ALIASES = (
 class RoutingStrategySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weights of the composite score (router.policy composite)."""
 
-    cache_hit_weight: Annotated[float, setting("of cached prefixes", ge=0, reload=True)] = 0.4
+    cache_hit_weight: Annotated[float, setting("weight of cached prefixes", ge=0, reload=True)] = (
+        0.4
+    )
     load_weight: Annotated[
-        float, setting("of a low load", ge=0, aliases=("load_balance_weight",), reload=True)
+        float, setting("weight of a low load", ge=0, aliases=("load_balance_weight",), reload=True)
     ] = 0.3
-    latency_weight: Annotated[float, setting("of a low latency", ge=0, reload=True)] = 0.2
-    memory_weight: Annotated[float, setting("of free memory", ge=0, reload=True)] = 0.1
+    latency_weight: Annotated[float, setting("weight of a low latency", ge=0, reload=True)] = 0.2
+    memory_weight: Annotated[float, setting("weight of free memory", ge=0, reload=True)] = 0.1
 
 
 class LoadBalancingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What holds where the mode leaves a choice."""
+    """Tie-breaking and health checks of workers."""
 
     algorithm: Annotated[
         str,
         setting(
-            "between workers of equal score, in mode adaptive",
+            "choice between workers of equal score in mode adaptive",
             choices=BASIC_MODES,
             spellings=MODE_ALIASES,
         ),
@@ -81,24 +83,24 @@ class LoadBalancingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     health_check_interval: Annotated[
         float,
         setting(
-            "between probes of a worker",
+            "time between two probes of a worker",
             unit="seconds",
             ge=0.1,
             aliases=("router.health_check_interval",),
         ),
     ] = 10.0
     unhealthy_threshold: Annotated[
-        int, setting("probes without an answer, in a row, until a worker is ejected", ge=1)
+        int, setting("consecutive probes without an answer after which a worker is ejected", ge=1)
     ] = 3
 
 
 class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which worker gets a request."""
+    """The choice of a worker for each request."""
 
     mode: Annotated[
         str,
         setting(
-            "how a worker is chosen (- and _ are equal; `basic` = round_robin, `kv_aware` = kv)",
+            "strategy of the choice (- and _ are equal; `basic` = round_robin, `kv_aware` = kv)",
             flag="--router-mode",
             choices=tuple(ROUTER_MODES.builtin),
             plugins=ROUTER_MODES,
@@ -109,8 +111,9 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: Annotated[
         str,
         setting(
-            "what decides in mode kv: predicted time, Dynamo's block cost, the weights of "
-            "routing_strategy, time to first token alone, or where a conversation was before",
+            "cost in mode kv: predicted time, Dynamo's block cost, the weights of "
+            "routing_strategy (composite), predicted time to first token, or the worker that "
+            "caches most of a conversation (affinity)",
             flag="--router-policy",
             choices=tuple(ROUTER_COSTS.builtin),
             plugins=ROUTER_COSTS,
@@ -119,15 +122,15 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     selector: Annotated[
         str,
         setting(
-            "how one is taken once all are scored: highest_score, weighted_random, load_balanced, "
-            "or the name of an entry point in dynamo.router.selectors",
+            "selection among scored workers: highest_score, weighted_random, load_balanced, or the "
+            "name of an entry point in dynamo.router.selectors",
             flag="--router-selector",
         ),
     ] = "highest_score"
     temperature: Annotated[
         float,
         setting(
-            "of weighted_random: the softmax over scores scaled to the distance of best and worst",
+            "temperature of weighted_random: a softmax over scores scaled to their range",
             flag="--router-temperature",
             ge=0,
         ),
@@ -135,7 +138,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     migration_limit: Annotated[
         int,
         setting(
-            "how often one request may go on at another worker when its own fails; 0: never",
+            "how often a request may continue on another worker after a failure; 0: never",
             flag="--migration-limit",
             ge=0,
         ),
@@ -143,8 +146,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_slo: Annotated[
         float,
         setting(
-            "a first token is promised within so long: a request for which that cannot be kept is "
-            "answered 503 overloaded at once; 0: no promise",
+            "limit for the time to first token: a request that is predicted to exceed it gets 503 "
+            "overloaded at once; 0: no limit",
             flag="--ttft-slo",
             unit="seconds",
             ge=0,
@@ -154,8 +157,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queue_wait: Annotated[
         float,
         setting(
-            "without a promise: who would wait longer than that for a place at a worker is "
-            "answered 503 overloaded at once",
+            "without ttft_slo: a request that is predicted to wait longer for a worker gets 503 "
+            "overloaded at once",
             flag="--max-queue-wait",
             unit="seconds",
             ge=0,
@@ -165,7 +168,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_worker_requests: Annotated[
         int,
         setting(
-            "requests that one worker is given at a time; 0: as many as its engine works on",
+            "largest number of requests at one worker; 0: the batch size of its engine",
             flag="--max-worker-requests",
             ge=0,
             reload=True,
@@ -174,8 +177,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_order: Annotated[
         str,
         setting(
-            "who goes first of those that wait in the router: by age, the shortest prompt by "
-            "weight, or the earliest deadline; a request's priority counts in each",
+            "order of requests that wait in the router: by age, the shortest prompt by weight, or "
+            "the earliest deadline; each takes the request's priority into account",
             flag="--router-queue-order",
             choices=QUEUE_ORDERS,
         ),
@@ -183,7 +186,7 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_bound: Annotated[
         int,
         setting(
-            "requests that may wait in the router; the next is answered 503 overloaded",
+            "largest number of requests in the router's queue; the next gets 503 overloaded",
             flag="--router-queue-bound",
             ge=0,
         ),
@@ -191,18 +194,18 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_threshold: Annotated[
         float,
         setting(
-            "requests wait while every worker has more prompt tokens before it than so many of its "
-            "steps take; 0: never for that",
+            "requests wait while every worker has more queued prompt tokens than this number of "
+            "its steps can compute; 0: they do not wait for that",
             flag="--router-queue-threshold",
             ge=0,
         ),
     ] = 0.0
-    host: Annotated[str, setting("address of the HTTP port of a router of its own")] = "127.0.0.1"
+    host: Annotated[str, setting("address of the HTTP port of a separate router")] = "127.0.0.1"
     port: Annotated[
         int,
         setting(
-            "HTTP port of a router of its own (health, metrics, explain); further replicas count "
-            "on from there; 0: any",
+            "HTTP port of a separate router (health, metrics, explain); further replicas use the "
+            "next ports; 0: any free port",
             ge=0,
             le=65535,
         ),
@@ -210,8 +213,8 @@ class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replicas: Annotated[
         int,
         setting(
-            "routers in processes of their own, which frontends in mode kv then ask; 0: every "
-            "frontend routes by itself",
+            "separate router processes, which frontends in mode kv then use; 0: every frontend "
+            "has its own router",
             flag="--router-replicas",
             ge=0,
             aliases=("router.workers",),
