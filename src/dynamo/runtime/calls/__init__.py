@@ -1,1 +1,1 @@
-"""Calls."""
+"""Calls to instances: client, load balancing, streams, failure detection."""

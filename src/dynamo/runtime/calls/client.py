@@ -85,15 +85,15 @@ class Client:
         except LookupError:
             raise self.no_workers_error() from None
 
-    def no_workers_error(self, who: str = "instance", of: str = "") -> NoWorkers:
-        """The error for a call without a live instance. `who` and `of` name the kind of process
-        and the service (the endpoint's path by default) in its message."""
-        of = of or self.path
+    def no_workers_error(self, kind: str = "instance", service: str = "") -> NoWorkers:
+        """The error for a call without a live instance. Its message names the `kind` of process
+        and the `service`, by default the endpoint's path."""
+        service = service or self.path
         if reasons := self._view.describe_unavailable():
-            message = f"no {who} of {of} is available now: {reasons}"
+            message = f"no {kind} of {service} is available now: {reasons}"
             hint = "an instance returns to service by itself when it answers again"
         else:
-            message = f"no {who} serves {of} now"
+            message = f"no {kind} serves {service} now"
             hint = "none is registered: start one (`dynamo ps` lists the running processes)"
         return NoWorkers(message, hint=hint, retry_after_s=1.0)
 

@@ -1,9 +1,9 @@
-"""Tells a frozen worker from a slow one, without a timer per request.
+"""The failure detector: distinguishes frozen workers from slow ones without a timer per request.
 
-A worker speaks for all of a caller's streams at once, so what is watched is the silence of a whole
-worker that has work. Who is silent is asked ("ping", over the same connection); a process that is
-merely slow, busy or overloaded answers, a stopped or unreachable one does not. One that answers
-only beside the plane's server is not given up: its calls go that way.
+All streams from a worker share one connection, so the detector watches the silence of whole workers
+that have calls. A silent worker gets a ping over the same connection. Slow, busy or overloaded
+processes answer the ping; stopped or unreachable processes do not. A worker that answers only a
+direct ping, past the plane's server, is not declared failed: its calls bypass the server.
 """
 
 from __future__ import annotations
@@ -25,28 +25,19 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.1
 SUSPECT_AFTER_S = 0.3
-"""A worker that has work and says nothing for so long is asked."""
+"""A worker that has calls and sends no frame for this time gets a ping."""
 PING_TIMEOUT_S = 0.65
-"""A question that waits longer was put to a frozen process..."""
+"""A worker that does not answer a ping within this time is declared failed."""
 PING_TIMEOUT_FACTOR = 4.0
-"""...unless that worker has needed a quarter of it before."""
+"""The timeout is at least this multiple of the worker's slowest recent answer."""
 LATE_CHECK_S = 0.25
-"""A tick so late says that we were held up ourselves: what others said meanwhile is not read."""
+"""A check that runs later than this shows a pause of this process: frames may be unread."""
 REMOVAL_GRACE_S = 0.1
-"""An instance that has left discovery may be dead: its connection says so within this time."""
+"""A dead instance's connection breaks within this time after the instance left discovery."""
 
 
 class PingState:
-    """What is known of one worker that has work."""
-
-    __slots__ = (
-        "direct_ping_task",
-        "frames_received",
-        "last_heard_at",
-        "ping_task",
-        "pinged_at",
-        "slowest_ping_s",
-    )
+    """The state of one worker that has calls."""
 
     def __init__(self, frames: int, now: float) -> None:
         self.frames_received = frames
@@ -58,27 +49,27 @@ class PingState:
 
     @property
     def reachable_directly(self) -> bool:
-        """It answered beside the plane's server."""
-        one = self.direct_ping_task
-        return one is not None and one.done() and not one.cancelled() and one.result()
+        """Whether the worker answered the ping past the plane's server."""
+        task = self.direct_ping_task
+        return task is not None and task.done() and not task.cancelled() and task.result()
 
     def cancel_pings(self) -> None:
-        """Wait for no answer."""
-        for one in (self.ping_task, self.direct_ping_task):
-            if one is not None:
-                one.cancel()
+        """Cancel pings without an answer."""
+        for task in (self.ping_task, self.direct_ping_task):
+            if task is not None:
+                task.cancel()
 
     def ping_timeout_s(self) -> float:
-        """How long a question may wait."""
+        """Seconds that the present ping may remain unanswered."""
         return max(PING_TIMEOUT_S, PING_TIMEOUT_FACTOR * self.slowest_ping_s)
 
     def on_frames(self, frames: int, now: float) -> None:
-        """It said something."""
+        """Record that the worker sent frames. `frames` is the connection's total."""
         self.frames_received = frames
         self.last_heard_at = now
 
     def on_ping_answered(self, now: float) -> None:
-        """It answered a question (or it is known in another way that nobody does)."""
+        """Record the end of the ping: an answer, an error, or a broken connection."""
         self.slowest_ping_s = max(0.9 * self.slowest_ping_s, now - self.pinged_at)
         self.ping_task = None
         if self.direct_ping_task is not None:
@@ -87,9 +78,12 @@ class PingState:
 
 
 class FailureDetector:
-    """Watches the workers of the clients that it follows, from one timer that runs while any of
-    them has work. What a frozen one had in work raises `WorkerFailed`, what one that left had
-    raises `WorkerLeaving`, so that it goes on elsewhere; where there is no elsewhere it stays."""
+    """Watches the workers of several clients with one timer, which runs while a worker has calls.
+
+    The calls of a failed worker raise `WorkerFailed`, those of a worker that left discovery raise
+    `WorkerDraining`. Their callers retry on another worker. Without another live worker the calls
+    are not interrupted.
+    """
 
     def __init__(
         self,
@@ -107,29 +101,29 @@ class FailureDetector:
         self._running = False
         registry = metrics or Registry()
         self._failed_workers = registry.counter(
-            "dynamo_workers_frozen_total", "Workers given up because they did not answer"
+            "dynamo_workers_frozen_total", "Workers declared failed because they did not answer"
         )
         self._moved_requests = registry.counter(
-            "dynamo_requests_moved_total", "Requests taken from a worker that was leaving"
+            "dynamo_requests_moved_total", "Requests moved away from a draining worker"
         )
 
     def watch(self, client: Client) -> Callable[[], None]:
-        """Watch the workers of `client`. Returns the way to stop that."""
+        """Watch the workers of `client`. Returns a function that ends the watch."""
         if not self._running:
             self._running = True
             self._tasks.start(self._run(), "watch workers")
         self._clients.append(client)
         client.on_instance_busy = self._has_work.set
-        stop = client.on_instance_removed(
+        unsubscribe = client.on_instance_removed(
             lambda instance: self._on_instance_removed(client, instance)
         )
 
-        def leave() -> None:
-            stop()
+        def stop_watching() -> None:
+            unsubscribe()
             client.on_instance_busy = None
             self._clients.remove(client)
 
-        return leave
+        return stop_watching
 
     async def _run(self) -> None:
         clock = self._clock
@@ -141,72 +135,70 @@ class FailureDetector:
                 await self._has_work.wait()
 
     def _check_workers(self, now: float, *, late: bool) -> bool:
-        """One look at everybody who has work. False: nobody has."""
+        """Check every worker that has calls. Returns whether there is such a worker."""
         busy = {
-            one.address: (client, one)
+            instance.address: (client, instance)
             for client in self._clients
-            for one in client.busy_instances()
+            for instance in client.busy_instances()
         }
         for address in self._ping_states.keys() - busy.keys():
             del self._ping_states[address]
         for address, (client, instance) in busy.items():
             frames = self._requests.count_received_frames(address)
-            pulse = self._ping_states.get(address)
-            if pulse is None:
+            state = self._ping_states.get(address)
+            if state is None:
                 self._ping_states[address] = PingState(frames, now)
-            elif late or frames != pulse.frames_received:
-                pulse.on_frames(frames, now)
-                pulse.pinged_at = now
-            elif pulse.ping_task is not None:
-                if now - pulse.pinged_at > pulse.ping_timeout_s():
-                    self._on_ping_timeout(
-                        client, instance, now - pulse.last_heard_at, there=pulse.reachable_directly
-                    )
-            elif now - pulse.last_heard_at > SUSPECT_AFTER_S:
-                pulse.pinged_at = now
-                pulse.ping_task = self._tasks.start(self._ping(address, pulse), f"ask {address}")
-                pulse.direct_ping_task = self._tasks.start(self._ping_directly(address, pulse))
+            elif late or frames != state.frames_received:
+                state.on_frames(frames, now)
+                state.pinged_at = now
+            elif state.ping_task is not None:
+                if now - state.pinged_at > state.ping_timeout_s():
+                    self._on_ping_timeout(client, instance, state, now - state.last_heard_at)
+            elif now - state.last_heard_at > SUSPECT_AFTER_S:
+                state.pinged_at = now
+                state.ping_task = self._tasks.start(self._ping(address, state), f"ping {address}")
+                state.direct_ping_task = self._tasks.start(self._ping_directly(address, state))
         return bool(busy)
 
-    async def _ping(self, address: str, pulse: PingState) -> None:
+    async def _ping(self, address: str, state: PingState) -> None:
         context = Context(request_id="ping")
         try:
             await self._requests.call(address, PING_ENDPOINT, b"", context, lambda _: True)
         except (DynamoError, OSError):
-            pass  # any answer will do
+            pass  # an error is an answer too
         finally:
-            pulse.on_ping_answered(self._clock.now())
+            state.on_ping_answered(self._clock.now())
 
-    async def _ping_directly(self, address: str, pulse: PingState) -> bool:
-        there = await self._requests.probe_directly(address, PING_ENDPOINT)
-        pulse.frames_received = self._requests.count_received_frames(address)
-        return there
+    async def _ping_directly(self, address: str, state: PingState) -> bool:
+        answered = await self._requests.probe_directly(address, PING_ENDPOINT)
+        state.frames_received = self._requests.count_received_frames(address)
+        return answered
 
     def _on_ping_timeout(
-        self, client: Client, instance: Instance, silent_s: float, *, there: bool
+        self, client: Client, instance: Instance, state: PingState, silent_s: float
     ) -> None:
         fields = {"worker": instance.id, "silent_s": round(silent_s, 2)}
-        if there:
-            text = "worker answers only directly, its requests go that way"
+        if state.reachable_directly:
+            text = "worker answers only direct pings; its requests bypass the plane's server"
             log.warning(text, extra={"fields": fields})
             self._ping_states.pop(instance.address).cancel_pings()
             self._requests.bypass(instance.address)
         elif client.instances.keys() - {instance.id}:
             self._declare_failed(instance, fields)
-        # else there is nobody else: it may come back
+        # The last worker keeps its calls: it may answer again.
 
     def _declare_failed(self, instance: Instance, fields: dict[str, object]) -> None:
-        log.warning("worker does not answer, its requests go elsewhere", extra={"fields": fields})
+        log.warning("worker does not answer; its requests move", extra={"fields": fields})
         self._failed_workers.inc()
         error = WorkerFailed(f"instance {instance.id} does not answer")
         self._ping_states.pop(instance.address).cancel_pings()
-        for each in self._clients:
-            each.mark_unreachable(instance)
-            each.interrupt(instance.id, error)
+        for client in self._clients:
+            client.mark_unreachable(instance)
+            client.interrupt(instance.id, error)
         self._requests.disconnect(instance.address)
 
     def _on_instance_removed(self, client: Client, instance: Instance) -> None:
-        self._tasks.start(self._move_requests(client, instance), f"leave {instance.id}")
+        self._tasks.start(self._move_requests(client, instance), f"move from {instance.id}")
 
     async def _move_requests(self, client: Client, instance: Instance) -> None:
         await self._clock.sleep(REMOVAL_GRACE_S)
@@ -216,4 +208,4 @@ class FailureDetector:
         if moved := client.interrupt(instance.id, error):
             self._moved_requests.inc(moved)
             fields = {"worker": instance.id, "requests": moved}
-            log.info("worker leaves, its requests go elsewhere", extra={"fields": fields})
+            log.info("worker drains; its requests move", extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""Who serves an endpoint: the record in discovery, and a live view of it."""
+"""Instances of an endpoint: their records in discovery and a live view of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WATCH_RETRY_S = 0.5
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """One process that serves one endpoint. `address` names its incarnation too."""
+    """A process that serves an endpoint. `address` identifies its incarnation too."""
 
     id: str
     address: str
@@ -40,11 +40,11 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 TRANSPORT_RECORD_NAMES = {"nats": "nats_tcp"}
-"""Names of transports in records, where they are not the address's scheme."""
+"""Names of transports in records that differ from the scheme of the address."""
 
 
 class InstanceRecord(msgspec.Struct, frozen=True):
-    """An instance as it stands in discovery (JSON; the seeds' fields)."""
+    """The JSON record of an instance in discovery, with the fields of the seeds."""
 
     component: str
     endpoint: str
@@ -61,19 +61,19 @@ _decode = msgspec.json.Decoder(InstanceRecord, strict=False).decode
 
 
 def workers_prefix(namespace: str, component: str = "", endpoint: str = "") -> str:
-    """The prefix of all instances in a namespace, of a component, of an endpoint."""
+    """The key prefix of all instances of a namespace, a component or an endpoint."""
     parts = [part for part in (component, quote(endpoint, safe="")) if part]
     return "/".join(["", namespace, "workers", *parts, ""])
 
 
 def instance_key(instance: Instance) -> str:
-    """`/{namespace}/workers/{component}/{endpoint}/{instance}`; a slash in a name is %2F."""
+    """`/{namespace}/workers/{component}/{endpoint}/{instance}`. A slash in a name becomes %2F."""
     prefix = workers_prefix(instance.namespace, instance.component, instance.endpoint)
     return prefix + instance.id
 
 
 def encode_instance(instance: Instance) -> bytes:
-    """The record of `instance`."""
+    """Encode the record of `instance`."""
     scheme = instance.address.split(":", 1)[0]
     return msgspec.json.encode(
         InstanceRecord(
@@ -88,7 +88,7 @@ def encode_instance(instance: Instance) -> bytes:
 
 
 def decode_instance(key: str, value: bytes) -> Instance | None:
-    """The instance of a record; None, with a warning, for a bad entry."""
+    """Decode a record. Returns None and logs a warning for a bad record."""
     try:
         record = _decode(value)
         address = next(iter(record.transport.values()))
@@ -107,9 +107,12 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
 
 
 class InstanceView:
-    """The instances under one discovery prefix, now. One whose connection broke is withheld until
-    discovery announces it again or it answers a probe: a dead worker looks idle. `where` leaves
-    out whom it answers False for."""
+    """A live view of the instances under one discovery prefix.
+
+    An instance whose connection broke is withheld until discovery announces it again or it answers
+    a probe. A dead worker would otherwise look idle and attract calls. Instances for which
+    `accepts` returns False are left out.
+    """
 
     def __init__(
         self,
@@ -117,12 +120,12 @@ class InstanceView:
         requests: Requests,
         prefix: str,
         clock: Clock,
-        where: InstanceFilter | None = None,
+        accepts: InstanceFilter | None = None,
     ) -> None:
         self._discovery = discovery
         self._requests = requests
         self._prefix = prefix
-        self._filter = where
+        self._accepts = accepts
         self._clock = clock
         self._tasks = BackgroundTasks()
         self._known: dict[str, Instance] = {}
@@ -137,35 +140,37 @@ class InstanceView:
         self.live: Mapping[str, Instance] = {}
 
     async def start(self) -> None:
-        """Returns when the present state is known."""
+        """Start the watch. Returns when the present instances are known."""
         self._remove_broken_listener = self._requests.on_connection_broken(self.mark_unreachable)
         self._tasks.start(self._watch_forever(), f"watch {self._prefix}")
         await self._synced.wait()
 
     async def close(self) -> None:
-        """Stop watching and probing; what is known stays as it is."""
+        """Stop watching and probing. `live` does not change any more."""
         if self._remove_broken_listener is not None and not self._closed:
             self._remove_broken_listener()
         self._closed = True
         await self._tasks.close()
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` whenever `live` changed. Returns the way to stop that."""
+        """Call `callback` after each change of `live`. Returns a function that unsubscribes."""
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
     def on_instance_removed(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
-        """Call `callback` with every instance that discovery names no more, after `live` changed.
-        Returns the way to stop that."""
+        """Call `callback` with every instance that leaves discovery, after `live` changed.
+        Returns a function that unsubscribes."""
         self._removal_listeners.append(callback)
         return lambda: self._removal_listeners.remove(callback)
 
     def mark_unreachable(self, address: str) -> None:
-        """Leave out every instance at `address` for now."""
-        broken = {one.id for one in self._known.values() if one.address == address}
+        """Withhold every instance at `address` and begin to probe the address."""
+        broken = self._ids_at(address)
         if self._closed or not broken - self._unreachable:
             return
-        log.warning("instance withheld", extra={"fields": {"address": address}})
+        log.warning(
+            "instance withheld: its connection is broken", extra={"fields": {"address": address}}
+        )
         self._unreachable |= broken
         self._refresh()
         if address not in self._probing:
@@ -173,8 +178,11 @@ class InstanceView:
             self._tasks.start(self._probe(address), f"probe {address}")
 
     def eject(self, instance_id: str) -> bool:
-        """Leave out an instance that is there and not fit, until `readmit`. False where it is not
-        there, is out already, or half of all are ejected: some answer is better than none."""
+        """Exclude an unhealthy instance until `readmit`. Returns whether it was excluded.
+
+        An instance is not excluded if it is unknown or excluded already. At least half of the
+        instances and one live instance remain: some answer is better than none.
+        """
         if instance_id in self._ejected or instance_id not in self._known:
             return False
         if 2 * (len(self._ejected) + 1) > len(self._known) or len(self.live) <= 1:
@@ -184,14 +192,14 @@ class InstanceView:
         return True
 
     def readmit(self, instance_id: str) -> None:
-        """An ejected instance is fit again."""
+        """End the exclusion that `eject` began."""
         self._ejected.discard(instance_id)
         self._refresh()
 
     def describe_unavailable(self) -> str:
-        """Why those that discovery names are not called, in words; "" where it names none."""
+        """Why announced instances are not called, as text; "" if discovery announces none."""
         counts = Counter(map(self._unavailable_reason, self._known))
-        return ", ".join(f"{count} {why}" for why, count in sorted(counts.items()))
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
 
     def _unavailable_reason(self, name: str) -> str:
         if name in self._unreachable:
@@ -202,7 +210,7 @@ class InstanceView:
         while True:
             try:
                 await self._watch()
-            except Exception as error:  # noqa: BLE001 - what was known stays until it is back
+            except Exception as error:  # noqa: BLE001 - the instances stay until it works again
                 log.warning("discovery watch failed", extra={"fields": {"error": str(error)}})
             await self._clock.sleep(WATCH_RETRY_S)
 
@@ -218,12 +226,12 @@ class InstanceView:
         known = {} if replace else dict(before)
         for change in batch:
             name = change.key.rsplit("/", 1)[-1]
-            found = None if change.value is None else decode_instance(change.key, change.value)
-            if found is None or not (self._filter is None or self._filter(found)):
+            instance = None if change.value is None else decode_instance(change.key, change.value)
+            if instance is None or not (self._accepts is None or self._accepts(instance)):
                 known.pop(name, None)
             else:
-                known[name] = found
-            if not replace or before.get(name) != found:
+                known[name] = instance
+            if not replace or before.get(name) != instance:
                 self._unreachable.discard(name)
         self._known = known
         self._unreachable &= known.keys()
@@ -231,12 +239,15 @@ class InstanceView:
         self._synced.set()
         self._refresh()
         for name in before.keys() - known.keys():
-            for mourner in tuple(self._removal_listeners):
-                mourner(before[name])
+            for listener in tuple(self._removal_listeners):
+                listener(before[name])
+
+    def _ids_at(self, address: str) -> set[str]:
+        return {name for name, instance in self._known.items() if instance.address == address}
 
     def _refresh(self) -> None:
-        out = self._unreachable | self._ejected
-        live = {name: one for name, one in self._known.items() if name not in out}
+        excluded = self._unreachable | self._ejected
+        live = {name: known for name, known in self._known.items() if name not in excluded}
         if live == self.live:
             return
         self.live = live
@@ -249,8 +260,7 @@ class InstanceView:
             while any(self._known[name].address == address for name in self._unreachable):
                 await self._clock.sleep(delay_s)
                 if await self._is_reachable(address):
-                    back = {one.id for one in self._known.values() if one.address == address}
-                    self._unreachable -= back
+                    self._unreachable -= self._ids_at(address)
                     log.info("instance answers again", extra={"fields": {"address": address}})
                     self._refresh()
                 delay_s = min(delay_s * 2, MAX_PROBE_INTERVAL_S)
@@ -258,7 +268,7 @@ class InstanceView:
             self._probing.discard(address)
 
     async def _is_reachable(self, address: str) -> bool:
-        """Whether the process is there: any answer counts, "no such endpoint" too."""
+        """Whether a process answers at `address`. The error of an unknown endpoint counts too."""
         context = Context(request_id="probe")
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):

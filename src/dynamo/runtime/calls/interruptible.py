@@ -1,4 +1,4 @@
-"""An awaited call that somebody else may end with an error: `asyncio.timeout` without its timer."""
+"""Interrupts awaited calls with an error, like `asyncio.timeout` without a timer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from types import TracebackType
 
 
 class Interruptible:
-    """`with Interruptible(calls): await ...`; while inside it is a member of `calls`.
+    """A context manager: `with Interruptible(calls): await ...`.
 
-    `loop`: the running one, where that is known."""
+    The object is a member of `calls` inside the `with` statement. `loop` is the running loop;
+    passing it saves a lookup.
+    """
 
-    __slots__ = ("_before", "_calls", "_error", "_loop", "_task")
+    __slots__ = ("_calls", "_cancels_before", "_error", "_loop", "_task")
 
     def __init__(
         self, calls: set[Interruptible], loop: asyncio.AbstractEventLoop | None = None
@@ -20,10 +22,11 @@ class Interruptible:
         self._loop = loop
         self._error: Exception | None = None
         self._task: asyncio.Task[object] | None = None
-        self._before = 0
+        self._cancels_before = 0
 
     def interrupt(self, error: Exception) -> None:
-        """What is awaited is cancelled, and the block raises `error`. Only the first counts."""
+        """Cancel the awaited call; the `with` statement raises `error`. Only the first interrupt
+        counts."""
         if self._error is None and self._task is not None:
             self._error = error
             self._task.cancel()
@@ -31,7 +34,7 @@ class Interruptible:
     def __enter__(self) -> None:
         self._task = task = asyncio.current_task(self._loop)
         if task is not None:
-            self._before = task.cancelling()
+            self._cancels_before = task.cancelling()
             self._calls.add(self)
 
     def __exit__(
@@ -41,9 +44,9 @@ class Interruptible:
         trace: TracebackType | None,
     ) -> None:
         self._calls.discard(self)
-        task, told = self._task, self._error
-        if told is None or task is None:
+        task, interrupt_error = self._task, self._error
+        if interrupt_error is None or task is None:
             return
-        ours_alone = task.uncancel() <= self._before
-        if ours_alone and kind is asyncio.CancelledError:
-            raise told from None
+        only_interrupted = task.uncancel() <= self._cancels_before
+        if only_interrupted and kind is asyncio.CancelledError:
+            raise interrupt_error from None

@@ -1,5 +1,4 @@
-"""The people's edge of a call: `async for` with a credit window, or `await` for a single answer;
-and the serving end of the same."""
+"""Streams of msgpack items: `async for` or `await` for callers, a request handler for servers."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ ItemFunction = Callable[[Any], AsyncGenerator[Any, None] | Awaitable[Any]]
 
 
 class ReceiveQueue:
-    """What has arrived and was not taken yet."""
+    """Payloads that arrived and were not consumed yet."""
 
     __slots__ = ("error", "items", "open", "waiter")
 
@@ -37,13 +36,13 @@ class ReceiveQueue:
         self.error: BaseException | None = None
 
     def push(self, payload: bytes) -> bool:
-        """The plane's end."""
+        """Add a payload; the sink of the call. Returns False when the consumer has left."""
         self.items.append(payload)
         self._wake()
         return self.open
 
     def on_call_ended(self, task: asyncio.Task[None]) -> None:
-        """The call is over."""
+        """Record the end of the call and its error."""
         self.open = False
         self.error = None if task.cancelled() else task.exception()
         self._wake()
@@ -59,11 +58,11 @@ class ReceiveQueue:
 
 
 class ResponseStream(AsyncIterator[Any]):
-    """One call's answer. `async with stream: async for item in stream` streams; `await stream` is
-    the unary form: the only item, None where there is none.
+    """The answer of a call: `async with stream: async for item in stream`.
 
-    The call starts with the first item asked for. Leaving the `async with`, `aclose`, or dropping
-    the object cancels it. At most `window_bytes` are under way.
+    `await stream` is the unary form and returns the only item, or None without an item. The call
+    starts when the first item is requested. Leaving the `async with`, `aclose`, or dropping the
+    object cancels the call. At most `window_bytes` are in flight.
     """
 
     def __init__(
@@ -83,22 +82,22 @@ class ResponseStream(AsyncIterator[Any]):
         return self
 
     async def __anext__(self) -> Any:
-        inbox = self._received
-        if self._call is None and inbox.open:
-            self._call = self._tasks.start(self._start_call(inbox.push, self._window), "stream")
-            self._call.add_done_callback(inbox.on_call_ended)
-        while not inbox.items:
-            if not inbox.open:
-                if inbox.error is not None:
-                    raise inbox.error
+        queue = self._received
+        if self._call is None and queue.open:
+            self._call = self._tasks.start(self._start_call(queue.push, self._window), "stream")
+            self._call.add_done_callback(queue.on_call_ended)
+        while not queue.items:
+            if not queue.open:
+                if queue.error is not None:
+                    raise queue.error
                 raise StopAsyncIteration
-            await inbox.wait_for_item()
-        payload = inbox.items.popleft()
+            await queue.wait_for_item()
+        payload = queue.items.popleft()
         self._window.release(len(payload))
         return self._decode(payload)
 
     async def aclose(self) -> None:
-        """Cancel what is left of the call."""
+        """Cancel the call if it is still running."""
         self._received.open = False
         await self._tasks.close()
 
@@ -123,18 +122,22 @@ class ResponseStream(AsyncIterator[Any]):
             async for item in self:
                 if only is not None:
                     raise ProtocolError(
-                        "this endpoint streams", hint="use `async for` instead of `await`"
+                        "this endpoint streams several items",
+                        hint="use `async for` instead of `await`",
                     )
                 only = item
             return only
 
 
-def item_handler(serves: ItemFunction) -> RequestHandler:
-    """A request-plane handler of `serves(request)`: an async generator function streams its items,
-    a coroutine function answers one; requests and items are msgpack values."""
+def item_handler(function: ItemFunction) -> RequestHandler:
+    """Wrap `function(request)` as a handler of the request plane.
+
+    An async generator function streams its items, a coroutine function answers with one item.
+    Requests and items are msgpack values.
+    """
 
     async def handle(payload: bytes, out: ResponseWriter) -> None:
-        answer = serves(decode_item(payload))
+        answer = function(decode_item(payload))
         if inspect.isasyncgen(answer):
             async with aclosing(answer) as items:
                 async for item in items:
