@@ -1,4 +1,4 @@
-"""`dynamo doctor`: check this machine and say what to mend."""
+"""`dynamo doctor`: check this machine and suggest fixes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """`--json`, and the settings that a deployment would have."""
+    """Return the parser: `--json` and the settings of a deployment."""
     made = Parser(
         "dynamo doctor",
-        "Check this machine: does it have what `dynamo run` with the same flags needs?",
+        "Check whether this machine can run `dynamo run` with the same flags.",
         EXAMPLES,
         usage="[--json] [FLAGS of dynamo run]",
     )
@@ -32,7 +32,7 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what was found; 1 if something would keep a deployment from running."""
+    """Run the checks and print the findings. Returns 1 if a check failed."""
     found = parser().parse(arguments)
     settings = load_settings(found).settings
 
@@ -40,14 +40,14 @@ def run(arguments: Sequence[str]) -> int:
 
     findings = list(run_checks(settings))
     print(msgspec.json.encode(findings).decode() if found.json else format_findings(findings))
-    return 1 if any(one.verdict == "fail" for one in findings) else 0
+    return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
-    """A line a check, and below it what to do."""
+    """Format each finding as a line, with its hint below."""
     lines = []
-    for one in findings:
-        lines.append(f"{one.verdict:<5} {one.check:<13} {one.found}")
-        if one.hint:
-            lines.append(f"{'':<19} -> {one.hint}")
+    for finding in findings:
+        lines.append(f"{finding.verdict:<5} {finding.check:<13} {finding.message}")
+        if finding.hint:
+            lines.append(f"{'':<19} -> {finding.hint}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Care of a deployment: what is wrong with this machine, and how fast a server is."""
+"""Operation of a deployment: machine checks, benchmarks, replays and router reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["benchmark_latency"]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load what they need on first use."""
+    """Import public names on first use."""
     if name == "benchmark_latency":
         from dynamo.operations.bench.latency import benchmark_latency
 

@@ -1,4 +1,4 @@
-"""Checks of this machine: each a function that says what it found and what would mend it."""
+"""Checks of this machine. Each check is a function that returns a finding and a remedy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ HEALTH_TIMEOUT_S = 2.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check found; `hint`: what would mend it."""
+    """The result of one check, with the JSON keys check, verdict, found and hint. `hint` says how
+    to fix a warning or failure."""
 
     check: str
     verdict: Verdict
-    found: str
+    message: str = msgspec.field(name="found")
     hint: str = ""
 
 
@@ -43,7 +44,7 @@ Check = Callable[[Settings], Finding]
 
 
 def run_checks(settings: Settings) -> Iterator[Finding]:
-    """Every check, in order. A check that fails by itself is a finding too."""
+    """Run every check in order. An error inside a check becomes a failed finding."""
     for check in CHECKS:
         try:
             yield check(settings)
@@ -54,19 +55,23 @@ def run_checks(settings: Settings) -> Iterator[Finding]:
 
 
 def python(settings: Settings) -> Finding:
-    """The interpreter."""
+    """Check the interpreter's version and the operating system."""
     del settings
-    found = f"{platform.python_version()} at {sys.executable}"
+    text = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux":
-        return Finding("python", "ok", found)
-    return Finding("python", "fail", f"{found} on {platform.system()}", "Python 3.11+ on Linux")
+        return Finding("python", "ok", text)
+    return Finding("python", "fail", f"{text} on {platform.system()}", "use Python 3.11+ on Linux")
 
 
 def dependencies(settings: Settings) -> Finding:
-    """What pyproject.toml declares, without the extras, is installed."""
+    """Check that the required packages are installed, without those of extras."""
     del settings
-    wanted = [name for name in metadata.requires("dynamo-python") or () if "extra ==" not in name]
-    names = [name.split(">")[0].split("=")[0].strip() for name in wanted]
+    requirements = metadata.requires("dynamo-python") or ()
+    names = [
+        requirement.split(">")[0].split("=")[0].strip()
+        for requirement in requirements
+        if "extra ==" not in requirement
+    ]
     missing = [name for name in names if not _is_installed(name)]
     if missing:
         return Finding("dependencies", "fail", f"missing: {', '.join(missing)}", "pip install .")
@@ -74,70 +79,70 @@ def dependencies(settings: Settings) -> Finding:
 
 
 def cores(settings: Settings) -> Finding:
-    """Cores, for the native engine."""
+    """Check the number of usable CPU cores."""
     usable = len(os.sched_getaffinity(0))
     processes = settings.engine.workers + settings.server.http_workers
     if usable < 2:
         return Finding("cores", "warn", f"{usable}", "frontend and worker will share one core")
-    return Finding("cores", "ok", f"{usable} usable, {processes} processes wanted")
+    return Finding("cores", "ok", f"{usable} usable for {processes} processes")
 
 
 def memory(settings: Settings) -> Finding:
-    """Memory that is free for weights and KV blocks."""
+    """Check the memory available for weights and KV blocks."""
     del settings
     free = _available_bytes()
     verdict: Verdict = "ok" if free >= MIN_MEMORY_BYTES else "warn"
-    hint = "" if verdict == "ok" else "the default model wants about 1 GB; use --num-blocks"
+    hint = "" if verdict == "ok" else "the default model needs about 1 GB; lower --num-blocks"
     return Finding("memory", verdict, f"{free / 1e9:.1f} GB available", hint)
 
 
 def open_files(settings: Settings) -> Finding:
-    """The limit of connections."""
-    wanted = max(MIN_OPEN_FILES, settings.server.max_concurrent_requests + 256)
+    """Check the limit of open files, which bounds the number of connections."""
+    needed = max(MIN_OPEN_FILES, settings.server.max_concurrent_requests + 256)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= wanted:
+    if soft >= needed:
         return Finding("open files", "ok", f"limit {soft}")
-    return Finding("open files", "warn", f"limit {soft}, hard {hard}", f"ulimit -n {wanted}")
+    return Finding("open files", "warn", f"limit {soft}, hard {hard}", f"ulimit -n {needed}")
 
 
 def state_folder(settings: Settings) -> Finding:
-    """Where deployments keep their state."""
+    """Check that the folder of the deployments' state is writable."""
     from dynamo.runtime.deployment import deployment_of
 
     deployment = deployment_of(settings)
     parent = _nearest_existing_folder(deployment.folder)
     if not os.access(parent, os.W_OK):
-        hint = "set XDG_RUNTIME_DIR to a folder of your own"
+        hint = "set XDG_RUNTIME_DIR to a folder that you can write"
         return Finding("state folder", "fail", f"{parent} is not writable", hint)
     return Finding("state folder", "ok", str(deployment.folder.parent))
 
 
 def cache_folder(settings: Settings) -> Finding:
-    """Where models and proofs are kept, and its room."""
+    """Check the free space of the folder for models and verification results."""
     del settings
     from dynamo.models.file_cache import cache_dir
 
     folder = cache_dir()
     free = shutil.disk_usage(folder).free
     if free < MIN_DISK_BYTES:
-        return Finding("cache folder", "warn", f"{folder}: {free / 1e9:.1f} GB free", "make room")
+        return Finding("cache folder", "warn", f"{folder}: {free / 1e9:.1f} GB free", "free space")
     return Finding("cache folder", "ok", f"{folder}, {free / 1e9:.0f} GB free")
 
 
 def model(settings: Settings) -> Finding:
-    """Whether the default model is here already."""
+    """Check whether the model's files are on this machine."""
     from dynamo.models.downloads.default_model import DEFAULT_MODEL, cached_default_model
 
     path = Path(settings.model.path).expanduser() if settings.model.path else cached_default_model()
     name = settings.model.path or DEFAULT_MODEL.name
     if path is not None and path.exists():
-        return Finding("model", "ok", f"{name} is here")
-    hint = "fetched on first use; offline, give a GGUF file or a model folder"
-    return Finding("model", "warn", f"{name} is not here yet", hint)
+        return Finding("model", "ok", f"{name} is on this machine")
+    hint = "downloaded on first use; offline, give a GGUF file or a model folder"
+    return Finding("model", "warn", f"{name} is not on this machine", hint)
 
 
 def port(settings: Settings) -> Finding:
-    """Whether the HTTP port is free."""
+    """Check that the HTTP port is free."""
     from dynamo.runtime.processes.ports import check_port_free
 
     server = settings.server
@@ -146,7 +151,7 @@ def port(settings: Settings) -> Finding:
 
 
 def loopback(settings: Settings) -> Finding:
-    """Whether processes can reach each other."""
+    """Check that processes can reach each other on 127.0.0.1."""
     del settings
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -157,36 +162,39 @@ def loopback(settings: Settings) -> Finding:
 
 
 def routing(settings: Settings) -> Finding:
-    """How the deployment, if it runs, knows its workers' caches."""
+    """Check how the router of a running deployment knows its workers' caches."""
     from dynamo.runtime.deployment import deployment_of, live_deployments
 
-    asked_for = deployment_of(settings)
-    addresses = {one.role: one.address for one in asked_for.live_processes()}
+    deployment = deployment_of(settings)
+    addresses = {process.role: process.address for process in deployment.live_processes()}
     address = addresses.get("frontend", "")
     if not address.startswith("http://"):
-        found = f"mode {settings.router.mode}; no frontend of {asked_for.id} runs"
-        others = ", ".join(one.id for one in live_deployments() if one.id != asked_for.id)
-        hint = f"--deployment looks at another: {others}" if others else ""
-        return Finding("routing", "ok", found, hint)
-    told = _fetch_health(address)
-    refused = told.get("refused_workers") or {}
+        text = f"mode {settings.router.mode}; no frontend of {deployment.id} runs"
+        others = [other.id for other in live_deployments() if other.id != deployment.id]
+        hint = f"--deployment checks another: {', '.join(others)}" if others else ""
+        return Finding("routing", "ok", text, hint)
+    health = _fetch_health(address)
+    refused = health.get("refused_workers") or {}
     if refused:
-        worker, why = next(iter(refused.items()))
-        found = f"workers refused: {len(refused)}, of which {worker}: {why}"
+        worker, reason = next(iter(refused.items()))
+        text = f"workers refused: {len(refused)}, of which {worker}: {reason}"
         hint = "start every worker of a model with the same model and the same --block-size"
-        return Finding("routing", "fail", found, hint)
-    asked = addresses.get("router", "")  # where there is one, it knows the caches
-    views = (_fetch_health(asked) if asked.startswith("http://") else told).get("routing") or {}
+        return Finding("routing", "fail", text, hint)
+    router = addresses.get("router", "")  # a router process has the index instead of the frontend
+    if router.startswith("http://"):
+        health = _fetch_health(router)
+    views = health.get("routing") or {}
     modes = Counter(mode for view in views.values() for mode in view.values())
     if not modes:
-        return Finding("routing", "ok", f"{address}: not by what workers have cached")
-    found = f"{address}: " + ", ".join(f"{count} workers {mode}" for mode, count in modes.items())
+        return Finding("routing", "ok", f"{address}: does not use the workers' caches")
+    text = f"{address}: " + ", ".join(f"{count} workers {mode}" for mode, count in modes.items())
     if modes["approximate"]:
-        return Finding("routing", "warn", found, "those send no KV events: hits are guessed")
+        hint = "approximate workers send no KV events; their cache hits are estimates"
+        return Finding("routing", "warn", text, hint)
     if modes["no prefix cache"]:
-        hint = "nothing is found again there: engine.prefix_caching, or another mode than kv"
-        return Finding("routing", "warn", found, hint)
-    return Finding("routing", "ok", found)
+        hint = "set engine.prefix_caching, or use another mode than kv"
+        return Finding("routing", "warn", text, hint)
+    return Finding("routing", "ok", text)
 
 
 CHECKS: Sequence[Check] = (
@@ -209,12 +217,13 @@ def _fetch_health(url: str) -> dict[str, Any]:
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
-        found: dict[str, Any] = msgspec.json.decode(connection.getresponse().read(), type=dict)
+        body = connection.getresponse().read()
+        health: dict[str, Any] = msgspec.json.decode(body, type=dict)
     except (HTTPException, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"{url} gives no /health: {error}") from error
+        raise OSError(f"{url}/health failed: {error}") from error
     finally:
         connection.close()
-    return found
+    return health
 
 
 def _is_installed(name: str) -> bool:
@@ -237,6 +246,6 @@ def _check_name(check: Check) -> str:
 
 
 def _nearest_existing_folder(folder: Path) -> Path:
-    while not os.path.exists(folder):  # noqa: PTH110 - False also where we may not look
+    while not os.path.exists(folder):  # noqa: PTH110 - False also for unreadable folders
         folder = folder.parent
     return folder

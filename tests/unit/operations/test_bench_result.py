@@ -35,12 +35,13 @@ from dynamo.operations.bench.workload import (
 from dynamo.operations.latency_summary import LatencyHistogram, summarize_latencies
 
 
-def sample(began: float, first: float, gap: float, events: int, error: str = "") -> RequestSample:
-    one = RequestSample(array("d"))
-    one.sent_at, one.first_text_at, one.last_text_at = began, first, first + gap * (events - 1)
-    one.ended_at, one.text_events, one.error = one.last_text_at, events, error
-    one.usage = ServerUsage(10, events, 5)
-    return one
+def sample(sent: float, first: float, gap: float, events: int, error: str = "") -> RequestSample:
+    result = RequestSample(array("d"))
+    result.sent_at, result.first_text_at = sent, first
+    result.last_text_at = result.ended_at = first + gap * (events - 1)
+    result.text_events, result.error = events, error
+    result.usage = ServerUsage(10, events, 5)
+    return result
 
 
 def result_of(*samples: RequestSample, **objectives: float) -> BenchResult:
@@ -48,40 +49,40 @@ def result_of(*samples: RequestSample, **objectives: float) -> BenchResult:
     return compute_result(BenchRun(list(samples), gaps, 0.0, 2.0), LatencyObjectives(**objectives))
 
 
-def test_figures_of_a_run() -> None:
-    found = result_of(
+def test_the_metrics_of_a_run() -> None:
+    result = result_of(
         sample(0, 0.1, 0.01, 11), sample(1, 1.3, 0.02, 11), sample(1, 1.1, 0, 1, "http 503")
     )
 
-    assert (found.requests, found.failed, found.errors) == (2, 1, {"http 503": 1})
-    assert found.requests_per_s == 1.0
-    assert found.output_tokens == 22
-    assert found.cached_ratio == 0.5
-    assert found.ttft_ms.p50 == 100.0
-    assert found.ttft_ms.max == 300.0
-    assert found.tpot_ms.p99 == 20.0
-    assert found.itl_ms.mean == 20.0
-    assert found.goodput is None
+    assert (result.requests, result.failed, result.errors) == (2, 1, {"http 503": 1})
+    assert result.requests_per_s == 1.0
+    assert result.output_tokens == 22
+    assert result.cached_ratio == 0.5
+    assert result.ttft_ms.p50 == 100.0
+    assert result.ttft_ms.max == 300.0
+    assert result.tpot_ms.p99 == 20.0
+    assert result.itl_ms.mean == 20.0
+    assert result.goodput is None
 
 
 def test_goodput_counts_requests_that_met_both_objectives() -> None:
     samples = [sample(0, 0.1, 0.01, 11), sample(0, 0.3, 0.01, 11), sample(0, 0.1, 0.05, 11)]
-    found = result_of(*samples, sample(0, 0.1, 0.01, 2, "x"), ttft_ms=200, itl_ms=20).goodput
+    goodput = result_of(*samples, sample(0, 0.1, 0.01, 2, "x"), ttft_ms=200, itl_ms=20).goodput
 
-    assert found is not None
-    assert (found.requests, found.ratio, found.requests_per_s) == (1, 0.25, 0.5)
+    assert goodput is not None
+    assert (goodput.requests, goodput.ratio, goodput.requests_per_s) == (1, 0.25, 0.5)
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
-    found = summarize_latencies([at / 1000 for at in range(1, 101)])
+def test_percentiles_are_measured_values() -> None:
+    summary = summarize_latencies([milliseconds / 1000 for milliseconds in range(1, 101)])
 
-    assert (found.p50, found.p90, found.p99, found.max) == (50, 90, 99, 100)
-    assert found.curve[0] == 1
-    assert found.curve[100] == 100
+    assert (summary.p50, summary.p90, summary.p99, summary.max) == (50, 90, 99, 100)
+    assert summary.curve[0] == 1
+    assert summary.curve[100] == 100
 
 
 def test_a_histogram_agrees_with_the_exact_distribution_within_a_thousandth() -> None:
-    seconds = [(at % 997 + 1) / 1000 for at in range(5000)]
+    seconds = [(number % 997 + 1) / 1000 for number in range(5000)]
     histogram = LatencyHistogram()
     for value in seconds:
         histogram.add(value)
@@ -94,18 +95,18 @@ def test_a_histogram_agrees_with_the_exact_distribution_within_a_thousandth() ->
     assert LatencyHistogram().summarize() == summarize_latencies([])
 
 
-def test_a_run_without_answers_has_figures() -> None:
+def test_a_run_without_responses_has_a_result() -> None:
     assert result_of().ttft_ms.n == 0
 
 
-def test_two_results_are_compared_figure_by_figure(tmp_path: Path) -> None:
+def test_two_results_are_compared_metric_by_metric(tmp_path: Path) -> None:
     first = replace(
         result_of(sample(0, 0.1, 0.01, 11)), settings={"load": {"rate": 1}, "name": "a"}
     )
     second = replace(
         result_of(sample(0, 0.2, 0.01, 11)), settings={"load": {"rate": 2}, "name": "b"}
     )
-    rows = {one.figure: one for one in compare(first, second)}
+    rows = {row.figure: row for row in compare(first, second)}
 
     assert rows["ttft_ms.p50"].change == pytest.approx(1.0)
     assert rows["ttft_ms.p50"].better is False
@@ -117,7 +118,9 @@ def test_two_results_are_compared_figure_by_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "word"), [(None, "No such file"), ("[]", "is not a result")])
-def test_what_is_no_result_file_is_told(tmp_path: Path, text: str | None, word: str) -> None:
+def test_a_file_that_is_not_a_result_is_rejected(
+    tmp_path: Path, text: str | None, word: str
+) -> None:
     path = tmp_path / "a.json"
     if text is not None:
         path.write_text(text)
@@ -126,7 +129,7 @@ def test_what_is_no_result_file_is_told(tmp_path: Path, text: str | None, word: 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
+def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "a.png"
     draw_bench_results(
@@ -140,13 +143,13 @@ def test_a_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
     assert height > 500
 
 
-def test_poisson_keeps_its_rate_and_ramps_grow() -> None:
+def test_poisson_arrivals_have_their_rate_and_ramps_grow() -> None:
     steady = list(arrival_times(LoadProfile(rate=50, duration_s=100, seed=3)))
     ramp = list(arrival_times(LoadProfile(rate=10, rate_to=90, duration_s=100, seed=3)))
 
     assert len(steady) == pytest.approx(5000, rel=0.05)
     assert len(ramp) == pytest.approx(5000, rel=0.05)
-    assert sum(at < 50 for at in ramp) == pytest.approx(1500, rel=0.1)
+    assert sum(start_s < 50 for start_s in ramp) == pytest.approx(1500, rel=0.1)
     assert steady == sorted(steady)
     assert list(arrival_times(LoadProfile(rate=50, duration_s=100, seed=3))) == steady
 
@@ -159,40 +162,41 @@ def test_even_arrivals_and_a_falling_ramp() -> None:
         len(list(arrival_times(LoadProfile(rate=20, rate_to=0.001, duration_s=10, even=True))))
         == 100
     )
-    starts = [one.start_s for one in schedule_sessions(synthetic_sessions(RequestShape()), even)]
+    sessions = schedule_sessions(synthetic_sessions(RequestShape()), even)
+    starts = [session.start_s for session in sessions]
     assert starts == [0.5, 1.0, 1.5, 2.0]
 
 
-WORDS = [f"w{at}" for at in range(50)]
+WORDS = [f"w{number}" for number in range(50)]
 
 
-def test_prompts_have_as_many_words_as_asked_for() -> None:
+def test_prompts_have_the_configured_number_of_words() -> None:
     prompts = PromptGenerator(
         WORDS, RequestShape(input_tokens=40, prefix_share=0.5, prefixes=1), 7, 16
     )
-    one, other = (prompts.make_prompt(RequestPlan(40, 1)).split() for _ in range(2))
+    first, second = (prompts.make_prompt(RequestPlan(40, 1)).split() for _ in range(2))
 
-    assert len(one) == len(other) == 40
-    assert one[:20] == other[:20]
-    assert one[20:] != other[20:]
+    assert len(first) == len(second) == 40
+    assert first[:20] == second[:20]
+    assert first[20:] != second[20:]
 
 
 def test_blocks_of_a_trace_are_the_same_words_every_time() -> None:
-    one = (
+    first = (
         PromptGenerator(WORDS, RequestShape(), 1, 4)
         .make_prompt(RequestPlan(10, 1, hash_ids=[1, 2, 3]))
         .split()
     )
-    other = (
+    second = (
         PromptGenerator(WORDS, RequestShape(), 2, 4)
         .make_prompt(RequestPlan(14, 1, hash_ids=[1, 2, 9]))
         .split()
     )
 
-    assert len(one) == 10
-    assert len(other) == 14
-    assert one[:8] == other[:8]
-    assert one[8:] != other[8:10]
+    assert len(first) == 10
+    assert len(second) == 14
+    assert first[:8] == second[:8]
+    assert first[8:] != second[8:10]
 
 
 def test_bodies_of_both_routes() -> None:
@@ -228,7 +232,7 @@ def test_a_mooncake_trace_with_sessions(tmp_path: Path) -> None:
     assert not first.history
 
 
-def test_a_broken_trace_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_invalid_trace_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"input_length": 1, "output_length": 1}\n{"input_length": "x"}\n')
     with pytest.raises(ConfigError, match=r"t\.jsonl:2"):
@@ -236,7 +240,7 @@ def test_a_broken_trace_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_sharegpt_file(tmp_path: Path) -> None:
-    talk = [
+    conversation = [
         {"from": "system", "value": "s"},
         {"from": "human", "value": "one two"},
         {"from": "gpt", "value": "a b c"},
@@ -244,18 +248,19 @@ def test_a_sharegpt_file(tmp_path: Path) -> None:
         {"from": "gpt", "value": "d"},
     ]
     path = tmp_path / "s.json"
-    path.write_text(json.dumps([{"conversations": talk}, {"conversations": []}]))
+    path.write_text(json.dumps([{"conversations": conversation}, {"conversations": []}]))
     count = lambda text: len(text.split())  # noqa: E731
     (whole,) = read_sharegpt(str(path), count, turns=0)
     (cut,) = read_sharegpt(str(path), count)
+    turns = [(turn.text, turn.output_tokens) for turn in whole.turns]
 
-    assert [(one.text, one.output_tokens) for one in whole.turns] == [("one two", 3), ("three", 1)]
+    assert turns == [("one two", 3), ("three", 1)]
     assert whole.history
     assert len(cut.turns) == 1
 
 
-def test_sessions_of_a_shape_go_on_for_ever() -> None:
-    (one, *_), *_ = ([s] for s in itertools.islice(synthetic_sessions(RequestShape(turns=3)), 2))
+def test_synthetic_sessions_are_endless() -> None:
+    first, _ = itertools.islice(synthetic_sessions(RequestShape(turns=3)), 2)
 
-    assert len(one.turns) == 3
-    assert one.history
+    assert len(first.turns) == 3
+    assert first.history

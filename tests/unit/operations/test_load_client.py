@@ -1,4 +1,4 @@
-"""Answers as they come over a connection, in every split."""
+"""Responses that arrive at the load client, split at every position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVENTS = [
 ]
 STREAM = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-    + b"".join(b"%x\r\n%s\r\n" % (len(one), one.encode()) for one in EVENTS)
+    + b"".join(b"%x\r\n%s\r\n" % (len(event), event.encode()) for event in EVENTS)
     + b"0\r\n\r\n"
 )
 
@@ -52,10 +52,10 @@ Feed = Callable[..., RequestSample]
 
 @pytest.fixture
 async def feed() -> Feed:
-    def all_of(*parts: bytes, keep: bool = False, lost: bool = False) -> RequestSample:
+    def feed_parts(*parts: bytes, keep_body: bool = False, lost: bool = False) -> RequestSample:
         connection = LoadConnection()
         connection.connection_made(FakeTransport())
-        sample = RequestSample(array("d"), keep_body=keep)
+        sample = RequestSample(array("d"), keep_body=keep_body)
         done = connection.send_request(b"GET", sample)
         for part in parts:
             connection.data_received(part)
@@ -64,7 +64,7 @@ async def feed() -> Feed:
         assert done.done()
         return sample
 
-    return all_of
+    return feed_parts
 
 
 def check(sample: RequestSample) -> None:
@@ -81,17 +81,17 @@ async def test_a_stream_in_one_read_or_one_a_chunk(feed: Feed) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 333])
-async def test_a_stream_in_pieces(feed: Feed, size: int) -> None:
+async def test_a_stream_in_reads_of_equal_size(feed: Feed, size: int) -> None:
     check(feed(*(STREAM[at : at + size] for at in range(0, len(STREAM), size))))
 
 
-async def test_every_single_cut(feed: Feed) -> None:
+async def test_a_stream_cut_at_every_position(feed: Feed) -> None:
     for at in range(1, len(STREAM)):
         check(feed(STREAM[:at], STREAM[at:]))
 
 
-async def test_the_text_is_kept_where_it_is_wanted(feed: Feed) -> None:
-    assert feed(STREAM, keep=True).response_text() == ' a "b" c'
+async def test_keep_body_stores_the_text(feed: Feed) -> None:
+    assert feed(STREAM, keep_body=True).response_text() == ' a "b" c'
 
 
 async def test_an_error_has_its_status_and_code(feed: Feed) -> None:
@@ -117,16 +117,16 @@ async def test_a_lost_connection_and_a_body_until_the_end(feed: Feed) -> None:
     check(feed(head, body, lost=True))
 
 
-async def test_what_speaks_no_http(feed: Feed) -> None:
+async def test_a_response_that_is_not_http_loses_the_connection(feed: Feed) -> None:
     assert feed(b"SSH-2.0-OpenSSH_9\r\n", lost=True).error == "connection lost"
     assert feed(b"* OK IMAP4 ready\r\n\r\n", lost=True).error == "connection lost"
 
 
-def test_chunks_are_taken_apart() -> None:
+def test_a_chunked_body_is_decoded() -> None:
     assert decode_chunked(b"3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
 
 
-def test_a_request_bears_host_key_and_length() -> None:
+def test_a_request_has_host_key_and_length() -> None:
     request = LoadClient(BenchTarget(url="http://h:1/v1", api_key="k")).encode_request(
         "/v1/x", {"a": 1}
     )

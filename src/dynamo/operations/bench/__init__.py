@@ -1,1 +1,1 @@
-"""Measure an OpenAI-compatible server from outside: load, latencies, throughput, goodput."""
+"""Benchmark of an OpenAI-compatible server: load, latencies, throughput and goodput."""

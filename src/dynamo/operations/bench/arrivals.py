@@ -1,4 +1,4 @@
-"""When requests come."""
+"""Arrival times of sessions."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ from dynamo.operations.bench.workload import LoadProfile, RequestPlan, RequestSh
 
 
 def synthetic_sessions(shape: RequestShape) -> Iterator[SessionPlan]:
-    """Conversations without end, all of one shape."""
+    """Yield endless sessions of one shape."""
     turn = RequestPlan(shape.input_tokens, shape.output_tokens)
     while True:
         yield SessionPlan([turn] * shape.turns, history=shape.turns > 1)
 
 
 def arrival_times(load: LoadProfile) -> Iterator[float]:
-    """Seconds from the begin at which sessions start: by chance (Poisson), or evenly; the rate
-    grows evenly from `rate` to `rate_to` over `duration_s`."""
-    chance = random.Random(load.seed)
+    """Yield session starts in seconds from the beginning of the run.
+
+    Starts are evenly spaced if `load.even`, else a Poisson process. The rate grows linearly from
+    `rate` to `rate_to` over `duration_s`.
+    """
+    rng = random.Random(load.seed)
     slope = ((load.rate_to or load.rate) - load.rate) / load.duration_s if load.duration_s else 0.0
-    due = 0.0
+    count = 0.0
     while True:
-        due += 1.0 if load.even else chance.expovariate(1.0)
-        at = _time_of_arrival(due, load.rate, slope)
-        if at is None or (load.duration_s and at > load.duration_s):
+        count += 1.0 if load.even else rng.expovariate(1.0)
+        start_s = _time_of_arrival(count, load.rate, slope)
+        if start_s is None or (load.duration_s and start_s > load.duration_s):
             return
-        yield at
+        yield start_s
 
 
 def _time_of_arrival(count: float, rate: float, slope: float) -> float | None:
-    """When a rate that grows by `slope` has brought `count` requests; None: never."""
+    """Return when `count` requests have arrived at a rate that grows by `slope` per second. None if
+    a falling rate never reaches that count."""
     if abs(slope) < 1e-12:
         return count / rate
     root = rate * rate + 2 * slope * count
@@ -41,7 +45,7 @@ def _time_of_arrival(count: float, rate: float, slope: float) -> float | None:
 def schedule_sessions(
     sessions: Iterator[SessionPlan] | Sequence[SessionPlan], load: LoadProfile
 ) -> Iterator[SessionPlan]:
-    """Each session with a start: its own, unless a rate is asked for."""
+    """Yield the sessions with their start times; a rate in `load` replaces their own."""
     if not load.rate:
         yield from sessions
         return

@@ -1,4 +1,4 @@
-"""A whole measurement: find the words, warm up, measure, count."""
+"""A benchmark run: choose prompt words, warm up, measure, compute the result."""
 
 from __future__ import annotations
 
@@ -38,9 +38,12 @@ BenchProgressCallback = Callable[[LoadGenerator, float], None]
 
 
 class BenchConfig(msgspec.Struct, frozen=True):
-    """What to measure. `trace`: a Mooncake file whose hash ids stand for `block_tokens` each,
-    `speed` times as fast; `closed`: not at its times, but `load.concurrency` sessions at a time;
-    `sharegpt`: a file of conversations; without either requests are made up by `shape`."""
+    """Configuration of a run.
+
+    Requests come from the Mooncake `trace`, from the `sharegpt` file, or else are synthetic with
+    `shape`. Each hash id of a trace stands for `block_tokens` tokens. A trace is sent `speed` times
+    as fast; if `closed`, its times are ignored and `load.concurrency` sessions run at a time.
+    """
 
     target: BenchTarget = BenchTarget()
     shape: RequestShape = RequestShape()
@@ -61,26 +64,30 @@ async def run_bench(
     clock: Clock | None = None,
     stop: asyncio.Event | None = None,
 ) -> BenchResult:
-    """Measure. `tell(measurement, seconds)` now and then; `stop`: set, what was answered until then
-    is the result. Raises `Unreachable`, `ConfigError`."""
+    """Run a benchmark.
+
+    `on_progress(generator, seconds)` is called every `PROGRESS_INTERVAL_S`. Setting `stop` ends the
+    run early with the requests answered so far. Raises `Unreachable` and `ConfigError`.
+    """
     clock = clock or SystemClock()
     stop = stop or asyncio.Event()
-    bench = replace(bench, load=replace(bench.load, seed=bench.load.seed or random_seed()))
+    seed = bench.load.seed or secrets.randbelow(1 << 31) + 1
+    bench = replace(bench, load=replace(bench.load, seed=seed))
     server = LoadClient(bench.target)
     try:
         check_context_length(bench, await fetch_models(server))
         words = await _load_words(bench, server, clock)
         prompts = PromptGenerator(words, bench.shape, bench.load.seed, bench.block_tokens)
         sessions = await clock.offload(_make_sessions, bench)
-        measurement = LoadGenerator(bench.target, server, prompts, clock, stop)
+        generator = LoadGenerator(bench.target, server, prompts, clock, stop)
         if bench.load.warmup:
-            await measurement.warm_up(synthetic_sessions(bench.shape), bench.load)
+            await generator.warm_up(synthetic_sessions(bench.shape), bench.load)
         cpu = await clock.offload(ProcessCpuMeter, bench.target.url)
         async with BackgroundTasks() as tasks:
-            timeline = ThroughputTimeline(measurement, on_progress, clock)
+            timeline = ThroughputTimeline(generator, on_progress, clock)
             tasks.start(timeline.run())
             cpu.start()
-            run = await measurement.run(sessions, _effective_load(bench))
+            run = await generator.run(sessions, _effective_load(bench))
             cpu.stop()
     finally:
         server.close()
@@ -95,40 +102,37 @@ async def run_bench(
     )
 
 
-def random_seed() -> int:
-    """Another one every time."""
-    return secrets.randbelow(1 << 31) + 1
-
-
 async def fetch_models(server: LoadClient) -> Sequence[Mapping[str, Any]]:
-    """What the server tells of its models. Raises `Unreachable`."""
-    status, answer = await server.fetch_json("/v1/models", method="GET")
+    """Fetch the entries of the server's /v1/models. Raises `Unreachable`."""
+    status, response = await server.fetch_json("/v1/models", method="GET")
     if status != 200:
-        error = answer.get("error") if isinstance(answer, dict) else None
-        told = error.get("message", "") if isinstance(error, dict) else ""
+        error = response.get("error") if isinstance(response, dict) else None
+        message = error.get("message", "") if isinstance(error, dict) else ""
         raise Unreachable(
-            f"/v1/models answers {status} {told}".strip(),
-            hint="wanted an OpenAI-compatible server; a key goes into --api-key",
+            f"/v1/models answers {status} {message}".strip(),
+            hint="the URL must be that of an OpenAI-compatible server; --api-key gives its key",
         )
-    models = answer.get("data") if isinstance(answer, dict) else None
+    models = response.get("data") if isinstance(response, dict) else None
     if not isinstance(models, list):
-        raise Unreachable("/v1/models lists no models", hint="wanted an OpenAI-compatible server")
-    return [one for one in models if isinstance(one, dict)]
+        raise Unreachable(
+            "/v1/models lists no models", hint="the URL must be that of an OpenAI-compatible server"
+        )
+    return [model for model in models if isinstance(model, dict)]
 
 
 def check_context_length(bench: BenchConfig, models: Sequence[Mapping[str, Any]]) -> None:
-    """Raises `ConfigError` where made-up requests go beyond the context that the server tells."""
-    named = [one for one in models if one.get("id") == bench.target.model] or models
+    """Raise `ConfigError` if synthetic requests exceed the context length that the server lists."""
+    named = [model for model in models if model.get("id") == bench.target.model] or models
     context = named[0].get("max_model_len") if named else None
     shape = bench.shape
-    wanted = shape.turns * (shape.input_tokens + shape.output_tokens)
-    if bench.trace or bench.sharegpt or not isinstance(context, int) or wanted <= context:
+    needed = shape.turns * (shape.input_tokens + shape.output_tokens)
+    if bench.trace or bench.sharegpt or not isinstance(context, int) or needed <= context:
         return
     turns = f", {shape.turns} turns" if shape.turns > 1 else ""
     raise ConfigError(
         f"{shape.input_tokens} tokens in and {shape.output_tokens} out{turns} are more than the "
         f"context of {named[0].get('id')}: {context} tokens",
-        hint="less by --isl, --osl or --turns",
+        hint="reduce --isl, --osl or --turns",
     )
 
 
@@ -145,30 +149,31 @@ def _make_sessions(bench: BenchConfig) -> Iterable[SessionPlan]:
         rows = bench.load.requests
         sessions = read_mooncake(bench.trace, rows=rows, speed=bench.speed)
         if bench.closed or bench.load.rate:
-            return [SessionPlan(one.turns) for one in sessions]
+            return [SessionPlan(session.turns) for session in sessions]
         return sessions
     if bench.sharegpt:
         count = (
             token_counter_from_tokenizer(bench.tokenizer) if bench.tokenizer else _estimate_tokens
         )
-        found = read_sharegpt(bench.sharegpt, count, turns=bench.shape.turns)
-        return itertools.cycle(found) if bench.load.requests or bench.load.duration_s else found
+        sessions = read_sharegpt(bench.sharegpt, count, turns=bench.shape.turns)
+        limited = bench.load.requests or bench.load.duration_s
+        return itertools.cycle(sessions) if limited else sessions
     return synthetic_sessions(bench.shape)
 
 
 def _effective_load(bench: BenchConfig) -> LoadProfile:
-    """A trace ends by itself."""
+    """Return the load; a trace at its own times has no time limit."""
     if bench.trace and not bench.load.rate:
         return replace(bench.load, duration_s=0.0)
     return bench.load
 
 
 def _estimate_tokens(text: str) -> int:
-    """Tokens of a text, roughly, where no tokenizer is at hand."""
+    """Estimate the tokens of a text without a tokenizer."""
     return max(1, len(text) // 4)
 
 
 def _recorded_settings(bench: BenchConfig) -> dict[str, object]:
-    bare = replace(bench, target=replace(bench.target, api_key=""))
-    found: dict[str, object] = msgspec.to_builtins(bare)
-    return found
+    without_key = replace(bench, target=replace(bench.target, api_key=""))
+    settings: dict[str, object] = msgspec.to_builtins(without_key)
+    return settings

@@ -1,4 +1,4 @@
-"""Two results side by side."""
+"""Comparison of two bench results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ HIGHER_IS_BETTER = {"requests_per_s", "output_tokens_per_s", "cached_ratio", "go
 
 
 class ResultDifference(msgspec.Struct, frozen=True):
-    """One figure. `change`: of the second against the first (0.1: a tenth more); None: from zero.
-    `better`: None where they are equal."""
+    """A metric of two results, named by its dotted path. `change` is relative to the first value
+    (0.1 = 10 % more), None if that is zero. `better` is None for equal values."""
 
     figure: str
     first: float
@@ -29,28 +29,28 @@ class ResultDifference(msgspec.Struct, frozen=True):
 
 
 def compare(first: BenchResult, second: BenchResult) -> Iterator[ResultDifference]:
-    """The figures that both have."""
+    """Yield the differences of the metrics that both results have."""
     for name in [*COMPARED_METRICS, *_cpu_metrics(first)]:
-        one, other = metric_value(first, name), metric_value(second, name)
-        if one is None or other is None:
+        before, after = metric_value(first, name), metric_value(second, name)
+        if before is None or after is None:
             continue
-        change = (other - one) / one if one else None
-        better = None if one == other else (other > one) == (name in HIGHER_IS_BETTER)
-        yield ResultDifference(name, one, other, change, better)
+        change = (after - before) / before if before else None
+        better = None if before == after else (after > before) == (name in HIGHER_IS_BETTER)
+        yield ResultDifference(name, before, after, change, better)
 
 
 def differing_settings(first: BenchResult, second: BenchResult) -> Sequence[str]:
-    """Keys of what was asked for and is not the same: such runs compare badly."""
-    one, other = _flatten(first.settings), _flatten(second.settings)
+    """Return the dotted keys of settings that differ, since such runs are hard to compare."""
+    left, right = _flatten(first.settings), _flatten(second.settings)
     return [
         key
-        for key in sorted(one.keys() | other.keys())
-        if key not in IGNORED_SETTINGS and one.get(key) != other.get(key)
+        for key in sorted(left.keys() | right.keys())
+        if key not in IGNORED_SETTINGS and left.get(key) != right.get(key)
     ]
 
 
 def metric_value(result: BenchResult, name: str) -> float | None:
-    """A figure by its dotted name."""
+    """Return a number of the result by its dotted path; None if there is none."""
     value: object = result
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
@@ -64,7 +64,7 @@ def _cpu_metrics(result: BenchResult) -> Sequence[str]:
 def _flatten(settings: object, prefix: str = "") -> dict[str, object]:
     if not isinstance(settings, dict):
         return {prefix.rstrip("."): settings}
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in settings.items():
-        found |= _flatten(value, f"{prefix}{key}.")
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.")
+    return flat

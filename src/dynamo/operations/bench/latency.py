@@ -1,4 +1,4 @@
-"""Latency of single requests at three lengths: a quick look at a server."""
+"""Latency of single requests at three lengths, as a quick check of a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.operations.bench.bench_result import BenchResult
 from dynamo.operations.bench.workload import BenchTarget, LoadProfile, RequestShape
 
 CASES = ((50, 100), (200, 200), (500, 300))
-"""Prompt and answer, tokens."""
+"""(input tokens, output tokens) of each case."""
 PRESET_CASES: Mapping[str, Sequence[tuple[int, int]]] = {"benchmark_latency": CASES}
 
 
@@ -23,8 +23,8 @@ async def benchmark_latency(
     requests: int = 1,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> Sequence[BenchResult]:
-    """One request after the other, `requests` a case, after one to warm up; `tell` gets a line a
-    case. Raises `Unreachable`."""
+    """Measure the latency of single requests. Each case sends one request to warm up and then
+    `requests`, one at a time. `write` receives one line per case. Raises `Unreachable`."""
     bench = BenchConfig(target=BenchTarget(url=base_url, model=model))
     return await run_cases(bench, CASES, requests=requests, write=write)
 
@@ -36,26 +36,26 @@ async def run_cases(
     requests: int,
     write: Callable[[str], object],
 ) -> Sequence[BenchResult]:
-    """Each case with the rest of `bench` as it is."""
+    """Run each case; all else is taken from `bench`."""
     results = []
     load = LoadProfile(
         concurrency=1, requests=requests, duration_s=0.0, warmup=1, seed=bench.load.seed
     )
-    for given, wanted in cases:
-        shape = RequestShape(input_tokens=given, output_tokens=wanted)
-        name = f"{given}/{wanted}"
+    for input_tokens, output_tokens in cases:
+        shape = RequestShape(input_tokens=input_tokens, output_tokens=output_tokens)
+        name = f"{input_tokens}/{output_tokens}"
         result = await run_bench(replace(bench, shape=shape, load=load, name=name))
         results.append(result)
-        write(f"{format_case(given, wanted, result)}\n")
+        write(f"{format_case(input_tokens, output_tokens, result)}\n")
     return results
 
 
-def format_case(given: int, wanted: int, result: BenchResult) -> str:
-    """One case in a line."""
+def format_case(input_tokens: int, output_tokens: int, result: BenchResult) -> str:
+    """Format one case as a line."""
     latency_s = result.e2e_ms.mean / 1000
     rate = result.output_tokens / result.requests / latency_s if result.requests else 0.0
     failed = f", {result.failed} failed" if result.failed else ""
     return (
-        f"input {given} tokens, output {wanted} tokens: latency {latency_s:.2f} s, "
+        f"input {input_tokens} tokens, output {output_tokens} tokens: latency {latency_s:.2f} s, "
         f"{rate:.2f} tokens/s, first token {result.ttft_ms.mean:.1f} ms{failed}"
     )

@@ -1,11 +1,14 @@
-"""Connections to the server: HTTP/1.1 with as little work a token as possible, since what measures
-must not take the processor from what is measured. A chunked event stream is not taken apart: whole
-events are counted in it as they come, and its end is told by its last bytes."""
+"""HTTP/1.1 client of the load generator, with little work per token.
+
+Client and server share the CPU in most measurements. A chunked event stream is therefore not
+decoded: complete events are counted in the raw bytes, and its last bytes show its end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from array import array
 from time import monotonic as now
 from typing import Any, cast
 
@@ -26,13 +29,13 @@ _CHUNK = re.compile(rb"([0-9a-fA-F]+)[^\r]*\r\n")
 
 
 class Unreachable(DynamoError):
-    """The server that is to be measured cannot be reached, or lacks what measuring needs."""
+    """The measured server cannot be reached or lacks an API that the measurement needs."""
 
     code = "unreachable"
 
 
 class LoadConnection(asyncio.Protocol):
-    """One request at a time; its answer goes to a `Sample`."""
+    """A connection for one request at a time. Its response goes to a `RequestSample`."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -48,7 +51,8 @@ class LoadConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def send_request(self, request: bytes, sample: RequestSample) -> asyncio.Future[None]:
-        """Send; the future is done when the answer is complete or the connection lost."""
+        """Send a request. The future is done when the response is complete or the connection is
+        lost."""
         self._sample = sample
         self._is_event_stream = False
         self._head = self._tail = b""
@@ -72,7 +76,7 @@ class LoadConnection(asyncio.Protocol):
             self._receive_head(data, at)
 
     def _receive_head(self, data: bytes, at: float) -> None:
-        """Until the head is read, and for bodies that are no event stream."""
+        """Receive bytes of the response head, or of a body that is not an event stream."""
         if self._sample.status:
             self._receive_body(data, at)
             return
@@ -125,13 +129,13 @@ class LoadConnection(asyncio.Protocol):
         self._finish(now(), b"".join(self._body))
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection without waiting for pending data."""
         self.closed = True
         self._transport.abort()
 
 
 class LoadClient:
-    """The target's connections, reused."""
+    """A pool of connections to the target."""
 
     def __init__(self, target: BenchTarget) -> None:
         try:
@@ -146,13 +150,13 @@ class LoadClient:
             self._headers += f"Authorization: Bearer {target.api_key}\r\n"
 
     def encode_request(self, path: str, body: Any, method: str = "POST") -> bytes:
-        """The bytes of one request; `body` is anything msgspec encodes, None: none."""
+        """Return the bytes of one request. `body` is encoded as JSON; None sends an empty body."""
         data = b"" if body is None else msgspec.json.encode(body)
         head = f"{method} {self._base_path}{path} HTTP/1.1\r\n{self._headers}"
         return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
     async def send(self, request: bytes, sample: RequestSample) -> None:
-        """Send on a free or a new connection; what goes wrong stands in the sample."""
+        """Send a request on an idle or a new connection. Failures are recorded in the sample."""
         connection = None
         try:
             connection = await self._acquire_connection()
@@ -177,15 +181,14 @@ class LoadClient:
     async def fetch_json(
         self, path: str, body: Any = None, method: str = "POST"
     ) -> tuple[int, Any]:
-        """Status and JSON (None: no JSON) of one plain request. Raises `Unreachable`."""
-        from array import array
-
+        """Send one plain request and return the status and the JSON body, None if the body is not
+        JSON. Raises `Unreachable`."""
         sample = RequestSample(array("d"), keep_body=True)
         await self.send(self.encode_request(path, body, method), sample)
         if not sample.status:
             raise Unreachable(
                 f"{self._target.url}: {sample.error}",
-                hint="is it running? `dynamo ps` lists the deployments of this host",
+                hint="`dynamo ps` lists the deployments that run on this host",
             )
         try:
             return sample.status, msgspec.json.decode(b"".join(sample.body))
@@ -205,15 +208,15 @@ class LoadClient:
                 return connection
         loop = asyncio.get_running_loop()
         secure, host, port = self._origin
-        _, made = await loop.create_connection(LoadConnection, host, port, ssl=secure or None)
-        return made
+        _, connection = await loop.create_connection(LoadConnection, host, port, ssl=secure or None)
+        return connection
 
 
 def decode_chunked(body: bytes) -> bytes:
-    """A chunked body's content."""
+    """Return the content of a chunked body."""
     parts = []
-    at = 0
-    while (found := _CHUNK.match(body, at)) and (size := int(found[1], 16)):
-        parts.append(body[found.end() : found.end() + size])
-        at = found.end() + size + 2
+    position = 0
+    while (chunk := _CHUNK.match(body, position)) and (size := int(chunk[1], 16)):
+        parts.append(body[chunk.end() : chunk.end() + size])
+        position = chunk.end() + size + 2
     return b"".join(parts)

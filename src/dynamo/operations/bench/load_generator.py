@@ -1,4 +1,4 @@
-"""Send sessions to a server and keep what they come to."""
+"""The load generator: sends sessions to a server and collects a sample of each request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from time import monotonic as now
 
 from dynamo.core.clock import Clock
@@ -19,13 +20,13 @@ from dynamo.operations.bench.request_sample import RequestSample
 from dynamo.operations.bench.workload import BenchTarget, LoadProfile, RequestPlan, SessionPlan
 
 SCHEDULE_AHEAD_S = 0.2
-"""A session is made so long before it is due."""
+"""A session is prepared this long before its start."""
 PATH_BY_COMPLETIONS = {False: "/v1/chat/completions", True: "/v1/completions"}
 
 
 class LoadGenerator:
-    """One run against one server, cut short by `stop`. `samples` and `in_flight` may be looked at
-    while it runs."""
+    """Runs one load against one server until `stop` is set. `samples` and `in_flight` may be read
+    during the run."""
 
     def __init__(
         self,
@@ -51,20 +52,24 @@ class LoadGenerator:
 
     @property
     def text_events(self) -> int:
-        """Events with text so far."""
+        """Number of text events so far. The first of a request counts when the request ends."""
         return len(self._inter_token_s) + len(self.samples)
 
     async def warm_up(self, sessions: Iterator[SessionPlan], load: LoadProfile) -> None:
-        """Unmeasured requests, as many at a time as later."""
+        """Send `load.warmup` unmeasured requests at the concurrency of the run."""
         self._requests_left = load.warmup
-        places = min(load.concurrency, load.warmup)
-        await wait_for_first(self._run_closed_loop(sessions, places, math.inf), self._stop.wait())
+        concurrency = min(load.concurrency, load.warmup)
+        warmup = self._run_closed_loop(sessions, concurrency, math.inf)
+        await wait_for_first(warmup, self._stop.wait())
         self.samples.clear()
         self._inter_token_s = array("d")
         self._peak_in_flight = 0
 
     async def run(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> BenchRun:
-        """Until the load's end and the answers of all that was sent, or until `stop`."""
+        """Send sessions until the load ends and all responses are complete, or until `stop`.
+
+        Garbage collection is disabled meanwhile, since its pauses would count as latency.
+        """
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -75,7 +80,7 @@ class LoadGenerator:
         finally:
             gc.enable()
             gc.unfreeze()
-        ended = max((one.ended_at for one in self.samples), default=now())
+        ended = max((sample.ended_at for sample in self.samples), default=now())
         if self._stop.is_set():
             ended = now()
         return BenchRun(
@@ -89,27 +94,27 @@ class LoadGenerator:
 
     async def _run_load(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> None:
         end = self._started + load.duration_s if load.duration_s else math.inf
-        every = schedule_sessions(iter(sessions), load)
-        first = next(every, None)
+        scheduled = schedule_sessions(iter(sessions), load)
+        first = next(scheduled, None)
         if first is None:
             return
-        every = _prepend(first, every)
+        scheduled = chain((first,), scheduled)
         if first.start_s is None:
-            await self._run_closed_loop(every, load.concurrency, end)
+            await self._run_closed_loop(scheduled, load.concurrency, end)
         else:
-            await self._run_open_loop(every, end)
+            await self._run_open_loop(scheduled, end)
 
     async def _run_closed_loop(
-        self, sessions: Iterator[SessionPlan], places: int, end: float
+        self, sessions: Iterator[SessionPlan], concurrency: int, end: float
     ) -> None:
-        async def place() -> None:
+        async def run_sessions() -> None:
             while now() < end and self._requests_left > 0:
                 session = next(sessions, None)
                 if session is None:
                     return
                 await self._run_session(session, end)
 
-        await run_all(*(place() for _ in range(places)))
+        await run_all(*(run_sessions() for _ in range(concurrency)))
 
     async def _run_open_loop(self, sessions: Iterator[SessionPlan], end: float) -> None:
         failures: list[BaseException] = []
@@ -135,22 +140,22 @@ class LoadGenerator:
             if not session.history:
                 messages.clear()
             messages.append({"role": "user", "content": self._prompts.make_prompt(turn)})
-            keep = session.history and not turn.answer
-            sample = await self._send_request(messages, turn, due, keep=keep)
+            keep_body = session.history and not turn.answer
+            sample = await self._send_request(messages, turn, due, keep_body=keep_body)
             due = 0.0
             if sample.error:
                 return
             if session.history:
-                said = turn.answer or sample.response_text()
-                messages.append({"role": "assistant", "content": said})
+                answer = turn.answer or sample.response_text()
+                messages.append({"role": "assistant", "content": answer})
                 sample.body.clear()
 
     async def _send_request(
-        self, messages: list[dict[str, str]], turn: RequestPlan, due: float, *, keep: bool
+        self, messages: list[dict[str, str]], turn: RequestPlan, due: float, *, keep_body: bool
     ) -> RequestSample:
         body = request_body(self._target, messages, turn)
         request = self._server.encode_request(self._path, body)
-        sample = RequestSample(self._inter_token_s, keep_body=keep)
+        sample = RequestSample(self._inter_token_s, keep_body=keep_body)
         if due:
             self._late_s = max(self._late_s, now() - due)
             await self._clock.sleep_until(due)
@@ -161,14 +166,9 @@ class LoadGenerator:
         finally:
             self.in_flight -= 1
         if not (sample.error or sample.usage or sample.text_events):
-            sample.error = "an empty answer"
+            sample.error = "empty response"
         self.samples.append(sample)
         return sample
-
-
-def _prepend(first: SessionPlan, rest: Iterator[SessionPlan]) -> Iterator[SessionPlan]:
-    yield first
-    yield from rest
 
 
 PROGRESS_INTERVAL_S = 0.25
@@ -176,29 +176,29 @@ TICKS_PER_SECOND = 4
 
 
 class ThroughputTimeline:
-    """Events with text of requests that ended, by second."""
+    """Counts the text events of every second and reports progress."""
 
     def __init__(
         self,
-        measurement: LoadGenerator,
+        generator: LoadGenerator,
         on_progress: Callable[[LoadGenerator, float], None] | None,
         clock: Clock,
     ) -> None:
-        self._generator = measurement
+        self._generator = generator
         self._on_progress = on_progress
         self._clock = clock
         self.per_second: list[int] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
-        began = self._clock.now()
-        before = ticks = 0
+        """Count until cancelled."""
+        started = self._clock.now()
+        counted = ticks = 0
         while True:
             ticks += 1
-            await self._clock.sleep_until(began + ticks * PROGRESS_INTERVAL_S)
+            await self._clock.sleep_until(started + ticks * PROGRESS_INTERVAL_S)
             if self._on_progress is not None:
                 self._on_progress(self._generator, ticks * PROGRESS_INTERVAL_S)
             if ticks % TICKS_PER_SECOND == 0:
-                texts = self._generator.text_events
-                self.per_second.append(texts - before)
-                before = texts
+                text_events = self._generator.text_events
+                self.per_second.append(text_events - counted)
+                counted = text_events

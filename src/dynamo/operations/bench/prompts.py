@@ -1,4 +1,4 @@
-"""Prompts of exact numbers of tokens, and what a request says."""
+"""Prompts with an exact number of tokens, and request bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POOL_WORDS = 1 << 14
 
 
 class PromptGenerator:
-    """Texts made of words that are one token each."""
+    """Generates texts from `words` that are one token each."""
 
     def __init__(
         self, words: Sequence[str], shape: RequestShape, seed: int, block_tokens: int
@@ -28,25 +28,28 @@ class PromptGenerator:
         self._shared_tokens = round(shape.input_tokens * shape.prefix_share)
 
     def make_prompt(self, turn: RequestPlan) -> str:
-        """The prompt of one turn."""
+        """Return the prompt of one turn: its text, its trace blocks, or fresh words."""
         if turn.text:
             return turn.text
         if turn.hash_ids:
             return self._prompt_from_blocks(turn)
         shared: Sequence[str] = ()
         if self._shared_tokens:
-            which = self._rng.randrange(self._shape.prefixes)
-            shared = random.Random(f"prefix {which}").choices(self._words, k=self._shared_tokens)
+            prefix = self._rng.randrange(self._shape.prefixes)
+            shared = self._seeded_words(f"prefix {prefix}", self._shared_tokens)
         return "".join([*shared, *self._unique_words(max(0, turn.input_tokens - len(shared)))])
 
     def _unique_words(self, count: int) -> list[str]:
-        """Words that no other prompt begins with: a few by chance, then a piece of the pool."""
+        """Return words that start like no other prompt: a few random ones, then a slice of a pool.
+
+        A slice costs far less than a random choice for every word.
+        """
         first = self._rng.choices(self._words, k=min(count, UNIQUE_PREFIX_WORDS))
         rest = count - len(first)
         while len(self._pool) < POOL_WORDS + rest:
             self._pool += self._rng.choices(self._words, k=POOL_WORDS)
-        at = self._rng.randrange(POOL_WORDS)
-        return first + self._pool[at : at + rest]
+        start = self._rng.randrange(POOL_WORDS)
+        return first + self._pool[start : start + rest]
 
     def _prompt_from_blocks(self, turn: RequestPlan) -> str:
         words: list[str] = []
@@ -58,12 +61,12 @@ class PromptGenerator:
         return "".join(words)
 
     def _block_words(self, block: int | str) -> Sequence[str]:
-        found = self._blocks.get(block)
-        if found is None:
-            found = self._seeded_words(f"block {block}", self._block_tokens)
+        words = self._blocks.get(block)
+        if words is None:
+            words = self._seeded_words(f"block {block}", self._block_tokens)
             if len(self._blocks) < MAX_CACHED_BLOCKS:
-                self._blocks[block] = found
-        return found
+                self._blocks[block] = words
+        return words
 
     def _seeded_words(self, key: str, count: int) -> Sequence[str]:
         return random.Random(key).choices(self._words, k=count)
@@ -72,10 +75,10 @@ class PromptGenerator:
 def request_body(
     target: BenchTarget, messages: Sequence[Mapping[str, str]], turn: RequestPlan
 ) -> dict[str, Any]:
-    """What a request says; the last message is the turn's."""
+    """Return the JSON body of a request whose last message is the turn's prompt."""
     body: dict[str, Any] = {"model": target.model}
     if target.completions:
-        body["prompt"] = "".join(one["content"] for one in messages)
+        body["prompt"] = "".join(message["content"] for message in messages)
     else:
         body["messages"] = messages
     body["max_tokens"] = turn.output_tokens

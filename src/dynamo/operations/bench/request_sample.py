@@ -1,7 +1,9 @@
-"""One request's answer, counted and stamped as its bytes arrive.
+"""Measurement of one request, taken while the bytes of its response arrive.
 
-TTFT: request written -> first event with text. ITL: between the arrivals of two events with text of
-one stream; events that come in one read have gaps of 0. TPOT: a request's mean gap. E2E: -> end.
+- TTFT: from writing the request to the first event with text.
+- ITL: between two events with text of one stream; events in the same read are 0 apart.
+- TPOT: the mean ITL of a request.
+- E2E: from writing the request to the end of the response.
 """
 
 from __future__ import annotations
@@ -20,21 +22,21 @@ TEXT_FIELDS = (
     (b'"text": "', b'"text": ""'),
     (b'"reasoning_content":"', b'"reasoning_content":""'),
 )
-"""How servers write an event with text, and one whose text is empty."""
+"""Bytes that mark an event with text, and those of the same field with empty text."""
 CHAT_TEXT_FIELD = TEXT_FIELDS[0][0]
 QUOTE = ord('"')
 EVENT_END = b"\n\n"
 CHUNK_END = b"\n\n\r\n"
 MIN_EVENT_BYTES = 140
-"""A second event does not fit into so much after the place of the first one's text, as an event has
-at least so much before it."""
+"""Least bytes of an event before its text. A read with fewer bytes after the first text field holds
+no second event."""
 NO_POSITION = 1 << 40
 CHUNK_FRAMING = (b"", b"\r\n", b"\r\n0\r\n\r\n")
-"""What may stand after the last event of a read and is no beginning of another."""
+"""Bytes after the last event of a read that are not the start of another event."""
 
 
 class ServerUsage(msgspec.Struct, frozen=True):
-    """Tokens as the server counted them."""
+    """Token counts reported by the server."""
 
     prompt: int = 0
     completion: int = 0
@@ -42,8 +44,8 @@ class ServerUsage(msgspec.Struct, frozen=True):
 
 
 class RequestSample:
-    """What one request came to. Times are monotonic seconds; None: did not happen. `gaps` is shared
-    by all requests of a run; `keep`: the body's bytes are kept."""
+    """Measurement of one request. Times are monotonic seconds, None for events that did not happen.
+    All requests of a run append to the same `gaps`. `keep_body` stores the response's bytes."""
 
     __slots__ = (
         "_incomplete",
@@ -76,13 +78,16 @@ class RequestSample:
         self.error = ""
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Part of an event stream, with or without chunk framing. True: one plain event with text
-        and nothing else, as most reads are; those are told by where the text stood before."""
-        at = self._text_position
+        """Count the events in bytes of an event stream, with or without chunk framing.
+
+        Returns True for exactly one event with text, as in most reads. A fast path recognises such
+        reads by the position of the text in the read before.
+        """
+        position = self._text_position
         if (
-            at < len(data) < at + MIN_EVENT_BYTES
-            and data.startswith(CHAT_TEXT_FIELD, at)
-            and data[at + len(CHAT_TEXT_FIELD)] != QUOTE
+            position < len(data) < position + MIN_EVENT_BYTES
+            and data.startswith(CHAT_TEXT_FIELD, position)
+            and data[position + len(CHAT_TEXT_FIELD)] != QUOTE
             and data.endswith(CHUNK_END)
             and self.first_text_at is not None
             and not self._incomplete
@@ -112,9 +117,8 @@ class RequestSample:
         rest = data
         if count:
             self._record_events(count, now)
-            self._text_position = (
-                at if (at := data.find(CHAT_TEXT_FIELD)) >= MIN_EVENT_BYTES else NO_POSITION
-            )
+            position = data.find(CHAT_TEXT_FIELD)
+            self._text_position = position if position >= MIN_EVENT_BYTES else NO_POSITION
             rest = data[max(0, data.rfind(CHAT_TEXT_FIELD)) :]
         if b'"usage":{' in rest or b'"usage": {' in rest:
             self._read_usage(data)
@@ -132,22 +136,22 @@ class RequestSample:
         self.text_events += count
 
     def _read_usage(self, data: bytes) -> None:
-        at = max(data.rfind(b'"usage":{'), data.rfind(b'"usage": {'))
-        for found in parse_events(data[data.rfind(b"data:", 0, at) :]):
-            if found.get("usage"):
-                self.usage = parse_usage(found["usage"])
+        position = max(data.rfind(b'"usage":{'), data.rfind(b'"usage": {'))
+        for event in parse_events(data[data.rfind(b"data:", 0, position) :]):
+            if event.get("usage"):
+                self.usage = parse_usage(event["usage"])
 
     def finish(self, now: float, body: bytes = b"") -> None:
-        """The answer is complete; `body`: of one that is no event stream."""
+        """Record the end of the response. `body` is empty for an event stream."""
         self.ended_at = now
         if not self.status:
-            self.error = self.error or "no HTTP answer"
+            self.error = self.error or "no HTTP response"
         elif self.status != 200:
             code = parse_error_code(body)
             self.error = f"http {self.status}" + (f" {code}" if code else "")
 
     def response_text(self) -> str:
-        """What the kept events say."""
+        """Return the text of the stored response."""
         parts = []
         for event in parse_events(b"".join(self.body)):
             for choice in event.get("choices", ()):
@@ -157,42 +161,42 @@ class RequestSample:
 
 
 def count_text_events(data: bytes) -> int:
-    """Events with text in whole events."""
-    for some, empty in TEXT_FIELDS:
-        found = data.count(some)
-        if found:
-            found -= data.count(empty)
-            if found:
-                return found
+    """Return the number of events with text in complete events."""
+    for field, empty_field in TEXT_FIELDS:
+        count = data.count(field)
+        if count:
+            count -= data.count(empty_field)
+            if count:
+                return count
     return 0
 
 
 def parse_events(data: bytes) -> Sequence[Mapping[str, Any]]:
-    """JSON of whole events; what is not JSON is left out."""
-    found = []
+    """Return the JSON objects of complete events; other events are skipped."""
+    events = []
     for part in data.split(EVENT_END):
-        at = part.find(b"data:")
-        if at >= 0:
+        start = part.find(b"data:")
+        if start >= 0:
             try:
-                found.append(msgspec.json.decode(part[at + 5 :].strip()))
+                events.append(msgspec.json.decode(part[start + 5 :].strip()))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
-    return [one for one in found if isinstance(one, dict)]
+    return [event for event in events if isinstance(event, dict)]
 
 
-def parse_usage(found: Mapping[str, Any]) -> ServerUsage:
-    """Of a response's `usage`."""
-    details = found.get("prompt_tokens_details") or {}
+def parse_usage(usage: Mapping[str, Any]) -> ServerUsage:
+    """Return the counts of a response's `usage` object."""
+    details = usage.get("prompt_tokens_details") or {}
     return ServerUsage(
-        found.get("prompt_tokens") or 0,
-        found.get("completion_tokens") or 0,
+        usage.get("prompt_tokens") or 0,
+        usage.get("completion_tokens") or 0,
         details.get("cached_tokens") or 0,
     )
 
 
 def parse_error_code(body: bytes) -> str:
-    """The error's code, or the beginning of its text."""
-    found = re.search(rb'"code": ?"([^"]+)"', body) or re.search(
+    """Return the code of an error body, else the start of its message, else an empty string."""
+    match = re.search(rb'"code": ?"([^"]+)"', body) or re.search(
         rb'"message": ?"([^"]{1,80})', body
     )
-    return found[1].decode(errors="replace") if found else ""
+    return match[1].decode(errors="replace") if match else ""

@@ -1,4 +1,4 @@
-"""Words that are one token each, so that a prompt of N words is a prompt of N tokens."""
+"""Words that are one token each, so that a prompt of N words has N tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo.core.errors import ConfigError
+from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.tasks import run_all
 from dynamo.operations.bench.load_client import LoadClient, Unreachable
 
@@ -74,72 +75,74 @@ CHECKED_WORDS = 200
 
 
 def words_from_tokenizer(folder: str) -> Sequence[str]:
-    """Those that the tokenizer in `folder` makes one token of. Raises `ConfigError`. Blocks."""
+    """Return the common words that are one token for the tokenizer in `folder`. Raises
+    `ConfigError`. Blocks."""
     from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 
     path = Path(folder)
     if path.is_dir():
         path /= "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"no tokenizer in {folder}", hint="wanted a folder with tokenizer.json")
+        raise ConfigError(f"no tokenizer in {folder}", hint="name a folder with tokenizer.json")
     tokenizer = load_tokenizer_blocking(path)
     return _require_enough_words(
-        [one for one in CANDIDATES if len(tokenizer.encode(f" {one}")) == 4]
+        [word for word in CANDIDATES if len(tokenizer.encode(f" {word}")) == TOKEN_BYTES]
     )
 
 
 def token_counter_from_tokenizer(folder: str) -> Callable[[str], int]:
-    """Counts a text's tokens by the tokenizer in `folder`. Blocks."""
+    """Return a function that counts a text's tokens with the tokenizer in `folder`. Blocks."""
     from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 
     path = Path(folder)
     tokenizer = load_tokenizer_blocking(path / "tokenizer.json" if path.is_dir() else path)
-    return lambda text: len(tokenizer.encode(text)) // 4
+    return lambda text: len(tokenizer.encode(text)) // TOKEN_BYTES
 
 
 async def words_from_server(server: LoadClient, model: str) -> Sequence[str]:
-    """Those that the server's /tokenize makes one token of. Raises `Unreachable`."""
+    """Return the common words that are one token for the server's /tokenize. Raises
+    `Unreachable`."""
     await count_tokens(server, model, " the")
-    places = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+    calls = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
-    async def alone(word: str) -> bool:
-        async with places:
+    async def is_single_token(word: str) -> bool:
+        async with calls:
             return await count_tokens(server, model, f" {word}") == 1
 
-    single = await run_all(*(alone(word) for word in CANDIDATES))
+    single = await run_all(*(is_single_token(word) for word in CANDIDATES))
     words = _require_enough_words(
-        [word for word, one in zip(CANDIDATES, single, strict=True) if one]
+        [word for word, is_single in zip(CANDIDATES, single, strict=True) if is_single]
     )
-    text = "".join(f" {words[at % len(words)]}" for at in range(CHECKED_WORDS))
+    text = "".join(f" {words[index % len(words)]}" for index in range(CHECKED_WORDS))
     if await count_tokens(server, model, text) != CHECKED_WORDS:
         raise Unreachable(
-            "the model's tokens of a text are not those of its words",
+            "the model does not tokenize a text word by word",
             hint="give the tokenizer with --tokenizer FOLDER",
         )
     return words
 
 
 async def count_tokens(server: LoadClient, model: str, text: str) -> int:
-    """By the server. Raises `Unreachable` where it does not know /tokenize."""
+    """Return the server's token count of `text`. Raises `Unreachable` if /tokenize fails."""
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    status, answer = await server.fetch_json("/tokenize", body)
-    if status != 200 or not isinstance(answer, dict) or "tokens" not in answer:
-        raise _tokenize_error(status, answer)
-    return len(answer["tokens"])
+    status, response = await server.fetch_json("/tokenize", body)
+    if status != 200 or not isinstance(response, dict) or "tokens" not in response:
+        raise _tokenize_error(status, response)
+    return len(response["tokens"])
 
 
-def _tokenize_error(status: int, answer: object) -> Unreachable:
-    error = answer.get("error") if isinstance(answer, dict) else None
-    told = error if isinstance(error, dict) else {}
-    hint = "another model is named by --model; a server without /tokenize needs --tokenizer FOLDER"
-    message = f"/tokenize answers {status} {told.get('message') or ''}".strip()
-    return Unreachable(message, hint=told.get("hint") or hint)
+def _tokenize_error(status: int, response: object) -> Unreachable:
+    body = response.get("error") if isinstance(response, dict) else None
+    error = body if isinstance(body, dict) else {}
+    hint = "--model names another model; a server without /tokenize needs --tokenizer FOLDER"
+    message = f"/tokenize answers {status} {error.get('message') or ''}".strip()
+    return Unreachable(message, hint=error.get("hint") or hint)
 
 
 def _require_enough_words(words: Sequence[str]) -> Sequence[str]:
     if len(words) < MIN_WORDS:
         raise ConfigError(
-            f"this tokenizer knows only {len(words)} common English words as one token",
-            hint="measure with a trace of texts: --sharegpt FILE",
+            f"only {len(words)} common English words are single tokens of this tokenizer",
+            hint="measure with the texts of a ShareGPT file: --sharegpt FILE",
         )
     return words

@@ -1,4 +1,4 @@
-"""Requests that were recorded elsewhere."""
+"""Readers of recorded requests: Mooncake traces and ShareGPT files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CountTokens = Callable[[str], int]
 
 
 class TraceRow(msgspec.Struct):
-    """A line of a Mooncake trace. Times in milliseconds; `delay` after the row before of the same
-    session ended."""
+    """A line of a Mooncake trace, times in milliseconds. `delay` passes after the response to the
+    previous row of the same session."""
 
     input_length: Annotated[int, msgspec.Meta(ge=0)]
     output_length: Annotated[int, msgspec.Meta(ge=0)]
@@ -32,68 +32,79 @@ class TraceRow(msgspec.Struct):
 
 
 def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[SessionPlan]:
-    """Sessions of a trace, JSON lines (.gz too), by their starts; `rows` only the first so many;
-    times are divided by `speed`. Raises `ConfigError`. Blocks."""
-    together: dict[str, list[TraceRow]] = {}
-    for at, row in enumerate(islice(read_rows(path), rows or None)):
-        key = f"row {at}" if row.session_id is None else f"session {row.session_id}"
-        together.setdefault(key, []).append(row)
-    sessions = [_session(found, speed) for found in together.values()]
+    """Read the sessions of a Mooncake trace (JSON lines, plain or .gz), ordered by start.
+
+    Reads the first `rows` lines, 0 for all. Times are divided by `speed`. Raises `ConfigError`.
+    Blocks.
+    """
+    sessions = [_make_session(session, speed) for session in read_trace_sessions(path, rows)]
     return sorted(sessions, key=lambda session: session.start_s or 0.0)
 
 
-def read_rows(path: str) -> Iterator[TraceRow]:
-    """The lines of a Mooncake trace (.gz too). Raises `ConfigError`. Blocks."""
+def read_trace_sessions(path: str, rows: int = 0) -> list[list[tuple[int, TraceRow]]]:
+    """Read the first `rows` lines of a Mooncake trace (0 = all), grouped by session.
+
+    Each row comes with its number from 0. A row without a session id is a session by itself.
+    Raises `ConfigError`. Blocks.
+    """
+    sessions: dict[str, list[tuple[int, TraceRow]]] = {}
+    for number, row in enumerate(islice(_read_rows(path), rows or None)):
+        key = f"row {number}" if row.session_id is None else f"session {row.session_id}"
+        sessions.setdefault(key, []).append((number, row))
+    return list(sessions.values())
+
+
+def _read_rows(path: str) -> Iterator[TraceRow]:
     decoder = msgspec.json.Decoder(TraceRow)
-    for at, line in enumerate(_read_lines(path)):
+    for number, line in enumerate(_read_lines(path), 1):
         try:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{path}:{at + 1}: {error}",
-                hint="wanted lines of {timestamp, input_length, output_length, hash_ids}",
+                f"{path}:{number}: {error}",
+                hint="each line must be {timestamp, input_length, output_length, hash_ids}",
             ) from None
 
 
-def _session(rows: Sequence[TraceRow], speed: float) -> SessionPlan:
+def _make_session(rows: Sequence[tuple[int, TraceRow]], speed: float) -> SessionPlan:
     turns = [
         RequestPlan(
             row.input_length,
             max(1, row.output_length),
-            delay_s=row.delay / 1000 / speed if at else 0.0,
+            delay_s=row.delay / 1000 / speed if turn else 0.0,
             hash_ids=row.hash_ids,
         )
-        for at, row in enumerate(rows)
+        for turn, (_, row) in enumerate(rows)
     ]
-    return SessionPlan(turns, start_s=rows[0].timestamp / 1000 / speed)
+    return SessionPlan(turns, start_s=rows[0][1].timestamp / 1000 / speed)
 
 
-def read_sharegpt(
-    path: str, count: CountTokens, *, turns: int = 1, rows: int = 0
-) -> Sequence[SessionPlan]:
-    """Conversations of a ShareGPT file, cut to `turns` questions (0: all); an answer is as long as
-    the file's. Raises `ConfigError`. Blocks."""
+def read_sharegpt(path: str, count: CountTokens, *, turns: int = 1) -> Sequence[SessionPlan]:
+    """Read the conversations of a ShareGPT file, cut to `turns` questions (0 = all).
+
+    Requested output lengths are those of the recorded answers. Raises `ConfigError`. Blocks.
+    """
     sessions: list[SessionPlan] = []
     for conversation in _conversations(path):
-        if rows and len(sessions) >= rows:
-            break
-        found = list(_user_turns(conversation, count))
-        if found:
-            sessions.append(SessionPlan(found[: turns or None], history=True))
+        requests = list(_user_turns(conversation, count))
+        if requests:
+            sessions.append(SessionPlan(requests[: turns or None], history=True))
     if not sessions:
-        raise ConfigError(f"{path}: no conversations", hint="a list of {conversations: [...]}")
+        raise ConfigError(
+            f"{path}: no conversations", hint="the file must be a list of {conversations: [...]}"
+        )
     return sessions
 
 
 def _user_turns(conversation: Iterable[Any], count: CountTokens) -> Iterator[RequestPlan]:
     question = ""
     for message in conversation:
-        who = str(message.get("from") or message.get("role"))
-        said = str(message.get("value") or message.get("content") or "")
-        if who in USER_ROLES:
-            question = said
-        elif who in ASSISTANT_ROLES and question and said:
-            yield RequestPlan(count(question), max(1, count(said)), text=question, answer=said)
+        role = str(message.get("from") or message.get("role"))
+        text = str(message.get("value") or message.get("content") or "")
+        if role in USER_ROLES:
+            question = text
+        elif role in ASSISTANT_ROLES and question and text:
+            yield RequestPlan(count(question), max(1, count(text)), text=question, answer=text)
             question = ""
 
 
@@ -101,14 +112,15 @@ def _conversations(path: str) -> Iterator[Iterable[Any]]:
     lines = list(_read_lines(path))
     try:
         if lines and lines[0].lstrip().startswith(b"["):
-            found = msgspec.json.decode(b"\n".join(lines))
+            records = msgspec.json.decode(b"\n".join(lines))
         else:
-            found = [msgspec.json.decode(line) for line in lines]
+            records = [msgspec.json.decode(line) for line in lines]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", hint="wanted a ShareGPT file, JSON") from None
-    for one in found:
-        if isinstance(one, dict):
-            yield one.get("conversations") or one.get("conversation") or one.get("messages") or ()
+        raise ConfigError(f"{path}: {error}", hint="the file must be ShareGPT JSON") from None
+    for record in records:
+        if isinstance(record, dict):
+            names = ("conversations", "conversation", "messages")
+            yield next((record[name] for name in names if record.get(name)), ())
 
 
 def _read_lines(path: str) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""What is to be measured, as values."""
+"""Values that describe a benchmark's server, requests and load."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import msgspec
 
 
 class RequestPlan(msgspec.Struct, frozen=True):
-    """One request. Its prompt is `text`; else blocks of words fixed by `hash_ids`; else fresh
-    words. `delay_s` passes after the turn before; `answer` stands in the conversation for what the
-    server said."""
+    """A request of a session.
+
+    The prompt is `text`, else the blocks of words that `hash_ids` determine, else fresh words. The
+    request is sent `delay_s` after the previous turn. A recorded `answer` takes the place of the
+    server's answer in the conversation.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -22,8 +25,9 @@ class RequestPlan(msgspec.Struct, frozen=True):
 
 
 class SessionPlan(msgspec.Struct, frozen=True):
-    """Turns one after the other. `start_s`: when the first is due, from the run's begin; None: as
-    soon as there is a place. `history`: every turn's prompt holds the turns before it."""
+    """Requests that run one after the other. `start_s` counts from the beginning of the run; None
+    starts the session as soon as another ends. With `history`, each prompt contains the previous
+    turns."""
 
     turns: Sequence[RequestPlan]
     start_s: float | None = None
@@ -31,7 +35,7 @@ class SessionPlan(msgspec.Struct, frozen=True):
 
 
 class BenchTarget(msgspec.Struct, frozen=True):
-    """The server, and what every request says. `extra` is merged into each body."""
+    """The measured server and the common part of its requests. `extra` is merged into each body."""
 
     url: str = "http://127.0.0.1:8000"
     model: str = "default"
@@ -43,8 +47,8 @@ class BenchTarget(msgspec.Struct, frozen=True):
 
 
 class RequestShape(msgspec.Struct, frozen=True):
-    """Prompts and answers of made-up requests. `prefix_share` of each prompt is one of `prefixes`
-    shared beginnings; `turns` over 1: conversations."""
+    """Lengths of synthetic requests. The first `prefix_share` of each prompt is one of `prefixes`
+    shared prefixes. Sessions with several `turns` are conversations."""
 
     input_tokens: int = 128
     output_tokens: int = 64
@@ -54,9 +58,12 @@ class RequestShape(msgspec.Struct, frozen=True):
 
 
 class LoadProfile(msgspec.Struct, frozen=True):
-    """How requests come. `rate` requests a second, growing evenly to `rate_to`, else `concurrency`
-    at a time; until `duration_s` have passed or `requests` were sent (0: no limit). `seed` 0: other
-    prompts in every run, so that no cache knows them from the run before."""
+    """Arrival of requests.
+
+    An open loop sends `rate` requests per second, growing linearly to `rate_to`. With rate 0, a
+    closed loop holds `concurrency` in flight. The run ends after `duration_s` or `requests`
+    (0 = no limit). Seed 0 means a random seed: prompts of earlier runs are in no cache then.
+    """
 
     concurrency: int = 1
     rate: float = 0.0
@@ -69,12 +76,12 @@ class LoadProfile(msgspec.Struct, frozen=True):
 
 
 class LatencyObjectives(msgspec.Struct, frozen=True):
-    """A request is good whose first token and whose mean gap between texts are in time; 0: any."""
+    """Limits on TTFT and on the mean inter-token latency of a good request; 0 sets no limit."""
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
 
     @property
     def any_set(self) -> bool:
-        """Is there any?"""
+        """True if at least one limit is set."""
         return bool(self.ttft_ms or self.itl_ms)

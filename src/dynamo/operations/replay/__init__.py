@@ -1,2 +1,1 @@
-"""What a trace would do on a cluster: the router, engines, caches and events themselves, under
-virtual time."""
+"""Replay of a trace on a simulated cluster: the real router, engines and caches in virtual time."""

@@ -1,5 +1,7 @@
-"""Simulated workers, and the router and admission before them, as a deployment has them; only the
-wire is left out: what the router sends is handed to the engine."""
+"""A simulated cluster: workers with the router and admission of a deployment.
+
+Requests skip the request plane: the router's dispatch calls the engine directly.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ OnLoadReport = Callable[[str, Load, float], None]
 
 
 class ReplayWorkers(msgspec.Struct, frozen=True):
-    """How many, each with `ranks` times `engine`, as fast as `timing` says. `num_blocks`: of each
-    in turn, where their memories differ."""
+    """`count` workers with `ranks` engines each. If `num_blocks` is not empty, the workers take its
+    values in turn for their number of blocks."""
 
     count: int
     engine: EngineInfo
@@ -64,7 +66,7 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
     prefix_caching: bool = True
 
     def engine_info_of(self, number: int) -> EngineInfo:
-        """What the engine of one of them is."""
+        """Return the engine info of worker `number`."""
         if not self.num_blocks:
             return self.engine
         blocks = self.num_blocks[number % len(self.num_blocks)]
@@ -72,13 +74,13 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
 
 
 class ReplayEngine(Engine):
-    """One engine of a cluster, that says what comes to it. `number`: among all engines."""
+    """An engine of a cluster, which logs its requests. `number` counts all engines."""
 
     def __init__(
-        self, engine: BatchedEngine, leaper: FastForward, number: int, log: ReplayLog
+        self, engine: BatchedEngine, fast_forward: FastForward, number: int, log: ReplayLog
     ) -> None:
         self._engine = engine
-        self._fast_forward = leaper
+        self._fast_forward = fast_forward
         self._number = number
         self._log = log
 
@@ -97,39 +99,42 @@ class ReplayEngine(Engine):
 
 
 class ReplayCluster:
-    """`async with Cluster(...)`: started. `send` is a `Send`, through admission where there is a
-    `promise`; `engines`: those of the first worker's ranks, then of the second's, and so on."""
+    """A cluster that runs inside `async with`.
+
+    `send` passes requests through the router, and through admission if there is an `slo`.
+    `engines` holds the ranks of the first worker, then those of the second, and so on.
+    """
 
     def __init__(
         self,
         workers: ReplayWorkers,
-        routing: RouterSettings,
+        router_settings: RouterSettings,
         log: ReplayLog,
         clock: VirtualClock,
         rng: Random,
         slo: SloLimits | None = None,
     ) -> None:
         self._workers = workers
-        self._router_settings = routing
+        self._router_settings = router_settings
         self._slo = slo
         self._log = log
         self._clock = clock
         self._rng = rng
         self._exit_stack = AsyncExitStack()
         self._fast_forwards: list[FastForward] = []
-        self._load_reports: list[LoadPublisher] = []
+        self._load_publishers: list[LoadPublisher] = []
         self._worker_engines: list[Engine] = []
         self._tasks = BackgroundTasks()
         self.send: SendRequest
         self.engines: list[BatchedEngine] = []
         self.cache_view: CacheView | None = None
-        """What the router knows of the caches, in mode kv."""
+        """The router's index of the caches in mode kv, else None."""
 
     async def __aenter__(self) -> Self:
-        place = f"memory:replay-{next(_plane_numbers)}"
-        self._discovery = await open_discovery(place)
+        url = f"memory:replay-{next(_plane_numbers)}"
+        self._discovery = await open_discovery(url)
         self._exit_stack.push_async_callback(self._discovery.close)
-        self._events = await open_events(place, self._discovery)
+        self._events = await open_events(url, self._discovery)
         self._exit_stack.push_async_callback(self._events.close)
         self._requests = await open_requests("memory:")
         self._exit_stack.push_async_callback(self._requests.close)
@@ -139,23 +144,23 @@ class ReplayCluster:
         self._client = await self._open_client()
         self._policy = await self._open_policy()
         self._exit_stack.push_async_callback(self._policy.close)
-        hearers = self._load_report_listeners()
+        listeners = self._load_report_listeners()
         if self._slo is None:
             self.send = WorkerRouter(self._policy, self._dispatch, clock=self._clock).send
         else:
             self.send, admission = self.add_admission(self._slo)
-            hearers.append(admission.on_load_report)
-        await self._start_load_reports(hearers)
+            listeners.append(admission.on_load_report)
+        await self._start_load_reports(listeners)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._exit_stack.aclose()
 
     def add_admission(
-        self, promise: SloLimits, metrics: Registry | None = None
+        self, slo: SloLimits, metrics: Registry | None = None
     ) -> tuple[SendRequest, Admission]:
-        """Everything that a request passes, with admission first."""
-        admission = Admission(self._client, self._policy, self._clock, promise, metrics)
+        """Return a `send` that passes requests through admission and router, and the admission."""
+        admission = Admission(self._client, self._policy, self._clock, slo, metrics)
         self._exit_stack.callback(admission.close)
         router = WorkerRouter(
             self._policy,
@@ -166,16 +171,16 @@ class ReplayCluster:
         return assemble([admission], router.send), admission
 
     def deliver_computed_tokens(self) -> None:
-        """Hand out every token that is computed by now."""
-        for leaper in self._fast_forwards:
-            leaper.catch_up()
+        """Deliver the tokens that fast-forwarding engines have computed up to now."""
+        for fast_forward in self._fast_forwards:
+            fast_forward.catch_up()
 
     async def _add_worker(self, number: int) -> None:
         ranks = [self._make_engine(number) for _ in range(self._workers.ranks)]
-        served = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
-        info = await served.start()
-        self._exit_stack.push_async_callback(served.stop)
-        self._worker_engines.append(served)
+        engine = ranks[0] if len(ranks) == 1 else DataParallelEngine(ranks)
+        info = await engine.start()
+        self._exit_stack.push_async_callback(engine.stop)
+        self._worker_engines.append(engine)
         instance = Instance(
             id=str(number),
             address=f"memory://{number}",
@@ -187,9 +192,9 @@ class ReplayCluster:
         await self._discovery.put(instance_key(instance), encode_instance(instance))
 
     def _make_engine(self, number: int) -> ReplayEngine:
-        """One more engine of that worker."""
+        """Create and register an engine of worker `number`."""
         workers = self._workers
-        engine, leaper = make_simulated_engine(
+        engine, fast_forward = make_simulated_engine(
             workers.engine_info_of(number),
             workers.timing,
             self._clock,
@@ -199,8 +204,8 @@ class ReplayCluster:
             prefix_caching=workers.prefix_caching,
         )
         self.engines.append(engine)
-        self._fast_forwards.append(leaper)
-        return ReplayEngine(engine, leaper, len(self.engines) - 1, self._log)
+        self._fast_forwards.append(fast_forward)
+        return ReplayEngine(engine, fast_forward, len(self.engines) - 1, self._log)
 
     async def _open_client(self) -> Client:
         prefix = workers_prefix(NAMESPACE, COMPONENT, ENDPOINT)
@@ -232,32 +237,32 @@ class ReplayCluster:
         )
 
     def _load_report_listeners(self) -> list[OnLoadReport]:
-        """Who goes by what workers report of themselves, in mode kv."""
+        """Return the listeners of load reports that the policy has in mode kv."""
         states = self._policy.worker_states
         if states is not None and make_cost(self._router_settings).uses_load_reports:
             return [states.on_load_report]
         return []
 
-    async def _start_load_reports(self, hearers: Sequence[OnLoadReport]) -> None:
-        """Let workers report to them."""
-        if hearers:
+    async def _start_load_reports(self, listeners: Sequence[OnLoadReport]) -> None:
+        """Publish the workers' loads if anyone uses them, and pass them to the `listeners`."""
+        if listeners:
             loads = LoadView(self._clock)
-            for hearer in hearers:
-                loads.add_listener(hearer)
+            for listener in listeners:
+                loads.add_listener(listener)
             await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
             self._exit_stack.callback(loads.close)
-        if hearers or self._router_settings.mode == ADAPTIVE:
+        if listeners or self._router_settings.mode == ADAPTIVE:
             for number, engine in enumerate(self._worker_engines):
                 await self._publish_load(engine, str(number))
 
     async def _publish_load(self, engine: Engine, name: str) -> None:
-        """Let the router hear of the engine's load as it does in a deployment."""
+        """Publish the engine's load on the event plane, as a worker of a deployment does."""
         subject = f"{NAMESPACE}.{COMPONENT}{LOAD_METRICS_SUFFIX}"
         source = await self._events.open_source(subject, name, latest=True)
         self._exit_stack.push_async_callback(source.close)
-        report = LoadPublisher(engine, source, self._clock)
-        self._load_reports.append(report)
-        self._tasks.start(report.run(), "load report")
+        publisher = LoadPublisher(engine, source, self._clock)
+        self._load_publishers.append(publisher)
+        self._tasks.start(publisher.run(), "load report")
 
     def _feed_cache_view(self, engine: BatchedEngine, view: CacheView, name: str) -> None:
         view.apply(name, ())
@@ -266,9 +271,9 @@ class ReplayCluster:
     async def _dispatch(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
-        """A `SendTo`."""
+        """Send a request to the engine of `instance` (a `SendTo`)."""
         number = int(instance.id)
-        for report in self._load_reports[number : number + 1]:
-            report.on_load_changed()
+        for publisher in self._load_publishers[number : number + 1]:
+            publisher.on_load_changed()
         with self._client.track_call(instance):
             await self._worker_engines[number].generate(request, context, reply)

@@ -1,4 +1,4 @@
-"""Runs a trace on a simulated cluster."""
+"""Replay of a trace on a simulated cluster, and its result."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dynamo.scheduling.router.factory import KV
 
 SAMPLING = SamplingParams()
 SIMULTANEOUS_S = 1e-9
-"""Timers so close to each other fire together: who arrives then arrives at one instant."""
+"""Arrivals this close to each other happen at the same instant of virtual time."""
 DEADLOCK_AFTER_S = 3600.0
 STOPS = StopConditions()
-"""The same for all: no policy may see how long an answer will be."""
+"""Stop conditions of every request. Policies must not see how long an answer will be."""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """What is replayed on what. `promise`: what admission goes by (None: there is none); `about`:
-    the settings, for the result."""
+    """Everything that determines a replay but the conversations. There is no admission if `slo` is
+    None. `settings` is copied into the result."""
 
     trace: str
     workers: ReplayWorkers
@@ -74,14 +74,14 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
 
 class Replay:
-    """One replay; `run` it once."""
+    """A replay. Call `run` once."""
 
     def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
         self._plan = plan
         self._progress = progress
 
     def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
-        """Replay `conversations`, which come in order of their start. Raises `Deadlock`."""
+        """Replay `conversations`, which are ordered by start. Raises `Deadlock`."""
         wall, cpu = time.perf_counter(), time.process_time()
         log = run_in_virtual_time(lambda clock: self._replay(clock, conversations))
         took = (time.perf_counter() - wall, time.process_time() - cpu)
@@ -109,8 +109,8 @@ class Replay:
             await tasks.join()
             log.close()
             self._duration_s = clock.now()
-            self._preemptions = sum(one.scheduler.preemptions for one in cluster.engines)
-            self._evictions = sum(one.scheduler.pool.evictions for one in cluster.engines)
+            self._preemptions = sum(engine.scheduler.preemptions for engine in cluster.engines)
+            self._evictions = sum(engine.scheduler.pool.evictions for engine in cluster.engines)
         return log
 
     async def _run_conversation(
@@ -123,13 +123,13 @@ class Replay:
         for turn in conversation.requests:
             if turn.delay_s:
                 await clock.sleep(turn.delay_s)
-            flight = log.on_arrival(turn)
-            name = str(turn.row)
-            ids = bytes(turn.prompt_tokens * TOKEN_BYTES)
-            request = GenerateRequest(name, self._plan.trace, ids, SAMPLING, STOPS)
+            reply = log.on_arrival(turn)
+            request_id = str(turn.row)
+            token_ids = bytes(turn.prompt_tokens * TOKEN_BYTES)
+            request = GenerateRequest(request_id, self._plan.trace, token_ids, SAMPLING, STOPS)
             error = ""
             try:
-                await cluster.send(request, Context(name), flight)
+                await cluster.send(request, Context(request_id), reply)
             except DynamoError as failure:
                 error = failure.code
             log.on_ended(turn, error)
@@ -140,7 +140,7 @@ class Replay:
             cluster.deliver_computed_tokens()
         if log.in_flight and log.clock.now() > log.last_progress_s + DEADLOCK_AFTER_S:
             raise Deadlock(
-                f"{len(log.in_flight)} requests wait and nothing has moved since "
+                f"{len(log.in_flight)} requests are in flight without progress since "
                 f"{log.last_progress_s:.0f} s of virtual time"
             )
 

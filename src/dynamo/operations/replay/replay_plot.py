@@ -61,5 +61,6 @@ def _headline(result: ReplayResult) -> str:
     return (
         f"{result.trace}: {settings.get('workers')} workers, "
         f"{settings.get('router_mode')}{policy}, eviction {settings.get('eviction')}; "
-        f"{result.reuse_first_admission:.1%} reused, TTFT {result.ttft_ms.mean:.0f} ms, E2E {result.e2e_ms.mean:.0f} ms"
+        f"{result.reuse_first_admission:.1%} reused, TTFT {result.ttft_ms.mean:.0f} ms, "
+        f"E2E {result.e2e_ms.mean:.0f} ms"
     )

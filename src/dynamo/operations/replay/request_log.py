@@ -1,4 +1,4 @@
-"""Requests on their way through a replay, and what is kept of them."""
+"""The log of a replay: requests in flight, and measurements of the finished ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FIRST_UNIQUE_BLOCK = 1 << 62
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):
-    """Where a request went, and when (virtual time). `worker`: of workers with data-parallel ranks
-    the engine, those of the first worker first."""
+    """The engine that a request was sent to, and the virtual time. `request` is its line in the
+    trace. `worker` counts engines: the ranks of the first worker come first."""
 
     request: int
     worker: int
@@ -31,7 +31,7 @@ class PlacementRecord(msgspec.Struct, frozen=True):
 
 
 class ReplayRequest(Reply):
-    """One request under way. `leaper`: of the worker that answers."""
+    """A request in flight. `fast_forward` belongs to the engine that answers."""
 
     __slots__ = (
         "_last_token_s",
@@ -86,7 +86,7 @@ class ReplayRequest(Reply):
 
 
 class ReplayLog:
-    """All requests of a replay: those under way by id, what came of the others."""
+    """All requests of a replay: those in flight by id, and totals and latencies of the others."""
 
     def __init__(self, clock: Clock, blocks: TraceBlockConverter, block_tokens: int) -> None:
         self.clock = clock
@@ -97,7 +97,7 @@ class ReplayLog:
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.arrived_s = array("d")
         self.last_progress_s = 0.0
-        """When a request last came, or got a token."""
+        """Virtual time of the last arrival or token."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.requests = 0
         self.completed = 0
@@ -109,58 +109,60 @@ class ReplayLog:
         self._requests_sharing_token_times = 0
 
     def new_unique_block(self) -> int:
-        """The name of a block that nobody else has."""
+        """Return a block hash that no other prompt has."""
         self._last_unique_block += 1
         return self._last_unique_block
 
     def on_arrival(self, turn: TraceRequest) -> ReplayRequest:
-        """A request arrives."""
+        """Record the arrival of a request and return its reply."""
         hashes = self._block_converter.block_hashes(turn)
         missing = turn.prompt_tokens // self._block_tokens - len(hashes)
         hashes += [self.new_unique_block() for _ in range(missing)]
-        flight = ReplayRequest(self, turn, hashes, self.clock.now())
-        self.in_flight[str(turn.row)] = flight
+        request = ReplayRequest(self, turn, hashes, self.clock.now())
+        self.in_flight[str(turn.row)] = request
         self.requests += 1
-        self.last_progress_s = flight.arrived_s
-        return flight
+        self.last_progress_s = request.arrived_s
+        return request
 
     def on_ended(self, turn: TraceRequest, error: str = "") -> None:
-        """It is over, answered or not."""
+        """Record the end of a request, with the code of its `error` if there was one."""
         del self.in_flight[str(turn.row)]
         if error:
             self.errors[error] = self.errors.get(error, 0) + 1
 
     def prompt_of(self, request: GenerateRequest) -> Prompt:
-        """A `ReadPrompt`: what the router may know of it."""
-        flight = self.in_flight[request.request_id]
-        return Prompt(flight.trace_request.prompt_tokens, flight.block_hashes)
+        """Return the prompt for the router (a `ReadPrompt`)."""
+        replayed = self.in_flight[request.request_id]
+        return Prompt(replayed.trace_request.prompt_tokens, replayed.block_hashes)
 
     def content_of(self, request: GenerateRequest) -> tuple[SequenceContent, int, int]:
-        """A `Known`: what the engine computes."""
-        flight = self.in_flight[request.request_id]
-        content = HashContent(flight.block_hashes.copy(), self.new_unique_block)
-        return content, flight.trace_request.prompt_tokens, flight.trace_request.output_tokens
+        """Return the content, prompt tokens and output tokens for the simulated engine."""
+        replayed = self.in_flight[request.request_id]
+        content = HashContent(replayed.block_hashes.copy(), self.new_unique_block)
+        return content, replayed.trace_request.prompt_tokens, replayed.trace_request.output_tokens
 
-    def on_placed(self, request: GenerateRequest, worker: int, leaper: FastForward) -> None:
-        """It goes to that worker."""
-        flight = self.in_flight[request.request_id]
-        flight.worker, flight.fast_forward = worker, leaper
-        self._requests.append(flight.trace_request.row)
+    def on_placed(self, request: GenerateRequest, worker: int, fast_forward: FastForward) -> None:
+        """Record that a request was sent to the engine of that number."""
+        replayed = self.in_flight[request.request_id]
+        replayed.worker, replayed.fast_forward = worker, fast_forward
+        self._requests.append(replayed.trace_request.row)
         self._workers.append(worker)
         self._placed_ms.append(self.clock.now() * 1e3)
 
     @property
     def placements(self) -> Iterator[PlacementRecord]:
-        """Where requests went, in order."""
+        """Placements in the order in which they happened."""
         return map(PlacementRecord, self._requests, self._workers, self._placed_ms)
 
     def count_requests(self, worker: int) -> int:
-        """How many went to that worker."""
+        """Return the number of requests that were sent to the engine of that number."""
         return self._workers.count(worker)
 
     def on_fast_forward(self, ends: Sequence[float]) -> None:
-        """A request got a token at each of `ends`; those of one batch say so one after the other,
-        and are counted together."""
+        """Record a token at each time of `ends` for one request.
+
+        Requests of one batch pass the same object one after the other and are counted together.
+        """
         if ends is self._token_times:
             self._requests_sharing_token_times += 1
             return
@@ -168,7 +170,7 @@ class ReplayLog:
         self._token_times, self._requests_sharing_token_times = ends, 1
 
     def close(self) -> None:
-        """No more comes."""
+        """Count the token times that are still pending. Call once, at the end."""
         self._flush_token_times()
 
     def _flush_token_times(self) -> None:
@@ -177,17 +179,17 @@ class ReplayLog:
             add(after - before, times)
         self._token_times, self._requests_sharing_token_times = (), 0
 
-    def on_finished(self, flight: ReplayRequest, now: float) -> None:
-        """Its answer is complete."""
+    def on_finished(self, request: ReplayRequest, now: float) -> None:
+        """Add the measurements of a completed request whose last token came at `now`."""
         self.completed += 1
-        self.arrived_s.append(flight.arrived_s)
-        self.ttft_s.append(flight.first_token_s - flight.arrived_s)
-        self.e2e_s.append(now - flight.arrived_s)
-        if flight.output_tokens > 1:
-            self.tpot_s.append((now - flight.first_token_s) / (flight.output_tokens - 1))
-        self.prompt_tokens += flight.trace_request.prompt_tokens
-        self.cached_tokens += flight.cached_tokens
-        self.output_tokens += flight.output_tokens
+        self.arrived_s.append(request.arrived_s)
+        self.ttft_s.append(request.first_token_s - request.arrived_s)
+        self.e2e_s.append(now - request.arrived_s)
+        if request.output_tokens > 1:
+            self.tpot_s.append((now - request.first_token_s) / (request.output_tokens - 1))
+        self.prompt_tokens += request.trace_request.prompt_tokens
+        self.cached_tokens += request.cached_tokens
+        self.output_tokens += request.output_tokens
 
 
 ReplayProgressCallback = Callable[[ReplayLog], None]

@@ -1,4 +1,4 @@
-"""Traces as a replay wants them: conversations in order of their start, prompts as block hashes."""
+"""Traces for a replay: conversations ordered by start, with prompts as block hashes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from random import Random
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.operations.bench.traces import TraceRow, read_rows
+from dynamo.operations.bench.traces import TraceRow, read_trace_sessions
 
 
 class TraceRequest(msgspec.Struct, frozen=True):
-    """One request. `row`: its line in the trace, from 0; `names`: of its trace blocks, each of
-    which stands for the whole prompt up to its end; `delay_s`: after the turn before."""
+    """A request of a trace, sent `delay_s` after the previous turn. `row` is its line, from 0.
+    Each of `block_ids` identifies the whole prompt up to the end of that trace block."""
 
     row: int
     prompt_tokens: int
@@ -24,15 +24,15 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 class TraceConversation(msgspec.Struct, frozen=True):
-    """Turns one after the other, the first at `start_s`."""
+    """Requests that run one after the other, the first at `start_s`."""
 
     start_s: float
     requests: Sequence[TraceRequest]
 
 
 class ArrivalOptions(msgspec.Struct, frozen=True):
-    """When requests come: `speed` times as fast as in the trace; `smear_s`: each conversation
-    starts later by up to so much of the trace's time, by chance."""
+    """Changes to a trace's arrival times. Requests come `speed` times as fast. Each conversation
+    starts later by a random part of `jitter_s` seconds of trace time."""
 
     speed: float = 1.0
     jitter_s: float = 0.0
@@ -40,29 +40,28 @@ class ArrivalOptions(msgspec.Struct, frozen=True):
 
 
 class PrefixBlockIds:
-    """Numbers for trace blocks, one for every chain of them: equal numbers mean equal prompts."""
+    """Assigns a number to every chain of trace blocks. Equal numbers mean equal prompts."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
 
     def assign(self, hash_ids: Iterable[int | str]) -> array[int]:
-        """The numbers of a prompt's blocks; none is 0."""
+        """Return the numbers of a prompt's blocks, all above 0."""
         numbers = self._numbers
-        found = array("q")
-        above = 0
+        block_ids = array("q")
+        parent = 0
         for hash_id in hash_ids:
-            above = numbers.setdefault((above, hash_id), len(numbers) + 1)
-            found.append(above)
-        return found
+            parent = numbers.setdefault((parent, hash_id), len(numbers) + 1)
+            block_ids.append(parent)
+        return block_ids
 
 
 class TraceBlockConverter:
-    """Cuts trace blocks into blocks of the engine, or joins them."""
+    """Splits or joins trace blocks into blocks of the engine's size."""
 
     def __init__(self, trace_tokens: int, block_tokens: int) -> None:
-        """Raises `ConfigError` where neither size is a multiple of the other."""
-        big, small = max(trace_tokens, block_tokens), min(trace_tokens, block_tokens)
-        if big % small:
+        """Raise `ConfigError` if neither size is a multiple of the other."""
+        if max(trace_tokens, block_tokens) % min(trace_tokens, block_tokens):
             raise ConfigError(
                 f"trace blocks of {trace_tokens} tokens and engine blocks of {block_tokens}",
                 hint="one of --trace-block-size and --block-size must be a multiple of the other",
@@ -72,57 +71,55 @@ class TraceBlockConverter:
         self._trace_blocks_per_engine_block = block_tokens // trace_tokens
 
     def block_hashes(self, turn: TraceRequest) -> list[int]:
-        """Of the full engine blocks of its prompt, as far as the trace names them."""
+        """Return the hashes of the prompt's full engine blocks that the trace identifies."""
         full = turn.prompt_tokens // self._block_tokens
         parts = self._engine_blocks_per_trace_block
         if parts == 1:
             return list(turn.block_ids[:full])
         if parts:
-            found = [name * parts + part for name in turn.block_ids for part in range(parts)]
-            del found[full:]
-            return found
+            hashes = [block * parts + part for block in turn.block_ids for part in range(parts)]
+            del hashes[full:]
+            return hashes
         joined = self._trace_blocks_per_engine_block
         return list(turn.block_ids[joined - 1 : full * joined : joined])
 
 
 def read_trace(path: str, arrivals: ArrivalOptions, rows: int = 0) -> list[TraceConversation]:
-    """A Mooncake trace (JSON lines, .gz too), in order of start, which is 0 for the first.
-    `rows`: only the first so many. Raises `ConfigError`. Blocks."""
-    together: dict[str, list[tuple[int, TraceRow]]] = {}
-    for at, row in enumerate(read_rows(path)):
-        if rows and at >= rows:
-            break
-        key = f"row {at}" if row.session_id is None else f"session {row.session_id}"
-        together.setdefault(key, []).append((at, row))
-    if not together:
-        raise ConfigError(f"{path}: no requests", hint="a Mooncake trace: one JSON object a line")
-    names, chance = PrefixBlockIds(), Random(arrivals.seed)
-    begin = min(found[0][1].timestamp for found in together.values())
+    """Read the first `rows` lines (0 = all) of a Mooncake trace, JSON lines, plain or .gz.
+
+    Conversations are ordered by start; the first line's session starts at 0 if it is the earliest.
+    Raises `ConfigError`. Blocks.
+    """
+    sessions = read_trace_sessions(path, rows)
+    if not sessions:
+        raise ConfigError(f"{path}: no requests", hint="a Mooncake trace has a JSON object a line")
+    block_ids, rng = PrefixBlockIds(), Random(arrivals.seed)
+    begin_ms = min(session[0][1].timestamp for session in sessions)
     conversations = [
-        _make_conversation(found, begin, names, arrivals, chance) for found in together.values()
+        _make_conversation(session, begin_ms, block_ids, arrivals, rng) for session in sessions
     ]
-    return sorted(conversations, key=lambda one: one.start_s)
+    return sorted(conversations, key=lambda conversation: conversation.start_s)
 
 
 def _make_conversation(
     rows: Sequence[tuple[int, TraceRow]],
-    begin: float,
-    names: PrefixBlockIds,
+    begin_ms: float,
+    block_ids: PrefixBlockIds,
     arrivals: ArrivalOptions,
-    chance: Random,
+    rng: Random,
 ) -> TraceConversation:
     scale = 1e-3 / arrivals.speed
-    start_s = (rows[0][1].timestamp - begin) * scale
+    start_s = (rows[0][1].timestamp - begin_ms) * scale
     if arrivals.jitter_s:
-        start_s += chance.random() * arrivals.jitter_s / arrivals.speed
+        start_s += rng.random() * arrivals.jitter_s / arrivals.speed
     turns = [
         TraceRequest(
-            at,
+            number,
             max(1, row.input_length),
             max(1, row.output_length),
-            names.assign(row.hash_ids),
-            row.delay * scale if number else 0.0,
+            block_ids.assign(row.hash_ids),
+            row.delay * scale if turn else 0.0,
         )
-        for number, (at, row) in enumerate(rows)
+        for turn, (number, row) in enumerate(rows)
     ]
     return TraceConversation(start_s, turns)
