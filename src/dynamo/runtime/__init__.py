@@ -1,4 +1,4 @@
-"""Components, endpoints, clients, life cycle, health and processes; knows nothing of models."""
+"""Components, endpoints, clients, lifecycle, health and processes; knows nothing of models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _MODULE_OF = {
     "WorkerInfo": "worker_discovery",
 }
 
-if not TYPE_CHECKING:  # so that a name which is not there stays an error to the type checker
+if not TYPE_CHECKING:  # unknown names stay errors to the type checker
 
     def __getattr__(name: str) -> Any:
         """Load the module of a public name on first use, so that importing dynamo stays instant."""

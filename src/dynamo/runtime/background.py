@@ -1,5 +1,7 @@
-"""The secondary runtime: a thread with an event loop of its own for leases, heartbeats and
-discovery I/O, so that a busy primary loop never loses its lease."""
+"""The secondary runtime: a thread with its own event loop for leases, heartbeats and discovery I/O.
+
+A busy primary loop therefore never loses its lease.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ T = TypeVar("T")
 
 
 class Background(ABC):
-    """Where work runs that must not wait for the primary loop."""
+    """Runs coroutines that must not wait for the primary loop."""
 
     @abstractmethod
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` there and wait for it; cancelling the wait cancels the work."""
+        """Run `work` and wait for its result. Cancelling the wait cancels the work."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Cancel what is left, end the loop."""
+        """Cancel running work and end the loop."""
 
 
 class InlineBackground(Background):
-    """No thread: the primary loop itself (memory: planes, the simulator)."""
+    """Runs work on the primary loop (`memory:` planes and the simulator)."""
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         return await work
@@ -38,7 +40,7 @@ class InlineBackground(Background):
 
 
 class ThreadBackground(Background):
-    """A daemon thread with a stdlib event loop."""
+    """Runs work on a daemon thread with an asyncio event loop."""
 
     def __init__(self, name: str = "dynamo-background") -> None:
         self._loop = asyncio.new_event_loop()
@@ -47,11 +49,11 @@ class ThreadBackground(Background):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The secondary event loop; use it from other threads by its threadsafe calls alone."""
+        """The secondary event loop. Other threads may use only its threadsafe methods."""
         return self._loop
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `work` there; the future may be cancelled."""
+        """Start `work` and return a future, which may be cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -75,8 +77,10 @@ class ThreadBackground(Background):
 
 
 class Runtime:
-    """The two halves of one process: `primary` runs requests, `secondary` timers, heartbeats and
-    discovery I/O; `cancellation_token` is cancelled when the process is to stop."""
+    """The loops of a process: `primary` runs requests, `secondary` heartbeats and discovery I/O.
+
+    `cancellation_token` is cancelled when the process has to stop.
+    """
 
     def __init__(
         self,
@@ -92,8 +96,8 @@ class Runtime:
 
 
 async def _cancel_others() -> None:
-    mine = asyncio.current_task()
-    others = [task for task in asyncio.all_tasks() if task is not mine]
+    current = asyncio.current_task()
+    others = [task for task in asyncio.all_tasks() if task is not current]
     for task in others:
         task.cancel()
     if others:

@@ -1,4 +1,4 @@
-"""A token that says "stop" to everything under it."""
+"""A cancellation token with children."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class CancellationToken:
-    """Cancelled once, for ever; its children with it. Lives on one event loop."""
+    """Can be cancelled once, together with its children. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -15,7 +15,7 @@ class CancellationToken:
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called here or above."""
+        """Whether `cancel` was called on this token or a parent."""
         return self._event.is_set()
 
     def cancel(self) -> None:
@@ -28,13 +28,13 @@ class CancellationToken:
             listener()
 
     def child(self) -> CancellationToken:
-        """A token that is cancelled with this one, and may be cancelled alone."""
+        """Create a token that is cancelled with this one and may be cancelled alone."""
         child = CancellationToken()
         self.on_cancel(child.cancel)
         return child
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when cancelled; at once where that has happened."""
+        """Call `callback` on cancellation, or at once if the token is cancelled already."""
         if self._event.is_set():
             callback()
         else:

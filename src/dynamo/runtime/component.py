@@ -1,4 +1,4 @@
-"""Namespace, component, endpoint: how a callable thing is named, served and reached."""
+"""Namespaces, components and endpoints: naming, serving and clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dynamo.runtime.distributed import DistributedRuntime
 
 WITHDRAW_GRACE_S = 0.25
-"""Callers hear of a withdrawal a little later; until then their calls are still answered."""
+"""Callers learn of a withdrawal with a delay; calls within this time are still answered."""
 
 _NAME_PATTERN = re.compile(r"[^./\s]+\Z")
 _ENDPOINT_PATTERN = re.compile(r"\S+\Z")
@@ -40,7 +40,7 @@ class EndpointReference(NamedTuple):
 
 
 def parse_reference(text: str) -> EndpointReference:
-    """`dynamo.Processor.chat/completions` in its parts. Raises `ConfigError`."""
+    """Split a reference such as `dynamo.Processor.chat/completions`. Raises `ConfigError`."""
     namespace, _, rest = text.partition(".")
     component, _, endpoint = rest.partition(".")
     if not (
@@ -49,7 +49,7 @@ def parse_reference(text: str) -> EndpointReference:
         and _ENDPOINT_PATTERN.match(endpoint)
     ):
         raise ConfigError(
-            f"{text!r} is no endpoint reference",
+            f"{text!r} is not an endpoint reference",
             hint="write namespace.component.endpoint, e.g. dynamo.Processor.chat/completions",
         )
     return EndpointReference(namespace, component, endpoint)
@@ -58,13 +58,14 @@ def parse_reference(text: str) -> EndpointReference:
 def _check_name(kind: str, name: str) -> str:
     if not (_ENDPOINT_PATTERN if kind == "endpoint" else _NAME_PATTERN).match(name):
         raise ConfigError(
-            f"{name!r} is no name of a {kind}", hint="no dots, slashes or blanks, at least a letter"
+            f"{name!r} is not a valid name of a {kind}",
+            hint="use at least one character and no dots, slashes or blanks",
         )
     return name
 
 
 class Namespace:
-    """Logical isolation of tenants or environments."""
+    """Isolates the components of a tenant or environment from others."""
 
     def __init__(self, runtime: DistributedRuntime, name: str) -> None:
         self.runtime = runtime
@@ -88,7 +89,7 @@ class Component:
 
 
 class Endpoint:
-    """A callable, discoverable name."""
+    """A callable and discoverable part of a component."""
 
     def __init__(self, component: Component, name: str) -> None:
         self.component = component
@@ -103,8 +104,10 @@ class Endpoint:
     async def serve(
         self, handler: RequestHandler, *, capabilities: Mapping[str, Any] | None = None
     ) -> ServedEndpoint:
-        """Answer calls, then announce this instance. It ends with `withdraw` or the runtime.
-        Raises `ConfigError` where this process serves it already."""
+        """Answer calls, then announce this instance until `withdraw` or the end of the runtime.
+
+        Raises `ConfigError` if this process serves the endpoint already.
+        """
         served = ServedEndpoint(self, dict(capabilities or {}))
         self.runtime.add_served_endpoint(served)
         try:
@@ -115,14 +118,16 @@ class Endpoint:
         return served
 
     async def serve_items(
-        self, serves: ItemFunction, *, capabilities: Mapping[str, Any] | None = None
+        self, function: ItemFunction, *, capabilities: Mapping[str, Any] | None = None
     ) -> ServedEndpoint:
         """Like `serve`, with an async generator or coroutine function over msgpack values."""
-        return await self.serve(item_handler(serves), capabilities=capabilities)
+        return await self.serve(item_handler(function), capabilities=capabilities)
 
     async def client(self, where: InstanceFilter | None = None) -> Client:
-        """A client that knows the present instances (those that `where` answers True for). It ends
-        with `close` or the runtime."""
+        """Open a client that knows the present instances, filtered by `where`.
+
+        The client ends with `close` or with the runtime.
+        """
         runtime = self.runtime
         prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
         view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
@@ -133,7 +138,7 @@ class Endpoint:
 
 
 class ServedEndpoint:
-    """This process serving one endpoint."""
+    """An endpoint that this process serves."""
 
     def __init__(self, endpoint: Endpoint, capabilities: dict[str, Any]) -> None:
         self.endpoint = endpoint
@@ -143,7 +148,7 @@ class ServedEndpoint:
         self._withdrawn = asyncio.Event()
 
     async def start(self, handler: RequestHandler) -> None:
-        """Created -> Registered -> Running; Healthy follows the process's health."""
+        """Serve and register the instance. The state then follows the health of the process."""
         runtime = self.endpoint.runtime
         component = self.endpoint.component
         await runtime.requests.serve(self.endpoint.path, handler)
@@ -163,8 +168,8 @@ class ServedEndpoint:
         self._on_health_change()
 
     async def withdraw(self, drain_s: float | None = 0.0) -> None:
-        """Leave discovery, let callers hear of it, refuse new calls, wait up to `drain_s` for those
-        in flight (None: without end), cancel the rest. A second call waits for the first."""
+        """Leave discovery, then refuse new calls after a grace time and cancel calls in flight
+        after `drain_s` (None: never). A second call waits for the first."""
         if self.instance is None:
             return
         if self.lifecycle.stopping:
@@ -182,5 +187,7 @@ class ServedEndpoint:
 
     def _on_health_change(self) -> None:
         if not self.lifecycle.stopping:
-            well = self.endpoint.runtime.health.healthy
-            self.lifecycle.transition_to(LifecycleState.HEALTHY if well else LifecycleState.RUNNING)
+            healthy = self.endpoint.runtime.health.healthy
+            self.lifecycle.transition_to(
+                LifecycleState.HEALTHY if healthy else LifecycleState.RUNNING
+            )

@@ -1,4 +1,4 @@
-"""Deployments of this user on this host: state folders, and who lives in them."""
+"""Deployments of this user on this host: state folders and records of their processes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ ProcessState = Literal["starting", "ready", "draining"]
 RECORDS_FOLDER = "processes"
 DISCOVERY_FOLDER = "discovery"
 CONTROL_SOCKET = "control"
-"""The socket that takes orders (`runtime.control`)."""
-STATE_FOLDER_HINT = "set XDG_RUNTIME_DIR to a folder of your own, with room"
+"""The file name of the control socket (`runtime.processes.control`)."""
+STATE_FOLDER_HINT = "set XDG_RUNTIME_DIR to a writable folder of your own on a disk with free space"
 
 _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One live process, as `dynamo ps` shows it. `address`: what it serves (request plane or HTTP
-    URL); `start_ticks` makes a reused pid another process."""
+    """The record of a live process, as `dynamo ps` shows it.
+
+    `address` is the address on the request plane or the HTTP URL. `start_ticks` distinguishes the
+    process from a later one with the same pid.
+    """
 
     deployment: str
     role: str
@@ -47,12 +50,12 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_record_key(record: ProcessRecord) -> str:
-    """Where a process record stands in discovery."""
+    """The key of a process record in discovery."""
     return f"/_processes/{record.role}/{record.instance}"
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """One deployment on this host and its state folder (mode 0700)."""
+    """A deployment on this host and its state folder (mode 0700)."""
 
     id: str
     folder: Path
@@ -63,75 +66,76 @@ class Deployment(msgspec.Struct, frozen=True):
         return f"file:{self.folder / DISCOVERY_FOLDER}"
 
     def create_folder(self) -> None:
-        """Make the folder. Raises `ConfigError` where it cannot be made or is somebody else's.
-        Blocks."""
+        """Create the folder. Blocks. Raises `ConfigError` if the folder cannot be created or
+        belongs to another user."""
         _ensure_private(self.folder.parent)
         _ensure_private(self.folder)
         _ensure_private(self.folder / RECORDS_FOLDER)
 
     def write_record(self, record: ProcessRecord) -> None:
-        """Write or replace a process's record, at once or not at all; makes the folder where
-        `clear` took it. Raises `ConfigError` where that cannot be. Blocks."""
+        """Write or replace a record atomically, and create the folder if it is missing. Blocks.
+        Raises `ConfigError` if the folder is not writable."""
         path = self._record_path(record.instance)
-        fresh = path.with_suffix(".new")
+        temporary = path.with_suffix(".new")
         with self._lock(fcntl.LOCK_SH):
             self.create_folder()
             try:
-                fresh.write_bytes(msgspec.json.encode(record))
-                fresh.replace(path)
+                temporary.write_bytes(msgspec.json.encode(record))
+                temporary.replace(path)
             except OSError as error:
                 message = f"the state folder {self.folder} cannot be written: {error.strerror}"
                 raise ConfigError(message, hint=STATE_FOLDER_HINT) from None
 
     def refresh_record(self, record: ProcessRecord) -> None:
-        """Write a living process's record again where somebody took it away (/run/user goes with
-        its user's last session), and keep it young for who clears /tmp by age. Blocks."""
+        """Write a record again if it was deleted, otherwise update its modification time. Blocks.
+
+        The system deletes /run/user with the user's last session and old files in /tmp.
+        """
         try:
             os.utime(self._record_path(record.instance))
         except FileNotFoundError:
             self.write_record(record)
 
     def remove_record(self, record: ProcessRecord) -> None:
-        """Forget a process. Blocks."""
+        """Delete the record of a process. Blocks."""
         self._record_path(record.instance).unlink(missing_ok=True)
 
     def remove_if_unused(self) -> None:
-        """Remove the folder, and what the killed left in it, if nobody lives there. Blocks."""
+        """Remove the folder and the files of killed processes, if no process is alive. Blocks."""
         with contextlib.suppress(OSError), self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
-            if self.live_processes():  # which removes the records of the killed
+            if self.live_processes():  # also removes the records of killed processes
                 return
             from dynamo.communication.discovery.folder import remove_dead_leases
 
             remove_dead_leases(self.folder / DISCOVERY_FOLDER)
-            for part in (self.folder / RECORDS_FOLDER).glob("*.new"):
-                part.unlink()
+            for temporary in (self.folder / RECORDS_FOLDER).glob("*.new"):
+                temporary.unlink()
             (self.folder / CONTROL_SOCKET).unlink(missing_ok=True)
-            for folder in (
-                self.folder / RECORDS_FOLDER,
-                self.folder / DISCOVERY_FOLDER,
-                self.folder,
-            ):
-                with contextlib.suppress(OSError):  # not there, or not empty
-                    folder.rmdir()
+            for name in (RECORDS_FOLDER, DISCOVERY_FOLDER, ""):
+                with contextlib.suppress(OSError):  # missing or not empty
+                    (self.folder / name).rmdir()
 
     def live_processes(self) -> Sequence[ProcessRecord]:
-        """Live processes, supervisor first, then by role and name; records of dead ones are
-        removed. Blocks."""
-        found = [
+        """Live processes: supervisors first, then by role and name. Blocks.
+
+        Records of dead processes are removed.
+        """
+        records = [
             record
             for path in self.folder.glob(f"{RECORDS_FOLDER}/*.json")
             if (record := _read_live_record(path))
         ]
-        return sorted(found, key=lambda one: (one.role != "supervisor", one.role, one.name))
+        records.sort(key=lambda record: (record.role != "supervisor", record.role, record.name))
+        return records
 
     @contextlib.contextmanager
-    def _lock(self, how: int) -> Iterator[None]:
-        """Nobody clears while somebody writes: a record stands in a folder that stays."""
+    def _lock(self, operation: int) -> Iterator[None]:
+        """Lock the parent folder, so that no folder is removed while a record is written to it."""
         root = self.folder.parent
         _ensure_private(root)
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, how)
+            fcntl.flock(descriptor, operation)
             yield
         finally:
             os.close(descriptor)
@@ -141,43 +145,42 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 def deployment_of(settings: Settings, environ: Mapping[str, str] = os.environ) -> Deployment:
-    """The deployment that a process with these settings belongs to. Raises `ConfigError`."""
+    """The deployment of a process with these settings. Raises `ConfigError`."""
     name = settings.runtime.deployment or f"http-{settings.server.http_port}"
     if not _DEPLOYMENT_NAME.match(name):
         raise ConfigError(
-            f"{name!r} is no name for a deployment",
-            hint="letters, digits, dots and dashes",
+            f"{name!r} is not a valid name of a deployment",
+            hint="use letters, digits, dots, underscores and dashes, with a letter or digit first",
             param="runtime.deployment",
         )
     return Deployment(name, next(state_roots(environ)) / name)
 
 
 def state_roots(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Where deployments of this user may lie; the first is where new ones go."""
+    """The folders that may hold deployments of this user; new deployments go to the first."""
     if base := environ.get("XDG_RUNTIME_DIR"):
         yield Path(base) / "dynamo"
-    yield Path("/tmp") / f"dynamo-{os.getuid()}"  # noqa: S108 - made 0700, owner checked
+    yield Path("/tmp") / f"dynamo-{os.getuid()}"  # noqa: S108 - mode 0700, owner is checked
 
 
 def live_deployments(environ: Mapping[str, str] = os.environ) -> Sequence[Deployment]:
-    """Every deployment of this user that has a live process; of others the folder is removed.
-    Blocks."""
-    return [one for one, _ in _with_live_processes(environ)]
+    """The deployments of this user with live processes; folders of others are removed. Blocks."""
+    return [deployment for deployment, _ in _with_live_processes(environ)]
 
 
 def live_processes(environ: Mapping[str, str] = os.environ) -> Sequence[ProcessRecord]:
-    """Every live process of every deployment of this user; as `live_deployments`. Blocks."""
+    """The live processes of all `live_deployments`. Blocks."""
     return [record for _, records in _with_live_processes(environ) for record in records]
 
 
 def _with_live_processes(
     environ: Mapping[str, str],
 ) -> Iterator[tuple[Deployment, Sequence[ProcessRecord]]]:
-    for one in _list_deployments(environ):
-        if records := one.live_processes():
-            yield one, records
+    for deployment in _list_deployments(environ):
+        if records := deployment.live_processes():
+            yield deployment, records
         else:
-            one.remove_if_unused()
+            deployment.remove_if_unused()
 
 
 def _list_deployments(environ: Mapping[str, str]) -> Iterator[Deployment]:
@@ -189,7 +192,7 @@ def _list_deployments(environ: Mapping[str, str]) -> Iterator[Deployment]:
 
 
 def _read_live_record(path: Path) -> ProcessRecord | None:
-    """The live process of one record file; a dead one's file is removed."""
+    """Read the record of a live process; the record of a dead process is deleted."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=ProcessRecord)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -202,16 +205,16 @@ def _read_live_record(path: Path) -> ProcessRecord | None:
 
 
 def _ensure_private(folder: Path) -> None:
-    """`folder` exists, is ours and nobody else can look into it."""
+    """Create `folder` and make it private. Raises `ConfigError` if another user owns it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        message = f"the state folder {folder} cannot be made: {error.strerror}"
+        message = f"the state folder {folder} cannot be created: {error.strerror}"
         raise ConfigError(message, hint=STATE_FOLDER_HINT) from None
-    about = folder.stat(follow_symlinks=False)
-    if about.st_uid != os.getuid():
+    status = folder.stat(follow_symlinks=False)
+    if status.st_uid != os.getuid():
         raise ConfigError(
             f"the state folder {folder} belongs to another user", hint=STATE_FOLDER_HINT
         )
-    if about.st_mode & 0o077:
+    if status.st_mode & 0o077:
         folder.chmod(0o700)

@@ -1,4 +1,4 @@
-"""The runtime of one process: planes opened, components named, everything closed in order."""
+"""The runtime of a process: opens the planes, names components, closes everything in order."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ ShutdownHook = Callable[[float], Coroutine[Any, Any, None]]
 
 
 class DistributedRuntime:
-    """What a process has in hand. Make it by `create`; leave it by `shutdown` or `async with`.
+    """The planes, clients and endpoints of a process, from `create` to `shutdown`.
 
-    `stopping` is cancelled when the process is to stop. `public_address`: where users reach this
-    process (an HTTP URL), set by who listens there. `supervised`: a supervisor holds that port, and
-    it is shared with SO_REUSEPORT.
+    `stopping` is cancelled when the process has to stop. `public_address` is the HTTP URL for
+    users; the component that listens there sets it. `supervised` means that a supervisor reserves
+    that port, which is then shared with SO_REUSEPORT.
     """
 
     discovery: Discovery
@@ -91,7 +91,7 @@ class DistributedRuntime:
         clock: Clock | None = None,
         stopping: CancellationToken | None = None,
     ) -> Self:
-        """Open the planes that `settings` name. Raises `ConfigError`."""
+        """Create a runtime and open the planes of `settings`. Raises `ConfigError`."""
         runtime = cls(
             settings or Settings(),
             role,
@@ -103,7 +103,7 @@ class DistributedRuntime:
         return runtime
 
     def namespace(self, name: str | None = None) -> Namespace:
-        """A namespace; without a name, the one of the settings."""
+        """A namespace, by default the one of the settings."""
         return Namespace(self, name or self.settings.runtime.namespace)
 
     def endpoint(self, reference: str) -> Endpoint:
@@ -113,17 +113,19 @@ class DistributedRuntime:
 
     @property
     def component_registry(self) -> ComponentRegistry:
-        """Which components there are, as discovery sees it."""
+        """The components that discovery lists."""
         return ComponentRegistry(self.discovery)
 
     @property
     def served_endpoints(self) -> tuple[ServedEndpoint, ...]:
-        """What this process serves now."""
+        """The endpoints that this process serves now."""
         return tuple(self._served_endpoints)
 
     async def shutdown(self, drain_s: float | None = None) -> None:
-        """Withdraw what is served, wait up to `drain_s` (None: the settings') for calls in flight,
-        close everything. A second call does nothing."""
+        """Withdraw the endpoints, wait for calls in flight, and close everything.
+
+        `drain_s` limits the wait, by default to `runtime.drain_s`. A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True
@@ -133,7 +135,7 @@ class DistributedRuntime:
         try:
             await run_all(
                 *(served.withdraw(drain) for served in self.served_endpoints),
-                *(leave(drain) for leave in self._shutdown_hooks),
+                *(hook(drain) for hook in self._shutdown_hooks),
             )
         finally:
             for client in tuple(self._clients):
@@ -142,20 +144,20 @@ class DistributedRuntime:
             self.lifecycle.transition_to(LifecycleState.DEREGISTERED)
 
     def fail(self, error: DynamoError) -> None:
-        """This process cannot do its work any more: it stops, with `error`, and may be started
-        anew."""
+        """Stop this process with `error`, the first if there are several. A supervisor restarts
+        the process."""
         if self.failure is None:
             self.failure = error
         self.stopping.cancel()
 
     def on_settings_change(self, listener: Callable[[Settings], None]) -> Callable[[], None]:
-        """Call `listener` with the settings when some were changed while this process serves. What
-        is returned ends that."""
+        """Call `listener` with the settings after each reload. Returns a function that
+        unsubscribes."""
         self._settings_listeners.append(listener)
         return lambda: self._settings_listeners.remove(listener)
 
     def update_settings(self, settings: Settings) -> None:
-        """From now on these hold, as far as they may change while a process serves."""
+        """Apply reloaded settings and call the listeners."""
         if settings == self.settings:
             return
         self.settings = settings
@@ -163,22 +165,23 @@ class DistributedRuntime:
             listener(settings)
 
     def add_served_endpoint(self, served: ServedEndpoint) -> None:
-        """From now on `served` ends with this runtime. Raises `ConfigError` for a second one."""
-        if any(one.endpoint.path == served.endpoint.path for one in self._served_endpoints):
-            raise ConfigError(f"{served.endpoint.path} is already served by this process")
+        """Withdraw `served` at shutdown. Raises `ConfigError` if its endpoint is served already."""
+        path = served.endpoint.path
+        if any(other.endpoint.path == path for other in self._served_endpoints):
+            raise ConfigError(f"{path} is already served by this process")
         self._served_endpoints.append(served)
 
     def remove_served_endpoint(self, served: ServedEndpoint) -> None:
-        """`served` has ended."""
+        """Forget a withdrawn endpoint."""
         if served in self._served_endpoints:
             self._served_endpoints.remove(served)
 
     def add_client(self, client: Client) -> None:
-        """From now on `client` ends with this runtime."""
+        """Close `client` at shutdown."""
         self._clients.append(client)
 
     def remove_client(self, client: Client) -> None:
-        """`client` was closed."""
+        """Forget a closed client."""
         if client in self._clients:
             self._clients.remove(client)
 
@@ -188,9 +191,9 @@ class DistributedRuntime:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    def add_shutdown_hook(self, leave: ShutdownHook) -> None:
-        """Run `leave(drain_s)` beside the draining of what is served, before the planes close."""
-        self._shutdown_hooks.append(leave)
+    def add_shutdown_hook(self, hook: ShutdownHook) -> None:
+        """Run `hook(drain_s)` while the endpoints drain, before the planes close."""
+        self._shutdown_hooks.append(hook)
 
     async def _open_planes(self) -> None:
         self.planes = planes = planes_of(self.settings)
@@ -208,7 +211,7 @@ class DistributedRuntime:
             self._exit_stack = opened.pop_all()
         self.metrics.gauge(
             "dynamo_plane_up_ratio",
-            "1: the plane's server is there (or it needs none); 0: it is away",
+            "1 while the plane's server is reachable or the plane needs none, otherwise 0",
             ("plane",),
             callback=lambda: {
                 (name,): float(name not in self.unreachable_planes()) for name in PLANE_NAMES
@@ -220,13 +223,13 @@ class DistributedRuntime:
         self.health.on_change(self._on_health_change)
 
     def plane_status(self) -> Mapping[str, Any]:
-        """For /health: where the planes are, and by plane why its server is `away`."""
-        named = self.planes.redacted_urls()
-        away = self.unreachable_planes()
-        return {**named, "away": away} if away else named
+        """The URLs of the planes for /health, and under `away` the connection errors by plane."""
+        urls = self.planes.redacted_urls()
+        unreachable = self.unreachable_planes()
+        return {**urls, "away": unreachable} if unreachable else urls
 
     def unreachable_planes(self) -> Mapping[str, str]:
-        """By plane, why its server cannot be reached now. Serving goes on without it."""
+        """The connection errors by plane. Serving continues without the planes' servers."""
         planes: dict[str, Discovery | Requests | Events] = {
             "discovery": self.discovery,
             "requests": self.requests,
@@ -237,7 +240,7 @@ class DistributedRuntime:
         }
 
     async def _open_discovery(self, opened: AsyncExitStack, planes: Planes) -> Background:
-        """The plane, and where it runs: a memory plane has no I/O and stays on this loop."""
+        """Open discovery on a background thread; a memory plane has no I/O and uses this loop."""
         if planes.discovery.startswith("memory:"):
             self.discovery = await _open_republishing(planes)
             opened.push_async_callback(self.discovery.close)

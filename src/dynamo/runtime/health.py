@@ -1,15 +1,15 @@
-"""Why a process is not well: reasons by name, none = well."""
+"""The health of a process: named reasons for being unhealthy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 PREPARATION_REASON = "preparation"
-"""The reason's name while the deployment fetches its model."""
+"""The name of the reason while the deployment downloads its model."""
 
 
 class ProcessHealth:
-    """Reasons, set and taken back by whoever knows them, and checks asked when somebody looks."""
+    """Holds reasons that components set and clear, and checks that run at every read."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
@@ -17,35 +17,37 @@ class ProcessHealth:
         self._listeners: list[Callable[[], None]] = []
 
     def set_unhealthy(self, name: str, reason: str) -> None:
-        """`name` is not well, and why."""
+        """Set or replace the reason under `name`."""
         changed = self._reasons.get(name) != reason
         self._reasons[name] = reason
         if changed:
             self._notify()
 
     def set_healthy(self, name: str) -> None:
-        """`name` has nothing to say any more."""
+        """Clear the reason under `name`."""
         if self._reasons.pop(name, None) is not None:
             self._notify()
 
-    def add_check(self, name: str, ask: Callable[[], str]) -> None:
-        """Ask `ask()` at every look; it answers a reason, or "" when well. For what may break
-        later: nobody is told when its answer changes."""
-        self._checks[name] = ask
+    def add_check(self, name: str, check: Callable[[], str]) -> None:
+        """Call `check()` at every read; it returns a reason, or "" when healthy.
+
+        A changed result does not call the listeners.
+        """
+        self._checks[name] = check
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when a reason that was set comes, changes or goes."""
+        """Call `listener` when a reason is set, changed or cleared."""
         self._listeners.append(listener)
 
     @property
     def reasons(self) -> Mapping[str, str]:
         """Every present reason by name."""
-        asked = {name: reason for name, ask in self._checks.items() if (reason := ask())}
-        return self._reasons | asked
+        checked = {name: reason for name, check in self._checks.items() if (reason := check())}
+        return self._reasons | checked
 
     @property
     def healthy(self) -> bool:
-        """Nothing is wrong."""
+        """Whether there is no reason."""
         return not self.reasons
 
     def _notify(self) -> None:

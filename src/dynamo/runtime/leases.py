@@ -1,5 +1,4 @@
-"""Discovery that keeps its word: records come back after a lost lease, and the I/O of it runs in
-the background."""
+"""Discovery planes that republish records after a lost lease and run I/O in the background."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ MAX_RETRY_S = 5.0
 
 
 class RepublishingDiscovery(Discovery):
-    """Remembers what was put, and puts it again when the lease was lost."""
+    """Remembers its records and puts them again after the lease was lost."""
 
     def __init__(self, inner: Discovery) -> None:
         self._inner = inner
@@ -55,28 +54,30 @@ class RepublishingDiscovery(Discovery):
         await self._inner.close()
 
     def _on_lease_lost(self) -> None:
-        log.warning("lease lost", extra={"fields": {"records": len(self._records)}})
-        self._tasks.start(self._republish(), "put-again")
+        log.warning(
+            "lease lost; records are put again", extra={"fields": {"records": len(self._records)}}
+        )
+        self._tasks.start(self._republish(), "republish records")
         for callback in self._lease_lost_listeners:
             callback()
 
     async def _republish(self) -> None:
         delay_s = RETRY_S
-        waiting = set(self._records)
-        while waiting:
+        missing = set(self._records)
+        while missing:
             try:
-                for key in sorted(waiting):
+                for key in sorted(missing):
                     if (value := self._records.get(key)) is not None:
                         await self._inner.put(key, value)
-                    waiting.discard(key)
+                    missing.discard(key)
             except Exception as error:  # noqa: BLE001 - retried until the plane is back
-                log.warning("cannot announce again", extra={"fields": {"error": str(error)}})
+                log.warning("records cannot be put again", extra={"fields": {"error": str(error)}})
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, MAX_RETRY_S)
 
 
 class BackgroundDiscovery(Discovery):
-    """A discovery plane that lives on the background's loop, used from the primary's."""
+    """Gives the primary loop access to a discovery plane on the background's loop."""
 
     def __init__(self, inner: Discovery, background: ThreadBackground) -> None:
         self._inner = inner
@@ -104,20 +105,20 @@ class BackgroundDiscovery(Discovery):
 
     @asynccontextmanager
     async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
-        arrived: asyncio.Queue[Sequence[RecordChange] | None] = asyncio.Queue()
+        queue: asyncio.Queue[Sequence[RecordChange] | None] = asyncio.Queue()
 
         async def pump() -> None:
             async with self._inner.watch(prefix) as changes:
                 async for batch in changes:
-                    self._call_on_primary(arrived.put_nowait, batch)
+                    self._call_on_primary(queue.put_nowait, batch)
 
-        pumping = self._background.submit(pump())
-        pumping.add_done_callback(lambda _: self._call_on_primary(arrived.put_nowait, None))
+        pump_future = self._background.submit(pump())
+        pump_future.add_done_callback(lambda _: self._call_on_primary(queue.put_nowait, None))
         try:
-            async with aclosing(_batches(arrived, pumping)) as batches:
+            async with aclosing(_batches(queue, pump_future)) as batches:
                 yield batches
         finally:
-            pumping.cancel()
+            pump_future.cancel()
 
     def _call_on_primary(self, callback: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the primary loop has closed
@@ -125,9 +126,9 @@ class BackgroundDiscovery(Discovery):
 
 
 async def _batches(
-    arrived: asyncio.Queue[Sequence[RecordChange] | None], pumping: Future[None]
+    queue: asyncio.Queue[Sequence[RecordChange] | None], pump_future: Future[None]
 ) -> AsyncGenerator[Sequence[RecordChange], None]:
-    while (batch := await arrived.get()) is not None:
+    while (batch := await queue.get()) is not None:
         yield batch
-    if not pumping.cancelled():
-        pumping.result()
+    if not pump_future.cancelled():
+        pump_future.result()  # raises the error that ended the watch

@@ -1,4 +1,4 @@
-"""The states of a component's life, and which may follow which."""
+"""The lifecycle states of a component and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ TRANSITIONS: dict[LifecycleState, tuple[LifecycleState, ...]] = {
 
 
 class Lifecycle:
-    """Where one component stands. Listeners are told of every change."""
+    """The state of one component, with listeners for its changes."""
 
-    def __init__(self, what: str) -> None:
-        self.name = what
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.state = LifecycleState.CREATED
         self._listeners: list[Callable[[LifecycleState], None]] = []
 
@@ -45,17 +45,18 @@ class Lifecycle:
         self._listeners.append(listener)
 
     def transition_to(self, state: LifecycleState) -> None:
-        """Enter `state`; staying is no change. Raises `InternalError` where it may not follow."""
+        """Enter `state`; the present state is no change. Raises `InternalError` for a transition
+        that is not allowed."""
         if state is self.state:
             return
         if state not in TRANSITIONS[self.state]:
             raise InternalError(f"{self.name} cannot go from {self.state} to {state}")
         self.state = state
-        log.debug("state", extra={"fields": {"what": self.name, "state": str(state)}})
+        log.debug("lifecycle", extra={"fields": {"component": self.name, "state": str(state)}})
         for listener in self._listeners:
             listener(state)
 
     @property
     def stopping(self) -> bool:
-        """No new work is taken."""
+        """Whether the component refuses new work."""
         return self.state in {LifecycleState.STOPPING, LifecycleState.DEREGISTERED}

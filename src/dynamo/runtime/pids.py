@@ -1,4 +1,4 @@
-"""Processes by pid, and safely: a pid is reused, a pid with its start time is not."""
+"""Identifies processes by pid and start time; the kernel reuses a pid alone."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ PARENT_FIELD, START_TIME_FIELD = 3, 21
 
 
 def start_ticks(pid: int) -> int:
-    """When `pid` started, in clock ticks since boot; 0 where there is no such process, or it is
-    only a zombie."""
+    """The start of `pid` in clock ticks since boot; 0 for a zombie or without such a process."""
     return _read_stat_field(pid, START_TIME_FIELD)
 
 
 def ancestors(pid: int) -> Iterator[int]:
-    """Its parent, that one's parent, and so on, as far as they can be seen."""
+    """Yield the pids of the visible ancestors of `pid`, parent first."""
     while pid := _read_stat_field(pid, PARENT_FIELD):
         yield pid
 
 
 def is_alive(pid: int, ticks: int) -> bool:
-    """Whether the process that started at `ticks` as `pid` still lives."""
+    """Whether the process with this pid and start time is still alive."""
     return ticks != 0 and start_ticks(pid) == ticks
 
 
 def command_line(pid: int) -> str:
-    """The command line of `pid`, blanks between its words; "" where it cannot be read."""
+    """The command line of `pid`, joined by blanks; "" if unreadable."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -42,7 +41,7 @@ def own_start_ticks() -> int:
 
 
 def _read_stat_field(pid: int, field: int) -> int:
-    """One number of /proc/PID/stat; 0 where there is no such process, or it is only a zombie."""
+    """Read a number of /proc/PID/stat; 0 for a zombie or without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Which planes the settings ask for: their URLs, and what they are opened with."""
+"""Derives the URLs and options of the three planes from the settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 
 
 class Planes(msgspec.Struct, frozen=True):
-    """URLs of the three planes; `etcd`, `options`: what discovery and the other two are opened
-    with."""
+    """The URLs of the three planes and the options to open them with.
+
+    `messaging_options` are those of the request plane and the event plane.
+    """
 
     discovery: str
     requests: str
@@ -30,7 +32,7 @@ class Planes(msgspec.Struct, frozen=True):
     messaging_options: PlaneOptions
 
     def redacted_urls(self) -> dict[str, str]:
-        """The URLs for everybody to see: without folders, users and passwords."""
+        """The URLs without folders, users and passwords, for public output."""
         return {
             "discovery": _redact_url(self.discovery),
             "requests": _redact_url(self.requests),
@@ -39,17 +41,20 @@ class Planes(msgspec.Struct, frozen=True):
 
 
 def planes_of(settings: Settings) -> Planes:
-    """`runtime.discovery`, `.requests`, `.events` where they are given; else the servers of
-    `discovery.etcd` and `messaging.nats`; else no server. Raises `ConfigError`."""
-    about = settings.runtime
-    direct = f"tcp://{_bracket_ipv6(about.plane_host)}:0"
-    messages = _nats_url(settings) or direct
+    """The planes that the settings name. Raises `ConfigError`.
+
+    `runtime.discovery`, `.requests` and `.events` take precedence over the servers of
+    `discovery.etcd` and `messaging.nats`. Without either, the planes need no server.
+    """
+    runtime = settings.runtime
+    direct_url = f"tcp://{bracket_ipv6(runtime.plane_host)}:0"
+    messaging = _nats_url(settings) or direct_url
     return Planes(
-        discovery=about.discovery or _etcd_url(settings) or deployment_of(settings).discovery_url,
-        requests=about.requests or messages,
-        events=about.events or messages,
-        discovery_options=_plane_options(settings, settings.discovery.etcd, direct),
-        messaging_options=_plane_options(settings, settings.messaging.nats, direct),
+        discovery=runtime.discovery or _etcd_url(settings) or deployment_of(settings).discovery_url,
+        requests=runtime.requests or messaging,
+        events=runtime.events or messaging,
+        discovery_options=_plane_options(settings, settings.discovery.etcd, direct_url),
+        messaging_options=_plane_options(settings, settings.messaging.nats, direct_url),
     )
 
 
@@ -57,14 +62,14 @@ def _etcd_url(settings: Settings) -> str:
     endpoints = settings.discovery.etcd.endpoints
     if not endpoints:
         return DEFAULT_ETCD_URL if settings.discovery.type == "etcd" else ""
-    schemes = {one.partition("://")[0] if "://" in one else "http" for one in endpoints}
+    schemes = {url.partition("://")[0] if "://" in url else "http" for url in endpoints}
     if len(schemes) > 1 or not schemes <= {"http", "https"}:
         raise ConfigError(
-            f"etcd endpoints {', '.join(endpoints)}: all http:// or all https://",
-            hint="http://HOST:2379",
+            f"the etcd endpoints {', '.join(endpoints)} must be all http:// or all https://",
+            hint="write http://HOST:2379",
             param="discovery.etcd.endpoints",
         )
-    hosts = ",".join(one.rpartition("://")[2].rstrip("/") for one in endpoints)
+    hosts = ",".join(url.rpartition("://")[2].rstrip("/") for url in endpoints)
     return f"{'etcds' if schemes == {'https'} else 'etcd'}://{hosts}"
 
 
@@ -76,16 +81,17 @@ def _nats_url(settings: Settings) -> str:
 
 
 def _add_schemes(servers: Sequence[str]) -> list[str]:
-    """The first one's says which plane: `nats:`; `tls:` servers are told by their own."""
-    found = [one if "://" in one else f"nats://{one}" for one in servers]
-    return found if found[0].startswith("nats:") else [f"nats:{found[0]}", *found[1:]]
+    """Add `nats://` to servers without a scheme. The first URL begins with `nats:`, which selects
+    the plane, even if its own scheme is `tls:`."""
+    urls = [server if "://" in server else f"nats://{server}" for server in servers]
+    return urls if urls[0].startswith("nats:") else [f"nats:{urls[0]}", *urls[1:]]
 
 
-def _plane_options(settings: Settings, server: ServerTlsSettings, direct: str) -> PlaneOptions:
-    about, security = settings.runtime, settings.security
+def _plane_options(settings: Settings, server: ServerTlsSettings, direct_url: str) -> PlaneOptions:
+    runtime, security = settings.runtime, settings.security
     nats = settings.messaging.nats
     return PlaneOptions(
-        lease_ttl_s=about.lease_ttl,
+        lease_ttl_s=runtime.lease_ttl,
         dial_timeout_s=settings.discovery.etcd.dial_timeout,
         max_reconnect=nats.max_reconnect,
         reconnect_wait_s=nats.reconnect_wait,
@@ -95,8 +101,8 @@ def _plane_options(settings: Settings, server: ServerTlsSettings, direct: str) -
         server_tls=TlsFiles(server.ca, server.cert, server.key),
         user=server.username,
         password=server.password,
-        advertised_host=about.public_host,
-        direct_url=direct,
+        advertised_host=runtime.public_host,
+        direct_url=direct_url,
     )
 
 
@@ -104,5 +110,6 @@ def _redact_url(url: str) -> str:
     return "file:" if url.startswith("file:") else _URL_CREDENTIALS.sub("//", url)
 
 
-def _bracket_ipv6(host: str) -> str:
+def bracket_ipv6(host: str) -> str:
+    """Add brackets to an IPv6 address; other hosts stay as they are."""
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Worker discovery as the seed documents spell it, over the discovery plane."""
+"""The seed documents' worker discovery, over the discovery plane."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ import msgspec
 from dynamo.communication.discovery import Discovery
 from dynamo.runtime.calls.instances import Instance, decode_instance, workers_prefix
 
+log = logging.getLogger(__name__)
+
 
 class ComponentRegistry:
-    """A strongly consistent look at who serves what."""
+    """Reads the registered instances with strong consistency."""
 
     def __init__(self, discovery: Discovery) -> None:
         self._discovery = discovery
 
     async def components(self, namespace: str) -> Mapping[str, Sequence[Instance]]:
-        """Instances by component; one process is an instance of each endpoint it serves."""
-        found: defaultdict[str, list[Instance]] = defaultdict(list)
+        """Instances by component. A process is an instance of each endpoint that it serves."""
+        by_component: defaultdict[str, list[Instance]] = defaultdict(list)
         for instance in await self.instances(namespace):
-            found[instance.component].append(instance)
-        return dict(found)
+            by_component[instance.component].append(instance)
+        return dict(by_component)
 
     async def instances(
         self, namespace: str, component: str = "", endpoint: str = ""
     ) -> Sequence[Instance]:
-        """All instances of a namespace, of a component, of an endpoint. Bad entries are skipped."""
+        """Instances of a namespace, a component or an endpoint. Bad records are skipped."""
         records = await self._discovery.get(workers_prefix(namespace, component, endpoint))
         decoded = (decode_instance(key, value) for key, value in sorted(records.items()))
         return [instance for instance in decoded if instance is not None]
 
 
-log = logging.getLogger(__name__)
-
-
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """One worker. `nats_endpoint`: where it is called, whatever the transport's name is;
-    `lease_id` stands for the instance in its key."""
+    """The record of a worker. `nats_endpoint` is its address on any transport.
+
+    `lease_id` is the last part of its discovery key.
+    """
 
     component_type: str
     endpoint: str
@@ -53,12 +54,12 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """From a record, or from this class's own fields. Raises `ValueError`."""
+        """Convert a discovery record or a dict of this class's fields. Raises `ValueError`."""
         component = data.get("component_type") or data.get("component")
         transport = data.get("transport") or {}
         address = data.get("nats_endpoint") or transport.get("nats_tcp")
         if not component or not data.get("endpoint"):
-            raise ValueError("a worker record names its component and endpoint")
+            raise ValueError("the worker record has no component or no endpoint")
         return cls(
             component_type=str(component),
             endpoint=str(data["endpoint"]),
@@ -70,7 +71,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as it stands in discovery."""
+        """Convert to a discovery record."""
         scheme = self.nats_endpoint.split(":", 1)[0]
         transport = {"nats_tcp" if scheme in {"", "nats"} else scheme: self.nats_endpoint}
         return {
@@ -85,15 +86,17 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerDiscovery:
-    """Registers and finds workers. `client`: an open discovery plane (`runtime.discovery`), whose
-    lease carries the records; its heartbeat is the plane's."""
+    """Registers and discovers workers. `client` is an open discovery plane (`runtime.discovery`).
+
+    The plane's lease and heartbeat keep the records alive.
+    """
 
     def __init__(self, client: Discovery, namespace: str = "dynamo") -> None:
         self._client = client
         self._namespace = namespace
 
     async def register_worker(self, worker: WorkerInfo) -> str:
-        """Announce `worker` for as long as this process lives. Returns its key."""
+        """Register `worker` for the lifetime of this process. Returns its key."""
         if not worker.lease_id:
             worker = msgspec.structs.replace(worker, lease_id=secrets.token_hex(8))
         prefix = workers_prefix(worker.namespace, worker.component_type, worker.endpoint)
@@ -102,14 +105,16 @@ class WorkerDiscovery:
         return key
 
     async def discover_workers(self, component_type: str | None = None) -> Sequence[WorkerInfo]:
-        """Live workers (of one component). Bad entries are skipped with a warning."""
+        """Live workers, optionally of one component. Bad records are skipped with a warning."""
         records = await self._client.get(workers_prefix(self._namespace, component_type or ""))
-        found: list[WorkerInfo] = []
+        workers: list[WorkerInfo] = []
         for key, value in sorted(records.items()):
             try:
-                found.append(WorkerInfo.from_dict(msgspec.json.decode(value, type=dict[str, Any])))
+                workers.append(
+                    WorkerInfo.from_dict(msgspec.json.decode(value, type=dict[str, Any]))
+                )
             except ValueError as error:
                 log.warning(
                     "bad worker record", extra={"fields": {"key": key, "error": str(error)}}
                 )
-        return found
+        return workers

@@ -267,7 +267,7 @@ def test_a_full_disk_names_the_state_folder(
 def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    with pytest.raises(ConfigError, match="cannot be made") as caught:
+    with pytest.raises(ConfigError, match="cannot be created") as caught:
         Deployment("one", in_the_way / "dynamo" / "one").create_folder()
     assert "XDG_RUNTIME_DIR" in caught.value.hint
 
