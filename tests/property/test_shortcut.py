@@ -46,7 +46,7 @@ class Wire:
     """A connection that keeps what it is to send, event by event."""
 
     def __init__(self) -> None:
-        self.out: list[bytes] = []
+        self.output: list[bytes] = []
         self.events: list[bytes] = []
         self.framed = False
         self.armed = 0
@@ -55,7 +55,7 @@ class Wire:
         self.armed += 1
 
     def join(self) -> None:
-        self.out += self.events
+        self.output += self.events
         self.events.clear()
 
     def backlog(self) -> int:
@@ -108,7 +108,7 @@ class Stream:
             self.writer.finish(Finish("length", len(self.said.token_ids)))
         self.wire.join()
         self.pace.flush()
-        sent = [one for one in self.wire.out if not one.startswith(b"HTTP/")]  # it tells the time
+        sent = [one for one in self.wire.output if not one.startswith(b"HTTP/")]  # it tells the time
         return sent, list(self.said.token_ids), self.pace.recorded_texts, self.reader.complete
 
 

@@ -113,7 +113,7 @@ class Plane:
     def __init__(self) -> None:
         self.hear: Callable[[Event], None] | None = None
 
-    def lost(self) -> int:
+    def count_lost_events(self) -> int:
         return 7
 
     async def subscribe(self, prefix: str, callback: Callable[[Event], None]) -> Callable[[], None]:

@@ -204,7 +204,7 @@ async def test_many_ids_leave_the_loop(
     assert await made.detokenize(ids) == "word fox" * 1000
     await made.complete(complete(pack_ids(ids), echo=True), CONTEXT, reader)
     assert reader.whole() == "word fox" * 1000
-    assert clock.offloaded == ["text", "text"]
+    assert clock.offloaded == ["decode", "decode"]
     assert "".join(await made.texts(ids)) == "word fox" * 1000
     assert len(clock.offloaded) == 3
 
