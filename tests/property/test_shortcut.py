@@ -47,18 +47,17 @@ class Wire:
 
     def __init__(self) -> None:
         self.output: list[bytes] = []
-        self.events: list[bytes] = []
-        self.framed = False
-        self.armed = 0
+        self.pending_events: list[bytes] = []
+        self.chunked = False
 
-    def arm(self) -> None:
-        self.armed += 1
+    def schedule_flush(self) -> None:
+        """Nothing is sent before the test reads `output`."""
 
-    def join(self) -> None:
-        self.output += self.events
-        self.events.clear()
+    def merge_events(self) -> None:
+        self.output += self.pending_events
+        self.pending_events.clear()
 
-    def backlog(self) -> int:
+    def unsent_bytes(self) -> int:
         return 0
 
 
@@ -106,9 +105,11 @@ class Stream:
                 break
         if self.going_on:
             self.writer.finish(Finish("length", len(self.said.token_ids)))
-        self.wire.join()
+        self.wire.merge_events()
         self.pace.flush()
-        sent = [one for one in self.wire.output if not one.startswith(b"HTTP/")]  # it tells the time
+        sent = [
+            one for one in self.wire.output if not one.startswith(b"HTTP/")
+        ]  # it tells the time
         return sent, list(self.said.token_ids), self.pace.recorded_texts, self.reader.complete
 
 
@@ -145,9 +146,9 @@ def test_the_short_way_is_taken(vocabulary: Vocabulary) -> None:
         before = len(stream.said.token_ids)
         stream.writer.tokens([plain])
         assert len(stream.said.token_ids) == before + 1
-        long.append(stream.wire.events[-1])
-    lane = stream.said._reply._lane  # type: ignore[attr-defined]
-    assert lane.count == 3
+        long.append(stream.wire.pending_events[-1])
+    fast_path = stream.said._reply._fast_path  # type: ignore[attr-defined]
+    assert fast_path.tokens_sent == 3
     assert stream.said.token_log == array("I", [plain] * 5)
 
 

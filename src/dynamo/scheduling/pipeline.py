@@ -49,8 +49,7 @@ def standard_pipeline(
         metrics,
         clock=clock,
         observers=observers,
-        listener_factories=() if admission is None else [admission.track_attempt],
-        on_attempt_ended=() if health is None else [health.on_attempt_ended],
+        listener_factories=[tracker.track_attempt for tracker in (health, admission) if tracker],
     )
     return assemble(operators, router.send)
 

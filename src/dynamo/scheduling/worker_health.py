@@ -24,9 +24,10 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.core.values import ProbeResult
+from dynamo.core.values import GenerateRequest, ProbeResult
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.telemetry import Registry
 
 SAME_INCIDENT_S = 0.1
@@ -95,16 +96,27 @@ PROBE_REQUEST_ID = "probe"
 _decode_probe_reply = msgspec.msgpack.Decoder(ProbeResult).decode
 
 
-class ProbedWorker:
-    """What is known of one worker."""
+class ProbedWorker(AttemptListener):
+    """The health of one worker. As a listener it follows every attempt at that worker."""
 
-    __slots__ = ("breaker", "last_progress_s", "last_steps", "missed_probes")
+    __slots__ = ("_health", "breaker", "instance", "last_progress_s", "last_steps", "missed_probes")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, instance: Instance, health: WorkerHealth, now: float) -> None:
+        self.instance = instance
+        self._health = health
         self.breaker = Breaker(FAILURE_THRESHOLD)
         self.missed_probes = 0
         self.last_steps = -1
         self.last_progress_s = now
+
+    def on_ended(self, error: BaseException | None) -> None:
+        if error is None:
+            if self.breaker.consecutive_failures or self.breaker.half_open:
+                self.breaker.record_success()
+        elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
+            error, InstanceGone | WorkerDraining
+        ):
+            self._health.record_failure(self, error)
 
     def check_stalled(self, beat: ProbeResult, now: float) -> bool:
         """It has had work and has computed nothing since `STUCK_S`."""
@@ -151,15 +163,15 @@ class WorkerHealth:
         self._unsubscribe()
         await self._tasks.close()
 
-    def on_attempt_ended(self, instance: Instance, error: BaseException | None) -> None:
-        """For the router's `left`: requests tell how their workers are."""
-        if error is None:
-            if (patient := self._workers.get(instance.id)) is not None:
-                patient.breaker.record_success()
-        elif isinstance(error, WorkerFailed | InternalError) and not isinstance(
-            error, InstanceGone | WorkerDraining
-        ):
-            self._record_failure(instance, error)
+    def track_attempt(self, instance: Instance, request: GenerateRequest) -> AttemptListener:
+        """Return the listener of that worker (a `ListenerFactory` of the router)."""
+        del request
+        return self._workers.get(instance.id) or self._get_worker(instance)
+
+    def record_failure(self, worker: ProbedWorker, error: DynamoError) -> None:
+        """Count a failed request, and eject its worker when its breaker opens."""
+        if worker.breaker.record_failure(self._clock.now()):
+            self._eject(worker, "failures", error.message)
 
     async def _probe_loop(self) -> None:
         while True:
@@ -173,9 +185,9 @@ class WorkerHealth:
         if beat is None:
             patient.missed_probes += 1
             if patient.missed_probes >= self._threshold:
-                self._eject(instance, patient, "probe", "does not answer probes")
+                self._eject(patient, "probe", "does not answer probes")
         elif patient.check_stalled(beat, self._clock.now()):
-            self._eject(instance, patient, "stuck", "has work and computes nothing")
+            self._eject(patient, "stuck", "has work and computes nothing")
             self._client.interrupt(
                 instance.id, WorkerFailed(f"the engine of instance {instance.id} is stuck")
             )
@@ -207,26 +219,19 @@ class WorkerHealth:
             return None
         return found[0] if found else None
 
-    def _record_failure(self, instance: Instance, error: DynamoError) -> None:
-        patient = self._get_worker(instance)
-        if patient.breaker.record_failure(self._clock.now()):
-            self._eject(instance, patient, "failures", error.message)
-
-    def _eject(self, instance: Instance, patient: ProbedWorker, reason: str, why: str) -> None:
+    def _eject(self, patient: ProbedWorker, reason: str, why: str) -> None:
+        instance = patient.instance
         if patient.breaker.open or not self._client.eject(instance.id):
             return
         pause_s = patient.breaker.trip(self._rng)
         self._ejection_counter.labels(reason).inc()
         fields = {"worker": instance.id, "reason": why, "probe_s": round(pause_s, 2)}
         log.warning("worker ejected", extra={"fields": fields})
-        self._tasks.start(
-            self._probe_until_healthy(instance, patient, pause_s), f"heal {instance.id}"
-        )
+        self._tasks.start(self._probe_until_healthy(patient, pause_s), f"heal {instance.id}")
 
-    async def _probe_until_healthy(
-        self, instance: Instance, patient: ProbedWorker, pause_s: float
-    ) -> None:
+    async def _probe_until_healthy(self, patient: ProbedWorker, pause_s: float) -> None:
         """Open until a probe is answered, and that by an engine that gets on."""
+        instance = patient.instance
         while self._workers.get(instance.id) is patient:
             await self._clock.sleep(pause_s)
             beat = await self._probe(instance)
@@ -241,7 +246,7 @@ class WorkerHealth:
     def _get_worker(self, instance: Instance) -> ProbedWorker:
         patient = self._workers.get(instance.id)
         if patient is None:
-            patient = self._workers[instance.id] = ProbedWorker(self._clock.now())
+            patient = self._workers[instance.id] = ProbedWorker(instance, self, self._clock.now())
         return patient
 
     def _on_instance_removed(self, instance: Instance) -> None:

@@ -88,14 +88,14 @@ def test_who_leaves_in_the_moment_of_its_turn_passes_it_on() -> None:
         await house.clock.sleep(0.1)
         waiting = [house.ask(name) for name in "vw"]
         await house.clock.wait_until_idle()
-        release = house.admission._in_flight.on_attempt_ended
+        release = house.admission._in_flight.on_slot_released
 
         def and_leave() -> None:
             release()
             waiting[0].cancel()
-            house.admission._in_flight.on_attempt_ended = release
+            house.admission._in_flight.on_slot_released = release
 
-        house.admission._in_flight.on_attempt_ended = and_leave
+        house.admission._in_flight.on_slot_released = and_leave
         await house.clock.sleep(1.5)
         assert house.taken == ["u", "w"]
         house.ask("x")

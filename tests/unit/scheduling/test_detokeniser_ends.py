@@ -39,7 +39,9 @@ def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids
     lanes: list[Taking] = []
 
     class Reader(told):  # type: ignore[misc]
-        def lane(self, choice: int, words: TextTable, kept: array[int] | None) -> FastPath:
+        def open_fast_path(
+            self, choice: int, text_table: TextTable, token_log: array[int] | None
+        ) -> FastPath:
             lanes.append(Taking())
             return lanes[-1]
 

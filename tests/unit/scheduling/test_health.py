@@ -108,7 +108,7 @@ class Ward:
         for _ in range(times):
             await self.clock.sleep(1.0)
             router = WorkerRouter(
-                Only(instance), self.answer, on_attempt_ended=[self.health.on_attempt_ended]
+                Only(instance), self.answer, listener_factories=[self.health.track_attempt]
             )
             with contextlib.suppress(DynamoError):
                 await router.send(REQUEST, CONTEXT, CollectedReply())

@@ -20,11 +20,12 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Operator, Reply, SendRequest
 from dynamo.core.values import GenerateRequest, Load
 from dynamo.runtime.calls.client import Client
+from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity
 from dynamo.scheduling.admission.in_flight import InFlight
-from dynamo.scheduling.admission.queued_request import DequeueRate, QueuedRequest
+from dynamo.scheduling.admission.queued_request import DequeueRate, DispatchKey, QueuedRequest
 from dynamo.scheduling.admission.slo import SloLimits
-from dynamo.scheduling.router.attempt import ListenerFactory
+from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.scheduling.router.labels import excluded_workers
 from dynamo.scheduling.router.placement.queue import QueueOrderKey, WaitingQueue
 from dynamo.scheduling.router.policy import Policy
@@ -67,14 +68,11 @@ class Admission(Operator):
         kept = policy.worker_states if policy is not None else None
         self._worker_states = kept or WorkerStates()
         self._owns_worker_states = kept is None
-        self._in_flight = InFlight(clock, self.capacity, self._worker_states)
-        self.track_attempt: ListenerFactory = self._in_flight.track
-        self._in_flight.on_attempt_ended = self._dequeue_ready
-        self._in_flight.on_attempt_started = self._on_attempt_started
+        self._in_flight = InFlight(clock, self.capacity, self._worker_states, self._dequeue_ready)
         self._queue: WaitingQueue[QueuedRequest] = WaitingQueue(
             self.limits.queue_order, self.limits.queue_bound
         )
-        self._dispatching: dict[int, QueuedRequest | None] = {}
+        self._dispatching: dict[DispatchKey, QueuedRequest | None] = {}
         self._last_queue_number = 0
         self._last_retry_at_s = 0.0
         self._dequeue_rate = DequeueRate()
@@ -122,9 +120,10 @@ class Admission(Operator):
         self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
         """Raises `Overloaded` where the request is not taken, saying when it might be."""
+        key = (request.request_id, request.choice)
         ticket = None if self._can_skip_queue(context) else self._admit_or_enqueue(request, context)
         if ticket is None or ticket.slot_ready is None:
-            self._dispatching[id(request)] = ticket
+            self._dispatching[key] = ticket
         else:
             await self._wait_for_slot(ticket, ticket.slot_ready)
         try:
@@ -136,9 +135,16 @@ class Admission(Operator):
             except NoWorkers:
                 await call_next(request, context, reply)
         finally:
-            if id(request) in self._dispatching:
-                del self._dispatching[id(request)]
+            if key in self._dispatching:
+                del self._dispatching[key]
                 self._dequeue_ready()
+
+    def track_attempt(self, instance: Instance, request: GenerateRequest) -> AttemptListener:
+        """Return the listener that counts this attempt as in flight (a `ListenerFactory` of the
+        router). From here on it occupies a slot of that worker."""
+        queued = self._dispatching.pop((request.request_id, request.choice), None)
+        predicted_s = None if queued is None else queued.predicted_first_token_s
+        return self._in_flight.track(instance, request, predicted_s)
 
     def _can_skip_queue(self, context: Context) -> bool:
         """Nobody waits, any worker will do, there is a place, and a prefill is no matter."""
@@ -246,7 +252,7 @@ class Admission(Operator):
             await turn
         except BaseException:
             if self._queue.pop(ticket.queue_id) is None:
-                self._dispatching.pop(id(ticket.request), None)
+                self._dispatching.pop(ticket.key, None)
                 self._dequeue_ready()
             raise
         finally:
@@ -284,7 +290,7 @@ class Admission(Operator):
             else:
                 return
             self._queue.pop(ticket.queue_id, self._clock.now())
-            self._dispatching[id(ticket.request)] = ticket
+            self._dispatching[ticket.key] = ticket
             self.capacity.assign_next_slot(ticket.request.stops.max_tokens)
             self._dequeue_rate.record_dequeue(self._clock.now(), len(self._queue))
             if ticket.slot_ready is not None and not ticket.slot_ready.done():
@@ -299,10 +305,6 @@ class Admission(Operator):
             sum(desk.free_slots for name, desk in desks if name not in ticket.excluded_workers)
             > taken
         )
-
-    def _on_attempt_started(self, request: GenerateRequest) -> float | None:
-        ticket = self._dispatching.pop(id(request), None)
-        return ticket.predicted_first_token_s if ticket is not None else None
 
     def _on_instances_changed(self) -> None:
         live = self._client.instances

@@ -53,10 +53,15 @@ class InFlight:
     `on_left` is called whenever a place became free, `on_came` whenever a request came to its
     worker, with what predicted its first token for (None: nothing was)."""
 
-    def __init__(self, clock: Clock, places: ClusterCapacity, fleet: WorkerStates) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        places: ClusterCapacity,
+        fleet: WorkerStates,
+        on_slot_released: Callable[[], None],
+    ) -> None:
         self.worker_states = fleet
-        self.on_attempt_ended: Callable[[], None] = _ignore_attempt_end
-        self.on_attempt_started: Callable[[GenerateRequest], float | None] = _no_prediction
+        self.on_slot_released = on_slot_released
         self._clock = clock
         self._capacity = places
         self.updates_worker_states = False
@@ -64,9 +69,12 @@ class InFlight:
         self._mean_ttft_s = 0.0
         self._first_token_count = 0
         self._ended_count = 0
+        self._placed_count = 0
         self._prediction_errors: deque[tuple[float, float]] = deque(maxlen=MAX_PREDICTION_ERRORS)
 
-    def track(self, instance: Instance, request: GenerateRequest) -> TrackedAttempt:
+    def track(
+        self, instance: Instance, request: GenerateRequest, predicted_first_token_s: float | None
+    ) -> TrackedAttempt:
         """The request goes to that worker."""
         now, worker = self._clock.now(), instance.id
         bound = request.stops.max_tokens
@@ -74,13 +82,14 @@ class InFlight:
         need = prompt + self._capacity.durations.predict_output_tokens(bound)
         held = TrackedAttempt(bound, need, now)
         held.in_flight, held.worker = self, worker
-        held.predicted_first_token_s = self.on_attempt_started(request)
+        held.predicted_first_token_s = predicted_first_token_s
         self._capacity.reserve(worker, held, now)
         book = self.worker_states.get(worker) if self.updates_worker_states else None
         if book is not None:
             book.refresh(now)
-            name = f"{request.request_id}/{id(held)}"
-            held.placed_request = PlacedRequest(name, book, Prompt(prompt, ()), prompt, now)
+            self._placed_count += 1
+            key = f"{request.request_id}/{self._placed_count}"
+            held.placed_request = PlacedRequest(key, book, Prompt(prompt, ()), prompt, now)
             book.place(held.placed_request, now)
         return held
 
@@ -102,7 +111,7 @@ class InFlight:
                 )  # else the book learns no pace from it
             held.placed_request.worker.remove(held.placed_request, now)
         self._capacity.release(worker, held, now)
-        self.on_attempt_ended()
+        self.on_slot_released()
 
     def predict_prefill_s(self, prompt_tokens: int, others: int = 0, good_s: float = 0.0) -> float:
         """From getting a place to the first token, at the worker that is best for that (or the
@@ -155,12 +164,3 @@ class InFlight:
     def record_prediction_error(self, predicted_s: float, came_s: float) -> None:
         """A first token that was predicted came (or would have, at the earliest)."""
         self._prediction_errors.append((self._clock.now(), came_s - predicted_s))
-
-
-def _ignore_attempt_end() -> None:
-    pass
-
-
-def _no_prediction(request: GenerateRequest) -> float | None:
-    del request
-    return None

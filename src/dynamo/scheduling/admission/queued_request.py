@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from dynamo.core.values import GenerateRequest
 
+DispatchKey = tuple[str, int]
+"""The key of one generation from admission to its first attempt: request id and choice."""
+
 GAP_WEIGHT = 0.1
 """Of the newest gap between two turns in their running mean."""
 
@@ -19,6 +22,7 @@ class QueuedRequest:
         "arrived_s",
         "cancel_timer",
         "excluded_workers",
+        "key",
         "predicted_first_token_s",
         "predicted_prefill_s",
         "queue_id",
@@ -29,6 +33,7 @@ class QueuedRequest:
 
     def __init__(self, request: GenerateRequest, now: float, limit_s: float) -> None:
         self.request = request
+        self.key: DispatchKey = (request.request_id, request.choice)
         self.arrived_s = now
         self.ttft_limit_s = limit_s
         self.queue_id = ""

@@ -33,7 +33,8 @@ class AttemptListener:
 
 
 ListenerFactory = Callable[[Instance, GenerateRequest], AttemptListener]
-"""Called as the request goes to that worker."""
+"""Return the listener of one attempt. Called just before the request is sent to that instance; one
+listener may follow many attempts."""
 
 
 class Attempt(Reply):

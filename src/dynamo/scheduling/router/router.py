@@ -15,7 +15,7 @@ from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.reply import Reply
 from dynamo.core.values import GenerateRequest
 from dynamo.runtime.calls.instances import Instance
-from dynamo.scheduling.router.attempt import Attempt, ListenerFactory
+from dynamo.scheduling.router.attempt import Attempt, AttemptListener, ListenerFactory
 from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.policy import Decision, Observer, Policy
 from dynamo.telemetry import Registry
@@ -26,8 +26,6 @@ MAX_ATTEMPTS = 3
 
 SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
 """`Send` with its destination: what stands behind the router."""
-AttemptEndCallback = Callable[[Instance, BaseException | None], None]
-"""Hears how each try at that worker ended: with that error, or well."""
 
 
 class WorkerRouter:
@@ -42,14 +40,12 @@ class WorkerRouter:
         clock: Clock | None = None,
         observers: Sequence[Observer] = (),
         listener_factories: Sequence[ListenerFactory] = (),
-        on_attempt_ended: Sequence[AttemptEndCallback] = (),
     ) -> None:
         self.policy = policy
         self._onward = onward
         self._clock = clock or SystemClock()
         self._observers = tuple(observers)
         self._listener_factories = tuple(listener_factories)
-        self._on_attempt_ended = tuple(on_attempt_ended)
         registry = metrics or Registry()
         self._routed = registry.counter(
             "dynamo_router_requests_total", "Requests for which a worker was chosen"
@@ -98,8 +94,10 @@ class WorkerRouter:
             ticket = ticket or Placement()
             for observer in self._observers:
                 observer.on_decision(request, decision)
-        followers = [follow(decision.instance, request) for follow in self._listener_factories]
-        return Attempt(reply, followers, ticket, self._clock)
+        listeners: list[AttemptListener] = []
+        for create_listener in self._listener_factories:  # a comprehension is a call in Python 3.11
+            listeners.append(create_listener(decision.instance, request))  # noqa: PERF401
+        return Attempt(reply, listeners, ticket, self._clock)
 
     def _end_attempt(
         self,
@@ -108,8 +106,6 @@ class WorkerRouter:
         attempt: Attempt,
         error: BaseException | None,
     ) -> None:
-        for tell in self._on_attempt_ended:
-            tell(decision.instance, error)
         attempt.close(error)
         if self._observers:
             outcome = attempt.outcome(len(request.token_ids) // TOKEN_BYTES, _error_code(error))
