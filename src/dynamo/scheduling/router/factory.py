@@ -61,7 +61,10 @@ def make_cost(settings: RouterSettings) -> Cost:
 
 
 def make_solver(
-    settings: RouterSettings, view: CacheView, rng: Random, fleet: WorkerStates | None = None
+    settings: RouterSettings,
+    view: CacheView,
+    rng: Random,
+    worker_states: WorkerStates | None = None,
 ) -> PlacementSolver:
     """What places, over `view`, as the settings say. Raises ConfigError."""
     queue: WaitingQueue[PendingRequest] = WaitingQueue(
@@ -70,7 +73,7 @@ def make_solver(
     named = settings.selector
     plain = named == SelectionStrategy.HighestScore
     return PlacementSolver(
-        fleet or WorkerStates(),
+        worker_states or WorkerStates(),
         view,
         make_cost(settings),
         rng,

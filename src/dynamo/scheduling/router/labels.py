@@ -1,4 +1,4 @@
-"""Constraints: a request may ask for workers that bear certain labels."""
+"""Label constraints: a request may require workers with certain labels."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class NoAvailableWorker(NoWorkers):
 
 
 def read_constraints(context: Context) -> Constraints:
-    """What the request asks of its worker."""
+    """Return the labels that the request requires of its worker."""
     text = context.metadata.get(LABELS_KEY)
     return parse_labels(text) if text else NO_CONSTRAINTS
 
 
 def excluded_workers(instances: Mapping[str, Instance], context: Context) -> frozenset[str]:
-    """The ids of those that the request must not go to. Raises `NoAvailableWorker` where that is
-    all of them."""
-    wanted = read_constraints(context)
-    if not wanted:
+    """Return the ids of instances that lack a required label. Raises `NoAvailableWorker` if every
+    instance does."""
+    constraints = read_constraints(context)
+    if not constraints:
         return frozenset()
-    out = frozenset(
+    excluded = frozenset(
         name
         for name, instance in instances.items()
-        if not satisfies_constraints(instance.capabilities.get(LABELS_KEY) or {}, wanted)
+        if not satisfies_constraints(instance.capabilities.get(LABELS_KEY) or {}, constraints)
     )
-    if instances and len(out) == len(instances):
+    if instances and len(excluded) == len(instances):
         raise NoAvailableWorker(
             f"no worker is labelled {context.metadata[LABELS_KEY]!r}",
-            hint="start one with --worker-labels, or ask without x-dynamo-labels",
+            hint="start a worker with --worker-labels, or send no x-dynamo-labels",
         )
-    return out
+    return excluded

@@ -1,32 +1,34 @@
-"""How long a worker takes, learnt from what it did: nothing needs to be configured."""
+"""Latency models that are fitted online to measured prefill and decode times."""
 
 from __future__ import annotations
 
 FORGETTING_FACTOR = 0.98
-"""An observation counts half after 34 more."""
+"""Decay of old observations; the weight is halved after 34 newer ones."""
 
 PRIOR_WEIGHT = 0.1
-"""What the start values count for, in observations, at either of two points."""
+"""Weight of the start values, in observations, at each of two anchor points."""
 
 OUTLIER_RATIO = 4.0
-"""An observation further off than this (after the first few) is taken as this far off: a request
+"""Largest ratio of observed to expected time after warm-up; further outliers are clipped. A request
 that waited for memory says little about speed."""
 
 WARMUP_OBSERVATIONS = 8
 
 SLOWDOWN_PRIOR_OBSERVATIONS = 20.0
-"""So many observations hold a worker's pace at that of its kind."""
+"""Weight of the prior that a worker is as fast as others of its kind, in observations."""
 
 
 class LatencyRegression:
-    """y = base u + slope x with both at least 0, by recursive least squares of relative errors
-    under exponential forgetting. The first observation scales the start values; their proportion
-    then counts as a weak prior. y in milliseconds."""
+    """Fit y = base * u + slope * x, both at least 0, with y in milliseconds.
+
+    The fit is recursive least squares of relative errors with exponential forgetting. The first
+    observation scales the start values; their proportion then serves as a weak prior.
+    """
 
     __slots__ = ("_prior", "_sums", "_typical_x", "base", "observation_count", "slope")
 
     def __init__(self, base: float, slope: float, x0: float) -> None:
-        """`x0`: a typical x, where the prior is anchored beside 0."""
+        """Anchor the prior at 0 and at `x0`, a typical x."""
         self.base = base
         self.slope = slope
         self.observation_count = 0
@@ -35,11 +37,11 @@ class LatencyRegression:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def predict(self, u: float, x: float) -> float:
-        """The present estimate."""
+        """Return the current estimate of y."""
         return self.base * u + self.slope * x
 
     def observe(self, u: float, x: float, y: float) -> None:
-        """`y` > 0 was measured at (u, x)."""
+        """Add the measurement `y` at (u, x); a y of 0 or less is ignored."""
         expected = self.predict(u, x)
         if y <= 0.0 or expected <= 0.0:
             return
@@ -80,11 +82,11 @@ class LatencyRegression:
 
 
 class WorkerLatencyModel:
-    """Times of workers of one kind, which learn together. Start values are those of a mid-sized
-    model on one GPU.
+    """Prefill and decode times that workers of one kind share. The start values are those of a
+    mid-sized model on one GPU.
 
-    `prefill`: u = chunks (steps), x = new tokens; `decode`: u = 1, x = tokens of context of all
-    that decode, for one step.
+    `prefill`: u = steps, x = new tokens. `decode`, for one step: u = 1, x = context tokens of all
+    decoding requests.
     """
 
     __slots__ = ("decode", "prefill")
@@ -95,8 +97,8 @@ class WorkerLatencyModel:
 
 
 class WorkerSlowdown:
-    """How much slower than its kind one worker is: the mean of observed over expected times, drawn
-    to 1 as long as little is known, so that chance makes no favourites."""
+    """The factor by which one worker is slower than its kind: the mean ratio of observed to
+    expected times. A prior of 1 keeps chance from favouring workers with few observations."""
 
     __slots__ = ("_count", "_sum", "factor")
 
@@ -106,7 +108,7 @@ class WorkerSlowdown:
         self._count = 0.0
 
     def observe(self, expected_ms: float, observed_ms: float) -> None:
-        """One prefill took so long."""
+        """Add one measured prefill."""
         ratio = observed_ms / expected_ms if expected_ms > 0.0 else 1.0
         ratio = min(max(ratio, 1.0 / OUTLIER_RATIO), OUTLIER_RATIO)
         self._count = FORGETTING_FACTOR * self._count + 1.0

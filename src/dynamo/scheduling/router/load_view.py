@@ -1,4 +1,4 @@
-"""What workers say of themselves: their last load report each."""
+"""The last load report of each worker of a component."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 LOAD_METRICS_SUFFIX = ".load_metrics"
 
 LoadListener = Callable[[str, Load, float], None]
-"""(worker, load, now)."""
+"""Called with (worker, load, now in seconds of the router's clock)."""
 
 _decode = msgspec.msgpack.Decoder(Load).decode
 
 
 class LoadView:
-    """Last reports by worker; a worker that is gone has none."""
+    """Subscribe to load reports; `loads` maps each live worker to its last report."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -31,13 +31,13 @@ class LoadView:
         self.loads: dict[str, Load] = {}
 
     async def subscribe(self, events: Events, component: str) -> None:
-        """Hear the load reports of `namespace.component`, until `close`."""
+        """Receive the load reports of `namespace.component` until `close`."""
         self._unsubscribe = await events.subscribe(
             component + LOAD_METRICS_SUFFIX, self.update_scores
         )
 
     def close(self) -> None:
-        """Hear no more."""
+        """End the subscription."""
         if self._unsubscribe is not None:
             self._unsubscribe()
             self._unsubscribe = None
@@ -47,7 +47,7 @@ class LoadView:
         self._listeners.append(listener)
 
     def update_scores(self, event: Event) -> None:
-        """One `load_metrics` event."""
+        """Apply one `load_metrics` event. An invalid payload is logged and skipped."""
         if event.kind == "gone":
             self.loads.pop(event.publisher, None)
         if not event.payload:
@@ -56,7 +56,7 @@ class LoadView:
             load = _decode(event.payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"worker": event.publisher, "error": str(error)}
-            log.warning("bad load report", extra={"fields": fields})
+            log.warning("invalid load report skipped", extra={"fields": fields})
             return
         self.loads[event.publisher] = load
         now = self._clock.now()

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 
 class PendingRequest:
-    """`overlaps`: worker -> leading blocks of the prompt that it holds (as far as is known at
-    `looked_s`); `barred`: instances that it must not go to; `constraints`: the
-    labels that it asks for, as selectors are told; `decided`: resolved when it is placed;
-    `priority`, `deadline_s`: for the order of those that wait."""
+    """A request in the placement solver.
+
+    `overlaps`: worker -> leading prompt blocks in its cache, as of `overlaps_updated_s`.
+    `excluded`: ids of instances that the request must not go to. `constraints`: requested labels,
+    for selectors. `decision_future`: resolved with the decision. `priority` and `deadline_s` order
+    the queue; times are in seconds of the router's clock.
+    """
 
     __slots__ = (
         "arrived_s",
@@ -56,20 +59,19 @@ class PendingRequest:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of the prompt that its best holder would compute."""
-        held = max(self.overlaps.values(), default=0)
-        return max(1, self.prompt.tokens - held * self.block_tokens)
+        """Prompt tokens that the worker with the longest overlap would compute, at least 1."""
+        blocks = max(self.overlaps.values(), default=0)
+        return max(1, self.prompt.tokens - blocks * self.block_tokens)
 
     def uncached_tokens(self, worker: str) -> int:
-        """Tokens of the prompt that `worker` would compute; the last one always."""
+        """Return the prompt tokens that `worker` would compute; the last token always."""
         tokens = self.prompt.tokens - self.overlaps.get(worker, 0) * self.block_tokens
         return max(1, tokens)
 
     def common_overlap(self, workers: int) -> int | None:
-        """Blocks of the prompt that each of so many workers holds; None: some hold more than
-        others."""
-        held = self.overlaps
-        if not held:
+        """Return the overlap in blocks that all `workers` share, or None if they differ."""
+        overlaps = self.overlaps
+        if not overlaps:
             return 0
-        depths = set(held.values())
-        return depths.pop() if len(held) == workers and len(depths) == 1 else None
+        depths = set(overlaps.values())
+        return depths.pop() if len(overlaps) == workers and len(depths) == 1 else None

@@ -27,7 +27,7 @@ def no_workers_error(client: Client) -> NoWorkers:
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
+    """A worker that could have been chosen. The lowest `cost` wins; `terms` are its summands by
     name, in the policy's unit (milliseconds for predicted times)."""
 
     worker: str

@@ -1,4 +1,4 @@
-"""What routing needs to know of a request: how long its prompt is, and the names of its blocks."""
+"""The length and the block hashes of a prompt, as routing needs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo.core.values import GenerateRequest
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`tokens` in all; `hashes` of the full blocks only, chained, in order."""
+    """A prompt of `tokens` tokens. `hashes` are the chained hashes of its full blocks, in order."""
 
     tokens: int
     hashes: Sequence[int]
@@ -21,7 +21,7 @@ PromptReader = Callable[[GenerateRequest], Prompt]
 
 
 def make_prompt_reader(block_tokens: int) -> PromptReader:
-    """Reads prompts as engines with blocks of `block_tokens` do: the request's salt is the root."""
+    """Return a reader that hashes blocks as engines do, with the request's salt as the root."""
 
     def read(request: GenerateRequest) -> Prompt:
         ids = request.token_ids
@@ -31,13 +31,13 @@ def make_prompt_reader(block_tokens: int) -> PromptReader:
     return read
 
 
-def common_prefix_blocks(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading blocks are the same. Hashes are chained, so equal at i means equal before:
-    a binary search will do."""
-    low, high = 0, min(len(one), len(other))
+def common_prefix_blocks(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of equal leading blocks, by binary search: chained hashes that are equal
+    at an index are equal at all indices before it."""
+    low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high) // 2
-        if one[middle] == other[middle]:
+        if first[middle] == second[middle]:
             low = middle + 1
         else:
             high = middle

@@ -1,5 +1,5 @@
-"""The router's own book: what it placed on each worker, what has come of it, and so when that
-worker will be free. It needs no word from the workers, which are late by nature."""
+"""The router's model of each worker: the requests placed there, their progress, and the time when
+the worker will be free. Worker reports are not needed, since they always arrive late."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from dynamo.scheduling.router.placement_handle import Placement
 from dynamo.scheduling.router.prompt import Prompt
 
 DEFAULT_MAX_BATCHED_TOKENS = 8_192
-"""Prompt tokens of one step, of a worker that does not tell."""
+"""Prompt tokens in one step of a worker that does not announce a limit."""
 
 DEFAULT_MAX_SEQUENCES = 256
-"""Requests that a worker works on at a time, if it does not tell."""
+"""Concurrent requests of a worker that does not announce a limit."""
 
 REFRESH_INTERVAL_S = 0.1
-"""From this age on the sums over a worker's requests are taken anew."""
+"""Age from which the sums over a worker's requests are computed again."""
 
 REFRESHES_PER_CALL = 16
-"""So many at a time, so that a decision over hundreds of workers stays quick."""
+"""Workers refreshed by one call, so that a decision over hundreds of workers stays fast."""
 
 SAME_STEP_S = 0.001
-"""First tokens nearer than this came from one step."""
+"""First tokens closer together than this came from one step."""
 
 STALL_HALVING_TOKENS = 50.0
-"""An answer this long is hurt half as much by a pause as one that has just begun."""
+"""Length at which an answer suffers half as much from a pause as a new answer does."""
 
 
 class PlacedRequest(Placement):
-    """A request placed on a worker, until it ends. `new_tokens`: of its prompt, to be computed;
-    `due_s`: when its first token is expected; `observed`: its times may teach."""
+    """A request on its worker, from placement to its end.
+
+    `new_tokens`: prompt tokens that the worker must compute. `updates_model`: whether measured
+    times update the latency model. The callbacks receive this object.
+    """
 
     __slots__ = (
         "end_callback",
@@ -58,11 +61,11 @@ class PlacedRequest(Placement):
     )
 
     def __init__(
-        self, request_key: str, book: WorkerState, prompt: Prompt, new_tokens: int, now: float
+        self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
     ) -> None:
         super().__init__()
         self.id = request_key
-        self.worker = book
+        self.worker = worker
         self.prompt_tokens = prompt.tokens
         self.hashes = prompt.hashes
         self.new_tokens = new_tokens
@@ -81,22 +84,22 @@ class PlacedRequest(Placement):
         self.end_callback(self)
 
 
-def _ignore(active: PlacedRequest) -> None:
-    del active
+def _ignore(placed: PlacedRequest) -> None:
+    del placed
 
 
 LatencyModelKey = tuple[str, int]
 
 
 def latency_model_key(info: EngineInfo | None) -> LatencyModelKey:
-    """What workers of one model must share to be thought equally fast. How many blocks each found
-    room for does not matter."""
+    """Return the key under which workers share one latency model. The number of KV blocks is not
+    part of the key, since memory does not affect speed."""
     return ("", 0) if info is None else (info.engine, info.max_num_batched_tokens)
 
 
 class PrefillGroup(msgspec.Struct):
-    """Prompts whose first tokens came together, from one or more steps; `context`: of those that
-    decoded meanwhile."""
+    """Prompts whose first tokens came together, from one or more steps. `context` is the number of
+    context tokens decoded meanwhile."""
 
     start_s: float
     end_s: float
@@ -105,13 +108,15 @@ class PrefillGroup(msgspec.Struct):
 
 
 class WorkerState:
-    """One worker, or one data-parallel rank of it, as the router sees it. Times in seconds of the
-    router's clock, durations in milliseconds where the name says so.
+    """The router's model of one worker, or of one of its data-parallel ranks.
 
-    `open_tokens`, `open_count`: prompts whose first token is still out; `free_s`: when the last of
-    those is expected to come; `context`: tokens of all that decode; `youth`: the sum over active
-    requests of 1 / (tokens emitted + 50); `load`: as last reported by the worker; `others_tokens`,
-    `others_count`: prompts and requests in that report that others sent there.
+    Names in `_s` are seconds of the router's clock, names in `_ms` are durations.
+    `pending_prefills`, `pending_prefill_tokens`: prompts without a first token.
+    `prefill_free_s`: expected first token of the last of them.
+    `decode_context_tokens`: context of all decoding requests.
+    `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50).
+    `load`: the worker's last report.
+    `external_prefill_tokens`, `external_requests`: part of it that other routers sent.
     """
 
     __slots__ = (
@@ -140,11 +145,11 @@ class WorkerState:
     )
 
     def __init__(
-        self, name: str, instance: Instance, timing: WorkerLatencyModel, rank: int | None = None
+        self, name: str, instance: Instance, model: WorkerLatencyModel, rank: int | None = None
     ) -> None:
         self.name = name
         self.rank = rank
-        self.latency_model = timing
+        self.latency_model = model
         self.slowdown = WorkerSlowdown()
         self.active: dict[str, PlacedRequest] = {}
         self.pending_prefill_tokens = 0
@@ -162,128 +167,124 @@ class WorkerState:
         self.update_instance(instance)
 
     def update_instance(self, instance: Instance) -> None:
-        """Discovery says (again) what it is."""
+        """Apply the instance's discovery record."""
         self.instance = instance
         info = engine_info(instance)
         if info is not None and self.rank is not None:
             info = per_rank_engine_info(info)
         self.engine_info = info
-        self.token_budget = (
-            self.engine_info.max_num_batched_tokens
-            if self.engine_info
-            else DEFAULT_MAX_BATCHED_TOKENS
-        )
+        self.token_budget = info.max_num_batched_tokens if info else DEFAULT_MAX_BATCHED_TOKENS
 
     def refresh(self, now: float) -> None:
-        """Take the sums over the active requests anew, unless that was done of late. In between
-        they follow what comes and goes, but not how answers grow."""
+        """Recompute the sums over active requests if they are older than REFRESH_INTERVAL_S.
+        Between refreshes the sums follow arrivals and ends, but not the growth of answers."""
         if now - self._refreshed_s < REFRESH_INTERVAL_S:
             return
         self._refreshed_s = now
-        context, youth = 0, 0.0
-        for active in self.active.values():
-            emitted = active.emitted
-            youth += 1.0 / (emitted + STALL_HALVING_TOKENS)
-            if active.first_token_s is not None:
-                context += active.prompt_tokens + emitted
+        context, sensitivity = 0, 0.0
+        for placed in self.active.values():
+            emitted = placed.emitted
+            sensitivity += 1.0 / (emitted + STALL_HALVING_TOKENS)
+            if placed.first_token_s is not None:
+                context += placed.prompt_tokens + emitted
         self.decode_context_tokens = context
-        self.stall_sensitivity = youth
+        self.stall_sensitivity = sensitivity
         self._update_step_times()
 
     def predict_prefill_ms(self, new_tokens: int) -> float:
-        """T(n): from the start of a prompt's first step to its first token."""
+        """Return the time from the start of a prompt's first step to its first token."""
         steps = -(-new_tokens // self.token_budget)
         return steps * self.step_ms + self.token_ms * new_tokens
 
     def backlog_ms(self, now: float) -> float:
-        """How long the prefills that are open will still take. One that is late is expected to take
-        as long again as it is late by: it is not done, whatever was predicted."""
+        """Return the remaining time of all pending prefills. A late prefill counts for as long
+        again as it is late, since it is not done whatever was predicted."""
         return abs(self.prefill_free_s - now) * 1e3 if self.pending_prefills else 0.0
 
     def kv_cache_usage(self) -> float:
-        """Of its KV memory: what is in use there by its own last report (by this book where there
-        is none), and what the prompts need that are not computed, or were placed since."""
-        told, info = self.load, self.engine_info
-        if told is not None and told.total_blocks:
-            share = told.active_blocks / told.total_blocks
-            held = 0
+        """Return the used share of KV memory, 0 to 1: the last report plus pending prompts.
+        Without a report, the model's own context count replaces it."""
+        load, info = self.load, self.engine_info
+        if load is not None and load.total_blocks:
+            share = load.active_blocks / load.total_blocks
+            context = 0
         else:
-            share, held = 0.0, self.decode_context_tokens
+            share, context = 0.0, self.decode_context_tokens
         if info is not None:
-            share += (held + self.pending_prefill_tokens) / (info.num_blocks * info.block_tokens)
+            share += (context + self.pending_prefill_tokens) / (info.num_blocks * info.block_tokens)
         return min(share, 1.0)
 
     def on_load_report(self, load: Load) -> None:
-        """The worker's own word about its load. What this book knows of is not counted again."""
+        """Keep a load report; requests that this router placed are not counted as external."""
         self.load = load
         self.external_prefill_tokens = max(0, load.prefill_tokens - self.pending_prefill_tokens)
         self.external_requests = max(0, load.running + load.waiting - len(self.active))
 
     def load_factor(self) -> float:
-        """Between 0 and 1, the larger of two: a step's prompt tokens and its places taken."""
-        places = self.engine_info.max_num_seqs if self.engine_info else DEFAULT_MAX_SEQUENCES
-        busy = max(self.pending_prefill_tokens / self.token_budget, len(self.active) / places)
-        return min(busy, 1.0)
+        """Return the load, 0 to 1: the larger share of a step's tokens or of sequence slots."""
+        slots = self.engine_info.max_num_seqs if self.engine_info else DEFAULT_MAX_SEQUENCES
+        load = max(self.pending_prefill_tokens / self.token_budget, len(self.active) / slots)
+        return min(load, 1.0)
 
-    def place(self, active: PlacedRequest, now: float) -> None:
-        """The request goes there now."""
-        took_ms = self.predict_prefill_ms(active.new_tokens)
-        backlog_ms = together_ms = self.backlog_ms(now)
-        if self.pending_prefills:  # what waits there shares its steps
-            together_ms = min(backlog_ms, self.predict_prefill_ms(self.pending_prefill_tokens))
-        self.prefill_free_s = now + backlog_ms * 1e-3 + took_ms * 1e-3
-        active.expected_first_token_s = now + (together_ms + took_ms) * 1e-3
+    def place(self, placed: PlacedRequest, now: float) -> None:
+        """Add a request that is sent to the worker now."""
+        prefill_ms = self.predict_prefill_ms(placed.new_tokens)
+        backlog_ms = shared_ms = self.backlog_ms(now)
+        if self.pending_prefills:  # pending prompts share steps
+            shared_ms = min(backlog_ms, self.predict_prefill_ms(self.pending_prefill_tokens))
+        self.prefill_free_s = now + backlog_ms * 1e-3 + prefill_ms * 1e-3
+        placed.expected_first_token_s = now + (shared_ms + prefill_ms) * 1e-3
         self.pending_prefills += 1
-        self.pending_prefill_tokens += active.new_tokens
-        self.active[active.id] = active
+        self.pending_prefill_tokens += placed.new_tokens
+        self.active[placed.id] = placed
         self.stall_sensitivity += 1.0 / STALL_HALVING_TOKENS
 
-    def add_decoding(self, active: PlacedRequest, emitted: int, now: float) -> None:
-        """A request that another router sent here is being answered already."""
-        active.updates_model = False
-        active.emitted = emitted
-        active.first_token_s = now
-        self.active[active.id] = active
+    def add_decoding(self, placed: PlacedRequest, emitted: int, now: float) -> None:
+        """Add a request of another router that already decodes."""
+        placed.updates_model = False
+        placed.emitted = emitted
+        placed.first_token_s = now
+        self.active[placed.id] = placed
         self._refreshed_s = float("-inf")
 
-    def on_cached_tokens(self, active: PlacedRequest, tokens: int) -> None:
-        """So much of its prompt need not be computed, as the worker said."""
-        if active.first_token_s is None and active.id in self.active:
-            saved = min(tokens, active.new_tokens - 1)
-            active.new_tokens -= saved
+    def on_cached_tokens(self, placed: PlacedRequest, tokens: int) -> None:
+        """Subtract prompt tokens that the worker found in its cache."""
+        if placed.first_token_s is None and placed.id in self.active:
+            saved = min(tokens, placed.new_tokens - 1)
+            placed.new_tokens -= saved
             self.pending_prefill_tokens -= saved
 
-    def on_first_token(self, active: PlacedRequest, now: float) -> None:
-        """Its prefill is done."""
-        if active.first_token_s is not None or active.id not in self.active:
+    def on_first_token(self, placed: PlacedRequest, now: float) -> None:
+        """Note that the prefill is done. Later calls and unknown requests are ignored."""
+        if placed.first_token_s is not None or placed.id not in self.active:
             return
-        active.first_token_s = now
-        if active.updates_model:
-            self._observe_prefill(active, now)
-        self._finish_prefill(active, now)
-        self.decode_context_tokens += active.prompt_tokens
-        active.prefill_ms_at_first_token = self.total_prefill_ms
+        placed.first_token_s = now
+        if placed.updates_model:
+            self._observe_prefill(placed, now)
+        self._finish_prefill(placed, now)
+        self.decode_context_tokens += placed.prompt_tokens
+        placed.prefill_ms_at_first_token = self.total_prefill_ms
 
-    def remove(self, active: PlacedRequest, now: float) -> None:
-        """It left, answered or not."""
-        if self.active.pop(active.id, None) is None:
+    def remove(self, placed: PlacedRequest, now: float) -> None:
+        """Remove a request that left the worker; unknown requests are ignored."""
+        if self.active.pop(placed.id, None) is None:
             return
         self.stall_sensitivity = max(
-            0.0, self.stall_sensitivity - 1.0 / (active.emitted + STALL_HALVING_TOKENS)
+            0.0, self.stall_sensitivity - 1.0 / (placed.emitted + STALL_HALVING_TOKENS)
         )
-        if active.first_token_s is None:
-            self._finish_prefill(active, now)
+        if placed.first_token_s is None:
+            self._finish_prefill(placed, now)
             return
-        if active.updates_model:
-            self._observe_decode(active, now)
+        if placed.updates_model:
+            self._observe_decode(placed, now)
         self.decode_context_tokens = max(
-            0, self.decode_context_tokens - active.prompt_tokens - active.emitted
+            0, self.decode_context_tokens - placed.prompt_tokens - placed.emitted
         )
         self._update_step_times()
 
-    def _finish_prefill(self, active: PlacedRequest, now: float) -> None:
+    def _finish_prefill(self, placed: PlacedRequest, now: float) -> None:
         self.pending_prefills -= 1
-        self.pending_prefill_tokens -= active.new_tokens
+        self.pending_prefill_tokens -= placed.new_tokens
         if self.pending_prefills == 0:
             self.prefill_free_s = now
             self._observe_prefill_group()
@@ -292,28 +293,28 @@ class WorkerState:
         self._update_step_times()
 
     def _update_step_times(self) -> None:
-        timing, factor = self.latency_model, self.slowdown.factor
-        decode_ms = (
-            timing.decode.predict(1.0, self.decode_context_tokens)
-            if self.decode_context_tokens
-            else 0.0
-        )
-        self.step_ms = factor * (timing.prefill.base + decode_ms)
-        self.token_ms = factor * timing.prefill.slope
+        model, factor = self.latency_model, self.slowdown.factor
+        context = self.decode_context_tokens
+        decode_ms = model.decode.predict(1.0, context) if context else 0.0
+        self.step_ms = factor * (model.prefill.base + decode_ms)
+        self.token_ms = factor * model.prefill.slope
 
-    def _observe_prefill(self, active: PlacedRequest, now: float) -> None:
-        """Prompts whose first tokens come together are one observation, settled when the next
-        comes or none is left: the time since the step before (or since placing, where the worker
-        was idle)."""
+    def _observe_prefill(self, placed: PlacedRequest, now: float) -> None:
+        """Add a prompt to the current group, or start a new group.
+
+        Prompts whose first tokens come together are one observation. The observation is made when
+        the next first token comes or no prefill is pending. Its duration counts from the step
+        before, or from the placement if the worker was idle.
+        """
         group = self._prefill_group
         if group.tokens and now - group.end_s < SAME_STEP_S:
             group.end_s = now
-            group.tokens += active.new_tokens
+            group.tokens += placed.new_tokens
             return
         self._observe_prefill_group()
-        start = max(group.end_s, active.placed_s)
+        start = max(group.end_s, placed.placed_s)
         self._prefill_group = PrefillGroup(
-            start, now, active.new_tokens, self.decode_context_tokens
+            start, now, placed.new_tokens, self.decode_context_tokens
         )
 
     def _observe_prefill_group(self) -> None:
@@ -323,28 +324,28 @@ class WorkerState:
         self._prefill_group = PrefillGroup(group.end_s, group.end_s, 0, 0)
         tokens, context = group.tokens, group.context
         steps = -(-tokens // self.token_budget)
-        took_ms = (group.end_s - group.start_s) * 1e3
-        timing, factor = self.latency_model, self.slowdown.factor
-        decode_ms = steps * timing.decode.predict(1.0, context) if context else 0.0
-        expected_ms = timing.prefill.predict(steps, tokens)
+        duration_ms = (group.end_s - group.start_s) * 1e3
+        model, factor = self.latency_model, self.slowdown.factor
+        decode_ms = steps * model.decode.predict(1.0, context) if context else 0.0
+        expected_ms = model.prefill.predict(steps, tokens)
         self.total_prefill_ms += expected_ms * factor
-        timing.prefill.observe(steps, tokens, took_ms / factor - decode_ms)
-        self.slowdown.observe(expected_ms + decode_ms, took_ms)
+        model.prefill.observe(steps, tokens, duration_ms / factor - decode_ms)
+        self.slowdown.observe(expected_ms + decode_ms, duration_ms)
 
-    def _observe_decode(self, active: PlacedRequest, now: float) -> None:
-        """Its mean time between tokens, less what prefills took meanwhile."""
-        if active.first_token_s is None or active.emitted < 8:
+    def _observe_decode(self, placed: PlacedRequest, now: float) -> None:
+        """Learn from the mean time between tokens, less the prefills in between."""
+        if placed.first_token_s is None or placed.emitted < 8:
             return
-        took_ms = (now - active.first_token_s) * 1e3 - (
-            self.total_prefill_ms - active.prefill_ms_at_first_token
+        decode_ms = (now - placed.first_token_s) * 1e3 - (
+            self.total_prefill_ms - placed.prefill_ms_at_first_token
         )
-        step_ms = took_ms / (active.emitted - 1) / self.slowdown.factor
+        step_ms = decode_ms / (placed.emitted - 1) / self.slowdown.factor
         self.latency_model.decode.observe(1.0, self.decode_context_tokens, step_ms)
 
 
 class WorkerStates:
-    """The books of all workers, in the order in which they were announced; of one with
-    data-parallel ranks a book a rank, called "instance/rank" as by its publishers."""
+    """The states of all workers in order of announcement. An instance with data-parallel ranks has
+    one state for each rank, named "instance/rank" as in its events."""
 
     def __init__(self) -> None:
         self.workers: list[WorkerState] = []
@@ -356,56 +357,54 @@ class WorkerStates:
         return self._by_name[name]
 
     def get(self, name: str) -> WorkerState | None:
-        """The book of a worker, if it is there."""
+        """Return the state of a worker, or None if the worker is not known."""
         return self._by_name.get(name)
 
     @property
     def cacheless(self) -> set[str]:
-        """Those that keep nothing for later prompts."""
+        """The names of workers without a prefix cache."""
         return {
-            one.name
-            for one in self.workers
-            if one.engine_info and not one.engine_info.prefix_caching
+            worker.name
+            for worker in self.workers
+            if worker.engine_info and not worker.engine_info.prefix_caching
         }
 
     def refresh_next(self, now: float) -> None:
-        """Survey the next few workers in turn."""
-        books = self.workers
-        if len(books) <= REFRESHES_PER_CALL:
-            for book in books:
-                book.refresh(now)
+        """Refresh all workers, or the next REFRESHES_PER_CALL in turn."""
+        workers = self.workers
+        if len(workers) <= REFRESHES_PER_CALL:
+            for worker in workers:
+                worker.refresh(now)
             return
         for _ in range(REFRESHES_PER_CALL):
-            self._next = (self._next + 1) % len(books)
-            books[self._next].refresh(now)
+            self._next = (self._next + 1) % len(workers)
+            workers[self._next].refresh(now)
 
     def update_instances(self, instances: Mapping[str, Instance]) -> list[str]:
-        """These are the workers from now on; the names of those that are gone."""
-        workers = {
+        """Replace the set of workers. Return the names of the removed ones."""
+        live = {
             worker_name(name, rank): (instance, rank)
             for name, instance in instances.items()
             for rank in data_parallel_ranks(instance)
         }
-        gone = [name for name in self._by_name if name not in workers]
-        for name in gone:
+        removed = [name for name in self._by_name if name not in live]
+        for name in removed:
             del self._by_name[name]
-        for name, (instance, rank) in workers.items():
-            book = self._by_name.get(name)
-            if book is None:
-                kind = latency_model_key(engine_info(instance))
-                timing = self._latency_models.get(kind)
-                if timing is None:
-                    timing = self._latency_models[kind] = WorkerLatencyModel()
-                self._by_name[name] = WorkerState(name, instance, timing, rank)
-            elif book.instance is not instance:
-                book.update_instance(instance)
+        for name, (instance, rank) in live.items():
+            worker = self._by_name.get(name)
+            if worker is None:
+                key = latency_model_key(engine_info(instance))
+                model = self._latency_models.setdefault(key, WorkerLatencyModel())
+                self._by_name[name] = WorkerState(name, instance, model, rank)
+            elif worker.instance is not instance:
+                worker.update_instance(instance)
         self.workers = list(self._by_name.values())
-        return gone
+        return removed
 
     def on_load_report(self, name: str, load: Load, now: float) -> None:
-        """A worker's own word about its load, for the book of each of its ranks."""
+        """Pass a load report to the worker's state, or to the state of each of its ranks."""
         del now
         parts = {worker_name(name, rank): part for rank, part in enumerate(load.ranks)}
-        for each, part in (parts or {name: load}).items():
-            if (book := self._by_name.get(each)) is not None:
-                book.on_load_report(part)
+        for part_name, part in (parts or {name: load}).items():
+            if (worker := self._by_name.get(part_name)) is not None:
+                worker.on_load_report(part)

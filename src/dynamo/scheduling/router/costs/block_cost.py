@@ -1,4 +1,4 @@
-"""The cost of Dynamo 1.x's KV router: blocks to compute plus blocks to decode over."""
+"""The cost of Dynamo 1.x's KV router: prompt blocks to compute plus active decode blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 
 class BlockCost(Cost):
-    """prefill_scale x (tokens queued there + new ones) / block size + distinct blocks that would be
-    active there with this request; chance decides between the same only. Source: ai-dynamo 1.6,
-    kv-router."""
+    """prefill_scale * (pending + new prompt tokens) / block size + distinct active blocks.
+
+    The active blocks are those of the worker with this request added. Only equal costs are ties.
+    Source: ai-dynamo 1.6, kv-router.
+    """
 
     tie_tolerance = 0.0
 
@@ -20,34 +22,34 @@ class BlockCost(Cost):
         self._prefill_scale = prefill_scale
         self._active_blocks: WeakKeyDictionary[WorkerState, dict[int, int]] = WeakKeyDictionary()
 
-    def terms(self, request: PendingRequest, book: WorkerState, now: float) -> dict[str, float]:
+    def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
         del now
         size = request.block_tokens
-        new = request.prompt.tokens - request.overlaps.get(book.name, 0) * size
-        held = self._active_blocks.get(book, {})
+        new = request.prompt.tokens - request.overlaps.get(worker.name, 0) * size
+        active = self._active_blocks.get(worker, {})
         hashes = request.prompt.hashes
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if hashes[middle] in held else (low, middle)
+            low, high = (middle + 1, high) if hashes[middle] in active else (low, middle)
         blocks = -(-request.prompt.tokens // size)
         return {
-            "prefill_blocks": self._prefill_scale * (book.pending_prefill_tokens + new) / size,
-            "decode_blocks": float(len(held) + blocks - low),
+            "prefill_blocks": self._prefill_scale * (worker.pending_prefill_tokens + new) / size,
+            "decode_blocks": float(len(active) + blocks - low),
         }
 
-    def on_placed(self, active: PlacedRequest) -> None:
-        held = self._active_blocks.setdefault(active.worker, {})
-        for block in active.hashes:
-            held[block] = held.get(block, 0) + 1
+    def on_placed(self, placed: PlacedRequest) -> None:
+        active = self._active_blocks.setdefault(placed.worker, {})
+        for block in placed.hashes:
+            active[block] = active.get(block, 0) + 1
 
-    def on_ended(self, active: PlacedRequest) -> None:
-        held = self._active_blocks.get(active.worker)
-        if held is None:
+    def on_ended(self, placed: PlacedRequest) -> None:
+        active = self._active_blocks.get(placed.worker)
+        if active is None:
             return
-        for block in active.hashes:
-            count = held.get(block, 0) - 1
+        for block in placed.hashes:
+            count = active.get(block, 0) - 1
             if count > 0:
-                held[block] = count
+                active[block] = count
             else:
-                held.pop(block, None)
+                active.pop(block, None)

@@ -1,4 +1,4 @@
-"""Requests that are weighed together, and which of them goes first."""
+"""The regret step: which request of a window is placed next."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 
 class RegretRow:
-    """One waiting request with its costs. `at`: its best worker; `regret`: what not getting that
-    would cost."""
+    """A pending request with its cost at each worker. `regret` is the cost difference between the
+    best worker, `best_index`, and the second best."""
 
     __slots__ = ("_second_cost", "_tied", "best_index", "costs", "matrix", "regret", "request")
 
-    def __init__(self, arrival: PendingRequest, prices: CostMatrix, rng: Random) -> None:
-        self.request = arrival
-        self.matrix = prices
-        self.costs = prices.row(arrival)
+    def __init__(self, request: PendingRequest, matrix: CostMatrix, rng: Random) -> None:
+        self.request = request
+        self.matrix = matrix
+        self.costs = matrix.row(request)
         self._update_best(rng)
 
     @property
     def worker(self) -> WorkerState:
-        """Its best worker's."""
+        """The best worker."""
         return self.matrix.workers[self.best_index]
 
-    def update_cost(self, at: int, cost: float, rng: Random) -> None:
-        """One worker costs something else now."""
-        before = self.costs[at]
-        self.costs[at] = cost
+    def update_cost(self, index: int, cost: float, rng: Random) -> None:
+        """Replace the cost of one worker."""
+        before = self.costs[index]
+        self.costs[index] = cost
         second = self._second_cost
-        if self._tied or at == self.best_index or before <= second or cost <= second:
+        if self._tied or index == self.best_index or before <= second or cost <= second:
             self._update_best(rng)
 
     def _update_best(self, rng: Random) -> None:
         costs = self.costs
-        order = sorted(costs)  # quicker than to look for the lowest
+        order = sorted(costs)  # faster than two searches for the lowest
         best = order[0]
         self._second_cost = second = order[1] if len(order) > 1 else inf
         self.regret = second - best if second < inf else 0.0
@@ -55,25 +55,26 @@ class RegretRow:
 
 
 class RegretStep:
-    """Requests weighed together: whoever would lose most by not getting its best worker is first.
-    Some stand in line, the longest first: of these only the head is weighed with the others, and
-    no other has a price."""
+    """A window of requests; the one with the largest regret is placed first.
+
+    Queued requests differ between workers by load alone. They stand in a queue, longest prompt
+    first: only its head has a row and competes with the others.
+    """
 
     def __init__(
         self,
         others: Sequence[PendingRequest],
-        line: Sequence[PendingRequest],
-        price: Callable[[PendingRequest], RegretRow],
+        queued: Sequence[PendingRequest],
+        build_row: Callable[[PendingRequest], RegretRow],
     ) -> None:
-        """`line`: those to which workers differ by their load alone; `price`: what an arrival costs
-        at that moment."""
-        self._build_row = price
-        self._rows = [price(one) for one in others]
+        """`build_row` computes the current costs of a request."""
+        self._build_row = build_row
+        self._rows = [build_row(request) for request in others]
         self._queue_head: RegretRow | None = None
-        self._set_queue(sorted(line, key=_prompt_tokens, reverse=True)[::-1])
+        self._set_queue(sorted(queued, key=_prompt_tokens, reverse=True)[::-1])
 
     def pop(self) -> RegretRow | None:
-        """Whose turn it is, which leaves; None: nobody is left."""
+        """Remove and return the row to place next; None when no row is left."""
         rows = self._rows
         if self._queue and self._queue_head not in rows:
             self._next_blocks.pop()
@@ -86,75 +87,79 @@ class RegretStep:
         return best
 
     def on_held(self, row: RegretRow, due: Callable[[PendingRequest], bool]) -> None:
-        """It was taken and would rather wait. So would those who stood in line behind it: unless
-        they are `due`, they leave."""
+        """Note that a popped row is held. A held queue head would be followed by the rest of the
+        queue, so queued requests that are not `due` are dropped from the step."""
         if row is self._queue_head:
-            self._set_queue([one for one in self._queue if due(one)])
+            self._set_queue([request for request in self._queue if due(request)])
 
     def keep_due(self, due: Callable[[PendingRequest], bool]) -> None:
-        """The others leave."""
+        """Drop all requests that are not `due`."""
         self._rows = [row for row in self._rows if due(row.request)]
-        self._set_queue([one for one in self._queue if due(one)])
+        self._set_queue([request for request in self._queue if due(request)])
 
     def on_placed(
-        self, active: PlacedRequest, blocks: AbstractSet[int], common: CostMatrix, rng: Random
+        self, placed: PlacedRequest, blocks: AbstractSet[int], common: CostMatrix, rng: Random
     ) -> None:
-        """Its worker has more to do for the others, and will hold what they share with it.
-        `blocks`: all that the round brought there; `common`: the prices of all workers, which
-        those go by that may go to any."""
+        """Update costs and overlaps after a placement. `blocks` are all blocks that the round sent
+        to that worker; `common` is the matrix of requests that may use any worker."""
         groups: dict[CostMatrix, list[RegretRow]] = {common: []}
         for row in self._rows:
-            _extend_overlap(row.request, active)
+            _extend_overlap(row.request, placed)
             groups.setdefault(row.matrix, []).append(row)
-        for prices, group in groups.items():
-            at = prices.refresh_worker(active.worker)
-            if at is not None and group:
-                costs = prices.column([row.request for row in group], at)
+        for matrix, group in groups.items():
+            index = matrix.refresh_worker(placed.worker)
+            if index is not None and group:
+                costs = matrix.column([row.request for row in group], index)
                 for row, cost in zip(group, costs, strict=True):
-                    row.update_cost(at, cost, rng)
+                    row.update_cost(index, cost, rng)
         if not blocks.isdisjoint(self._next_blocks):
-            self._promote_sharers(active)
+            self._promote_sharers(placed)
 
-    def _promote_sharers(self, active: PlacedRequest) -> None:
-        """Who begins as the one that went does has a favourite now."""
-        line = []
-        for one in self._queue:
-            if _extend_overlap(one, active):
-                self._rows.append(self._build_row(one))
+    def _promote_sharers(self, placed: PlacedRequest) -> None:
+        """Give a row to each queued request that now prefers the worker of `placed`."""
+        queue = []
+        for request in self._queue:
+            if _extend_overlap(request, placed):
+                self._rows.append(self._build_row(request))
             else:
-                line.append(one)
-        self._set_queue(line)
+                queue.append(request)
+        self._set_queue(queue)
 
-    def _set_queue(self, line: list[PendingRequest]) -> None:
-        self._queue = line
-        self._next_blocks = [_first_uncached_block(one) for one in line]
-
-
-def _prompt_tokens(arrival: PendingRequest) -> int:
-    return arrival.prompt.tokens
+    def _set_queue(self, queue: list[PendingRequest]) -> None:
+        self._queue = queue
+        self._next_blocks = [_first_uncached_block(request) for request in queue]
 
 
-def _first_uncached_block(arrival: PendingRequest) -> int | None:
-    """The first that nobody holds, if there is one."""
-    held, hashes = next(iter(arrival.overlaps.values()), 0), arrival.prompt.hashes
-    return hashes[held] if held < len(hashes) else None
+def _prompt_tokens(request: PendingRequest) -> int:
+    return request.prompt.tokens
+
+
+def _first_uncached_block(request: PendingRequest) -> int | None:
+    """Return the first block of a queued request that no worker holds, if any."""
+    overlap, hashes = next(iter(request.overlaps.values()), 0), request.prompt.hashes
+    return hashes[overlap] if overlap < len(hashes) else None
 
 
 _regret = attrgetter("regret")
 
 
-def _extend_overlap(arrival: PendingRequest, active: PlacedRequest) -> bool:
-    """Whether the other one brings its worker more of this prompt, which is noted."""
-    name, theirs = active.worker.name, active.hashes
-    mine, held = arrival.prompt.hashes, arrival.overlaps.get(name, 0)
-    if held < len(mine) and held < len(theirs) and mine[held] == theirs[held]:
-        arrival.overlaps[name] = common_prefix_blocks(mine, theirs)
+def _extend_overlap(request: PendingRequest, placed: PlacedRequest) -> bool:
+    """Extend the overlap at the worker of `placed` by the blocks that both prompts share. Return
+    whether it grew."""
+    name, placed_hashes = placed.worker.name, placed.hashes
+    hashes, overlap = request.prompt.hashes, request.overlaps.get(name, 0)
+    if (
+        overlap < len(hashes)
+        and overlap < len(placed_hashes)
+        and hashes[overlap] == placed_hashes[overlap]
+    ):
+        request.overlaps[name] = common_prefix_blocks(hashes, placed_hashes)
         return True
     return False
 
 
 def pick_lowest(costs: Sequence[float], rng: Random, tolerance: float = TIE_TOLERANCE) -> int:
-    """The lowest; among equals, nearer than `tie` of the best, any."""
+    """Return the index of the lowest cost; random among costs within `tolerance` of the best."""
     best = min(costs)
     limit = best + abs(best) * tolerance
     equal = [index for index, cost in enumerate(costs) if cost <= limit]

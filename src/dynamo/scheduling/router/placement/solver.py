@@ -1,9 +1,9 @@
-"""Who goes where, and who waits a moment: pure and synchronous, so that the router of a frontend,
-one of its own and the simulator share it.
+"""The placement solver: which pending request goes to which worker, and which one is held.
 
-Joint placement by regret: of all that wait, the one that would lose most by not getting its best
-worker goes first, then the costs are looked at again. Source: the regret heuristic for generalised
-assignment (Martello and Toth).
+The solver is pure and synchronous, so that frontends, router processes and the simulator share it.
+Placement is joint, by regret: the request that would lose most by missing its best worker is
+placed first, then costs are updated. Source: the regret heuristic for generalised assignment
+(Martello and Toth).
 """
 
 from __future__ import annotations
@@ -25,45 +25,49 @@ from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState, WorkerStates
 
 REGRET_WINDOW = 12
-"""Requests that are weighed together: the cost of that grows with the square of them."""
+"""Requests that are placed jointly; the effort grows with its square."""
 
 MAX_PAIRS_PER_ROUND = 4_096
-"""(Request, worker) pairs that one round looks at; later arrivals wait their turn."""
+"""(Request, worker) pairs that one round evaluates; later arrivals wait for the next round."""
 
 UNBOUND = 1 << 30
 RECHECK_INTERVAL_S = 0.05
-"""After a round that left somebody waiting who was due: what frees a worker is heard anyway."""
+"""Time to the next round after an overdue request was not placed. Freed workers start a round
+earlier."""
 
 STEP_FILL_SHARE = 0.25
-"""Share of a worker's step that prompts may fill before those that come next are held back."""
+"""Share of a worker's step that pending prompts may fill before further prompts are held."""
 
 SHORT_PROMPT_TOKENS = 512
-"""Tokens up to which a prompt is short: a better choice would gain it little."""
+"""Largest prompt that counts as short: a better worker would save little time."""
 
 
 class PrefixCacheView(Protocol):
-    """What is known of the workers' caches."""
+    """The router's knowledge of the workers' prefix caches."""
 
     def find_overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Worker -> leading blocks of the prompt that it holds, or soon will."""
+        """Return worker -> leading blocks of the prompt that are cached or about to be."""
 
     def on_request_routed(self, worker: str, hashes: Sequence[int]) -> None:
-        """A prompt goes to `worker`."""
+        """Note that a prompt is sent to `worker`."""
 
     def on_prefill_ended(self, worker: str, hashes: Sequence[int]) -> None:
-        """The first token of a prompt that went there came, or never will."""
+        """Note that a routed prompt's first token came or never will."""
 
     def get_mode(self, worker: str) -> str:
-        """How that worker's cache is known."""
+        """Return how the worker's cache is known."""
 
     def set_cacheless_workers(self, workers: AbstractSet[str]) -> None:
-        """These workers keep nothing for later prompts."""
+        """Set the workers that have no prefix cache."""
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
-    """A request whose best worker has more than `backlog_s` of prefill before it stays in the
-    router, for at most `longest_s`: elsewhere may become better, and nothing is lost before the
-    worker is nearly free. `refresh_s`: how old a look at the caches may be."""
+    """Limits for holding a request in the router while its best worker is busy.
+
+    A request is held if its best worker has more than `max_backlog_s` of prefill pending, for at
+    most `max_hold_s`. Nothing is lost before that worker is nearly free, and another worker may
+    become better. `overlaps_max_age_s` is the age at which cache overlaps are looked up again.
+    """
 
     max_backlog_s: float = 0.05
     max_hold_s: float = 3.0
@@ -71,7 +75,7 @@ class HoldLimits(msgspec.Struct, frozen=True):
 
 
 class PlacementResult(msgspec.Struct, frozen=True):
-    """A request and where it goes."""
+    """A request with its worker, the cost table and the number of candidates."""
 
     request: PendingRequest
     placed: PlacedRequest
@@ -80,16 +84,16 @@ class PlacementResult(msgspec.Struct, frozen=True):
 
 
 SelectWorker = Callable[[PendingRequest, Sequence[WorkerState], Sequence[float], Random], int]
-"""(Request, its workers, their costs, chance) -> the index of the one to take. Raises DynamoError
-where none will do."""
+"""Called with a request, its workers, their costs and a generator; returns the chosen index.
+Raises DynamoError to refuse the request."""
 
 
 class PlacementSolver:
-    """Owns what waits; places it on `fleet`."""
+    """Own the pending requests and place them on `worker_states`."""
 
     def __init__(
         self,
-        fleet: WorkerStates,
+        worker_states: WorkerStates,
         view: PrefixCacheView,
         cost: Cost,
         rng: Random,
@@ -99,10 +103,10 @@ class PlacementSolver:
         queue: WaitingQueue[PendingRequest] | None = None,
         threshold: float = 0.0,
     ) -> None:
-        """`select`: instead of the lowest cost, for each by itself; `queue`: of those that must
-        wait (first come, without bound); `threshold`: a worker whose open prompts are more than so
-        many of its steps gets nothing while all are so (0: never)."""
-        self.worker_states = fleet
+        """`select` replaces the lowest cost and places each request alone. `queue` holds requests
+        that must wait (default: first come, unbounded). `threshold`: a worker with more pending
+        prompt tokens than this many of its steps gets nothing while all are so (0: no limit)."""
+        self.worker_states = worker_states
         self.view = view
         self.cost = cost
         self._rng = rng
@@ -115,294 +119,304 @@ class PlacementSolver:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, arrival: PendingRequest) -> None:
-        """Wait for `place`."""
-        arrival.overlaps = self.view.find_overlaps(arrival.prompt.hashes)
-        self._pending.add(arrival)
+    def submit(self, request: PendingRequest) -> None:
+        """Add a request for the next `place`."""
+        request.overlaps = self.view.find_overlaps(request.prompt.hashes)
+        self._pending.add(request)
 
-    def cancel(self, arrival: PendingRequest) -> None:
-        """It does not want to be placed any more."""
-        self._pending.remove(arrival)
+    def cancel(self, request: PendingRequest) -> None:
+        """Remove a request; a request that is not pending is ignored."""
+        self._pending.remove(request)
 
     def pop_rejected(self) -> list[tuple[PendingRequest, DynamoError]]:
-        """Those for whom there is no room to wait, or no worker by the selector, since the last
-        call."""
+        """Return the requests rejected since the last call: by a full queue or by the selector."""
         return self._pending.pop_rejected()
 
     def pop_unplaceable(self) -> list[PendingRequest]:
-        """Those for whom no worker is left; they wait no more."""
-        books = self.worker_states.workers
-        lost = [
-            one
-            for one in self._pending
-            if not books
-            or (one.excluded and all(book.instance.id in one.excluded for book in books))
+        """Remove and return the requests for which no worker is left."""
+        workers = self.worker_states.workers
+        unplaceable = [
+            request
+            for request in self._pending
+            if not workers
+            or (
+                request.excluded
+                and all(worker.instance.id in request.excluded for worker in workers)
+            )
         ]
-        for one in lost:
-            self._pending.remove(one)
-        return lost
+        for request in unplaceable:
+            self._pending.remove(request)
+        return unplaceable
 
     def place(self, now: float) -> list[PlacementResult]:
-        """All that may go now, in the order in which they go."""
-        books = self.worker_states.workers
-        if not books or not any(map(self._is_eligible, self._pending)):
+        """Place all requests that need not be held, and return them in order of placement."""
+        workers = self.worker_states.workers
+        if not workers or not any(map(self._is_eligible, self._pending)):
             return []
         self.worker_states.refresh_next(now)
         self._round_blocks.clear()
         joint = self.cost.joint and self._select is None and not self._threshold
-        patient = joint or (self.cost.joint and self._threshold)
-        if patient and not (
+        may_hold = joint or (self.cost.joint and self._threshold)
+        if may_hold and not (
             self._any_nearly_free(now) or self._is_overdue(next(iter(self._pending)), now)
         ):
             self._pending.enqueue_new()
             return []
         waiting = self._pending.ordered(now)
-        waiting = (
-            self._with_free_worker(waiting, now) if patient else filter(self._is_eligible, waiting)
-        )
-        prices = self.cost.build_matrix(books, now)
-        if joint:
-            placed = self._place_jointly(waiting, prices, now)
-        elif self._threshold:
-            placed = self._place_in_order(waiting, prices, now)
+        if may_hold:
+            waiting = self._with_free_worker(waiting, now)
         else:
-            placed = [done for one in waiting if (done := self._place_one(one, prices, now))]
+            waiting = filter(self._is_eligible, waiting)
+        matrix = self.cost.build_matrix(workers, now)
+        if joint:
+            placed = self._place_jointly(waiting, matrix, now)
+        elif self._threshold:
+            placed = self._place_in_order(waiting, matrix, now)
+        else:
+            placed = [
+                result for request in waiting if (result := self._place_one(request, matrix, now))
+            ]
         self._pending.enqueue_new()
         return placed
 
-    def on_first_token(self, active: PlacedRequest, now: float) -> None:
-        """The prompt is computed."""
-        active.worker.on_first_token(active, now)
-        self.view.on_prefill_ended(active.worker.name, active.hashes)
+    def on_first_token(self, placed: PlacedRequest, now: float) -> None:
+        """Note that the prompt is computed."""
+        placed.worker.on_first_token(placed, now)
+        self.view.on_prefill_ended(placed.worker.name, placed.hashes)
 
-    def on_ended(self, active: PlacedRequest, now: float) -> None:
-        """The request left its worker."""
-        if active.first_token_s is None:
-            self.view.on_prefill_ended(active.worker.name, active.hashes)
-        self.cost.on_ended(active)
-        active.worker.remove(active, now)
+    def on_ended(self, placed: PlacedRequest, now: float) -> None:
+        """Note that the request left its worker."""
+        if placed.first_token_s is None:
+            self.view.on_prefill_ended(placed.worker.name, placed.hashes)
+        self.cost.on_ended(placed)
+        placed.worker.remove(placed, now)
 
     def next_run_s(self, now: float) -> float | None:
-        """When `place` should be called again if nothing happens before; None: never."""
+        """Return when `place` should run if no event starts it before; None without requests."""
         if not len(self._pending):
             return None
-        patience = self._hold_limits
-        oldest = next(iter(self._pending)).arrived_s
-        due = oldest + patience.max_hold_s
-        for book in self.worker_states.workers:
+        limits = self._hold_limits
+        due = next(iter(self._pending)).arrived_s + limits.max_hold_s
+        for worker in self.worker_states.workers:
             if (
-                book.pending_prefills
-                and now < (at := book.prefill_free_s - patience.max_backlog_s) < due
+                worker.pending_prefills
+                and now < (nearly_free_s := worker.prefill_free_s - limits.max_backlog_s) < due
             ):
-                due = at
+                due = nearly_free_s
         return due if due > now else now + RECHECK_INTERVAL_S
 
-    def _is_eligible(self, arrival: PendingRequest) -> bool:
-        return not arrival.excluded or any(
-            book.instance.id not in arrival.excluded for book in self.worker_states.workers
+    def _is_eligible(self, request: PendingRequest) -> bool:
+        return not request.excluded or any(
+            worker.instance.id not in request.excluded for worker in self.worker_states.workers
         )
 
     def _with_free_worker(
         self, waiting: Iterable[PendingRequest], now: float
     ) -> Iterator[PendingRequest]:
-        """Those that may go somewhere where a worker is nearly free, or must not wait longer: who
-        may only go where all are busy holds up nobody else."""
-        free: dict[AbstractSet[str], bool] = {}
-        for one in waiting:
-            hope = free.get(one.excluded)
-            if hope is None:
-                hope = any(self._is_nearly_free(book, now) for book in self._allowed_workers(one))
-                free[one.excluded] = hope
-            if hope or (self._is_overdue(one, now) and self._is_eligible(one)):
-                yield one
+        """Yield the requests that have a nearly free worker or are overdue. A request whose allowed
+        workers are all busy does not block the others."""
+        free_by_excluded: dict[AbstractSet[str], bool] = {}
+        for request in waiting:
+            free = free_by_excluded.get(request.excluded)
+            if free is None:
+                allowed = self._allowed_workers(request)
+                free = any(self._is_nearly_free(worker, now) for worker in allowed)
+                free_by_excluded[request.excluded] = free
+            if free or (self._is_overdue(request, now) and self._is_eligible(request)):
+                yield request
 
     def _place_in_order(
-        self, waiting: Iterable[PendingRequest], prices: CostMatrix, now: float
+        self, waiting: Iterable[PendingRequest], matrix: CostMatrix, now: float
     ) -> list[PlacementResult]:
-        """While a worker is below the threshold, whoever is first. Who must not go to those that
-        are stays, and the next is looked at."""
+        """Place in queue order while a worker is below the threshold. A request that may not use
+        such a worker stays, and the next one is tried."""
         placed: list[PlacementResult] = []
-        for one in islice(waiting, max(1, MAX_PAIRS_PER_ROUND // len(prices.workers))):
+        for request in islice(waiting, max(1, MAX_PAIRS_PER_ROUND // len(matrix.workers))):
             if self._all_busy(self.worker_states.workers):
                 break
-            if one.excluded and self._all_busy(self._allowed_workers(one)):
+            if request.excluded and self._all_busy(self._allowed_workers(request)):
                 continue
-            if self.cost.joint and self._should_hold(self._build_regret_row(one, prices, now), now):
+            if self.cost.joint and self._should_hold(
+                self._build_regret_row(request, matrix, now), now
+            ):
                 continue
-            if done := self._place_one(one, prices, now):
-                placed.append(done)
+            if result := self._place_one(request, matrix, now):
+                placed.append(result)
         return placed
 
-    def _all_busy(self, books: Sequence[WorkerState]) -> bool:
-        """Each has more before it than it may."""
+    def _all_busy(self, workers: Sequence[WorkerState]) -> bool:
+        """Whether every worker is above the threshold."""
         limit = self._threshold
-        return all(book.pending_prefill_tokens > limit * book.token_budget for book in books)
+        return all(
+            worker.pending_prefill_tokens > limit * worker.token_budget for worker in workers
+        )
 
-    def _allowed_workers(self, arrival: PendingRequest) -> list[WorkerState]:
-        books, barred = self.worker_states.workers, arrival.excluded
-        return [book for book in books if book.instance.id not in barred] if barred else books
+    def _allowed_workers(self, request: PendingRequest) -> list[WorkerState]:
+        workers, excluded = self.worker_states.workers, request.excluded
+        if not excluded:
+            return workers
+        return [worker for worker in workers if worker.instance.id not in excluded]
 
     def _place_one(
-        self, arrival: PendingRequest, common: CostMatrix, now: float
+        self, request: PendingRequest, common: CostMatrix, now: float
     ) -> PlacementResult | None:
-        self._refresh_overlaps(arrival, now)
-        prices = self._matrix_for(arrival, common, now)
-        costs = prices.row(arrival)
+        self._refresh_overlaps(request, now)
+        matrix = self._matrix_for(request, common, now)
+        costs = matrix.row(request)
         if self._select is None:
-            at = pick_lowest(costs, self._rng, self.cost.tie_tolerance)
+            index = pick_lowest(costs, self._rng, self.cost.tie_tolerance)
         else:
             try:
-                at = self._select(arrival, prices.workers, costs, self._rng)
+                index = self._select(request, matrix.workers, costs, self._rng)
             except DynamoError as error:
-                self._pending.reject(arrival, error)
+                self._pending.reject(request, error)
                 return None
-        placed = self._assign(arrival, prices, costs, at, now)
-        common.refresh_worker(placed.placed.worker)
-        return placed
+        result = self._assign(request, matrix, costs, index, now)
+        common.refresh_worker(result.placed.worker)
+        return result
 
     def _place_jointly(
-        self, waiting: Iterable[PendingRequest], prices: CostMatrix, now: float
+        self, waiting: Iterable[PendingRequest], matrix: CostMatrix, now: float
     ) -> list[PlacementResult]:
-        most = max(1, MAX_PAIRS_PER_ROUND // len(prices.workers))
-        waiting = islice(waiting, most)
+        limit = max(1, MAX_PAIRS_PER_ROUND // len(matrix.workers))
+        waiting = islice(waiting, limit)
         placed: list[PlacementResult] = []
-        weighed: set[str] = set()
+        seen: set[str] = set()
         while window := list(islice(waiting, REGRET_WINDOW)):
-            gone = self._place_window(self._placeable(window, now), prices, now)
-            placed += gone
-            keen = bool(gone or not weighed)
-            weighed.update(one.id for one in window)
-            if not keen:
-                break  # a dozen who would rather wait: so would those behind them, last time
-        return placed + self._place_new(weighed, most, prices, now)
+            results = self._place_window(self._placeable(window, now), matrix, now)
+            placed += results
+            first_window = not seen
+            seen.update(request.id for request in window)
+            if not (results or first_window):
+                break  # a whole window is held: so was the queue behind it in the last round
+        return placed + self._place_new(seen, limit, matrix, now)
 
     def _place_new(
-        self, weighed: AbstractSet[str], most: int, prices: CostMatrix, now: float
+        self, seen: AbstractSet[str], limit: int, matrix: CostMatrix, now: float
     ) -> list[PlacementResult]:
-        """Who has just come and was not `weighed` may want another worker than those before."""
-        new = (
-            one
-            for one in self._pending.new_requests
-            if one.id not in weighed and self._is_eligible(one)
+        """Place new requests that are not in `seen`: they may prefer other workers than the held
+        requests before them."""
+        unseen = (
+            request
+            for request in self._pending.new_requests
+            if request.id not in seen and self._is_eligible(request)
         )
-        found = list(islice(new, most))
+        new = list(islice(unseen, limit))
         placed: list[PlacementResult] = []
-        for start in range(0, len(found), REGRET_WINDOW):
-            window = self._placeable(found[start : start + REGRET_WINDOW], now)
-            placed += self._place_window(window, prices, now)
+        for start in range(0, len(new), REGRET_WINDOW):
+            window = self._placeable(new[start : start + REGRET_WINDOW], now)
+            placed += self._place_window(window, matrix, now)
         return placed
 
     def _place_window(
         self, waiting: list[PendingRequest], common: CostMatrix, now: float
     ) -> list[PlacementResult]:
-        """Those weighed together."""
+        """Place one window of requests by regret."""
 
-        def overdue(arrival: PendingRequest) -> bool:
-            return self._is_overdue(arrival, now)
+        def overdue(request: PendingRequest) -> bool:
+            return self._is_overdue(request, now)
 
-        window = self._build_regret_step(waiting, common, now)
+        step = self._build_regret_step(waiting, common, now)
         placed: list[PlacementResult] = []
-        while (best := window.pop()) is not None:
-            if self._should_hold(best, now):
-                window.on_held(best, overdue)
+        while (row := step.pop()) is not None:
+            if self._should_hold(row, now):
+                step.on_held(row, overdue)
                 continue
-            done = self._assign(best.request, best.matrix, best.costs, best.best_index, now)
-            placed.append(done)
-            book = done.placed.worker
-            if not (self._is_nearly_free(book, now) or self._any_nearly_free(now)):
-                window.keep_due(overdue)
-            window.on_placed(done.placed, self._round_blocks[book.name], common, self._rng)
+            result = self._assign(row.request, row.matrix, row.costs, row.best_index, now)
+            placed.append(result)
+            worker = result.placed.worker
+            if not (self._is_nearly_free(worker, now) or self._any_nearly_free(now)):
+                step.keep_due(overdue)
+            step.on_placed(result.placed, self._round_blocks[worker.name], common, self._rng)
         return placed
 
     def _build_regret_step(
         self, waiting: list[PendingRequest], common: CostMatrix, now: float
     ) -> RegretStep:
-        """Short prompts of which all workers hold the same stand in line."""
+        """Split the window; short prompts with equal overlaps everywhere are queued."""
         workers = len(common.workers)
-        line: list[PendingRequest] = []
+        queued: list[PendingRequest] = []
         others: list[PendingRequest] = []
-        for one in waiting:
-            held = None if one.excluded else one.common_overlap(workers)
+        for request in waiting:
+            overlap = None if request.excluded else request.common_overlap(workers)
             if (
-                held is not None
-                and one.prompt.tokens - held * one.block_tokens <= SHORT_PROMPT_TOKENS
+                overlap is not None
+                and request.prompt.tokens - overlap * request.block_tokens <= SHORT_PROMPT_TOKENS
             ):
-                line.append(one)
+                queued.append(request)
             else:
-                others.append(one)
-        return RegretStep(others, line, lambda one: self._build_regret_row(one, common, now))
-
-    def _placeable(self, waiting: list[PendingRequest], now: float) -> list[PendingRequest]:
-        """Those whom a round may place. Most rounds end here."""
-        if self._any_nearly_free(now):
-            return waiting
-        return [one for one in waiting if self._is_overdue(one, now)]
-
-    def _any_nearly_free(self, now: float) -> bool:
-        """A worker is nearly done with the prompts before it."""
-        return any(self._is_nearly_free(book, now) for book in self.worker_states.workers)
-
-    def _is_nearly_free(self, book: WorkerState, now: float) -> bool:
-        """Little is before it in time, or all of it goes into its next step: into a part of that,
-        or into all of it where the prompts are short."""
-        tokens, step = book.pending_prefill_tokens, book.token_budget
-        return (
-            tokens <= step * STEP_FILL_SHARE
-            or tokens <= min(step, SHORT_PROMPT_TOKENS * book.pending_prefills)
-            or book.backlog_ms(now) <= self._hold_limits.max_backlog_s * 1e3
+                others.append(request)
+        return RegretStep(
+            others, queued, lambda request: self._build_regret_row(request, common, now)
         )
 
-    def _is_overdue(self, arrival: PendingRequest, now: float) -> bool:
-        return now - arrival.arrived_s >= self._hold_limits.max_hold_s
+    def _placeable(self, waiting: list[PendingRequest], now: float) -> list[PendingRequest]:
+        """Return the requests that this round may place; most rounds return none."""
+        if self._any_nearly_free(now):
+            return waiting
+        return [request for request in waiting if self._is_overdue(request, now)]
+
+    def _any_nearly_free(self, now: float) -> bool:
+        return any(self._is_nearly_free(worker, now) for worker in self.worker_states.workers)
+
+    def _is_nearly_free(self, worker: WorkerState, now: float) -> bool:
+        """Whether the pending prompts fill part of a step, are short and fit into one step, or take
+        less than the allowed backlog."""
+        tokens, step = worker.pending_prefill_tokens, worker.token_budget
+        return (
+            tokens <= step * STEP_FILL_SHARE
+            or tokens <= min(step, SHORT_PROMPT_TOKENS * worker.pending_prefills)
+            or worker.backlog_ms(now) <= self._hold_limits.max_backlog_s * 1e3
+        )
+
+    def _is_overdue(self, request: PendingRequest, now: float) -> bool:
+        return now - request.arrived_s >= self._hold_limits.max_hold_s
 
     def _build_regret_row(
-        self, arrival: PendingRequest, common: CostMatrix, now: float
+        self, request: PendingRequest, common: CostMatrix, now: float
     ) -> RegretRow:
-        self._refresh_overlaps(arrival, now)
-        return RegretRow(arrival, self._matrix_for(arrival, common, now), self._rng)
+        self._refresh_overlaps(request, now)
+        return RegretRow(request, self._matrix_for(request, common, now), self._rng)
 
-    def _refresh_overlaps(self, arrival: PendingRequest, now: float) -> None:
-        """At the caches again, where that was long ago or this round brought a worker more of the
-        prompt."""
-        late = now - arrival.overlaps_updated_s > self._hold_limits.overlaps_max_age_s
-        if late or self._overlap_grew(arrival):
-            arrival.overlaps_updated_s = now
-            arrival.overlaps = self.view.find_overlaps(arrival.prompt.hashes)
+    def _refresh_overlaps(self, request: PendingRequest, now: float) -> None:
+        """Look the overlaps up again if they are old or if this round sent shared blocks."""
+        late = now - request.overlaps_updated_s > self._hold_limits.overlaps_max_age_s
+        if late or self._overlap_grew(request):
+            request.overlaps_updated_s = now
+            request.overlaps = self.view.find_overlaps(request.prompt.hashes)
 
-    def _overlap_grew(self, arrival: PendingRequest) -> bool:
-        mine, held = arrival.prompt.hashes, arrival.overlaps.get
+    def _overlap_grew(self, request: PendingRequest) -> bool:
+        hashes, overlap = request.prompt.hashes, request.overlaps.get
         for worker, blocks in self._round_blocks.items():
-            depth = held(worker, 0)
-            if depth < len(mine) and mine[depth] in blocks:
+            depth = overlap(worker, 0)
+            if depth < len(hashes) and hashes[depth] in blocks:
                 return True
         return False
 
-    def _matrix_for(self, arrival: PendingRequest, common: CostMatrix, now: float) -> CostMatrix:
-        return (
-            self.cost.build_matrix(self._allowed_workers(arrival), now)
-            if arrival.excluded
-            else common
-        )
+    def _matrix_for(self, request: PendingRequest, common: CostMatrix, now: float) -> CostMatrix:
+        if not request.excluded:
+            return common
+        return self.cost.build_matrix(self._allowed_workers(request), now)
 
     def _should_hold(self, row: RegretRow, now: float) -> bool:
         return not (self._is_nearly_free(row.worker, now) or self._is_overdue(row.request, now))
 
     def _assign(
         self,
-        arrival: PendingRequest,
-        prices: CostMatrix,
+        request: PendingRequest,
+        matrix: CostMatrix,
         costs: Sequence[float],
-        at: int,
+        index: int,
         now: float,
     ) -> PlacementResult:
-        book = prices.workers[at]
-        table = prices.candidate_table(arrival, costs, at)
-        active = PlacedRequest(
-            arrival.id, book, arrival.prompt, arrival.uncached_tokens(book.name), now
+        worker = matrix.workers[index]
+        table = matrix.candidate_table(request, costs, index)
+        placed = PlacedRequest(
+            request.id, worker, request.prompt, request.uncached_tokens(worker.name), now
         )
-        book.place(active, now)
-        self.cost.on_placed(active)
-        self.view.on_request_routed(book.name, arrival.prompt.hashes)
-        self._round_blocks.setdefault(book.name, set()).update(arrival.prompt.hashes)
-        self._pending.remove(arrival, now)
-        return PlacementResult(arrival, active, table, len(prices.workers))
+        worker.place(placed, now)
+        self.cost.on_placed(placed)
+        self.view.on_request_routed(worker.name, request.prompt.hashes)
+        self._round_blocks.setdefault(worker.name, set()).update(request.prompt.hashes)
+        self._pending.remove(request, now)
+        return PlacementResult(request, placed, table, len(matrix.workers))
