@@ -193,7 +193,7 @@ async def test_what_cannot_be_done_is_said(
 
 def test_nobody_takes_orders_where_nobody_runs(deployment: Deployment) -> None:
     deployment.create_folder()
-    with pytest.raises(NotFound, match="takes no orders"):
+    with pytest.raises(NotFound, match="accepts no control requests"):
         list(send_control_request(ControlRequest("drain", "x"), deployment.folder, 1.0))
 
 

@@ -1,1 +1,1 @@
-"""Processes."""
+"""Processes of a deployment: supervisor, children, control, reload, status."""

@@ -1,4 +1,4 @@
-"""One supervised process: started, listened to, restarted, stopped."""
+"""A supervised child process: start, logs and reports, restarts, signals."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from dynamo.core.tasks import run_all
 from dynamo.runtime.processes.exit_status import count_oom_kills, describe_exit, killed_by_oom
 from dynamo.runtime.processes.parent_pipe import ChildNotice, ChildReport, ChildStart
 
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 64 << 10
 RESTART_DELAY_S = 0.1
 MAX_RESTART_DELAY_S = 10.0
 CRASH_LOOP_DEATHS = 5
-"""So many deaths before it served: it crashes in a loop..."""
+"""A child that died this many times in a row before it served is in a crash loop."""
 CRASH_LOOP_MAX_DELAY_S = 60.0
-"""...and is tried less often."""
 BACKOFF_RESET_S = 10.0
+"""Serving for this time resets the delay to `RESTART_DELAY_S`."""
 
 
 class RestartBackoff:
-    """The first restart comes after 0.1 s; each further one waits twice as long, up to 10 s, or 60
-    where it crashes in a loop; 10 s of serving start it over."""
+    """Computes the restart delay. Each restart doubles it, up to a limit that is higher in a crash
+    loop."""
 
     def __init__(self) -> None:
         self._delay_s = RESTART_DELAY_S
         self.deaths_before_ready = 0
 
     def next_delay_s(self, served_s: float) -> float:
-        """The process died after serving for `served_s` (0: it never did). Seconds to wait."""
+        """Record a death after serving for `served_s` (0: never). Returns the seconds to wait."""
         if served_s >= BACKOFF_RESET_S:
             self._delay_s = RESTART_DELAY_S
         self.deaths_before_ready = 0 if served_s > 0 else self.deaths_before_ready + 1
@@ -49,19 +52,17 @@ class RestartBackoff:
 
     @property
     def crash_looping(self) -> bool:
-        """It has died again and again before it served."""
+        """Whether the process repeatedly died before it served."""
         return self.deaths_before_ready >= CRASH_LOOP_DEATHS
 
 
-log = logging.getLogger(__name__)
-
-MAX_LINE_BYTES = 64 << 10
-
-
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep alive. Lower `stop_order` stops first; `needs_preparation`: it starts when
-    the supervisor's preparation is done; `task`: what the role needs to know beside the settings;
-    `command`: what to run instead of `dynamo _child ROLE` (it gets the same standard input)."""
+    """A process to keep alive.
+
+    Processes with a lower `stop_order` stop first. With `needs_preparation` the process starts
+    after the supervisor's preparation. `task` is what the role needs beside the settings. `command`
+    replaces `dynamo _child ROLE` and gets the same standard input.
+    """
 
     role: str
     name: str
@@ -78,8 +79,10 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildProcess:
-    """Keeps one process alive until it is stopped. `report` is what it told last; `trouble`: why it
-    does not get to serve."""
+    """Keeps a process alive until it is stopped.
+
+    `report` is its last report. `crash_loop_reason` is empty unless the process is in a crash loop.
+    """
 
     def __init__(
         self,
@@ -108,32 +111,32 @@ class ChildProcess:
 
     @property
     def ready(self) -> bool:
-        """It serves."""
+        """Whether the process runs and reported that it serves."""
         return self.pid != 0 and self.report.state == "ready"
 
     async def run(self) -> None:
-        """Start it, and start it again whenever it dies. Returns when it was stopped or told that
-        it can never start."""
+        """Start the process and restart it after each death. Returns after `stop_restarting` or
+        after a report that the process can never start."""
         while not self._stopping.is_set():
-            how = await self._run_once()
+            exit_text = await self._run_once()
             served_s = 0.0 if self._ready_at is None else self._clock.now() - self._ready_at
             self.ever_ready |= self._ready_at is not None
             if self._stopping.is_set() or (self.report.fatal and not self.ever_ready):
                 return
             self._on_death(self)
             self.report = ChildReport()
-            await self._wait_before_restart(how, self._backoff.next_delay_s(served_s))
+            await self._wait_before_restart(exit_text, self._backoff.next_delay_s(served_s))
 
     def stop_restarting(self) -> None:
-        """Start it no more."""
+        """Do not restart the process after its next death."""
         self._stopping.set()
 
     def notify_preparing(self, preparing: str) -> None:
-        """Tell it what the deployment waits for, now and whenever it starts anew."""
+        """Tell the process, now and after each restart, what the deployment waits for."""
         self._send_notice(msgspec.structs.replace(self._notice, preparing=preparing))
 
     def reload_settings(self, settings: Settings) -> None:
-        """Let it run with these settings from now on."""
+        """Send reloaded settings to the process and use them after each restart."""
         self.spec = msgspec.structs.replace(self.spec, settings=settings)
         self._send_notice(msgspec.structs.replace(self._notice, settings=settings))
 
@@ -143,7 +146,7 @@ class ChildProcess:
             self._stdin_writer.write(msgspec.json.encode(notice) + b"\n")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to it, and SIGKILL to its whole group."""
+        """Send a signal to the process; SIGKILL goes to its whole process group."""
         if self.pid == 0:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -152,13 +155,13 @@ class ChildProcess:
             else:
                 os.kill(self.pid, number)
 
-    async def _wait_before_restart(self, how: str, wait_s: float) -> None:
-        fields = {"name": self.spec.name, "exit": how, "restart_s": wait_s}
+    async def _wait_before_restart(self, exit_text: str, wait_s: float) -> None:
+        fields = {"name": self.spec.name, "exit": exit_text, "restart_s": wait_s}
         deaths = self._backoff.deaths_before_ready
         if self._backoff.crash_looping:
-            self.crash_loop_reason = f"died {deaths} times before it served, last by {how}"
+            self.crash_loop_reason = f"died {deaths} times before it served, last by {exit_text}"
             log.error(
-                "a process dies before it serves, again and again",
+                "process is in a crash loop: it dies before it serves",
                 extra={"fields": fields | {"deaths": deaths}},
             )
         else:
@@ -168,37 +171,38 @@ class ChildProcess:
                 await self._stopping.wait()
 
     async def _run_once(self) -> str:
-        """From start to death; says how it ended."""
+        """Run the process until its death. Returns a description of its exit."""
         self._ready_at = None
-        kills = count_oom_kills()
+        kills_before = count_oom_kills()
         try:
             code = await self._spawn()
-            return describe_exit(code, out_of_memory=killed_by_oom(kills, self._peak_rss_bytes))
+            out_of_memory = killed_by_oom(kills_before, self._peak_rss_bytes)
+            return describe_exit(code, out_of_memory=out_of_memory)
         except OSError as error:
             return f"not started: {error}"
 
     async def _spawn(self) -> int:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            # From the main thread: PR_SET_PDEATHSIG counts the death of the thread that forked.
+        parent_end, child_end = socket.socketpair()
+        with parent_end, child_end:
+            # The main thread forks: PR_SET_PDEATHSIG fires when the forking thread dies.
             process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command, a short fork
                 self.spec.argv,
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            theirs.close()
+            child_end.close()
             self.pid = process.pid
             try:
-                return await self._supervise(process, ours)
+                return await self._supervise(process, parent_end)
             finally:
                 self.send_signal(signal.SIGKILL)
                 process.wait()
                 self.pid = 0
 
-    async def _supervise(self, process: subprocess.Popen[bytes], ours: socket.socket) -> int:
-        reader, writer = await asyncio.open_connection(sock=ours)
+    async def _supervise(self, process: subprocess.Popen[bytes], parent_end: socket.socket) -> int:
+        reader, writer = await asyncio.open_connection(sock=parent_end)
         start = ChildStart(self.spec.settings, self.spec.name, os.getpid(), self.spec.task)
         writer.write(msgspec.json.encode(start) + b"\n")
         self._stdin_writer = writer
@@ -211,14 +215,14 @@ class ChildProcess:
         finally:
             self._stdin_writer = None
             writer.close()
-        _, status, usage = os.wait4(process.pid, 0)  # noqa: ASYNC222 - it has died
+        _, status, usage = os.wait4(process.pid, 0)  # noqa: ASYNC222 - the process is dead
         self._peak_rss_bytes = usage.ru_maxrss * 1024
         process.returncode = os.waitstatus_to_exitcode(status)
         return process.returncode
 
     async def _wait_for_exit(self, process: subprocess.Popen[bytes]) -> None:
         await _wait_for_pid(process.pid)
-        self.send_signal(signal.SIGKILL)  # what it left behind in its group
+        self.send_signal(signal.SIGKILL)  # kills processes that it left in its group
 
     async def _read_reports(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
@@ -253,7 +257,7 @@ class ChildProcess:
 
 
 async def _wait_for_pid(pid: int) -> None:
-    """Return when our child `pid` has died; it is not reaped."""
+    """Return when the child `pid` has died, without reaping it."""
     loop = asyncio.get_running_loop()
     died = asyncio.Event()
     fd = os.pidfd_open(pid)

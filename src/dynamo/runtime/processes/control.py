@@ -1,5 +1,8 @@
-"""Orders to a running deployment, over a socket in its state folder (mode 0700, so that only its
-owner gives any): one JSON line there, JSON lines back until the connection closes."""
+"""Control requests to a running deployment over a socket in its state folder.
+
+The folder has mode 0700, so only its owner can send requests. A request is a JSON line. The answer
+is JSON lines until the connection closes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +19,7 @@ import msgspec
 
 from dynamo.core.errors import DynamoError, ErrorRecord, InvalidRequest, NotFound, error_types
 from dynamo.runtime.deployment import CONTROL_SOCKET, Deployment
-from dynamo.runtime.processes.process_group import ProcessGroup
+from dynamo.runtime.processes.process_group import ControlProgressCallback, ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +27,7 @@ MAX_LINE_BYTES = 64 << 10
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """`name`: of a process, or of a kind of them; `count`: replicas to scale to."""
+    """A request. `name` is a process or a kind of process, `count` the replicas to scale to."""
 
     do: Literal["scale", "drain", "restart"]
     name: str
@@ -32,9 +35,9 @@ class ControlRequest(msgspec.Struct, frozen=True):
 
 
 class ControlProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far it is; the last one says that it is done, or why not."""
+    """A line of the answer. The last line has `done` or `error`."""
 
-    said: str = ""
+    message: str = ""
     done: bool = False
     error: ErrorRecord | None = None
 
@@ -45,20 +48,22 @@ _decode_progress = msgspec.json.Decoder(ControlProgress).decode
 
 
 class ControlServer:
-    """The supervisor's end."""
+    """Executes control requests in the supervisor."""
 
-    def __init__(self, crew: ProcessGroup, folder: Path) -> None:
-        self._group = crew
+    def __init__(self, group: ProcessGroup, folder: Path) -> None:
+        self._group = group
         self._folder = folder
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Take orders from now on, unless another supervisor of this deployment does: what runs
-        under this one joins it then."""
+        """Listen, unless another supervisor of this deployment does.
+
+        In that case the processes of this supervisor join the running deployment.
+        """
         if _has_listener(self._folder):
             log.warning(
-                "a deployment of this name runs already: joined to it, whose first supervisor "
-                "takes the orders; another --deployment keeps them apart",
+                "a deployment of this name runs already and is joined; its first supervisor "
+                "accepts the control requests; choose another --deployment to separate them",
                 extra={"fields": self._other_supervisor()},
             )
             return
@@ -67,7 +72,7 @@ class ControlServer:
         )
 
     async def refresh_socket(self) -> None:
-        """Listen again where somebody took the socket away, and keep it young."""
+        """Update the socket file's modification time, or listen again if the file was deleted."""
         if self._server is None:
             return
         try:
@@ -78,77 +83,72 @@ class ControlServer:
             await self.start()
 
     async def stop(self) -> None:
-        """Take no more."""
+        """Close the socket."""
         if self._server is not None:
             self._server.close()
             (self._folder / CONTROL_SOCKET).unlink(missing_ok=True)
 
     def _other_supervisor(self) -> dict[str, object]:
         deployment = Deployment(self._folder.name, self._folder)
-        others = [
-            one
-            for one in deployment.live_processes()
-            if one.role == "supervisor" and one.pid != os.getpid()
-        ]
-        first = others[0] if others else None
-        about = {"pid": first.pid, "url": first.address} if first is not None else {}
-        return {"deployment": deployment.id, **about}
+        for record in deployment.live_processes():
+            if record.role == "supervisor" and record.pid != os.getpid():
+                return {"deployment": deployment.id, "pid": record.pid, "url": record.address}
+        return {"deployment": deployment.id}
 
     async def _handle_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        def answer(one: ControlProgress) -> None:
-            writer.write(_encode(one) + b"\n")
+        def send(progress: ControlProgress) -> None:
+            writer.write(_encode(progress) + b"\n")
 
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
             try:
-                order = _decode_request(await reader.readline())
-                log.info("order", extra={"fields": msgspec.to_builtins(order)})
-                await self._execute(order, lambda said: answer(ControlProgress(said)))
+                request = _decode_request(await reader.readline())
+                log.info("control request", extra={"fields": msgspec.to_builtins(request)})
+                await self._execute(request, lambda message: send(ControlProgress(message)))
             except (msgspec.DecodeError, ValueError) as error:
-                answer(
-                    ControlProgress(
-                        error=ErrorRecord(InvalidRequest.code, f"not an order: {error}")
-                    )
-                )
+                message = f"not a control request: {error}"
+                send(ControlProgress(error=ErrorRecord(InvalidRequest.code, message)))
             except DynamoError as error:
-                answer(ControlProgress(error=ErrorRecord(error.code, error.message, error.hint)))
+                send(ControlProgress(error=ErrorRecord(error.code, error.message, error.hint)))
             else:
-                answer(ControlProgress(done=True))
+                send(ControlProgress(done=True))
             await writer.drain()
 
-    async def _execute(self, order: ControlRequest, tell: Callable[[str], None]) -> None:
-        if order.do == "scale":
-            await self._group.scale(order.name, order.count, tell)
-        elif order.do == "drain":
-            await self._group.drain(order.name, tell)
+    async def _execute(self, request: ControlRequest, progress: ControlProgressCallback) -> None:
+        if request.do == "scale":
+            await self._group.scale(request.name, request.count, progress)
+        elif request.do == "drain":
+            await self._group.drain(request.name, progress)
         else:
-            await self._group.restart(order.name, tell)
+            await self._group.restart(request.name, progress)
 
 
-def send_control_request(order: ControlRequest, folder: Path, timeout_s: float) -> Iterator[str]:
-    """Give an order to the deployment whose state folder this is; yields what it says. Raises what
-    it raises, `NotFound` where nobody takes orders, `TimeoutError`. Blocks."""
+def send_control_request(request: ControlRequest, folder: Path, timeout_s: float) -> Iterator[str]:
+    """Send a request to the deployment with this state folder and yield its progress. Blocks.
+
+    Raises the errors of the request, `NotFound` without a listening supervisor, and `TimeoutError`.
+    """
     with socket.socket(socket.AF_UNIX) as connection, _short_socket_path(folder) as path:
         connection.settimeout(timeout_s)
         try:
             connection.connect(path)
         except OSError as error:
             raise NotFound(
-                f"{folder.name} takes no orders: {error.strerror}",
-                hint="only a deployment that was started by `dynamo run` or `dynamo serve` does",
+                f"deployment {folder.name} accepts no control requests: {error.strerror}",
+                hint="only deployments started by `dynamo run` or `dynamo serve` accept them",
             ) from None
-        connection.sendall(_encode(order) + b"\n")
+        connection.sendall(_encode(request) + b"\n")
         for line in connection.makefile("rb"):
-            answer = _decode_progress(line)
-            if answer.error is not None:
-                kind = error_types().get(answer.error.code, DynamoError)
-                raise kind(answer.error.message, hint=answer.error.hint)
-            if answer.said:
-                yield answer.said
-            if answer.done:
+            progress = _decode_progress(line)
+            if progress.error is not None:
+                kind = error_types().get(progress.error.code, DynamoError)
+                raise kind(progress.error.message, hint=progress.error.hint)
+            if progress.message:
+                yield progress.message
+            if progress.done:
                 return
-    raise NotFound(f"{folder.name} ended before it had obeyed")
+    raise NotFound(f"deployment {folder.name} ended before the request was complete")
 
 
 def _has_listener(folder: Path) -> bool:
@@ -166,9 +166,9 @@ def _bind_control_socket(folder: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _short_socket_path(folder: Path) -> Iterator[str]:
-    """The socket's path, short enough for its address (108 bytes) wherever the folder lies."""
-    at = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    """A path of the socket that fits into a socket address (108 bytes) for any folder."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
-        yield f"/proc/self/fd/{at}/{CONTROL_SOCKET}"
+        yield f"/proc/self/fd/{descriptor}/{CONTROL_SOCKET}"
     finally:
-        os.close(at)
+        os.close(descriptor)

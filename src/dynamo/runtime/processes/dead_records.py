@@ -1,4 +1,4 @@
-"""Records of dead children: a server would show them until their leases end."""
+"""Deletes the discovery records of dead children; a server would list them until leases expire."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from dynamo.runtime.planes import Planes, planes_of
 log = logging.getLogger(__name__)
 
 SELF_EXPIRING_PLANES = ("file:", "memory:")
-"""Planes whose records end with their process."""
+"""Planes that drop the records of a process when it dies."""
 
 
 class DeadRecords:
-    """Takes records out of discovery as soon as its server is there, one after the other, on a
-    thread of its own."""
+    """Deletes records one after the other, on a thread of its own."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -27,16 +26,17 @@ class DeadRecords:
         self._lock = asyncio.Lock()
 
     def delete(self, key: str) -> None:
-        """The process that put the record `key` is dead; "": it has put none."""
+        """Delete the record `key` of a dead process and all records under the same lease, as soon
+        as the server is reachable. An empty key is ignored."""
         planes = planes_of(self._settings)
         if not key or planes.discovery.startswith(SELF_EXPIRING_PLANES):
             return
         if self._background is None:
-            self._background = ThreadBackground("dynamo-burials")
+            self._background = ThreadBackground("dynamo-dead-records")
         self._background.submit(self._delete(planes, key))
 
     async def close(self) -> None:
-        """Who is not buried yet is forgotten with his lease."""
+        """Stop. Records that could not be deleted expire with their leases."""
         if self._background is not None:
             await self._background.close()
 
@@ -47,6 +47,9 @@ class DeadRecords:
                 await plane.revoke_lease_of(key)
             except PlaneUnavailable as error:
                 fields = {"key": key, "error": error.message}
-                log.warning("a dead process stays listed", extra={"fields": fields})
+                log.warning(
+                    "the record of a dead process stays until its lease expires",
+                    extra={"fields": fields},
+                )
             finally:
                 await plane.close()

@@ -1,4 +1,4 @@
-"""How a process ended, in words; a kill for want of memory is told from others."""
+"""Describes how a process ended and detects kills by the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MEMINFO = Path("/proc/meminfo")
 SELF_CGROUP = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 MIN_OOM_VICTIM_SHARE = 0.05
-"""The kernel kills who uses much; who had less than this share of the memory was not meant."""
+"""A process that used less than this share of the memory is not taken for the killer's victim."""
 OOM_KILL_TEXT = (
-    "SIGKILL, it seems by the kernel for want of memory (fewer workers or --num-blocks need less)"
+    "SIGKILL, probably by the kernel's out-of-memory killer (use fewer workers or --num-blocks)"
 )
 
 
 def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
-    """`exit 1`, the signal's name, or that memory ran out."""
+    """Return `exit CODE`, the name of the signal, or `OOM_KILL_TEXT`."""
     if code >= 0:
         return f"exit {code}"
     name = signal.Signals(-code).name
@@ -25,8 +25,10 @@ def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
 
 
 def killed_by_oom(kills_before: int, peak_bytes: int) -> bool:
-    """Whether a process that was killed, and had used so much at most, was killed for want of
-    memory, as far as can be told: the kernel did that to somebody meanwhile."""
+    """Whether the out-of-memory killer probably killed a process with this peak memory.
+
+    The killer must have killed some process since `count_oom_kills` returned `kills_before`.
+    """
     return (
         count_oom_kills() > kills_before
         and peak_bytes >= MIN_OOM_VICTIM_SHARE * _memory_limit_bytes()
@@ -34,15 +36,17 @@ def killed_by_oom(kills_before: int, peak_bytes: int) -> bool:
 
 
 def count_oom_kills() -> int:
-    """How many processes the kernel has killed so far for want of memory: on this host, or in our
-    control group where that counts more. Blocks for microseconds; 0 where nothing tells."""
+    """Count the out-of-memory kills of this host plus those of our control group.
+
+    Blocks for microseconds. Unreadable counters count as 0.
+    """
     return _read_counter(VMSTAT, "oom_kill") + _read_counter(
         _cgroup_folder() / "memory.events", "oom_kill"
     )
 
 
 def _memory_limit_bytes() -> int:
-    """What there is for us: of this host, or less where our control group has a limit."""
+    """The memory of this host, or the limit of our control group if that is smaller."""
     host = _read_counter(MEMINFO, "MemTotal:") * 1024
     try:
         return min(host, int((_cgroup_folder() / "memory.max").read_text()))
@@ -51,7 +55,7 @@ def _memory_limit_bytes() -> int:
 
 
 def _cgroup_folder() -> Path:
-    """Our control group (version 2)."""
+    """The folder of our control group (version 2)."""
     try:
         path = SELF_CGROUP.read_text().strip().rpartition("::/")[2]
     except OSError:

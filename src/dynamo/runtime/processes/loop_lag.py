@@ -1,4 +1,4 @@
-"""How long the event loop keeps others waiting, garbage collection included."""
+"""Measures the lag of the event loop, including pauses for garbage collection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamo.telemetry import Registry
 
 SAMPLE_INTERVAL_S = 0.02
 IDLE_SAMPLE_INTERVAL_S = 0.25
-"""Waking an idle process costs 0.1 ms of CPU, so it is looked at less often."""
+"""Waking an idle process costs 0.1 ms of CPU, so samples are rarer then."""
 IDLE_CPU_SHARE = 0.02
 """A process that uses less of a core than this is idle."""
 LAG_BUCKETS_S = (
@@ -19,29 +19,31 @@ LAG_BUCKETS_S = (
 
 
 class LoopLagMonitor:
-    """A timer 50 times a second, 4 times where the process is idle; how late it comes is how long
-    anything that arrived then had to wait. (Timers of the loop count whole milliseconds: an idle
-    loop shows up to one.)"""
+    """Samples the delay of a timer 50 times a second, or 4 times a second in an idle process.
+
+    The delay is the time that any event at that moment had to wait. The loop's timers have a
+    resolution of one millisecond, so an idle loop shows up to 1 ms.
+    """
 
     def __init__(self, metrics: Registry) -> None:
-        pauses = metrics.histogram(
+        histogram = metrics.histogram(
             "dynamo_runtime_loop_pause_seconds",
-            "How late the event loop was, looked at 50 times a second while it works",
+            "Lag of the event loop, sampled 50 times a second while the process is busy",
             LAG_BUCKETS_S,
         )
-        self._observe = pauses.observe
+        self._observe = histogram.observe
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._cpu_s = 0.0
 
     def start(self) -> None:
-        """Measure the running loop from now on."""
+        """Start to sample the running loop."""
         self._loop = asyncio.get_running_loop()
         self._cpu_s = time.process_time()
         self._schedule(SAMPLE_INTERVAL_S)
 
     def stop(self) -> None:
-        """Measure no more."""
+        """Stop sampling."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -54,7 +56,7 @@ class LoopLagMonitor:
     def _sample(self) -> None:
         late_s = max(0.0, time.monotonic() - self._due_at)
         self._observe(late_s)
-        worked = time.process_time()
-        idle = worked - self._cpu_s < IDLE_CPU_SHARE * (self._interval_s + late_s)
-        self._cpu_s = worked
+        cpu_s = time.process_time()
+        idle = cpu_s - self._cpu_s < IDLE_CPU_SHARE * (self._interval_s + late_s)
+        self._cpu_s = cpu_s
         self._schedule(IDLE_SAMPLE_INTERVAL_S if idle else SAMPLE_INTERVAL_S)

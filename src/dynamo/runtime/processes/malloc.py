@@ -1,4 +1,4 @@
-"""The C library's heap, in processes whose large blocks come and go with requests."""
+"""Malloc settings for processes that allocate large blocks per request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ MMAP_THRESHOLD_BYTES = 128 << 10
 
 
 def tune_malloc() -> None:
-    """Large blocks go back to the system when freed, and threads share one heap beside the loop's:
-    6 MB less in a frontend. glibc would raise its idea of "large" to 32 MB by itself, which suits
-    engines, whose arrays are made anew every step. Does nothing where the library has no such way.
+    """Return freed large blocks to the system, and share one heap among all threads but the loop's.
+
+    A frontend uses 6 MB less. By default glibc raises its threshold of "large" to 32 MB, which
+    suits engines: they allocate new arrays in every step. Does nothing without `mallopt`.
     """
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:

@@ -1,6 +1,7 @@
-"""The line between the supervisor and a child: the child's standard input is one end of a socket
-pair. Down it come JSON lines, one `Start` and then `Notice`s; up go `Report` lines; its end means
-that the other side is dead, however it died.
+"""The socket pair between the supervisor and a child, which has its end as standard input.
+
+The supervisor sends JSON lines: a `ChildStart`, then `ChildNotice`s. The child sends `ChildReport`
+lines. End of file means that the other process is dead.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     import asyncio
 
 EXIT_USAGE = 2
-"""Exit code of a command that was given something impossible."""
-SUPERVISOR_ONLY_HINT = "this command is for the supervisor; use `dynamo run`"
+"""Exit code of a command with invalid arguments or settings."""
+SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run`"
 
 
 class ChildStart(msgspec.Struct, frozen=True):
-    """What a child is told first. `task`: what its role needs to know beside the settings."""
+    """The first message to a child. `supervisor` is the pid of the sender.
+
+    `task` is what the child's role needs beside the settings.
+    """
 
     settings: Settings
     name: str
@@ -35,16 +39,21 @@ class ChildStart(msgspec.Struct, frozen=True):
 
 
 class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a child is told later. `preparing`: what the deployment still waits for, "" = nothing;
-    `settings`: those that hold from now on, None = those of the start."""
+    """A later message to a child. `preparing` is what the deployment waits for, or empty.
+
+    `settings` are reloaded settings; None leaves those of the start message.
+    """
 
     preparing: str = ""
     settings: Settings | None = None
 
 
 class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a child tells. `fatal`: it cannot start, and trying again would not help; `code` is the
-    exit code that the command should end with. `key`: of its process record in discovery."""
+    """A message of a child. `key` is the key of its process record in discovery.
+
+    `fatal` is the error of a child that cannot start, even if it is started again. `code` is the
+    exit code for the command in that case.
+    """
 
     state: ProcessState = "starting"
     address: str = ""
@@ -55,13 +64,13 @@ class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
     code: int = 1
 
     def to_error(self) -> DynamoError:
-        """What `fatal` was when it was raised, as far as the command is concerned."""
+        """Convert `fatal` to the error that the command raises."""
         kind = ConfigError if self.code == EXIT_USAGE else ModelUnavailable
         return kind(self.fatal, hint=self.hint)
 
 
 class ParentPipe:
-    """The child's end."""
+    """The child's end of the socket pair."""
 
     def __init__(self, fd: int, start: ChildStart, rest: bytes = b"") -> None:
         self._fd = fd
@@ -72,18 +81,18 @@ class ParentPipe:
 
     @classmethod
     def from_stdin(cls) -> ParentPipe:
-        """Take over standard input and read the first line. Raises `ConfigError`. Blocks."""
+        """Take over standard input and read the start message. Blocks. Raises `ConfigError`."""
         if os.isatty(0):
-            raise ConfigError("nobody types to this command", hint=SUPERVISOR_ONLY_HINT)
+            raise ConfigError("standard input is a terminal", hint=SUPERVISOR_ONLY_HINT)
         fd = os.dup(0)  # not inherited, unlike 0 itself
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
         return cls.from_fd(fd)
 
     @classmethod
     def from_fd(cls, fd: int) -> ParentPipe:
-        """Read the first line. Raises `ConfigError`. Blocks."""
+        """Read the start message. Blocks. Raises `ConfigError`."""
         data = b""
         while b"\n" not in data and (more := os.read(fd, 1 << 16)):
             data += more
@@ -92,33 +101,32 @@ class ParentPipe:
             return cls(fd, msgspec.json.decode(line, type=ChildStart), rest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"no start line on standard input: {error}",
-                hint=SUPERVISOR_ONLY_HINT,
+                f"no start message on standard input: {error}", hint=SUPERVISOR_ONLY_HINT
             ) from None
 
     def die_with_parent(self) -> None:
-        """Be killed when the supervisor dies; exits at once if that has happened already."""
+        """Let the kernel kill this process when the supervisor dies; exit if it is dead already."""
         set_parent_death_signal()
         if os.getppid() != self.start_message.supervisor:
             os._exit(1)
 
-    def watch_parent(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
-        """Call `gone` when the supervisor's end closes."""
+    def watch_parent(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
+        """Call `on_death` when the supervisor's end closes."""
         os.set_blocking(self._fd, False)
         self._parse_notices(b"")
-        loop.add_reader(self._fd, self._on_readable, loop, gone)
+        loop.add_reader(self._fd, self._on_readable, loop, on_death)
 
-    def on_notice(self, told: Callable[[ChildNotice], None]) -> None:
-        """Call `told` with the last notice, and with every later one."""
-        self._notice_listener = told
-        told(self._last_notice)
+    def on_notice(self, listener: Callable[[ChildNotice], None]) -> None:
+        """Call `listener` with the last notice and with every later notice."""
+        self._notice_listener = listener
+        listener(self._last_notice)
 
     def send_report(self, report: ChildReport) -> None:
-        """Send one report; a supervisor that is gone hears nothing."""
+        """Send a report. The death of the supervisor is ignored."""
         with contextlib.suppress(OSError):
             os.write(self._fd, msgspec.json.encode(report) + b"\n")
 
-    def _on_readable(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]) -> None:
+    def _on_readable(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[], None]) -> None:
         try:
             data = os.read(self._fd, 1 << 12)
         except BlockingIOError:
@@ -127,7 +135,7 @@ class ParentPipe:
             data = b""
         if not data:
             loop.remove_reader(self._fd)
-            gone()
+            on_death()
         self._parse_notices(data)
 
     def _parse_notices(self, data: bytes) -> None:
