@@ -26,7 +26,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def write_tiny_model(folder: Path) -> Path:
-    """A model folder without weights: byte-level BPE of about 600 tokens, template, config."""
+    """Write a model folder without weights: a byte-level BPE of 600 tokens, template and config."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -59,8 +59,12 @@ def write_tiny_model(folder: Path) -> Path:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    about = {"chat_template": TEMPLATE, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer_config = {
+        "chat_template": TEMPLATE,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
 
 
@@ -72,7 +76,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
-    """That model's, its fast encoder proven: every byte a token."""
+    """The tokenizer of `tiny_model` with a verified fast encoder. Every byte is a token."""
     from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 
     return load_tokenizer_blocking(tiny_model / "tokenizer.json", ensure_verified=True)
@@ -80,31 +84,33 @@ def tokenizer(tiny_model: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def vocabulary(tokenizer: Any) -> Any:
-    """Its tables."""
+    """The vocabulary tables of `tokenizer`."""
     from dynamo.scheduling.processor.vocabulary import Vocabulary
 
     return Vocabulary(tokenizer)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port on which no socket listens now."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
-    """Wait for a condition; its value."""
+    """Wait until `condition()` is true and return its value."""
     end = time.monotonic() + timeout_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end, "not in time"
         time.sleep(0.05)
-    return found
+    return value
 
 
 class Deployment:
-    """`dynamo run ...` (or another command) as a user starts it, with state and log of its own;
-    `folder`: where."""
+    """A process of `dynamo run ...` or another command, with its own state folder and log.
+
+    `folder` is its working directory, by default `home`.
+    """
 
     def __init__(
         self,
@@ -118,14 +124,14 @@ class Deployment:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = home / f"run-{self.port}.log"
         self.environ = os.environ | environ
-        words = [sys.executable, "-m", "dynamo", command, *arguments, "--http-port", str(self.port)]
+        line = [sys.executable, "-m", "dynamo", command, *arguments, "--http-port", str(self.port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, env=self.environ, cwd=folder or home
+                line, stdout=log, stderr=subprocess.STDOUT, env=self.environ, cwd=folder or home
             )
 
     def wait_ready(self, timeout_s: float = 45) -> None:
-        """Until /health is 200; fails with the log if the process ends."""
+        """Wait until /health answers 200. Fails with the log if the process ends."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -136,10 +142,10 @@ class Deployment:
         pytest.fail(f"not ready in {timeout_s} s:\n{self.log.read_text()}")
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status (0: nobody answers) and body of a GET."""
+        """Return status (0: no answer) and body of a GET."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-                return answer.status, answer.read().decode()
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
@@ -147,25 +153,25 @@ class Deployment:
             return 0, ""
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and JSON of a POST."""
-        ask = urllib.request.Request(
+        """Return status and JSON body of a POST."""
+        request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(ask, timeout=60) as answer:
-                return answer.status, json.loads(answer.read())
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.loads(error.read())
 
     def processes(self) -> list[dict[str, Any]]:
-        """This deployment's processes, by `dynamo ps --json`."""
+        """Return this deployment's processes from `dynamo ps --json`."""
         command = [sys.executable, "-m", "dynamo", "ps", "--json"]
-        out = subprocess.run(command, capture_output=True, check=True, env=self.environ).stdout
-        return [p for p in json.loads(out) if p["deployment"] == f"http-{self.port}"]
+        output = subprocess.run(command, capture_output=True, check=True, env=self.environ).stdout
+        return [p for p in json.loads(output) if p["deployment"] == f"http-{self.port}"]
 
     def stop(self, number: int = signal.SIGINT, timeout_s: float = 20) -> int:
-        """Signal the supervisor as Ctrl-C does; its exit code."""
+        """Send a signal to the supervisor and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -178,7 +184,7 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def runtime_environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment with a state folder of the test session's own."""
+    """Environment variables with a state folder for this test session."""
     state = tmp_path_factory.mktemp("run")
     state.chmod(0o700)
     return {"XDG_RUNTIME_DIR": str(state)}
@@ -189,41 +195,41 @@ Start = Callable[..., Deployment]
 
 @pytest.fixture
 def start(tmp_path: Path, runtime_environ: dict[str, str]) -> Iterator[Start]:
-    """`start("out=mock", MODEL, ...)` -> a ready Deployment, stopped after the test."""
-    running: list[Deployment] = []
+    """`start("out=mock", MODEL, ...)` returns a ready `Deployment`, stopped after the test."""
+    deployments: list[Deployment] = []
 
-    def begin(
+    def start_deployment(
         *arguments: object, ready: bool = True, command: str = "run", folder: Path | None = None
     ) -> Deployment:
-        words = [str(a) for a in arguments]
-        one = Deployment(words, tmp_path, runtime_environ, command, folder)
-        running.append(one)
+        texts = [str(argument) for argument in arguments]
+        deployment = Deployment(texts, tmp_path, runtime_environ, command, folder)
+        deployments.append(deployment)
         if ready:
-            one.wait_ready()
-        return one
+            deployment.wait_ready()
+        return deployment
 
-    yield begin
-    for one in running:
-        one.stop()
+    yield start_deployment
+    for deployment in deployments:
+        deployment.stop()
 
 
 @pytest.fixture(scope="module")
 def mock_deployment(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, runtime_environ: dict[str, str]
 ) -> Iterator[Deployment]:
-    """Two fast mock workers, shared by the tests of a module."""
+    """A deployment with two fast mock workers, shared by the tests of a module."""
     arguments = ["out=mock", str(tiny_model), "--workers", "2", "--speedup-ratio", "1000"]
-    one = Deployment(
+    deployment = Deployment(
         [*arguments, "--model-name", "tiny"], tmp_path_factory.mktemp("mock"), runtime_environ
     )
-    one.wait_ready()
-    yield one
-    one.stop()
+    deployment.wait_ready()
+    yield deployment
+    deployment.stop()
 
 
 @pytest.fixture(autouse=True)
-def ready_made_services_stay_unlinked() -> Iterator[None]:
-    """A graph links ready-made classes; in a process of many graphs, each must find them bare."""
+def unlink_builtin_services() -> Iterator[None]:
+    """Remove the links that a graph added to the built-in service classes of this process."""
     yield
     components = sys.modules.get("dynamo.services.components")
     if components is None:

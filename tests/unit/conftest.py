@@ -1,5 +1,7 @@
-"""Other processes, and a client of raw bytes: what an HTTP library would refuse to send, tests must
-be able to."""
+"""Fixtures for runtimes of several processes and for HTTP connections that send raw bytes.
+
+Raw bytes are needed for requests that an HTTP library would refuse to send.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,20 @@ from dynamo.core.settings.schema import RuntimeSettings
 
 @pytest.fixture
 def process_settings() -> Settings:
-    """Those of every process that `open_runtime` begins."""
+    """The settings of every runtime that `open_runtime` opens."""
     return Settings(runtime=RuntimeSettings(drain_s=5.0))
 
 
 @pytest.fixture
 async def open_runtime(process_settings: Settings) -> AsyncIterator[Open]:
-    """`await open_runtime()`: a runtime like another process's, on one memory network."""
+    """`await open_runtime()` opens a runtime like that of another process, on memory planes."""
     processes = Processes(settings=process_settings)
     yield processes.open
     await processes.close()
 
 
 class RawAnswer:
-    """One response: status, headers (lower case), body with chunks joined, and the chunks."""
+    """An HTTP response. Header names are in lower case; `body` is the joined `chunks`."""
 
     def __init__(self, status: int, headers: dict[str, str], chunks: list[bytes]) -> None:
         self.status = status
@@ -46,22 +48,22 @@ class RawAnswer:
 
     @property
     def error(self) -> dict[str, Any]:
-        found = self.json["error"]
-        assert set(found) == {"message", "type", "code", "param", "hint", "request_id"}
-        assert found["message"]
-        return found
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "code", "param", "hint", "request_id"}
+        assert error["message"]
+        return error
 
     @property
     def events(self) -> list[Any]:
-        """JSON of every server-sent event; `[DONE]` as it is."""
+        """The JSON of every server-sent event. `[DONE]` stays text."""
         lines = self.body.decode().split("\n\n")
         assert lines[-1] == ""
         data = [line.removeprefix("data: ") for line in lines[:-1]]
-        return [one if one == "[DONE]" else json.loads(one) for one in data]
+        return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 class RawConnection:
-    """Bytes out, responses in."""
+    """An HTTP connection that sends given bytes and parses responses."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -73,7 +75,7 @@ class RawConnection:
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> None:
-        """Write one well-formed request; `body` is bytes or JSON."""
+        """Write a well-formed request. `body` is bytes or a JSON value."""
         data = (
             b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         )
@@ -82,12 +84,12 @@ class RawConnection:
         self.send(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode(), data)
 
     async def answer(self, *, bodiless: bool = False) -> RawAnswer:
-        """Read one response. Raises IncompleteReadError where it is cut short."""
+        """Read a response. Raises `IncompleteReadError` if it is cut short."""
         status, headers = await self.head()
         if bodiless or status in (204, 304):
             return RawAnswer(status, headers, [])
         if headers.get("transfer-encoding") == "chunked":
-            return RawAnswer(status, headers, [one async for one in self.chunks()])
+            return RawAnswer(status, headers, [chunk async for chunk in self.chunks()])
         if "content-length" in headers:
             size = int(headers["content-length"])
             return RawAnswer(status, headers, [await self.reader.readexactly(size)])
@@ -107,7 +109,7 @@ class RawConnection:
             yield data[:-2]
 
     async def closed(self) -> bool:
-        """Nothing more comes."""
+        """Whether the server closes the connection without sending more."""
         try:
             return await self.reader.read(1) == b""
         except ConnectionError:
@@ -124,7 +126,7 @@ Connect = Callable[..., AbstractAsyncContextManager[RawConnection]]
 
 @pytest.fixture
 def connect() -> Connect:
-    """`async with connect(port) as one:`; `receive_buffer` in bytes makes a slow reader."""
+    """`async with connect(port) as connection:`. A small `receive_buffer` makes a slow reader."""
 
     @asynccontextmanager
     async def opened(port: int, *, receive_buffer: int = 0) -> AsyncIterator[RawConnection]:
@@ -135,10 +137,10 @@ def connect() -> Connect:
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
         limit = 4096 if receive_buffer else 1 << 20
         reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
-        one = RawConnection(reader, writer)
+        connection = RawConnection(reader, writer)
         try:
-            yield one
+            yield connection
         finally:
-            await one.close()
+            await connection.close()
 
     return opened

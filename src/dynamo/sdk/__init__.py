@@ -1,4 +1,4 @@
-"""Services of your own: classes with endpoints, which depend on each other and run anywhere."""
+"""User services: classes with endpoints that call each other and run in separate processes."""
 
 from dynamo.sdk.decorators import depends, dynamo_endpoint, on_start, on_stop, service
 from dynamo.sdk.graph import walk

@@ -1,4 +1,4 @@
-"""A service's configuration: its section of the file and its options, as its class wants them."""
+"""Configuration of services: the section of the file and options, converted to declared types."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ CONFIG_ATTRIBUTE = "config"
 
 
 class ServiceArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a service runs, whatever it does."""
+    """Options for running a service, apart from its own configuration."""
 
     workers: int | None = None
     resources: dict[str, Any] | None = None
 
 
 def build_config(service: type[Any], section: Mapping[str, Any]) -> Any:
-    """What the service's `config` becomes: of the type that the class annotates it with, or a
-    plain dict. Raises `ConfigError` that names the key."""
-    own = without_service_args(section)
+    """Return the value of the service's attribute `config`.
+
+    The value has the type with which the class annotates `config`, else dict. Raises `ConfigError`
+    that names a wrong key.
+    """
+    options = without_service_args(section)
     kind = config_type(service)
     if kind is None:
-        return own
+        return options
     name = spec_of(service).name
     if issubclass(kind, msgspec.Struct):
-        _check_keys(kind, own, name)
+        _check_keys(kind, options, name)
     try:
-        return msgspec.convert(own, kind, strict=False)
+        return msgspec.convert(options, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"configuration of {name}: {error}", hint=f"its type is {kind.__qualname__}"
@@ -40,31 +43,31 @@ def build_config(service: type[Any], section: Mapping[str, Any]) -> Any:
 
 
 def parse_service_args(service: type[Any], section: Mapping[str, Any]) -> ServiceArgs:
-    """Replicas and resources as the section gives them. Raises `ConfigError`."""
-    given = section.get(SERVICE_ARGS_KEY) or {}
+    """Return the replicas and resources of the section. Raises `ConfigError`."""
+    options = section.get(SERVICE_ARGS_KEY) or {}
     name = spec_of(service).name
-    for key in given.keys() - set(ServiceArgs.__struct_fields__):
+    for key in options.keys() - set(ServiceArgs.__struct_fields__):
         known = ServiceArgs.__struct_fields__
         raise ConfigError(
             f"{name}.{SERVICE_ARGS_KEY}: unknown key {key!r}", hint=nearest_name_hint(key, known)
         )
     try:
-        args = msgspec.convert(given, ServiceArgs, strict=False)
+        args = msgspec.convert(options, ServiceArgs, strict=False)
     except msgspec.ValidationError as error:
-        wanted, _, at = str(error).partition(" - at `$")
-        raise ConfigError(f"{name}.{SERVICE_ARGS_KEY}{at.rstrip('`')}: {wanted}") from None
+        message, _, path = str(error).partition(" - at `$")
+        raise ConfigError(f"{name}.{SERVICE_ARGS_KEY}{path.rstrip('`')}: {message}") from None
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"{name}.{SERVICE_ARGS_KEY}.workers = {args.workers}: at least 1")
     return args
 
 
 def without_service_args(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section without what says how the service runs."""
+    """Return the section without `ServiceArgs`."""
     return {key: value for key, value in section.items() if key != SERVICE_ARGS_KEY}
 
 
 def config_type(service: type[Any]) -> type[Any] | None:
-    """The annotation of `config`; None without one, or for dict."""
+    """Return the annotated type of `config`; None without annotation, or for dict."""
     if not any(CONFIG_ATTRIBUTE in vars(cls).get("__annotations__", {}) for cls in service.__mro__):
         return None
     try:
@@ -77,26 +80,26 @@ def config_type(service: type[Any]) -> type[Any] | None:
 
 
 def qualify_key(service: type[Any], key: str) -> str:
-    """`workers` and `resources` mean those of `ServiceArgs`, unless the service has such keys."""
+    """Put `ServiceArgs.` before `workers` and `resources`, unless the service has such keys."""
     kind = config_type(service)
-    own = kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
+    fields = kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
     head = key.partition(".")[0]
     return (
         f"{SERVICE_ARGS_KEY}.{key}"
-        if head in ServiceArgs.__struct_fields__ and head not in own
+        if head in ServiceArgs.__struct_fields__ and head not in fields
         else key
     )
 
 
-def _check_keys(kind: type[msgspec.Struct], given: Mapping[str, Any], where: str) -> None:
+def _check_keys(kind: type[msgspec.Struct], options: Mapping[str, Any], path: str) -> None:
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r}", hint=nearest_name_hint(key, fields))
+            raise ConfigError(f"{path}: unknown key {key!r}", hint=nearest_name_hint(key, fields))
         inner = fields[key]
         if (
             isinstance(inner, type)
             and issubclass(inner, msgspec.Struct)
             and isinstance(value, dict)
         ):
-            _check_keys(inner, value, f"{where}.{key}")
+            _check_keys(inner, value, f"{path}.{key}")

@@ -1,4 +1,4 @@
-"""How a service is declared: decorators that only note what they are told."""
+"""Decorators that declare services. Each only records the declaration in the class."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ SPEC_ATTRIBUTE = "__dynamo_service__"
 ENDPOINT_ATTRIBUTE = "__dynamo_endpoint__"
 HOOK_ATTRIBUTE = "__dynamo_hook__"
 ROLE_ATTRIBUTE = "dynamo_role"
-"""A class attribute of the services that come with this project: which process they are."""
+"""Class attribute of Dynamo's own services that names their process role."""
 DYNAMO_KEYS = ("namespace", "model")
 
 
 class EndpointSpec(msgspec.Struct, frozen=True):
-    """One endpoint. `name`: as others call it over the wire; `method`: as the class does;
-    `streams`: an async generator."""
+    """An endpoint. `name` is its name on the wire, `method` the name of the method.
+
+    `streams`: the method is an async generator.
+    """
 
     name: str
     method: str
@@ -34,9 +36,12 @@ class EndpointSpec(msgspec.Struct, frozen=True):
 
 
 class ServiceSpec(msgspec.Struct):
-    """What is known of a service class. `component`: as others call it over the wire, its name; for
-    a class made of a ready-made one, that one's; `namespace` "": that of the settings; `model`: the
-    name that its `chat` answers to over HTTP, "" = none."""
+    """The declaration of a service class.
+
+    - `component`: its name on the wire. A subclass of a built-in service has that service's name.
+    - `namespace`: "" means the namespace of the settings.
+    - `model`: the model name under which HTTP offers its endpoint `chat`; "" = none.
+    """
 
     name: str
     component: str
@@ -52,7 +57,7 @@ class ServiceSpec(msgspec.Struct):
 
 
 class Dependency:
-    """Stands in a class for the handle that its instances get."""
+    """Placeholder in a class for the handle that its instances get."""
 
     def __init__(self, service: type[Any]) -> None:
         self.service = service
@@ -65,7 +70,7 @@ class Dependency:
         if instance is None:
             return self
         raise ConfigError(
-            f"{owner.__name__}.{self._name} is not connected: nobody started this service",
+            f"{owner.__name__}.{self._name} is not connected: the service was not started",
             hint="in a test use dynamo.testing.local_graph, or set the attribute to a fake",
         )
 
@@ -76,12 +81,15 @@ def service(
     resources: Mapping[str, Any] | None = None,
     workers: int = 1,
 ) -> Callable[[C], C]:
-    """Make a class a service, named after it. `dynamo`: its `namespace` (else that of the
-    settings), and `model`, if its `chat` endpoint is to be offered as a model over HTTP.
-    `workers`: replicas, a process each. `resources` ("gpu", "cpu", "memory"): what a replica needs,
-    for those that place it. Raises `ConfigError`."""
-    about = dict(dynamo or {})
-    for key in about.keys() - set(DYNAMO_KEYS):
+    """Declare a class as a service of the same name. Raises `ConfigError`.
+
+    - `dynamo`: `namespace` (default: that of the settings), and `model`, the model name under which
+      HTTP offers its endpoint `chat`.
+    - `workers`: replicas, each in its own process.
+    - `resources` ("gpu", "cpu", "memory"): needs of a replica, for schedulers that place it.
+    """
+    options = dict(dynamo or {})
+    for key in options.keys() - set(DYNAMO_KEYS):
         raise ConfigError(
             f"service(dynamo=...): unknown key {key!r}", hint=nearest_name_hint(key, DYNAMO_KEYS)
         )
@@ -92,8 +100,8 @@ def service(
         spec = ServiceSpec(
             name=cls.__name__,
             component=builtin_service(cls).__name__,
-            namespace=about.get("namespace", ""),
-            model=about.get("model", ""),
+            namespace=options.get("namespace", ""),
+            model=options.get("model", ""),
             workers=workers,
             resources=dict(resources or {}),
             endpoints=_collect_endpoints(cls),
@@ -110,9 +118,12 @@ def service(
 
 
 def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
-    """Let others call this method: a coroutine function answers once, an async generator function
-    streams. `name`: what it is called by references, else the method's own. It takes `self` and at
-    most one request; annotations of either, of types that msgspec knows, are kept."""
+    """Declare a method as an endpoint. Raises `ConfigError`.
+
+    A coroutine function answers once, an async generator function streams. `name` is the name on
+    the wire, by default the method's. The method takes `self` and at most one request. Request and
+    answer may be annotated with types that msgspec supports.
+    """
     if callable(name):
         raise ConfigError("@dynamo_endpoint needs its parentheses", hint="write @dynamo_endpoint()")
 
@@ -120,12 +131,12 @@ def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
         streams = inspect.isasyncgenfunction(function)
         if not streams and not inspect.iscoroutinefunction(function):
             raise ConfigError(
-                f"{function.__qualname__} is no endpoint: it is not asynchronous",
+                f"{function.__qualname__} cannot be an endpoint: it is not asynchronous",
                 hint="write `async def`; with `yield` inside, it streams",
             )
         if len(inspect.signature(function).parameters) not in {1, 2}:
             raise ConfigError(
-                f"{function.__qualname__} takes self and at most one request",
+                f"{function.__qualname__} must take self and at most one request",
                 hint="put what it needs into one dict or msgspec.Struct",
             )
         method = function.__name__
@@ -138,14 +149,16 @@ def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
 
 
 def depends(service: type[T]) -> T:
-    """A handle of another service, as a class attribute: its endpoints are methods. `await` those
-    that answer once, `async for` those that stream. Whoever starts the service connects it."""
+    """Declare a dependency as a class attribute, which becomes a handle of the other service.
+
+    The endpoints are methods of the handle: `await` unary ones, `async for` streaming ones.
+    """
     spec_of(service)
     return cast("T", Dependency(service))
 
 
 def on_start(function: F) -> F:
-    """Run this method (plain or `async`) before the first call; dependencies can be called."""
+    """Run this method (plain or `async`) before the first call. Dependencies are connected."""
     setattr(function, HOOK_ATTRIBUTE, "start")
     return function
 
@@ -156,40 +169,40 @@ def on_stop(function: F) -> F:
     return function
 
 
-def is_service(found: Any) -> bool:
-    """Is it a class with the decorator of its own?"""
-    return isinstance(found, type) and SPEC_ATTRIBUTE in vars(found)
+def is_service(candidate: Any) -> bool:
+    """Whether `candidate` is a class with its own `@service` decorator."""
+    return isinstance(candidate, type) and SPEC_ATTRIBUTE in vars(candidate)
 
 
 def spec_of(service: type[Any]) -> ServiceSpec:
-    """What a decorated class declares. Raises `ConfigError` for another."""
+    """Return the declaration of a decorated class. Raises `ConfigError` for another object."""
     if not is_service(service):
         name = getattr(service, "__name__", repr(service))
-        raise ConfigError(f"{name} is no service", hint=f"put @service(...) above class {name}")
+        raise ConfigError(f"{name} is not a service", hint=f"put @service(...) above class {name}")
     return cast("ServiceSpec", vars(service)[SPEC_ATTRIBUTE])
 
 
 def role_of(service: type[Any]) -> str:
-    """The role of a ready-made service, or of a class made of one; "" for a user's own."""
+    """Return the role of a built-in service or of its subclass; "" for a user's service."""
     return str(getattr(service, ROLE_ATTRIBUTE, ""))
 
 
 def builtin_service(service: type[Any]) -> type[Any]:
-    """The ready-made service that a class is, or is made of; a user's own is itself."""
-    return next((one for one in service.__mro__ if ROLE_ATTRIBUTE in vars(one)), service)
+    """Return the built-in service that a class is or derives from, else the class itself."""
+    return next((base for base in service.__mro__ if ROLE_ATTRIBUTE in vars(base)), service)
 
 
 def nearest_name_hint(wrong: str, known: Any) -> str:
-    """A hint that names the known word nearest to a wrong one."""
+    """Return a hint with the known name nearest to a wrong one."""
     known = list(known)
-    found = difflib.get_close_matches(wrong, known, n=1)
-    if found:
-        return f"did you mean {found[0]!r}?"
+    near = difflib.get_close_matches(wrong, known, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
     return f"known: {', '.join(known)}" if known else "there are none"
 
 
 def _link(cls: type[Any], other: type[T]) -> type[T]:
-    """Say that `other` belongs to this service's graph. Returns `other`, for the next link."""
+    """Add `other` to this service's graph. Returns `other`, so that links can be chained."""
     spec_of(other)
     links = spec_of(cls).links
     if other not in links:
@@ -198,16 +211,16 @@ def _link(cls: type[Any], other: type[T]) -> type[T]:
 
 
 def _collect_endpoints(cls: type[Any]) -> dict[str, EndpointSpec]:
-    found = {
+    endpoints = {
         name: getattr(value, ENDPOINT_ATTRIBUTE)
         for name, value in inspect.getmembers(cls)
         if hasattr(value, ENDPOINT_ATTRIBUTE)
     }
-    names = [endpoint.name for endpoint in found.values()]
+    names = [endpoint.name for endpoint in endpoints.values()]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{cls.__name__} has two endpoints called {name!r}")
-    return found
+    return endpoints
 
 
 def _collect_dependencies(cls: type[Any]) -> dict[str, type[Any]]:

@@ -1,4 +1,4 @@
-"""A graph of services: all that a root depends on or is linked to."""
+"""The graph of services: a root and all that it depends on or is linked to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from dynamo.sdk.decorators import spec_of
 
 
 def direct_dependencies(service: type[Any]) -> Sequence[type[Any]]:
-    """What a service depends on or is linked to, directly."""
+    """Return the services that a service depends on or is linked to directly."""
     spec = spec_of(service)
     return list(dict.fromkeys([*spec.dependencies.values(), *spec.links]))
 
 
 def walk(root: type[Any]) -> Sequence[type[Any]]:
-    """Every service of the graph, callers before those they call (as far as there is no circle).
-    Raises `ConfigError` where two bear one name."""
+    """Return all services of the graph, callers before callees unless there is a cycle.
+
+    Raises `ConfigError` if two services have the same name.
+    """
     done: dict[type[Any], None] = {}
     entered: set[type[Any]] = set()
 
@@ -38,6 +40,6 @@ def walk(root: type[Any]) -> Sequence[type[Any]]:
             raise ConfigError(
                 f"two services of this graph are called {service.__name__!r}: in "
                 f"{other.__module__} and {service.__module__}",
-                hint="a service's class gives it its name: rename one",
+                hint="the class name is the service's name: rename one of the classes",
             )
     return order

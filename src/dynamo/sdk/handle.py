@@ -1,4 +1,4 @@
-"""The calling end: another service's endpoints as methods."""
+"""Calls of other services: a handle has their endpoints as methods."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dynamo.sdk.request_context import derive_context
 from dynamo.sdk.serialization import encode, response_decoder
 
 INSTANCE_WAIT_S = 10.0
-"""A call waits so long for somebody to serve it: a replica that died is back sooner."""
+"""A call waits this long for an instance. A replica that died restarts sooner."""
 MAX_ATTEMPTS = 3
 STREAM_WINDOW_BYTES = 64 << 10
 LOAD_BALANCING_MODE = "least_loaded"
 
 
 class ServiceHandle:
-    """What `depends` becomes in a running service. `clients`: by method, for those who look."""
+    """Replaces `depends(...)` in a running service. `clients` are keyed by method name."""
 
     def __init__(self, service: type[Any], clients: dict[str, Client]) -> None:
         self._service = service
@@ -40,20 +40,20 @@ class ServiceHandle:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why a call would have to wait now; "" where it would not."""
+        """The reason why a call would have to wait now, or ""."""
         for client in self._clients.values():
             if not client.instances:
-                return f"nobody serves {client.path}"
+                return f"no instance serves {client.path}"
         return ""
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when who serves it changed."""
+        """Call `callback` when the set of instances changes."""
         for client in self._clients.values():
             client.on_change(callback)
 
 
 async def connect_service(service: type[Any], runtime: DistributedRuntime) -> ServiceHandle:
-    """A handle that knows who serves `service` now; it ends with the runtime."""
+    """Return a handle that follows the instances of `service` until the runtime shuts down."""
     spec = spec_of(service)
     component = runtime.namespace(spec.namespace).component(spec.component)
     clients = {
@@ -66,9 +66,12 @@ async def connect_service(service: type[Any], runtime: DistributedRuntime) -> Se
 async def call_with_retries(
     client: Client, payload: bytes, context: Context, sink: Sink, window: FlowWindow | None = None
 ) -> None:
-    """Call whichever instance has the least to do. One that is gone did nothing, so another is
-    asked. Raises `NoWorkers`, and whatever the instance raised."""
-    tries = 0
+    """Call the least loaded instance.
+
+    A call to an instance that is gone has had no effect and is repeated with another instance.
+    Raises `NoWorkers` and the errors of the instance.
+    """
+    attempts = 0
     while True:
         try:
             instance = client.pick(LOAD_BALANCING_MODE)
@@ -78,13 +81,13 @@ async def call_with_retries(
         try:
             return await client.call(instance, payload, context, sink, window=window)
         except InstanceGone:
-            tries += 1
-            if tries == MAX_ATTEMPTS:
+            attempts += 1
+            if attempts == MAX_ATTEMPTS:
                 raise
 
 
 class EndpointStub:
-    """One endpoint of another service."""
+    """An endpoint of another service."""
 
     __slots__ = ("_client", "_decode")
 
@@ -94,7 +97,7 @@ class EndpointStub:
 
 
 class UnaryStub(EndpointStub):
-    """`await handle.method(request)`."""
+    """Implements `await handle.method(request)`."""
 
     __slots__ = ()
 
@@ -107,12 +110,15 @@ class UnaryStub(EndpointStub):
 
         await call_with_retries(self._client, encode(request), derive_context(), sink)
         if len(answers) != 1:
-            raise ProtocolError(f"{len(answers)} answers to a call that has one")
+            raise ProtocolError(f"{len(answers)} answers instead of one")
         return self._decode(answers[0])
 
 
 class StreamingStub(EndpointStub):
-    """`async for item in handle.method(request)`. At most `WINDOW_BYTES` wait for a slow reader."""
+    """Implements `async for item in handle.method(request)`.
+
+    At most `STREAM_WINDOW_BYTES` are buffered for a slow reader.
+    """
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What surrounds every answer of an endpoint: whose request it is, its deadline, its count."""
+"""The wrapper of every endpoint handler: current request, deadline and metrics."""
 
 from __future__ import annotations
 
@@ -13,27 +13,13 @@ from dynamo.telemetry import Registry
 OK_CODE = "ok"
 CANCELLED_CODE = "cancelled"
 DURATION_BUCKETS_S = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    2,
-    5,
-    10,
-    30,
-    60,
-    300,
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1, 2, 5, 10, 30, 60, 300),
 )
 
 
 class EndpointInterceptor:
-    """The answers of one service's endpoints."""
+    """Wraps the endpoint handlers of a service."""
 
     def __init__(self, service: str, clock: Clock, registry: Registry) -> None:
         self._service = service
@@ -43,7 +29,7 @@ class EndpointInterceptor:
         )
         self._duration_seconds = registry.histogram(
             "dynamo_service_request_duration_seconds",
-            "From a call to the end of its answer",
+            "Time from a call to the end of its answer",
             DURATION_BUCKETS_S,
             ("service", "endpoint"),
         )
@@ -51,46 +37,46 @@ class EndpointInterceptor:
             "dynamo_service_inflight_requests", "Calls being answered", ("service",)
         ).labels(service)
 
-    def wrap(self, endpoint: str, answer: RequestHandler) -> RequestHandler:
-        """`answer`, counted, within its deadline."""
+    def wrap(self, endpoint: str, handler: RequestHandler) -> RequestHandler:
+        """Return `handler` with metrics and the deadline of each request."""
         now, inflight = self._clock.now, self._inflight
         seconds = self._duration_seconds.labels(self._service, endpoint)
-        good = self._requests.labels(self._service, endpoint, OK_CODE)
+        succeeded = self._requests.labels(self._service, endpoint, OK_CODE)
 
-        async def counted(payload: bytes, out: ResponseWriter) -> None:
-            began = now()
+        async def wrapped(payload: bytes, out: ResponseWriter) -> None:
+            start = now()
             set_current_request(out.context, now)
             inflight.inc()
             try:
-                await _with_deadline(out.context.timeout_s, answer, payload, out)
+                await _with_deadline(out.context.timeout_s, handler, payload, out)
             except BaseException as error:
                 self._requests.labels(self._service, endpoint, error_code(error)).inc()
                 raise
             else:
-                good.inc()
+                succeeded.inc()
             finally:
                 inflight.dec()
-                seconds.observe(now() - began)
+                seconds.observe(now() - start)
 
-        return counted
+        return wrapped
 
 
 def error_code(error: BaseException) -> str:
-    """An error's code as metrics have it."""
+    """Return the label value of an error in metrics."""
     if isinstance(error, asyncio.CancelledError):
         return CANCELLED_CODE
     return error.code if isinstance(error, DynamoError) else DynamoError.code
 
 
 async def _with_deadline(
-    limit_s: float | None, answer: RequestHandler, payload: bytes, out: ResponseWriter
+    limit_s: float | None, handler: RequestHandler, payload: bytes, out: ResponseWriter
 ) -> None:
     try:
         if limit_s is None:
-            return await answer(payload, out)
+            return await handler(payload, out)
         async with asyncio.timeout(limit_s) as limit:
-            return await answer(payload, out)
-    except InstanceGone as error:  # to our caller it is not we who are gone
+            return await handler(payload, out)
+    except InstanceGone as error:  # the callee is gone, not this instance
         raise WorkerFailed(error.message, hint=error.hint) from error
     except TimeoutError:
         if limit_s is None or not limit.expired():

@@ -1,4 +1,4 @@
-"""The request that is being answered: it accompanies every call made for it."""
+"""The current request of a task. Its id and deadline accompany every call made for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynamo.core.errors import DeadlineExceeded
 
 
 class _CurrentRequest(NamedTuple):
-    """`until`: by the clock `now` the time when it must be over; None: any."""
+    """A request in work. `deadline_s` is a time of the clock `now`; None: no deadline."""
 
     context: Context
     deadline_s: float | None
@@ -28,19 +28,21 @@ _current_request: ContextVar[_CurrentRequest | None] = ContextVar("dynamo_reques
 
 
 def set_current_request(context: Context, now: Callable[[], float]) -> None:
-    """This task answers that request."""
+    """Make `context` the current request of this task."""
     limit = context.timeout_s
     _current_request.set(_CurrentRequest(context, None if limit is None else now() + limit, now))
 
 
 def derive_context() -> Context:
-    """What accompanies a call made now: the request being answered, with the time that is left of
-    it, else a new one. Raises `DeadlineExceeded` where none is left."""
-    answering = _current_request.get()
-    if answering is None:
+    """Return the context for a call made now: the current request's with the time left, else new.
+
+    Raises `DeadlineExceeded` if no time is left.
+    """
+    current = _current_request.get()
+    if current is None:
         return Context(request_id=f"{_REQUEST_ID_PREFIX}{next(_request_counter):08x}")
-    context = answering.context
-    if not context.attempt and answering.deadline_s is None:
+    context = current.context
+    if not context.attempt and current.deadline_s is None:
         return context
     left = time_left()
     if left is not None and left <= 0:
@@ -49,14 +51,14 @@ def derive_context() -> Context:
 
 
 def request_id() -> str:
-    """The id of the request being answered; "" outside of one."""
-    answering = _current_request.get()
-    return "" if answering is None else answering.context.request_id
+    """Return the id of the current request; "" outside of a request."""
+    current = _current_request.get()
+    return "" if current is None else current.context.request_id
 
 
 def time_left() -> float | None:
-    """Seconds until the request being answered must be over; None: nobody said."""
-    answering = _current_request.get()
-    if answering is None or answering.deadline_s is None:
+    """Return the seconds until the deadline of the current request; None without a deadline."""
+    current = _current_request.get()
+    if current is None or current.deadline_s is None:
         return None
-    return answering.deadline_s - answering.now()
+    return current.deadline_s - current.now()

@@ -1,4 +1,4 @@
-"""Requests and answers as bytes: msgpack of plain values, or of the types that are annotated."""
+"""Encoding of requests and answers as msgpack, of plain values or the annotated types."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ STREAM_TYPES = (AsyncGenerator, AsyncIterator)
 
 
 def request_decoder(endpoint: EndpointSpec) -> DecodeMessage | None:
-    """What reads a request, by the annotation of the endpoint's parameter; None: it takes none.
-    The decoder raises `InvalidRequest`."""
+    """Return a decoder for the annotated type of the request; None if the endpoint takes none.
+
+    The decoder raises `InvalidRequest`.
+    """
     names = list(_parameter_names(endpoint))
     if not names:
         return None
-    read = _build_decoder(endpoint, _type_hints(endpoint).get(names[0], Any)).decode
+    decode_msgpack = _build_decoder(endpoint, _type_hints(endpoint).get(names[0], Any)).decode
 
     def decode(payload: bytes) -> Any:
         try:
-            return read(payload)
+            return decode_msgpack(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{endpoint.function.__qualname__}: {error}") from None
 
@@ -33,7 +35,7 @@ def request_decoder(endpoint: EndpointSpec) -> DecodeMessage | None:
 
 
 def response_decoder(endpoint: EndpointSpec) -> DecodeMessage:
-    """What reads an answer, or an item of one, by the annotation of what the endpoint returns."""
+    """Return a decoder for the annotated return type: of an answer, or of an item of a stream."""
     kind = _type_hints(endpoint).get("return", Any)
     if endpoint.streams:
         kind = get_args(kind)[0] if get_origin(kind) in STREAM_TYPES else Any

@@ -1,4 +1,4 @@
-"""Services that answer as a model: how they tell frontends so."""
+"""Records of models that user services offer. Frontends read them from discovery."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ CHAT_ENDPOINT = "chat"
 
 
 class ServiceModelRecord(msgspec.Struct, frozen=True):
-    """`model` is answered by the endpoint of that component; `streams`: piece by piece;
-    `derived`: with the help of models that are served otherwise."""
+    """The endpoint that answers as `model`.
+
+    `streams`: the answer comes piece by piece. `derived`: the service uses models that Dynamo's own
+    services serve.
+    """
 
     model: str
     namespace: str
@@ -27,23 +30,23 @@ class ServiceModelRecord(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_service(cls, service: type[Any], namespace: str) -> Self:
-        """What a service with a model offers. Raises `ConfigError` where it has no `chat`."""
+        """Return the record of a service. Raises `ConfigError` if it has no endpoint `chat`."""
         spec = spec_of(service)
         chat = spec.endpoints.get(CHAT_ENDPOINT)
         if chat is None:
             raise ConfigError(
-                f"{spec.name} is to answer as model {spec.model!r} and has no endpoint {CHAT_ENDPOINT!r}",
+                f"{spec.name} offers model {spec.model!r} without an endpoint {CHAT_ENDPOINT!r}",
                 hint="write `@dynamo_endpoint()` above `async def chat(self, request)`",
             )
-        derived = any(role_of(one) for one in walk(service))
+        derived = any(role_of(other) for other in walk(service))
         return cls(spec.model, namespace, spec.name, chat.name, chat.streams, derived)
 
 
 def service_models_prefix(namespace: str) -> str:
-    """Below it stands `{model}/{instance}` for every instance that offers a model."""
+    """Return the discovery prefix of the keys `{model}/{instance}` of all records."""
     return f"/{namespace}/offers/"
 
 
 def service_model_key(namespace: str, model: str, instance: str) -> str:
-    """Where one instance's offer stands; a slash in the model's name is %2F."""
+    """Return the discovery key of an instance's record. A slash in the model's name becomes %2F."""
     return f"{service_models_prefix(namespace)}{quote(model, safe='')}/{instance}"

@@ -1,4 +1,4 @@
-"""The serving end: one instance of a service, made, connected, started, served."""
+"""Serving of user services: create, connect and start an instance, and answer its calls."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from dynamo.sdk.service_model import ServiceModelRecord, service_model_key
 
 
 class ServiceInstance:
-    """One instance in a process. `service`: the user's object."""
+    """A served instance. `service` is the user's object."""
 
     def __init__(
-        self, runtime: DistributedRuntime, declared: type[Any], spec: ServiceSpec, service: Any
+        self, runtime: DistributedRuntime, service_class: type[Any], spec: ServiceSpec, service: Any
     ) -> None:
         self.service = service
-        self._service_class = declared
+        self._service_class = service_class
         self._runtime = runtime
         self._spec = spec
         self._served_endpoints: list[ServedEndpoint] = []
 
     async def start(self) -> None:
-        """Run its start hooks, then answer calls."""
+        """Run the start hooks, then answer calls."""
         await self._run_hooks(self._spec.start_hooks)
         namespace = self._runtime.namespace(self._spec.namespace)
         component = namespace.component(self._spec.component)
-        answers = EndpointInterceptor(self._spec.name, self._runtime.clock, self._runtime.metrics)
+        interceptor = EndpointInterceptor(
+            self._spec.name, self._runtime.clock, self._runtime.metrics
+        )
         for endpoint in self._spec.endpoints.values():
             method = getattr(self.service, endpoint.method, None)
             handler = (
@@ -47,13 +49,13 @@ class ServiceInstance:
                 if method
                 else _unimplemented_handler(self.service, endpoint)
             )
-            handler = answers.wrap(endpoint.name, handler)
+            handler = interceptor.wrap(endpoint.name, handler)
             self._served_endpoints.append(await component.endpoint(endpoint.name).serve(handler))
         if self._spec.model:
             await self._register_model(namespace.name)
 
     async def stop(self, drain_s: float) -> None:
-        """Answer what is in flight within `drain_s`, then run the stop hooks."""
+        """Complete calls in flight for up to `drain_s`, then run the stop hooks."""
         await run_all(*(served.withdraw(drain_s) for served in self._served_endpoints))
         await self._run_hooks(self._spec.stop_hooks)
 
@@ -64,11 +66,11 @@ class ServiceInstance:
                 await result
 
     async def _register_model(self, namespace: str) -> None:
-        offer = ServiceModelRecord.from_service(self._service_class, namespace)
+        record = ServiceModelRecord.from_service(self._service_class, namespace)
         key = service_model_key(
-            self._runtime.settings.runtime.namespace, offer.model, self._runtime.instance_id
+            self._runtime.settings.runtime.namespace, record.model, self._runtime.instance_id
         )
-        await self._runtime.discovery.put(key, msgspec.json.encode(offer))
+        await self._runtime.discovery.put(key, msgspec.json.encode(record))
 
 
 async def start_service(
@@ -78,9 +80,11 @@ async def start_service(
     *,
     service_object: Any = None,
 ) -> ServiceInstance:
-    """Make an instance of `service` (or take `made` in its place) and serve it until the runtime
-    shuts down. `section`: its configuration. It is well while everything that it depends on is
-    served. Raises `ConfigError`."""
+    """Create an instance of `service` and serve it until the runtime shuts down.
+
+    `section` is its configuration. `service_object` replaces the instance, for example by a fake in
+    tests. The process is healthy while all dependencies are served. Raises `ConfigError`.
+    """
     spec = spec_of(service)
     instance = object.__new__(service) if service_object is None else service_object
     if service_object is None:
@@ -93,35 +97,35 @@ async def start_service(
         instance.__init__()
     if service_object is not None:
         spec = replace(spec, start_hooks=(), stop_hooks=(), model="")
-    attached = ServiceInstance(runtime, service, spec, instance)
-    await attached.start()
-    runtime.add_shutdown_hook(attached.stop)
-    return attached
+    served = ServiceInstance(runtime, service, spec, instance)
+    await served.start()
+    runtime.add_shutdown_hook(served.stop)
+    return served
 
 
-def _unimplemented_handler(stand_in: Any, endpoint: EndpointSpec) -> RequestHandler:
-    """What a stand-in answers where it has no such method."""
+def _unimplemented_handler(fake: Any, endpoint: EndpointSpec) -> RequestHandler:
+    """Return a handler that refuses calls of an endpoint that a fake does not implement."""
 
     async def refuse(payload: bytes, out: ResponseWriter) -> None:
         del payload, out
-        raise Unsupported(f"{type(stand_in).__name__} has no {endpoint.method!r}")
+        raise Unsupported(f"{type(fake).__name__} has no {endpoint.method!r}")
 
     return refuse
 
 
 def endpoint_handler(endpoint: EndpointSpec, method: Any) -> RequestHandler:
-    """The request plane's handler of one endpoint."""
+    """Return the request plane's handler of an endpoint."""
     decode = request_decoder(endpoint)
 
     async def answer(payload: bytes, out: ResponseWriter) -> None:
         out.send(encode(await (method() if decode is None else method(decode(payload)))))
 
     async def stream(payload: bytes, out: ResponseWriter) -> None:
-        send, credit = out.send, out.wait_for_window
+        send, wait_for_window = out.send, out.wait_for_window
         answers = method() if decode is None else method(decode(payload))
         async with aclosing(answers) as items:
             async for item in items:
-                await credit()
+                await wait_for_window()
                 if not send(encode(item)):
                     return
 
@@ -129,11 +133,11 @@ def endpoint_handler(endpoint: EndpointSpec, method: Any) -> RequestHandler:
 
 
 def _track_dependency_health(runtime: DistributedRuntime, handle: ServiceHandle, name: str) -> None:
-    def look() -> None:
+    def update() -> None:
         if reason := handle.unavailable_reason:
             runtime.health.set_unhealthy(name, reason)
         else:
             runtime.health.set_healthy(name)
 
-    handle.on_change(look)
-    look()
+    handle.on_change(update)
+    update()

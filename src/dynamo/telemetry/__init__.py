@@ -1,4 +1,4 @@
-"""Logs and metrics."""
+"""Logs, metrics and health reports."""
 
 from dynamo.telemetry.metrics import (
     Counter,

@@ -1,4 +1,4 @@
-"""What /health says, whichever port it is asked at."""
+"""The body of `/health`, for the HTTP server and for status ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dynamo.core.clock import Clock
 
 
 class HealthReport:
-    """`reasons`: why the process is not well, by name; `facts`: what else there is to tell."""
+    """Builds health bodies. `reasons` explain by name why the process is unhealthy.
+
+    `facts` are further fields of the body.
+    """
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class HealthReport:
         self._started = clock.now()
 
     def body(self) -> dict[str, Any]:
-        """Its JSON; well where there are no `reasons`."""
+        """Return the JSON body. The process is healthy if there are no reasons."""
         reasons = dict(self._reasons())
         return {
             "status": "unhealthy" if reasons else "healthy",
@@ -36,6 +39,6 @@ class HealthReport:
 
 
 def _uptime(seconds: float) -> str:
-    """hh:mm:ss; hours grow beyond two digits."""
+    """Return hh:mm:ss. Hours may have more than two digits."""
     whole = int(seconds)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,8 +1,8 @@
-"""Logs: text or JSON lines on stderr, levels by module, component and request id in every line.
+"""Logs: text or JSON lines on stderr with component and request id. Modules have own levels.
 
-Everybody logs constant text plus fields through the standard library:
-`log.info("worker joined", extra={"fields": {"instance": id}})`. Prompts and answers are
-not logged, but by whoever is told to (`server.log_prompts`).
+Modules log constant text plus fields through the standard library:
+`log.info("worker joined", extra={"fields": {"instance": id}})`. Prompts and answers are logged only
+with `server.log_prompts`.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ LEVELS = {
 _LEVEL_NAMES = {TRACE: "TRACE", logging.WARNING: "WARN"}
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Set by whoever takes a request in hand; every line of its task then carries it."""
+"""The id of the request that the current task handles. Every line of the task contains it."""
 
 
 class LogStream(Protocol):
-    """What lines are written to; whole lines a call."""
+    """Destination of log lines. Each call writes whole lines."""
 
     def write(self, text: str, /) -> object:
         """Write `text`."""
 
     def flush(self) -> object:
-        """Let it be seen."""
+        """Flush buffered text."""
 
     def isatty(self) -> bool:
-        """Does a person look at it?"""
+        """Whether the stream is a terminal."""
 
 
 def parse_levels(spec: str) -> dict[str, int]:
-    """Levels by module ("" = all others) of RUST_LOG's syntax: `info,dynamo.scheduling=debug`.
+    """Parse RUST_LOG's syntax, `info,dynamo.scheduling=debug`, to levels by module.
 
-    `::` separates modules too; a module of two words or more, or `dynamo`, alone means all its
-    levels (one word alone is more likely a misspelt level). Raises `ConfigError`.
+    Module "" stands for all others. `::` separates packages like a dot. A dotted module name, or
+    `dynamo`, without a level means `trace`; another single word is more likely a misspelt level.
+    Raises `ConfigError`.
     """
     levels: dict[str, int] = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
@@ -62,7 +63,7 @@ def parse_levels(spec: str) -> dict[str, int]:
             module, level = level, "trace"
         if level.lower() not in LEVELS:
             raise ConfigError(
-                f"{level!r} is no log level (in {spec!r})",
+                f"unknown log level {level!r} in {spec!r}",
                 hint=f"levels: {', '.join(LEVELS)}; example: info,dynamo.scheduling=debug",
                 param="logging.level",
             )
@@ -71,7 +72,7 @@ def parse_levels(spec: str) -> dict[str, int]:
 
 
 def set_levels(spec: str) -> None:
-    """Apply `spec` to the running process; modules that it does not name follow the rest."""
+    """Apply `spec` to this process. Levels of an earlier call are reset."""
     levels = parse_levels(spec)
     for module in _modules_with_level:
         logging.getLogger(module).setLevel(logging.NOTSET)
@@ -88,7 +89,7 @@ _modules_with_level: set[str] = set()
 def configure_logging(
     level: str, fmt: str, component: str, stream: LogStream | None = None
 ) -> None:
-    """Log to `stream` (stderr) from now on, as "text" or "json".
+    """Send all log lines to `stream` (default stderr) in format "text" or "json".
 
     Raises `ConfigError` for an unknown level.
     """
@@ -102,14 +103,14 @@ def configure_logging(
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
-    """A reader of stderr that went away must not stop a server."""
+    """Ignores write errors: a closed stderr must not stop a server."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
         del record
 
 
 class _LineFormatter(logging.Formatter):
-    """What text and JSON have in common."""
+    """Shared parts of the text and JSON formatters."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class _LineFormatter(logging.Formatter):
         self._cached_timestamp = ""
 
     def format_timestamp(self, record: logging.LogRecord) -> str:
-        """RFC 3339, UTC, milliseconds."""
+        """Return the record's time as RFC 3339 in UTC with milliseconds."""
         second = int(record.created)
         if second != self._cached_second:
             self._cached_second = second
@@ -126,7 +127,7 @@ class _LineFormatter(logging.Formatter):
         return f"{self._cached_timestamp}.{int(record.msecs):03d}Z"
 
     def format_traceback(self, record: logging.LogRecord) -> str:
-        """The traceback, if there is one."""
+        """Return the record's traceback, or ""."""
         return self.formatException(record.exc_info) if record.exc_info else ""
 
 
@@ -134,10 +135,9 @@ class TextFormatter(_LineFormatter):
     """`TIME LEVEL component module: message key=value request_id=...`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback below it where there is one."""
-        level = _LEVEL_NAMES.get(record.levelno, record.levelname)
-        name = record.name
-        line = f"{self.format_timestamp(record)} {level:<5} {self.component} {name}: {record.getMessage()}"
+        """Return a line, followed by the traceback if there is one."""
+        time, level = self.format_timestamp(record), _level_name(record)
+        line = f"{time} {level:<5} {self.component} {record.name}: {record.getMessage()}"
         fields = "".join(
             f" {key}={_format_field(value)}" for key, value in _record_fields(record).items()
         )
@@ -146,14 +146,14 @@ class TextFormatter(_LineFormatter):
 
 
 class JsonFormatter(_LineFormatter):
-    """One JSON object a line: time, level, component, target, message, request_id, fields."""
+    """Formats a JSON object: time, level, component, target, message, request_id, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return a line of JSON."""
         line: dict[str, Any] = dict(_record_fields(record))
         line |= {
             "time": self.format_timestamp(record),
-            "level": _LEVEL_NAMES.get(record.levelno, record.levelname).lower(),
+            "level": _level_name(record).lower(),
             "component": self.component,
             "target": record.name,
             "message": record.getMessage(),
@@ -164,6 +164,10 @@ class JsonFormatter(_LineFormatter):
 
 
 _json_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def _level_name(record: logging.LogRecord) -> str:
+    return _LEVEL_NAMES.get(record.levelno, record.levelname)
 
 
 def _record_fields(record: logging.LogRecord) -> Mapping[str, Any]:

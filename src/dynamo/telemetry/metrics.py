@@ -1,6 +1,6 @@
-"""Metrics on our own arrays, rendered at scrape in Prometheus' text format.
+"""Metrics, rendered in Prometheus' text format at each scrape.
 
-`observe` costs about 0.2 us, so that a metric may stand on the path of a token.
+`observe` costs about 0.2 us, so a metric may be updated for each token.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, overload
 
+import msgspec
+
 ScrapeCallback = Callable[[], float | Mapping[tuple[str, ...], float]]
-"""Asked at scrape: one value, or values by label values."""
+"""Called at each scrape. Returns the value, or values by label values."""
 
 MergeMode = Literal["sum", "max"]
 
 PROMETHEUS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The content type of what `Registry.render` gives."""
+"""The content type of `Registry.render`."""
 
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 class Counter:
-    """A number that only grows."""
+    """A number that only increases."""
 
     __slots__ = ("value",)
     kind = "counter"
@@ -31,12 +33,12 @@ class Counter:
         self.value: float = 0
 
     def inc(self, n: float = 1) -> None:
-        """Add `n`, which is not negative."""
+        """Add `n`, which must not be negative."""
         self.value += n
 
 
 class Gauge:
-    """A number that goes up and down."""
+    """A number that may increase and decrease."""
 
     __slots__ = ("value",)
     kind = "gauge"
@@ -53,12 +55,12 @@ class Gauge:
         self.value += n
 
     def dec(self, n: float = 1) -> None:
-        """Take `n` away."""
+        """Subtract `n`."""
         self.value -= n
 
 
 class Histogram:
-    """Counts by upper bound (inclusive), their sum and number."""
+    """Counts values by inclusive upper bound. `counts` has one more entry, for +Inf."""
 
     __slots__ = ("bounds", "counts", "sum")
     kind = "histogram"
@@ -69,25 +71,24 @@ class Histogram:
         self.sum: float = 0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
-        """Count every one of `values`: bound by bound, which for many values takes less than one
-        by one."""
-        ordered, counts, below = sorted(values), self.counts, 0
+        """Count all `values`, bucket by bucket. For many values this is faster than `observe`."""
+        ordered, counts, start = sorted(values), self.counts, 0
         self.sum += sum(ordered)
         for index, bound in enumerate(self.bounds):
-            upto = bisect_right(ordered, bound, below)
-            counts[index] += upto - below
-            below = upto
-            if below == len(ordered):
+            end = bisect_right(ordered, bound, start)
+            counts[index] += end - start
+            start = end
+            if start == len(ordered):
                 return
-        counts[-1] += len(ordered) - below
+        counts[-1] += len(ordered) - start
 
     def observe_repeated(self, value: float, times: int) -> None:
-        """Count the same value `times` times (a step's tokens)."""
+        """Count the same value `times` times, for example once for each token of a step."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -97,7 +98,7 @@ M = TypeVar("M", bound=Metric)
 
 
 class MetricFamily(Generic[M]):
-    """One metric with labels: `labels("a", "b")` is its child, to be kept on hot paths."""
+    """A metric with labels. Hot paths should keep the child that `labels("a", "b")` returns."""
 
     def __init__(self, names: Sequence[str], make: Callable[[], M]) -> None:
         self.label_names = tuple(names)
@@ -105,44 +106,31 @@ class MetricFamily(Generic[M]):
         self.children: dict[tuple[str, ...], M] = {}
 
     def labels(self, *values: str) -> M:
-        """The child of these label values, made at first use."""
+        """Return the child of these label values, created on first use."""
         child = self.children.get(values)
         if child is None:
             if len(values) != len(self.label_names):
-                raise ValueError(f"labels {self.label_names} wanted, {values} given")
+                raise ValueError(f"expected values of labels {self.label_names}, got {values}")
             child = self.children[values] = self._new_child()
         return child
 
     def remove(self, *values: str) -> None:
-        """Forget a child (an instance that left); a missing one is no error."""
+        """Remove a child if it exists, for example of an instance that left."""
         self.children.pop(values, None)
 
 
-class _RegisteredMetric:
-    __slots__ = ("callback", "help", "kind", "labels", "merge", "metric", "name")
-
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        metric: Any,
-        *,
-        kind: str,
-        labels: tuple[str, ...],
-        callback: ScrapeCallback | None,
-        merge: MergeMode,
-    ) -> None:
-        self.name = name
-        self.help = text
-        self.metric = metric
-        self.kind = kind
-        self.labels = labels
-        self.callback = callback
-        self.merge = merge
+class _RegisteredMetric(msgspec.Struct):
+    name: str
+    help: str
+    metric: Any
+    kind: str
+    labels: tuple[str, ...]
+    callback: ScrapeCallback | None
+    merge: MergeMode
 
 
 class Registry:
-    """The metrics of one process. Declaring a name again returns the metric that is there."""
+    """The metrics of one process. A second declaration of a name returns the existing metric."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, _RegisteredMetric] = {}
@@ -163,11 +151,11 @@ class Registry:
         *,
         callback: ScrapeCallback | None = None,
     ) -> Counter | MetricFamily[Counter]:
-        """Declare a counter; `name` ends in `_total`."""
-        found: Counter | MetricFamily[Counter] = self._register(
+        """Declare a counter. `name` must end in `_total`."""
+        counter: Counter | MetricFamily[Counter] = self._register(
             name, help, Counter, labels, "counter", callback=callback
         )
-        return found
+        return counter
 
     @overload
     def gauge(
@@ -192,12 +180,15 @@ class Registry:
         callback: ScrapeCallback | None = None,
         merge: MergeMode = "sum",
     ) -> Gauge | MetricFamily[Gauge]:
-        """Declare a gauge. `merge`: how the values of several processes become one; "max" for
-        what every process sees alike (workers known)."""
-        found: Gauge | MetricFamily[Gauge] = self._register(
+        """Declare a gauge.
+
+        `merge` combines the values of several processes. "max" is for values that all processes
+        observe alike, such as the number of known workers.
+        """
+        gauge: Gauge | MetricFamily[Gauge] = self._register(
             name, help, Gauge, labels, "gauge", callback=callback, merge=merge
         )
-        return found
+        return gauge
 
     @overload
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram: ...
@@ -212,13 +203,13 @@ class Registry:
         buckets: Sequence[float],
         labels: Sequence[str] = (),
     ) -> Histogram | MetricFamily[Histogram]:
-        """Declare a histogram with ascending upper bounds, without +Inf."""
+        """Declare a histogram. `buckets` are ascending upper bounds without +Inf."""
         if list(buckets) != sorted(set(buckets)):
             raise ValueError(f"{name}: bounds must ascend")
-        found: Histogram | MetricFamily[Histogram] = self._register(
+        histogram: Histogram | MetricFamily[Histogram] = self._register(
             name, help, lambda: Histogram(buckets), labels, "histogram"
         )
-        return found
+        return histogram
 
     def _register(
         self,
@@ -232,22 +223,20 @@ class Registry:
         merge: MergeMode = "sum",
     ) -> Any:
         names = tuple(labels)
-        there = self._metrics.get(name)
-        if there is not None:
-            if (there.kind, there.labels) != (kind, names):
-                raise ValueError(f"{name} is already a {there.kind} with labels {there.labels}")
-            there.callback = callback or there.callback
-            return there.metric
+        entry = self._metrics.get(name)
+        if entry is not None:
+            if (entry.kind, entry.labels) != (kind, names):
+                raise ValueError(f"{name} is already a {entry.kind} with labels {entry.labels}")
+            entry.callback = callback or entry.callback
+            return entry.metric
         if not _METRIC_NAME.match(name):
-            raise ValueError(f"{name!r} is no metric name")
+            raise ValueError(f"{name!r} is not a valid metric name")
         metric = MetricFamily(names, make) if names else make()
-        self._metrics[name] = _RegisteredMetric(
-            name, text, metric, kind=kind, labels=names, callback=callback, merge=merge
-        )
+        self._metrics[name] = _RegisteredMetric(name, text, metric, kind, names, callback, merge)
         return metric
 
     def render(self) -> str:
-        """Everything in Prometheus' text format 0.0.4."""
+        """Return all metrics in Prometheus' text format 0.0.4."""
         lines: list[str] = []
         for entry in self._metrics.values():
             lines.append(f"# HELP {entry.name} {_escape_help(entry.help)}")
@@ -260,7 +249,7 @@ class Registry:
 
 
 def format_number(value: float) -> str:
-    """A value as Prometheus writes it."""
+    """Format a value in Prometheus' text format."""
     if value == float("inf"):
         return "+Inf"
     if value == float("-inf"):
@@ -270,8 +259,8 @@ def format_number(value: float) -> str:
 
 def _label_values(entry: _RegisteredMetric) -> list[tuple[tuple[str, ...], Metric | float]]:
     if entry.callback is not None:
-        asked = entry.callback()
-        return list(asked.items()) if isinstance(asked, Mapping) else [((), asked)]
+        values = entry.callback()
+        return list(values.items()) if isinstance(values, Mapping) else [((), values)]
     if entry.labels:
         return list(entry.metric.children.items())
     return [((), entry.metric)]
@@ -288,8 +277,8 @@ def _sample_lines(
     total = 0
     for bound, count in zip([*child.bounds, float("inf")], child.counts, strict=True):
         total += count
-        where = _series_name(f"{entry.name}_bucket", [*pairs, f'le="{format_number(bound)}"'])
-        lines.append(f"{where} {total}")
+        series = _series_name(f"{entry.name}_bucket", [*pairs, f'le="{format_number(bound)}"'])
+        lines.append(f"{series} {total}")
     lines.append(f"{_series_name(f'{entry.name}_sum', pairs)} {format_number(child.sum)}")
     lines.append(f"{_series_name(f'{entry.name}_count', pairs)} {total}")
     return lines
@@ -308,9 +297,9 @@ def _escape_help(text: str) -> str:
 
 
 def render_merged(texts: Sequence[str]) -> str:
-    """Sum the samples of several Prometheus texts; gauges declared `merge="max"` take the largest.
+    """Merge several results of `Registry.render` in order of first occurrence.
 
-    Order: as first seen. The texts are what `Registry.render` wrote.
+    Samples are summed. Gauges declared with `merge="max"` take the largest value.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, dict[str, float]] = {}
@@ -338,9 +327,9 @@ def render_merged(texts: Sequence[str]) -> str:
 
 
 def _add_header(heads: dict[str, list[str]], family: str, line: str) -> None:
-    known = heads.setdefault(family, [])
-    if line not in known:
-        known.append(line)
+    head = heads.setdefault(family, [])
+    if line not in head:
+        head.append(line)
 
 
 def _merge_sample(family: dict[str, float], name: str, value: float, largest: bool) -> None:

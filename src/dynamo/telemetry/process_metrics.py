@@ -1,4 +1,4 @@
-"""What the operating system knows of this process, under Prometheus' customary names."""
+"""Metrics of the operating system about this process, under Prometheus' customary names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynamo.telemetry.metrics import Registry
 
 
 def add_process_metrics(registry: Registry) -> None:
-    """CPU time, memory, open files and start of this process, read at scrape (Linux's /proc)."""
+    """Add CPU time, memory, open files and start time, read from Linux's /proc at each scrape."""
     registry.counter(
         "process_cpu_seconds_total", "CPU time, user and system", callback=time.process_time
     )
@@ -18,7 +18,10 @@ def add_process_metrics(registry: Registry) -> None:
     registry.gauge("process_open_fds", "open files and sockets", callback=_open_files)
     started = time.time()
     registry.gauge(
-        "process_start_time_seconds", "start, Unix time", callback=lambda: started, merge="max"
+        "process_start_time_seconds",
+        "start time, Unix seconds",
+        callback=lambda: started,
+        merge="max",
     )
 
 

@@ -52,7 +52,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", ""], "an empty word", "variable"),
         (["config"], "required: explain|schema", "dynamo config --help"),
         (["run", "--config", "/nowhere.yaml"], "/nowhere.yaml: No such file", "--config"),
-        (["run", "--log-level", "loud"], "no log level", "debug"),
+        (["run", "--log-level", "loud"], "unknown log level", "debug"),
         (["chat", "--url", "http://x"], "unknown argument '--url'", "`dynamo chat URL`"),
         (["bench", "--url=http://x"], "unknown argument '--url=", "`dynamo bench URL`"),
         (["bench", "http://127.0.0.1:99999"], "not a URL", "such as"),

@@ -1,4 +1,4 @@
-"""Whole files: ours, and the published ones in both of their spellings."""
+"""Whole configuration files, among them Dynamo's published ones in both spellings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def published(name: str) -> LoadedSettings:
     return read((PUBLISHED / name).read_text())
 
 
-def test_a_config_map_is_read_as_the_file_that_it_holds() -> None:
+def test_a_config_map_is_read_as_the_file_inside() -> None:
     loaded = published("agg.yaml")
     settings = loaded.settings
 
@@ -37,7 +37,7 @@ def test_a_config_map_is_read_as_the_file_that_it_holds() -> None:
     assert loaded.notes["cache.max_cache_size"] == "not in use yet"
 
 
-def test_the_published_file_of_two_kinds_of_workers_shares_devices() -> None:
+def test_worker_groups_of_one_host_must_not_share_devices() -> None:
     with pytest.raises(ConfigError) as caught:
         published("disagg.yaml")
 
@@ -46,7 +46,7 @@ def test_the_published_file_of_two_kinds_of_workers_shares_devices() -> None:
     assert "host:" in caught.value.hint
 
 
-def test_both_spellings_come_to_the_same() -> None:
+def test_other_spellings_of_sections_and_keys_are_accepted() -> None:
     text = (
         (PUBLISHED / "disagg.yaml").read_text().replace('- name: "dec', '- host: b\n    name: "dec')
     )
@@ -68,7 +68,7 @@ def test_both_spellings_come_to_the_same() -> None:
     assert loaded.values["decode_workers[0].kv_cache.offload_targets"] == ("cpu", "ssd")
 
 
-def test_a_model_of_ones_own() -> None:
+def test_the_published_file_of_a_custom_model() -> None:
     loaded = published("custom_model.yaml")
 
     assert loaded.settings.model.path == "/models/custom-llama-7b"
@@ -80,7 +80,7 @@ def test_a_model_of_ones_own() -> None:
     assert "a start refuses it" in loaded.notes["engine.kind"]
 
 
-def test_replicas_on_several_hosts() -> None:
+def test_the_published_file_of_several_hosts() -> None:
     loaded = published("distributed.yaml")
     prefill = loaded.settings.workers.prefill
 
@@ -95,7 +95,7 @@ def test_replicas_on_several_hosts() -> None:
     assert loaded.settings.router.replicas == 2
 
 
-def test_frontends_of_a_host_are_processes_that_share_its_port() -> None:
+def test_frontend_replicas_set_the_number_of_http_workers() -> None:
     document = ("frontend: {replicas: 3}", "f.yaml")
 
     loaded = resolve_settings({}, {}, document)
@@ -111,7 +111,7 @@ def test_frontends_of_a_host_are_processes_that_share_its_port() -> None:
         resolve_settings({}, {}, ("frontend: {replicas: 0}", "f.yaml"))
 
 
-def test_another_model_takes_the_place_of_a_hub_name() -> None:
+def test_a_model_path_replaces_a_hub_name() -> None:
     flag = {"model.path": SourcedValue("./mine", "flag --model-path")}
     settings = resolve_settings(flag, {}, ("model: {name: org/hub}", "f.yaml")).settings
 
@@ -132,7 +132,7 @@ def test_another_model_takes_the_place_of_a_hub_name() -> None:
         ("workers: {decode: {resources: {cpu: 2x}}}", "wanted cores", ""),
     ],
 )
-def test_what_is_wrong_in_lists_and_sections(text: str, message: str, hint: str) -> None:
+def test_errors_in_lists_and_sections(text: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(text)
 
@@ -140,11 +140,11 @@ def test_what_is_wrong_in_lists_and_sections(text: str, message: str, hint: str)
     assert hint in caught.value.hint
 
 
-def test_the_same_said_twice_is_no_error() -> None:
+def test_equal_values_of_two_spellings_are_accepted() -> None:
     assert read("router: {type: basic, mode: round-robin}").settings.router.mode == "round_robin"
 
 
-def test_units_of_cores_and_memory() -> None:
+def test_units_of_cores_and_memory_are_converted() -> None:
     values = read(
         "model: {swap_space: 512Mi}\nfrontend: {resources: {cpu: 500m, memory: 1Gi}}"
     ).values
@@ -169,18 +169,17 @@ def test_lists_of_sections_in_the_environment_are_json() -> None:
 
 
 def test_servers_have_short_names_in_the_environment() -> None:
-    found = resolve_settings(
+    loaded = resolve_settings(
         environ={"DYNAMO_ETCD_ENDPOINTS": "http://a,http://b", "DYNAMO_NATS_URL": "nats://c"}
     )
 
-    assert found.settings.discovery.etcd.endpoints == ("http://a", "http://b")
-    assert found.settings.messaging.nats.servers == ("nats://c",)
+    assert loaded.settings.discovery.etcd.endpoints == ("http://a", "http://b")
+    assert loaded.settings.messaging.nats.servers == ("nats://c",)
 
 
-def test_everything_is_explained_and_secrets_are_not() -> None:
-    rows = {
-        one.key: one for one in effective_settings(read("server: {api_keys: [s3cret], port: 1}"))
-    }
+def test_every_setting_is_explained_and_secrets_are_redacted() -> None:
+    loaded = read("server: {api_keys: [s3cret], port: 1}")
+    rows = {row.key: row for row in effective_settings(loaded)}
 
     assert rows["server.api_keys"].value == "***"
     assert rows["server.http_port"].origin == "f.yaml:1"
@@ -188,16 +187,16 @@ def test_everything_is_explained_and_secrets_are_not() -> None:
     assert rows["nixl.compression"].note == "not in use yet"
 
 
-def test_the_schema_knows_every_spelling() -> None:
+def test_the_json_schema_has_every_spelling() -> None:
     root: Any = json_schema()
-    inside = root["properties"]
+    sections = root["properties"]
 
-    assert inside["server"]["properties"]["port"]["description"].startswith(
+    assert sections["server"]["properties"]["port"]["description"].startswith(
         "same as server.http_port"
     )
-    assert inside["kv_cache"]["properties"]["max_cache_size"]["type"] == ["integer", "string"]
-    assert inside["distributed_runtime"]["properties"]["nats"]["properties"]["servers"]
-    assert "tensor_parallel_size" in inside["decode_workers"]["items"]["properties"]
-    resources = inside["workers"]["properties"]["decode"]["properties"]["resources"]
+    assert sections["kv_cache"]["properties"]["max_cache_size"]["type"] == ["integer", "string"]
+    assert sections["distributed_runtime"]["properties"]["nats"]["properties"]["servers"]
+    assert "tensor_parallel_size" in sections["decode_workers"]["items"]["properties"]
+    resources = sections["workers"]["properties"]["decode"]["properties"]["resources"]
     assert "nvidia.com/gpu" in resources["properties"]
-    assert inside["server"]["additionalProperties"] is False
+    assert sections["server"]["additionalProperties"] is False

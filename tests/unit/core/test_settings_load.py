@@ -1,5 +1,8 @@
+"""Values, precedence and errors of single settings."""
+
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ def document(text: str) -> tuple[str, str]:
     return text, "agg.yaml"
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_defaults_apply_without_sources() -> None:
     loaded = resolve_settings()
 
     assert loaded.settings == Settings()
@@ -61,13 +64,12 @@ def test_flag_beats_environment_beats_file_beats_default() -> None:
         ('{"engine": {"speedup_ratio": 1e6}}', "engine.speedup_ratio", 1e6),
     ],
 )
-def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
-    found: Any = resolve_settings(document=document(text)).settings
-    for part in key.split("."):
-        found = getattr(found, part)
+def test_spellings_units_and_types_are_converted(text: str, key: str, value: Any) -> None:
+    loaded = resolve_settings(document=document(text))
+    setting = attrgetter(key)(loaded.settings)
 
-    assert found == value
-    assert type(found) is type(value)
+    assert setting == loaded.values[key] == value
+    assert type(setting) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_spellings_units_and_types(text: str, key: str, value: Any) -> None:
         ("version: 2", "at most 1", ""),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str, hint: str) -> None:
+def test_wrong_values_and_keys_are_named(text: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_settings(document=document(text))
 
@@ -103,26 +105,25 @@ def test_what_is_wrong_is_named(text: str, message: str, hint: str) -> None:
     assert hint in caught.value.hint
 
 
-def test_the_environment_names_every_setting() -> None:
-    for key, declared in setting_specs_by_key().items():
+def test_every_setting_has_an_environment_name() -> None:
+    for key, spec in setting_specs_by_key().items():
         if "." not in key:
             continue
-        given = {environment_name(key): _example(declared)}
-        assert (
-            resolve_settings(environ=given).origins[key] == f"environment {environment_name(key)}"
-        )
+        name = environment_name(key)
+        loaded = resolve_settings(environ={name: _example(spec)})
+        assert loaded.origins[key] == f"environment {name}"
 
 
-def _example(declared: SettingSpec) -> str:
-    default = declared.default
+def _example(spec: SettingSpec) -> str:
+    default = spec.default
     if isinstance(default, tuple):
         return ",".join(default)
     if default is None:
-        return declared.meta.choices[0] if declared.meta.choices else "1"
+        return spec.meta.choices[0] if spec.meta.choices else "1"
     return str(default)
 
 
-def test_the_nearest_environment_name_is_told() -> None:
+def test_the_hint_names_the_nearest_environment_name() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_settings(environ={"DYNAMO_SERVER__HTTP_PROT": "1"})
 
@@ -130,7 +131,7 @@ def test_the_nearest_environment_name_is_told() -> None:
     assert caught.value.hint == "did you mean DYNAMO_SERVER__HTTP_PORT?"
 
 
-def test_short_names_of_the_log_level() -> None:
+def test_log_level_has_short_environment_names() -> None:
     both = {"RUST_LOG": "warn", "DYNAMO_LOG": "debug"}
 
     assert resolve_settings(environ={"RUST_LOG": "warn"}).settings.logging.level == "warn"
@@ -141,7 +142,7 @@ def test_short_names_of_the_log_level() -> None:
     )
 
 
-def test_other_names_of_the_environment_are_left_alone() -> None:
+def test_other_environment_names_are_ignored() -> None:
     assert (
         resolve_settings(environ={"DYNAMO_FRONTEND_SERVICE_PORT": "tcp://x"}).settings == Settings()
     )

@@ -1,4 +1,4 @@
-"""Which differences between two settings may be applied while serving."""
+"""Changes of settings that are applied while serving."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def settings(text: str) -> Settings:
     return resolve_settings(document=(text, "a.yaml")).settings
 
 
-def test_what_is_safe_is_taken_and_the_rest_told() -> None:
-    wanted = settings(
+def test_reloadable_changes_are_applied_and_all_are_reported() -> None:
+    reloaded = settings(
         "logging: {level: debug}\nserver: {max_concurrent_requests: 5, stall_s: 9, http_port: 1}"
     )
 
-    now, changes = apply_reload(BASE, wanted)
+    current, changes = apply_reload(BASE, reloaded)
 
     server = replace(BASE.server, max_concurrent_requests=5)
-    assert now == replace(BASE, server=server, logging=replace(BASE.logging, level="debug"))
-    assert {one.key: one.applied for one in changes} == {
+    assert current == replace(BASE, server=server, logging=replace(BASE.logging, level="debug"))
+    assert {change.key: change.applied for change in changes} == {
         "server.http_port": False,
         "server.max_concurrent_requests": True,
         "server.stall_s": False,
@@ -32,18 +32,18 @@ def test_what_is_safe_is_taken_and_the_rest_told() -> None:
     }
 
 
-def test_no_difference_is_no_change() -> None:
+def test_equal_settings_have_no_changes() -> None:
     assert apply_reload(BASE, settings("logging: {level: info}")) == (BASE, ())
 
 
-def test_secrets_are_not_shown() -> None:
+def test_changes_of_secrets_are_redacted() -> None:
     _, changes = apply_reload(BASE, settings("server: {api_keys: [swordfish]}"))
 
     assert changes == (SettingChange("server.api_keys", "***", "***", applied=False),)
 
 
-def test_log_level_and_limits_may_change() -> None:
-    safe = {key for key, one in setting_specs_by_key().items() if one.meta.reload}
+def test_log_level_and_limits_are_reloadable() -> None:
+    safe = {key for key, spec in setting_specs_by_key().items() if spec.meta.reload}
 
     assert safe >= {
         "logging.level",

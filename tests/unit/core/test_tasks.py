@@ -1,4 +1,4 @@
-"""Work that says itself when it is over."""
+"""Tasks that remove themselves from their owner."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import asyncio
 from dynamo.core.tasks import BackgroundTasks
 
 
-async def test_what_is_over_is_forgotten_at_once() -> None:
+async def test_a_self_removing_task_is_forgotten_at_once() -> None:
     tasks = BackgroundTasks()
-    left: list[int] = []
+    task_counts: list[int] = []
 
     async def work() -> None:
         await asyncio.sleep(0)
-        tasks.discard(mine)
-        left.append(len(tasks))
+        tasks.discard(task)
+        task_counts.append(len(tasks))
 
-    mine = tasks.start_self_removing(work())
+    task = tasks.start_self_removing(work())
     assert len(tasks) == 1
-    await mine
-    assert left == [0]
+    await task
+    assert task_counts == [0]
 
 
-async def test_what_is_dropped_before_its_first_turn_is_forgotten() -> None:
+async def test_a_task_cancelled_before_it_ran_is_forgotten() -> None:
     tasks = BackgroundTasks()
 
     async def work() -> None:
-        raise AssertionError("it has no turn")
+        raise AssertionError("the cancelled task ran")
 
     tasks.cancel(tasks.start_self_removing(work()))
     await tasks.join()
     assert len(tasks) == 0
 
 
-async def test_closing_forgets_what_never_began() -> None:
+async def test_close_cancels_a_task_that_never_ran() -> None:
     tasks = BackgroundTasks()
-    began: list[bool] = []
+    runs: list[bool] = []
 
     async def work() -> None:
-        began.append(True)
+        runs.append(True)
 
-    mine = tasks.start_self_removing(work())
+    task = tasks.start_self_removing(work())
     await tasks.close()
-    assert mine.cancelled()
-    assert not began
+    assert task.cancelled()
+    assert not runs
     assert len(tasks) == 0

@@ -1,4 +1,4 @@
-"""Deadlines of nested calls, and what metrics say of a service."""
+"""Deadlines of nested calls, and metrics of services."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Outer:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_answered() -> Iterator[None]:
+def reset_current_request() -> Iterator[None]:
     yield
     request_module._current_request.set(None)
 
 
-async def test_a_nested_call_has_what_is_left_of_the_time() -> None:
+async def test_a_nested_call_gets_the_time_left() -> None:
     async with local(Outer) as graph:
         assert await graph[Outer].both() == [None, None]
         set_current_request(Context("r", timeout_s=50.0), SystemClock.now)
@@ -77,7 +77,7 @@ async def test_a_nested_call_has_what_is_left_of_the_time() -> None:
         assert 0 < inner < outer < 50
 
 
-async def test_who_takes_longer_is_cut_off_and_late_calls_are_not_made() -> None:
+async def test_a_call_ends_at_its_deadline_and_no_call_starts_after_it() -> None:
     async with local(Outer) as graph:
         set_current_request(Context("r", timeout_s=0.02), SystemClock.now)
         with pytest.raises(DeadlineExceeded):
@@ -87,7 +87,7 @@ async def test_who_takes_longer_is_cut_off_and_late_calls_are_not_made() -> None
             await graph[Outer].both()
 
 
-async def test_a_timeout_of_the_services_own_is_its_own() -> None:
+async def test_a_timeout_inside_a_handler_is_not_the_deadline() -> None:
     async with local(Inner) as graph:
         set_current_request(Context("r", timeout_s=50.0), SystemClock.now)
         with pytest.raises(Exception, match="the handler of") as caught:
@@ -101,7 +101,7 @@ async def test_calls_are_counted_by_endpoint_and_code() -> None:
         await start_service(Inner, runtime)
         await start_service(Outer, runtime)
         outer: Any = await connect_service(Outer, runtime)
-        assert [one async for one in outer.numbers(3)] == [0, 1, 2]
+        assert [number async for number in outer.numbers(3)] == [0, 1, 2]
         await outer.both()
         with pytest.raises(InvalidRequest):
             await outer.refuse()

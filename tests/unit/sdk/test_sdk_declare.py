@@ -1,4 +1,4 @@
-"""What decorators refuse, and what graphs and configurations come to."""
+"""Declaration of services: decorators, graphs and configuration."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Root:
 Root.link(Right)  # type: ignore[attr-defined]
 
 
-def test_a_graph_is_all_that_is_reached_callers_first() -> None:
-    order = [one.__name__ for one in walk(Root)]
+def test_walk_returns_all_reachable_services_callers_first() -> None:
+    order = [service.__name__ for service in walk(Root)]
 
     assert order[0] == "Root"
     assert order[-1] == "Leaf"
     assert sorted(order) == ["Leaf", "Left", "Right", "Root"]
 
 
-def test_a_link_answers_the_linked_and_counts_once() -> None:
+def test_link_returns_the_linked_service_and_counts_once() -> None:
     assert Root.link(Right) is Right  # type: ignore[attr-defined]
     assert spec_of(Root).links == [Right]
 
 
-def test_two_services_of_one_name_are_told_apart() -> None:
+def test_two_services_of_one_name_are_refused() -> None:
     other = service()(type("Leaf", (), {"__module__": "elsewhere"}))
     root = service()(type("Both", (), {"one": depends(Leaf), "other": depends(other)}))
 
@@ -61,7 +61,7 @@ def test_two_services_of_one_name_are_told_apart() -> None:
         walk(root)
 
 
-def test_a_circle_ends() -> None:
+def test_a_cycle_is_allowed() -> None:
     first = service()(type("First", (), {}))
     second = service()(type("Second", (), {"first": depends(first)}))
     first.link(second)
@@ -69,7 +69,7 @@ def test_a_circle_ends() -> None:
     assert set(walk(first)) == {first, second}
 
 
-def test_what_a_spec_says() -> None:
+def test_a_spec_has_the_declared_values() -> None:
     spec = spec_of(Root)
 
     assert (spec.name, spec.namespace, spec.workers, spec.resources) == ("Root", "n", 3, {"gpu": 1})
@@ -78,7 +78,7 @@ def test_what_a_spec_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declare", "told"),
+    ("declare", "message"),
     [
         (lambda: service(dynamo={"namespce": "x"}), "did you mean 'namespace'"),
         (lambda: service(workers=0), "at least 1"),
@@ -87,21 +87,21 @@ def test_what_a_spec_says() -> None:
         (lambda: depends(int), "put @service(...) above class int"),
     ],
 )
-def test_a_wrong_declaration_is_told(declare: Any, told: str) -> None:
+def test_a_wrong_declaration_is_refused(declare: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         declare()
 
-    assert told in f"{caught.value.message} {caught.value.hint}"
+    assert message in f"{caught.value.message} {caught.value.hint}"
 
 
-def test_two_parameters_are_too_many() -> None:
-    async def method(self: Any, one: Any, two: Any) -> None: ...
+def test_an_endpoint_takes_at_most_one_request() -> None:
+    async def method(self: Any, first: Any, second: Any) -> None: ...
 
     with pytest.raises(ConfigError, match="at most one request"):
         dynamo_endpoint()(method)
 
 
-def test_types_that_cannot_cross_the_wire_are_told() -> None:
+def test_unsupported_types_are_refused() -> None:
     @dynamo_endpoint()
     async def method(self: Any, request: type[int] | complex) -> None: ...
 
@@ -109,7 +109,7 @@ def test_types_that_cannot_cross_the_wire_are_told() -> None:
         request_decoder(method.__dynamo_endpoint__)  # type: ignore[attr-defined]
 
 
-def test_answers_keep_their_type() -> None:
+def test_answers_are_decoded_to_the_annotated_type() -> None:
     decode = response_decoder(spec_of(Leaf).endpoints["ask"])
 
     assert decode(msgspec.msgpack.encode(["a"])) == ["a"]
@@ -121,7 +121,7 @@ class Inner(msgspec.Struct, frozen=True):
     depth: int = 1
 
 
-class Wanted(msgspec.Struct):
+class CustomConfig(msgspec.Struct):
     top: int
     rate: float = 1.0
     inner: Inner = Inner()
@@ -130,19 +130,19 @@ class Wanted(msgspec.Struct):
 
 @service()
 class Configured:
-    config: Wanted
+    config: CustomConfig
 
 
-def test_configuration_takes_its_type() -> None:
+def test_configuration_is_converted_to_its_type() -> None:
     section = {"top": "3", "rate": "0.5", "inner": {"depth": "2"}, "ServiceArgs": {"workers": 2}}
 
-    assert build_config(Configured, section) == Wanted(3, 0.5, Inner(2))
+    assert build_config(Configured, section) == CustomConfig(3, 0.5, Inner(2))
     assert parse_service_args(Configured, section).workers == 2
     assert build_config(Leaf, {"any": 1, "ServiceArgs": {}}) == {"any": 1}
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"top": 1, "rat": 2}, "unknown key 'rat'"),
         ({"top": 1, "inner": {"dept": 2}}, r"Configured.inner: unknown key 'dept'"),
@@ -150,18 +150,18 @@ def test_configuration_takes_its_type() -> None:
         ({"top": "many"}, r"top"),
     ],
 )
-def test_wrong_configuration_is_told(section: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_configuration_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_config(Configured, section)
 
 
-def test_the_wrong_service_arg_is_named() -> None:
+def test_the_wrong_service_argument_is_named() -> None:
     with pytest.raises(ConfigError, match=r"Configured\.ServiceArgs\.workers: Expected `int"):
         parse_service_args(Configured, {"ServiceArgs": {"workers": "many"}})
 
 
 @pytest.mark.parametrize("args", [{"workers": 0}, {"worker": 1}, {"workers": "many"}])
-def test_wrong_service_args_are_told(args: dict[str, Any]) -> None:
+def test_wrong_service_arguments_are_refused(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Configured.ServiceArgs"):
         parse_service_args(Configured, {"ServiceArgs": args})
 
@@ -175,5 +175,5 @@ def test_short_names_of_service_args() -> None:
 def test_a_model_needs_a_chat() -> None:
     mute = service(dynamo={"model": "mute"})(type("Mute", (), {}))
 
-    with pytest.raises(ConfigError, match="no endpoint 'chat'"):
+    with pytest.raises(ConfigError, match="without an endpoint 'chat'"):
         ServiceModelRecord.from_service(mute, "n")

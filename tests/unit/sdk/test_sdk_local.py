@@ -34,7 +34,7 @@ class Echo:
     config: EchoConfig
 
     def __init__(self) -> None:
-        self.events: list[str] = ["made"]
+        self.events: list[str] = ["created"]
         self.produced = 0
 
     @on_start
@@ -96,14 +96,14 @@ async def test_a_service_calls_another_once_and_in_a_stream() -> None:
         assert await graph[Caller].sum({"to": 1000}) == 499_500
 
 
-async def test_plain_values_and_no_request_at_all() -> None:
+async def test_endpoints_take_plain_values_or_no_request() -> None:
     async with local(Echo) as graph:
         assert (await graph[Echo].plain({"a": [1, None]}))["got"] == {"a": [1, None]}
         assert await graph[Echo].ping() == "pong"
         assert await graph[Echo].say(Question("x")) == Answer("x!", 2)
 
 
-async def test_errors_cross_as_they_are_and_wrong_requests_are_told() -> None:
+async def test_errors_keep_their_type_and_wrong_requests_are_refused() -> None:
     async with local(Caller) as graph:
         with pytest.raises(InvalidRequest, match="not this"):
             await graph[Caller].relay_failure()
@@ -113,12 +113,12 @@ async def test_errors_cross_as_they_are_and_wrong_requests_are_told() -> None:
             await graph[Echo].plan({})  # type: ignore[attr-defined]
 
 
-async def test_configuration_and_hooks() -> None:
+async def test_a_service_gets_its_configuration_and_runs_its_hooks() -> None:
     async with local(Caller, config={"Echo": {"mark": "?", "limit": "7"}}) as graph:
         (echo,) = graph.instances(Echo)
         assert echo.config == EchoConfig("?", 7)
-        assert echo.events == ["made", "started"]
-    assert echo.events == ["made", "started", "stopped"]
+        assert echo.events == ["created", "started"]
+    assert echo.events == ["created", "started", "stopped"]
 
 
 async def test_replicas_share_the_calls() -> None:
@@ -129,21 +129,21 @@ async def test_replicas_share_the_calls() -> None:
         assert [echo.produced for echo in graph.instances(Echo)] == [2, 2]
 
 
-async def test_a_slow_reader_holds_the_producer() -> None:
+async def test_a_slow_reader_blocks_the_producer() -> None:
     async with local(Echo) as graph:
         (echo,) = graph.instances(Echo)
         stream = graph[Echo].count({"to": 1_000_000})
         assert await anext(stream) == 0
         for _ in range(100):
             await asyncio.sleep(0)
-        held = echo.produced
+        produced = echo.produced
         for _ in range(100):
             await asyncio.sleep(0)
-        assert echo.produced == held < 70_000
+        assert echo.produced == produced < 70_000
         await stream.aclose()
 
 
-async def test_a_fake_stands_in() -> None:
+async def test_a_fake_replaces_a_service() -> None:
     class FakeEcho:
         async def say(self, request: Question) -> Answer:
             return Answer("fake", 4)
@@ -161,7 +161,7 @@ async def test_a_fake_stands_in() -> None:
             await graph[Echo].ping()
 
 
-async def test_methods_are_still_methods() -> None:
+async def test_endpoints_can_be_called_as_plain_methods() -> None:
     echo = Echo()
     assert await echo.plain(3) == {"got": 3, "id": ""}
     with pytest.raises(ConfigError, match="not connected"):

@@ -14,7 +14,7 @@ from dynamo.telemetry import logs
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    """What is written; the logging of the test run comes back afterwards."""
+    """The written lines. The logging of the test run is restored afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     stream = io.StringIO()
@@ -37,7 +37,7 @@ def test_levels_in_the_syntax_of_rust_log() -> None:
 
 @pytest.mark.parametrize("spec", ["dynamo=loud", "info,=noisy", "inof"])
 def test_an_unknown_level_is_refused_with_the_known_ones(spec: str) -> None:
-    with pytest.raises(ConfigError, match="no log level") as caught:
+    with pytest.raises(ConfigError, match="unknown log level") as caught:
         logs.parse_levels(spec)
 
     assert "debug" in caught.value.hint
@@ -72,7 +72,7 @@ def test_a_json_line_is_one_object(lines: io.StringIO) -> None:
     assert "ValueError: invalid literal" in line["trace"]
 
 
-def test_levels_hold_by_module_and_are_replaced_as_a_whole(lines: io.StringIO) -> None:
+def test_set_levels_replaces_all_levels(lines: io.StringIO) -> None:
     logs.configure_logging("warn,dynamo.a=debug", "text", "c", lines)
     logging.getLogger("dynamo.a.b").debug("seen one")
     logging.getLogger("dynamo.z").info("unseen")
@@ -86,7 +86,7 @@ def test_levels_hold_by_module_and_are_replaced_as_a_whole(lines: io.StringIO) -
     ]
 
 
-def test_a_reader_that_went_away_stops_nothing(
+def test_a_closed_stderr_raises_nothing(
     lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", lines)

@@ -41,17 +41,17 @@ def test_a_histogram_counts_values_up_to_its_bounds() -> None:
     ]
 
 
-def test_many_values_count_as_each_of_them() -> None:
-    at_once, one_by_one = Histogram([1.0, 2.0, 4.0]), Histogram([1.0, 2.0, 4.0])
+def test_observe_all_equals_single_observations() -> None:
+    batched, single = Histogram([1.0, 2.0, 4.0]), Histogram([1.0, 2.0, 4.0])
     for values in ([], [0.5], [4.0, 1.0, 2.0, 2.5], [9.0, 4.5, 1.5, 1.0, 1.0]):
-        at_once.observe_all(values)
+        batched.observe_all(values)
         for value in values:
-            one_by_one.observe(value)
-    assert at_once.counts == one_by_one.counts == [4, 2, 2, 2]
-    assert at_once.sum == one_by_one.sum
+            single.observe(value)
+    assert batched.counts == single.counts == [4, 2, 2, 2]
+    assert batched.sum == single.sum
 
 
-def test_callbacks_are_asked_at_scrape() -> None:
+def test_callbacks_are_called_at_scrape() -> None:
     registry = Registry()
     registry.gauge("dynamo_one", "one value", callback=lambda: 3)
     registry.gauge("dynamo_many", "by label", ("who",), callback=lambda: {("a",): 1, ("b",): 2})
@@ -62,20 +62,20 @@ def test_callbacks_are_asked_at_scrape() -> None:
     assert 'dynamo_many{who="b"} 2\n' in text
 
 
-def test_declaring_again_gives_the_same_metric_and_another_kind_is_refused() -> None:
+def test_a_second_declaration_returns_the_metric_and_another_kind_is_refused() -> None:
     registry = Registry()
     first = registry.counter("dynamo_a_total", "a")
 
     assert registry.counter("dynamo_a_total", "a") is first
     with pytest.raises(ValueError, match="already a counter"):
         registry.gauge("dynamo_a_total", "a")
-    with pytest.raises(ValueError, match="no metric name"):
+    with pytest.raises(ValueError, match="not a valid metric name"):
         registry.gauge("Dynamo-a", "a")
     with pytest.raises(ValueError, match="ascend"):
         registry.histogram("dynamo_h", "h", (2, 1))
 
 
-def test_several_processes_metrics_become_one() -> None:
+def test_metrics_of_several_processes_are_merged() -> None:
     texts = []
     for active in (2, 3):
         registry = Registry()
@@ -93,7 +93,7 @@ def test_several_processes_metrics_become_one() -> None:
     assert len([line for line in merged if line.startswith("# TYPE")]) == 3
 
 
-def test_the_process_tells_of_itself() -> None:
+def test_process_metrics_have_memory_and_open_files() -> None:
     registry = Registry()
     add_process_metrics(registry)
 
