@@ -1,4 +1,4 @@
-"""Workers, engines and KV memory."""
+"""Engines, their KV memory, and the workers that serve them."""
 
 from dynamo.inference.kv_publisher import KVPublisher
 

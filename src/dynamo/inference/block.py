@@ -1,11 +1,12 @@
-"""One block of KV memory."""
+"""A block: the unit in which KV memory is allocated and shared."""
 
 from __future__ import annotations
 
 
 class Block:
-    """One block. `hash` and `parent` mean something only while `held`; `hits` counts the sequences
-    that found it; `used` is the eviction policy's own."""
+    """A fixed number of token positions in KV memory. `cached` blocks are registered in the prefix
+    cache; only then `block_hash` and `parent_hash` are valid. `hits` counts the sequences that
+    reused the block. `last_used` belongs to the eviction policy."""
 
     __slots__ = ("block_hash", "cached", "hits", "id", "last_used", "parent_hash", "ref_count")
 

@@ -1,9 +1,11 @@
-"""KV memory in blocks: a fixed number of them, reference counts, and the prefix cache.
+"""The pool of KV blocks of an engine: reference counts, the prefix cache, and KV events.
 
-A block is free (on no list but the free one), owned (referenced, not yet full or not yet
-registered), or held (registered under its chained hash, so that another sequence may hit it;
-referenced or waiting in the eviction policy). Every held block's parent is held, because whoever
-references a block references its whole chain, and a chain is given back tail first.
+A block is in one of three states. A free block is in the free list. An owned block is referenced by
+a sequence and not registered yet. A cached block is registered under its chained hash, so that
+other sequences can reuse it; if no sequence references it, the eviction policy holds it.
+
+The parent of a cached block is always cached: a sequence references the whole chain of its blocks
+and releases a chain from its tail.
 """
 
 from __future__ import annotations
@@ -16,9 +18,7 @@ from dynamo.inference.eviction import EvictionPolicy, LeastRecentlyUsed
 
 
 class KvEventBuffer:
-    """Gathers what changed since the last `take`, chains and removals as runs."""
-
-    __slots__ = ("_events", "_hash_run", "_run_is_stored", "_run_parent")
+    """Collects KV events and joins neighbouring changes of one kind into one event."""
 
     def __init__(self) -> None:
         self._events: list[KvEvent] = []
@@ -27,7 +27,7 @@ class KvEventBuffer:
         self._run_parent = 0
 
     def add_stored(self, parent: int, block_hash: int) -> None:
-        """A block is held now."""
+        """Record that a block is cached now."""
         run = self._hash_run
         if not (run and self._run_is_stored and run[-1] == parent):
             self._end_run()
@@ -37,19 +37,19 @@ class KvEventBuffer:
         run.append(block_hash)
 
     def add_removed(self, block_hash: int) -> None:
-        """A block is not held any more."""
+        """Record that a block is not cached any more."""
         if self._run_is_stored:
             self._end_run()
             self._run_is_stored = False
         self._hash_run.append(block_hash)
 
     def add_cleared(self) -> None:
-        """Nothing is held any more: what came before does not matter."""
+        """Record that the cache is empty. Earlier events are dropped."""
         self._hash_run = []
         self._events = [BlocksCleared()]
 
     def drain(self) -> list[KvEvent]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         if self._hash_run:
             self._end_run()
         events = self._events
@@ -68,7 +68,7 @@ class KvEventBuffer:
 
 
 class BlockPool:
-    """All KV blocks of one engine. Not thread-safe: the scheduler's alone."""
+    """All KV blocks of one engine. Only the scheduler's thread may use it."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` can give: free ones and those that may be evicted."""
+        """Blocks that `allocate` can return: free blocks and evictable blocks."""
         return len(self._free_blocks) + len(self._evictable)
 
     @property
@@ -100,68 +100,70 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks held under a hash, referenced or not."""
+        """Blocks in the prefix cache, referenced or not."""
         return len(self._cached_blocks)
 
     def match(self, hashes: Iterable[int]) -> list[Block]:
-        """The held blocks of the longest prefix of `hashes`. Changes nothing."""
-        found: list[Block] = []
+        """Return the cached blocks of the longest prefix of `hashes`. No state changes."""
+        blocks: list[Block] = []
         get = self._cached_blocks.get
         for block_hash in hashes:
             block = get(block_hash)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def count_unreferenced(self, blocks: Iterable[Block]) -> int:
-        """How many of `blocks` no sequence references: referencing them uses up `available`."""
+        """Count the blocks that no sequence references. `reference` takes that many from
+        `available`."""
         return sum(1 for block in blocks if not block.ref_count)
 
     def reference(self, blocks: Iterable[Block]) -> None:
-        """A sequence uses these held blocks, too."""
-        idle = self._evictable
+        """Add one reference to each of these cached blocks."""
+        evictable = self._evictable
         for block in blocks:
             if not block.ref_count:
-                idle.remove(block)
+                evictable.remove(block)
             block.ref_count += 1
             block.hits += 1
 
     def allocate(self, count: int) -> list[Block]:
-        """`count` blocks with one reference each, evicting where none are free.
-
-        The caller has seen to it that `available` is enough; else IndexError or KeyError.
-        """
+        """Return `count` blocks with one reference each. Evicts cached blocks if too few are free.
+        The caller checks `available` first. IndexError or KeyError is raised if there are too
+        few."""
         free = self._free_blocks
         while len(free) < count:
             self._evict()
         if count == 1:
-            taken = [free.pop()]
+            blocks = [free.pop()]
         elif count:
-            taken = free[: -count - 1 : -1]
+            blocks = free[: -count - 1 : -1]
             del free[-count:]
         else:
-            taken = []
-        for block in taken:
+            blocks = []
+        for block in blocks:
             block.ref_count = 1
-        return taken
+        return blocks
 
     def register(
         self, block: Block, parent_block: Block | None, parent_hash: int, block_hash: int
     ) -> Block:
-        """`block` is full and hangs under `parent`, the hash of `above` (None: the chain's root).
+        """Put a full block into the prefix cache and return the block to use from now on.
 
-        Returns the block to use from now on: another one where the same content is held already
-        (`block` is free then). Nothing is registered under a block that is not held itself.
+        `parent_block` is the block before it, or None for the first of a chain. `parent_hash` is
+        the hash of that block, or the root hash. If the same content is cached already, the cached
+        block is returned and `block` is released. A block whose parent is not cached is not
+        registered.
         """
         if not self.prefix_caching or not (parent_block is None or parent_block.cached):
             return block
-        held = self._cached_blocks.get(block_hash)
-        if held is not None:
-            if held is not block:
-                self.reference((held,))
+        cached_block = self._cached_blocks.get(block_hash)
+        if cached_block is not None:
+            if cached_block is not block:
+                self.reference((cached_block,))
                 self.release((block,))
-            return held
+            return cached_block
         block.block_hash, block.parent_hash = block_hash, parent_hash
         block.cached, block.hits = True, 0
         self._cached_blocks[block_hash] = block
@@ -169,19 +171,19 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Give back one reference to each block of a chain (given in order; tails go first)."""
-        idle, free = self._evictable, self._free_blocks
+        """Drop one reference from each block of a chain, tail first. `blocks` is in chain order."""
+        evictable, free = self._evictable, self._free_blocks
         for block in reversed(blocks):
             block.ref_count -= 1
             if not block.ref_count:
                 if block.cached:
-                    idle.add(block)
+                    evictable.add(block)
                 else:
                     free.append(block)
 
     def clear(self) -> int:
-        """Forget every cached block that no sequence references; how many. What running sequences
-        hold stays theirs, but cannot be hit any more."""
+        """Empty the prefix cache and return how many blocks it held. Running sequences keep their
+        blocks, but other sequences cannot reuse them any more."""
         count = len(self._cached_blocks)
         while len(self._evictable):
             self._free_blocks.append(self._evictable.pop())
@@ -192,21 +194,34 @@ class BlockPool:
         return count
 
     def take_events(self) -> list[KvEvent]:
-        """What became held or was removed since the last call, in order."""
+        """Return the changes of the prefix cache since the last call, in order."""
         return self._events.drain()
 
     def dump_events(self) -> list[KvEvent]:
-        """Events that rebuild the present state from nothing, parents first."""
-        log = KvEventBuffer()
+        """Return events that rebuild the present cache from an empty one, parents first."""
+        buffer = KvEventBuffer()
         for block_hash, block in self._cached_blocks.items():
-            log.add_stored(block.parent_hash, block_hash)
-        return log.drain()
+            buffer.add_stored(block.parent_hash, block_hash)
+        return buffer.drain()
 
     def check_invariants(self) -> None:
-        """For tests: no block is lost, counted twice or in two places. Raises AssertionError."""
-        check_pool_invariants(
-            self._blocks, self._free_blocks, self._cached_blocks, len(self._evictable)
-        )
+        """Raise AssertionError if a block is lost, counted twice or in two states. For tests."""
+        free, cached, evictable = self._free_blocks, self._cached_blocks, len(self._evictable)
+        unused = [block for block in self._blocks if not block.ref_count]
+        violations = {
+            "a block is free twice": len({block.id for block in free}) != len(free),
+            "a free block is in use": any(block.ref_count or block.cached for block in free),
+            "a wrong hash": any(
+                not block.cached or block.block_hash != key for key, block in cached.items()
+            ),
+            "a negative reference count": any(block.ref_count < 0 for block in self._blocks),
+            "a cached block is not in the map": sum(block.cached for block in self._blocks)
+            != len(cached),
+            "a lost evictable block": sum(block.cached for block in unused) != evictable,
+            "a lost free block": sum(not block.cached for block in unused) != len(free),
+        }
+        if any(violations.values()):
+            raise AssertionError("; ".join(name for name, broken in violations.items() if broken))
 
     def _evict(self) -> None:
         block = self._evictable.pop()
@@ -215,27 +230,3 @@ class BlockPool:
         self._events.add_removed(block.block_hash)
         self._free_blocks.append(block)
         self.evictions += 1
-
-
-def check_pool_invariants(
-    blocks: Sequence[Block], free: Sequence[Block], held: dict[int, Block], idle: int
-) -> None:
-    """Raises AssertionError where the lists of a pool contradict each other."""
-    problems = [
-        (len({id(block) for block in free}) != len(free), "a block is free twice"),
-        (any(block.ref_count or block.cached for block in free), "a free block is in use"),
-        (any(not held[key].cached or held[key].block_hash != key for key in held), "a wrong hash"),
-        (any(block.ref_count < 0 for block in blocks), "a negative reference count"),
-        (sum(block.cached for block in blocks) != len(held), "a held block is not in the map"),
-        (
-            sum(block.cached and not block.ref_count for block in blocks) != idle,
-            "a lost idle block",
-        ),
-        (
-            len(free) != sum(not block.ref_count and not block.cached for block in blocks),
-            "a lost free block",
-        ),
-    ]
-    found = [problem for wrong, problem in problems if wrong]
-    if found:
-        raise AssertionError("; ".join(found))

@@ -1,5 +1,4 @@
-"""A worker with data-parallel ranks: one engine each, with a scheduler and a prefix cache of its
-own."""
+"""A worker with data-parallel ranks: each rank is an engine with its own scheduler and cache."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from dynamo.core.values import EngineInfo, GenerateRequest, Load, sum_loads
 
 
 class DataParallelEngine(Engine):
-    """`ranks`: engines of one kind, by rank. A request goes to the rank that it names, else to the
-    one with the fewest requests."""
+    """Sends each request to the rank that it names, else to the rank with the fewest requests."""
 
     def __init__(self, ranks: Sequence[Engine]) -> None:
         self.ranks = tuple(ranks)
@@ -25,9 +23,9 @@ class DataParallelEngine(Engine):
         infos = await run_all(*(rank.start() for rank in self.ranks))
         first, count = infos[0], len(infos)
         if any(info != first for info in infos):
-            raise ConfigError("data-parallel ranks must be alike")
-        blocks, places = first.num_blocks * count, first.max_num_seqs * count
-        return replace(first, num_blocks=blocks, max_num_seqs=places, data_parallel=count)
+            raise ConfigError("all data-parallel ranks must have the same EngineInfo")
+        blocks, seqs = first.num_blocks * count, first.max_num_seqs * count
+        return replace(first, num_blocks=blocks, max_num_seqs=seqs, data_parallel=count)
 
     async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         await self._choose_rank(request).generate(request, context, reply)
@@ -36,7 +34,7 @@ class DataParallelEngine(Engine):
         return all(rank.has_request(reply) for rank in self.ranks)
 
     def report_load(self) -> Load:
-        """Of all ranks together, and of each."""
+        """Return the sum over all ranks and the load of each rank."""
         loads = tuple(rank.report_load() for rank in self.ranks)
         return replace(sum_loads(loads), ranks=loads)
 
@@ -50,7 +48,7 @@ class DataParallelEngine(Engine):
 
 
 def engines_by_rank(engine: Engine) -> Sequence[tuple[int | None, Engine]]:
-    """The engines that really compute; with their ranks, where there are several."""
+    """Return the engines that compute with their ranks. The rank of a single engine is None."""
     if isinstance(engine, DataParallelEngine):
         return tuple(enumerate(engine.ranks))
     return ((None, engine),)

@@ -1,4 +1,4 @@
-"""An engine that repeats the prompt: for trying what stands before engines."""
+"""An engine that repeats the prompt, to test everything in front of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NUM_SEQS = 256
 
 
 class EchoEngine(Engine):
-    """Says the prompt's tokens once, one a turn of the loop, then stops."""
+    """Sends the prompt's tokens once, one in each turn of the event loop."""
 
     def __init__(self, *, context_tokens: int, vocab_size: int = 0) -> None:
         self._context_tokens = context_tokens
@@ -44,7 +44,7 @@ class EchoEngine(Engine):
             raise InvalidRequest("the prompt is empty", param="prompt")
         if len(ids) >= self._context_tokens:
             raise ContextLengthExceeded(
-                f"the prompt has {len(ids)} tokens; {self._context_tokens} fit"
+                f"the prompt has {len(ids)} tokens; the limit is {self._context_tokens - 1}"
             )
         self._running += 1
         try:
@@ -75,6 +75,6 @@ class EchoEngine(Engine):
 
 
 async def open_engine(inputs: EngineInputs) -> EchoEngine:
-    """From the model's card."""
+    """Create the engine from the model's card."""
     card = inputs.card
     return EchoEngine(context_tokens=card.context_tokens, vocab_size=card.vocab_size)

@@ -1,11 +1,10 @@
-"""The loop that every engine of ours shares: arrivals, schedule, compute, deliver."""
+"""`BatchedEngine`: the loop of every local engine, which schedules, computes and delivers steps."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from collections.abc import Sequence as Listed
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -35,28 +34,26 @@ from dynamo.inference.sequence import (
 from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
-KvEventListener = Callable[[Listed[KvEvent]], None]
+KvEventListener = Callable[[Sequence[KvEvent]], None]
 ResolveRequest = Callable[[GenerateRequest], tuple[SequenceContent, int, int]]
-"""The content of a request's prompt, its length, and that of its answer."""
+"""Returns a request's content, its prompt length and its answer length, for simulations."""
 WaitUntilQuiescent = Callable[[], Awaitable[None]]
-"""Returns when nothing else happens at this instant."""
+"""Returns when no other task can run at this instant of virtual time."""
 
 
-class EngineCounters:
-    """Totals since the start, for the metrics."""
+class EngineCounters(msgspec.Struct):
+    """Totals since the engine's start, for metrics."""
 
-    __slots__ = ("cached_tokens", "generated_tokens", "prompt_tokens", "requests", "steps")
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.steps = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
+    requests: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class SimulationHooks(msgspec.Struct, frozen=True):
-    """What an engine is given under virtual time. `known` None: requests are what they say."""
+    """The hooks of an engine under virtual time. `resolve_request` None: requests are taken with
+    the tokens that they carry."""
 
     resolve_request: ResolveRequest | None
     wait_until_quiescent: WaitUntilQuiescent
@@ -64,7 +61,7 @@ class SimulationHooks(msgspec.Struct, frozen=True):
 
 
 class BatchedEngine(Engine):
-    """Continuous batching over a block pool, computed by a runner."""
+    """An engine with continuous batching over a block pool. A `ModelRunner` computes its steps."""
 
     def __init__(
         self,
@@ -161,21 +158,21 @@ class BatchedEngine(Engine):
     def on_kv_events(self, listener: KvEventListener) -> None:
         self._kv_event_listeners.append(listener)
 
-    def snapshot_kv_events(self) -> Listed[KvEvent]:
+    def snapshot_kv_events(self) -> Sequence[KvEvent]:
         return self._pool.dump_events()
 
     def on_failure(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when the engine's loop has failed: nothing is answered any more."""
+        """Call `listener` if the engine's loop fails. From then on every request fails."""
         self._failure_listeners.append(listener)
 
     def clear_prefix_cache(self) -> int:
-        """Forget the prefix cache; how many blocks were held."""
+        """Empty the prefix cache and return how many blocks it held."""
         count = self._pool.clear()
         self._publish_kv_events()
         return count
 
     def catch_up(self) -> None:
-        """Under virtual time: hand out every token that is computed by now."""
+        """Deliver every token that is computed by now, if virtual time skips steps."""
         if self._simulation is not None:
             self._simulation.fast_forward.catch_up()
 
@@ -231,8 +228,8 @@ class BatchedEngine(Engine):
             await self._simulation.wait_until_quiescent()
 
     async def _begin_retried(self, plan: StepPlan) -> None:
-        """A request that failed elsewhere is told when it enters the batch, and hears it before the
-        step is computed: should that be the last of this worker, it is known who was in it."""
+        """Begin the replies of retried requests before their first step is computed. If that step
+        kills the worker, the router knows which requests were in the batch."""
         admitted = self._retried_sequences.intersection(chunk.sequence for chunk in plan.chunks)
         for sequence in admitted:
             try:
@@ -279,8 +276,8 @@ class BatchedEngine(Engine):
             index += 1
         self.counters.generated_tokens += index
 
-    def _deliver_skipped_steps(self, steps: int, sampled: Listed[Listed[int]]) -> None:
-        """So many steps were taken at once; the running sequences have a token of each."""
+    def _deliver_skipped_steps(self, steps: int, sampled: Sequence[Sequence[int]]) -> None:
+        """Deliver the tokens of `steps` skipped steps, a list for each running sequence."""
         running = self.scheduler.running.copy()
         for sequence, ids in zip(running, sampled, strict=True):
             if not sequence.request_state.reply.tokens(ids):
@@ -292,19 +289,19 @@ class BatchedEngine(Engine):
     def _deliver_token(
         self, sequence: EngineSequence, token: int, extra: TokenLogprobs | None
     ) -> None:
-        """Hand one token to its request, and end it where it ends."""
+        """Send one token to its reply and end the sequence if the answer is complete."""
         reply = sequence.request_state.reply
-        given = sequence.length - sequence.prompt_tokens
-        if given == 1:
+        output_tokens = sequence.length - sequence.prompt_tokens
+        if output_tokens == 1:
             self.counters.cached_tokens += sequence.cached_tokens
             self._begin_reply(sequence)
         if token in sequence.stop_ids and sequence.length > sequence.min_length:
-            reply.finish(Finish("stop", given - 1, token))
+            reply.finish(Finish("stop", output_tokens - 1, token))
             self._end_sequence(sequence)
         elif not reply.tokens((token,), None if extra is None else (extra,)):
             self._end_sequence(sequence)
         elif sequence.length >= sequence.max_length:
-            reply.finish(Finish("length", given))
+            reply.finish(Finish("length", output_tokens))
             self._end_sequence(sequence)
 
     def _end_sequence(self, sequence: EngineSequence, error: BaseException | None = None) -> None:

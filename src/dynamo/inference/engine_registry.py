@@ -32,9 +32,7 @@ EngineFactory = Callable[[EngineInputs], Awaitable[Engine]]
 
 async def open_engine(kind: str, inputs: EngineInputs) -> Engine:
     """Return an engine that is not started yet, with the data-parallel ranks of the settings.
-
-    Raises `Unsupported`, `ConfigError` or `ModelUnavailable`.
-    """
+    Raises `Unsupported`, `ConfigError` or `ModelUnavailable`."""
     make: EngineFactory = ENGINES.load(kind)
     ranks = inputs.settings.engine.data_parallel_size
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Which unreferenced block is given up first: the policy of the block pool."""
+"""Eviction policies: which unreferenced block of the prefix cache is dropped first."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ if TYPE_CHECKING:
 
 
 class EvictionPolicy(ABC):
-    """Holds the blocks that are cached and referenced by no sequence.
-
-    The pool adds the blocks of one sequence tails first. Whatever the policy, a block must leave
-    before the block that it hangs under.
-    """
+    """Holds the cached blocks that no sequence references. The pool adds the blocks of a sequence
+    tail first. Every policy must return a block before the parent of that block."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many blocks may be evicted."""
+        """Count the evictable blocks."""
 
     @abstractmethod
     def add(self, block: Block) -> None:
-        """The last reference to `block` was given back."""
+        """Add a block whose last reference was released."""
 
     @abstractmethod
     def remove(self, block: Block) -> None:
-        """`block` is referenced again."""
+        """Remove a block that is referenced again."""
 
     @abstractmethod
     def pop(self) -> Block:
-        """Choose a victim and forget it."""
+        """Remove the next victim and return it."""
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """The block whose last use is longest ago; of one sequence's blocks the tail first."""
+    """Evicts the block whose last use is longest ago, and the tail of a chain first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, Block] = OrderedDict()
@@ -56,12 +53,12 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class ReuseAware(EvictionPolicy):
-    """Least recently used, but a block that more than one request has wanted may stay unused for
-    as long again as blocks last now: `lifetime`, the mean age at which they are given up. Time is
-    counted in blocks given back, so that an idle engine forgets nothing."""
+    """Least recently used, with a longer life for blocks that several requests have used. Such a
+    block may stay unused for one more `_lifetime`, the mean age of the blocks that are evicted. Age
+    is counted in released blocks, so that an idle engine does not age its cache."""
 
     def __init__(self, window: int = 4096) -> None:
-        """`window`: over about so many victims the lifetime is averaged."""
+        """`window`: the number of victims over which the lifetime is averaged."""
         self._unshared: OrderedDict[Block, None] = OrderedDict()
         self._shared: OrderedDict[Block, None] = OrderedDict()
         self._blocks_released = 0
@@ -102,9 +99,9 @@ EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed, 
 
 
 def make_eviction_policy(name: str) -> EvictionPolicy:
-    """The policy of that name. Raises `ConfigError`."""
+    """Return the policy called `name`. Raises `ConfigError` for an unknown name."""
     if name not in EVICTION_POLICIES:
         raise ConfigError(
-            f"no eviction is called {name!r}", hint=f"known: {', '.join(EVICTION_POLICIES)}"
+            f"unknown eviction policy {name!r}", hint=f"choose from: {', '.join(EVICTION_POLICIES)}"
         )
     return EVICTION_POLICIES[name]()

@@ -1,5 +1,8 @@
-"""Under virtual time: while a batch only decodes, many steps are taken in one event, so that a
-simulation costs by the request and not by the token."""
+"""Skips steady decode steps in virtual time.
+
+While a batch only decodes, many steps are handled in one event. The cost of a simulation then
+depends on the number of requests and not on the number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,39 @@ from dynamo.inference.model_runner import PredictableModelRunner, StepPlan
 from dynamo.inference.step_scheduler import StepScheduler
 
 MIN_STEPS = 2
+"""Fewer steady steps than this are computed one by one."""
 DeliverSteps = Callable[[int, Sequence[Sequence[int]]], None]
-"""So many steps were taken; what each running sequence sampled in them."""
+"""Receives the number of steps taken and, for each running sequence, the sampled tokens."""
 
 
 class FastForward:
-    """Takes the steady steps of one engine. Whoever wants to see the engine as it is calls
-    `catch_up`; whoever changes its batch calls `interrupt`, and the leap ends with the step that
-    is being computed at that moment."""
+    """Skips the steady steps of one engine. Code that reads the engine's state calls `catch_up`
+    first. Code that changes its batch calls `interrupt`: skipping then ends with the step that is
+    being computed at that moment."""
 
     def __init__(
         self, runner: PredictableModelRunner, clock: Clock, active: set[FastForward] | None = None
     ) -> None:
-        """`leaping`: keeps those who are in the midst of a leap."""
+        """`active`: a set that this object enters while it skips steps."""
         self._runner = runner
         self._clock = clock
         self._active = set() if active is None else active
         self._completion: asyncio.Future[None] | None = None
-        self._cancel_timer: Callable[[], None] = _no_timer
+        self._cancel_timer: Callable[[], None] = lambda: None
         self._step_ends: list[float] = []
         self._last_step = 0
         self._delivered_steps = 0
         self.delivered_step_ends: Sequence[float] = ()
-        """While tokens of a leap are handed out: when the steps that made them ended."""
+        """End times of the steps whose tokens are being delivered now, else empty."""
 
     def attach(self, scheduler: StepScheduler, deliver: DeliverSteps) -> None:
-        """Leap for this scheduler; what it brings goes to `deliver`."""
+        """Skip steps of this scheduler and pass the results to `deliver`."""
         self._scheduler = scheduler
         self._deliver = deliver
 
     async def skip_steady_steps(self, plan: StepPlan) -> None:
-        """`plan` is completed. Returns when a step must be planned anew, maybe at once."""
+        """Skip the steps that follow the completed `plan`, and return when a step must be planned.
+        Returns at once if there are fewer than `MIN_STEPS` steady steps."""
         steps = self._scheduler.steady_steps(plan)
         if steps < MIN_STEPS:
             return
@@ -62,7 +67,7 @@ class FastForward:
         self._runner.skip_to(self._step_ends[self._last_step - 1])
 
     def interrupt(self) -> None:
-        """The batch is about to change: land at the end of the step that is being computed."""
+        """Stop at the end of the step that is being computed, because the batch will change."""
         if self._completion is None or self._completion.done():
             return
         last = bisect_left(self._step_ends, self._clock.now(), self._delivered_steps) + 1
@@ -73,7 +78,7 @@ class FastForward:
             self._set_timer()
 
     def catch_up(self) -> None:
-        """Hand out what is computed by now."""
+        """Deliver the tokens of all steps that have ended by now."""
         if self._completion is not None:
             self._deliver_up_to(
                 bisect_right(
@@ -100,7 +105,3 @@ class FastForward:
         self._scheduler.advance(steps, sampled)
         self._deliver(steps, sampled)
         self.delivered_step_ends = ()
-
-
-def _no_timer() -> None:
-    """No timer is armed."""

@@ -1,4 +1,4 @@
-"""KVPublisher: tells routers which KV blocks one worker, or one data-parallel rank of it, holds."""
+"""`KVPublisher` reports the KV blocks of one worker, or of one of its data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ KV_STORED: Final = "kv_stored"
 KV_REMOVED: Final = "kv_removed"
 
 DumpKvState = Callable[[], Sequence[KvEvent]]
-"""Changes that rebuild the present state from nothing, parents first."""
+"""Returns events that rebuild the present state from an empty one, parents first."""
 
 
 class KVPublisher:
-    """Make it by `open`. Everything of one worker or rank goes out in order as `kv_events`, one
-    payload a step, numbered by the plane; who joins late or missed too much gets `held()`.
+    """Publishes KV events of a worker or rank. Create it with `open`.
 
-    `apart`: besides, stored and removed blocks go out as subjects of their own, for listeners that
-    want one kind only; between the two there is no order.
+    All events go out in order on the subject `kv_events`, as one payload a step, numbered by the
+    event plane. A listener that joins late or missed events gets a dump of the state instead.
+
+    With `separate_subjects` stored and removed blocks are also published on subjects of their own.
+    The order between two subjects is not defined.
     """
 
     def __init__(self, dump_state: DumpKvState, totals: Counter[str] | None = None) -> None:
-        """`published`: where totals are counted."""
+        """`totals`: a counter that several publishers may share."""
         self._dump_state = dump_state
         self._sources: dict[str, EventSource] = {}
         self.totals: Counter[str] = Counter() if totals is None else totals
@@ -44,49 +46,54 @@ class KVPublisher:
         separate_subjects: bool = False,
         totals: Counter[str] | None = None,
     ) -> Self:
-        """Publish under `component` ("namespace.component") as `instance`, of which `rank` is
-        one data-parallel rank."""
-        made = cls(dump_state, totals)
+        """Open a publisher under `component`, which is "namespace.component". `rank`: the
+        data-parallel rank of `instance` that it reports on, if there are several."""
+        publisher = cls(dump_state, totals)
         worker = worker_name(instance, rank)
         subject = f"{component}.{KV_EVENTS_SUBJECT}"
-        made._sources[KV_EVENTS_SUBJECT] = await events.open_source(
-            subject, worker, made._encode_dump
+        publisher._sources[KV_EVENTS_SUBJECT] = await events.open_source(
+            subject, worker, publisher._encode_dump
         )
         if separate_subjects:
             for kind in (KV_STORED, KV_REMOVED):
-                made._sources[kind] = await events.open_source(f"{component}.{kind}", worker)
-        return made
+                publisher._sources[kind] = await events.open_source(f"{component}.{kind}", worker)
+        return publisher
 
     def publish(self, changes: Sequence[KvEvent]) -> None:
-        """What changed in a step, in order. Never blocks, never drops."""
-        published = self.totals
+        """Publish the changes of one step, in order. Never blocks and never drops an event."""
+        totals = self.totals
         for change in changes:
             if isinstance(change, BlocksStored):
-                published["stored"] += len(change.hashes)
+                totals["stored"] += len(change.hashes)
             elif isinstance(change, BlocksRemoved):
-                published["removed"] += len(change.hashes)
+                totals["removed"] += len(change.hashes)
             else:
-                published["cleared"] += 1
-        published["events"] += 1
+                totals["cleared"] += 1
+        totals["events"] += 1
         self._send(KV_EVENTS_SUBJECT, changes)
         if len(self._sources) > 1:
-            self._send(KV_STORED, [one for one in changes if isinstance(one, BlocksStored)])
-            self._send(KV_REMOVED, [one for one in changes if not isinstance(one, BlocksStored)])
+            self._send(
+                KV_STORED, [change for change in changes if isinstance(change, BlocksStored)]
+            )
+            self._send(
+                KV_REMOVED, [change for change in changes if not isinstance(change, BlocksStored)]
+            )
 
     def publish_stored(self, parent: int, hashes: Sequence[int], tier: Tier = "device") -> None:
-        """These blocks are held now; a chain whose first hangs under `parent` (0: the root)."""
+        """Report a chain of stored blocks. `parent` is the hash above the first one, 0 for the
+        root."""
         self.publish((BlocksStored(parent, tuple(hashes), tier),))
 
     def publish_removed(self, hashes: Sequence[int], tier: Tier = "device") -> None:
-        """These blocks are not held any more."""
+        """Report blocks that are not held any more."""
         self.publish((BlocksRemoved(tuple(hashes), tier),))
 
     def publish_cleared(self) -> None:
-        """Nothing is held any more."""
+        """Report that the cache is empty."""
         self.publish((BlocksCleared(),))
 
     async def close(self) -> None:
-        """Indexes forget this worker."""
+        """Close the event sources. Indexes then drop this worker."""
         for source in self._sources.values():
             await source.close()
 
@@ -103,7 +110,7 @@ class KVPublisher:
 
 
 def declare_kv_publisher_metrics(registry: Registry, totals: Counter[str]) -> None:
-    """Totals of what was published."""
+    """Declare counters of the published events."""
     registry.counter(
         "dynamo_worker_kv_events_total",
         "Batches of KV events published; every change of the prefix cache is in one.",
@@ -111,12 +118,12 @@ def declare_kv_publisher_metrics(registry: Registry, totals: Counter[str]) -> No
     )
     registry.counter(
         "dynamo_worker_kv_blocks_total",
-        "KV blocks told of, by what became of them.",
+        "KV blocks in published events, by change.",
         ("change",),
         callback=lambda: {(kind,): totals[kind] for kind in ("stored", "removed")},
     )
     registry.counter(
         "dynamo_worker_kv_dumps_total",
-        "Whole states sent, to listeners that joined late or missed too much.",
+        "Dumps of the whole cache state, sent to listeners that joined late or missed events.",
         callback=lambda: totals["dumps"],
     )

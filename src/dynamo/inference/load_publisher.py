@@ -1,4 +1,4 @@
-"""Tells whoever listens what the engine does: on change, at most so often."""
+"""Publishes the load of an engine: on change, at most once in `LOAD_INTERVAL_S`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ encode_load = msgspec.msgpack.Encoder().encode
 
 
 class LoadPublisher:
-    """Publishes the engine's `Load` (msgpack) whenever it differs from the last one published. It
-    sleeps while nothing happens: `touch` says that a request came or went."""
+    """Publishes the engine's `Load` in msgpack whenever it differs from the last one. While the
+    engine is idle it waits for `on_load_changed`."""
 
     def __init__(self, engine: Engine, source: EventSource, clock: Clock) -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class LoadPublisher:
         self._last_published: Load | None = None
 
     def on_load_changed(self) -> None:
-        """Something changed."""
+        """Wake the publisher because a request has arrived or ended."""
         self._load_changed.set()
 
     async def run(self) -> None:

@@ -1,9 +1,9 @@
-"""The seam between scheduling a step and computing it."""
+"""The interface between the step scheduler and the code that computes a step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Listed
+from collections.abc import Sequence
 
 import msgspec
 
@@ -12,16 +12,19 @@ from dynamo.inference.sequence import EngineSequence
 
 
 class StepChunk(msgspec.Struct, frozen=True):
-    """Compute positions `start` to `start + count` of one sequence.
+    """Positions `start` to `start + count` of one sequence, to be computed in this step.
 
-    The tokens at those positions are known (`sequence.tokens[start : start + count]`), and the KV
-    of everything before `start` is there: computed by earlier steps, or copied in by `load`.
-    `samples`: the chunk reaches the end of what is known, so the token after it is to be sampled
-    (at output position `sequence.request.resumed + sequence.output_tokens`).
-    `load`: ids of the blocks that hold positions 0 to `start`, in order, to be copied into the
-    sequence's area before computing; only in the first chunk after admission.
-    `save`: (block index in the sequence, block id) of blocks that this chunk completes, to be
-    copied out after computing; index i covers positions i * block_tokens and on.
+    The tokens there are known (`sequence.tokens[start : start + count]`). The KV of all positions
+    before `start` was computed by earlier steps or is loaded from `load_block_ids`.
+
+    `samples`: the chunk ends with the last known token, so the runner samples the next one. Its
+    output position is `sequence.request.resumed + sequence.output_tokens`.
+
+    `load_block_ids`: blocks that hold positions 0 to `start`, in order. The runner copies them into
+    the sequence's area before it computes. Only the first chunk after an admission has some.
+
+    `save_blocks`: (block index in the sequence, block id) of the blocks that this chunk completes.
+    The runner copies them out after it has computed. Index i starts at position i * block_tokens.
     """
 
     sequence: EngineSequence
@@ -33,17 +36,19 @@ class StepChunk(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step of the engine. Nothing named in it changes while the step is computed.
+    """The work of one step. Its sequences do not change while the step is computed.
 
-    `released`: sequences that ended or were preempted since the last plan: their areas are free
-    (a preempted one comes again as if new, with `load`). They are given back before any chunk.
-    `new_tokens`: prompt tokens to compute (chunks that decode a single known token do not count).
-    `decode_seqs`, `decode_context`: how many chunks decode, and the sum of their context lengths.
-    `continues`: the engine was not idle between the last step and this one.
+    `released`: sequences that ended or were preempted since the last plan. The runner frees their
+    areas before it computes. A preempted sequence comes again later as a new one.
+
+    `new_tokens`: prompt tokens to compute. `decode_seqs`: chunks that decode a single token.
+    `decode_context`: the sum of their context lengths.
+
+    `back_to_back`: the engine was not idle between the previous step and this one.
     """
 
-    chunks: Listed[StepChunk]
-    released: Listed[EngineSequence] = ()
+    chunks: Sequence[StepChunk]
+    released: Sequence[EngineSequence] = ()
     new_tokens: int = 0
     decode_seqs: int = 0
     decode_context: int = 0
@@ -51,44 +56,45 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """`tokens`: one id for every chunk that samples, in the plan's order. `logprobs`: None, or one
-    entry for each of `tokens` (None where the request asked for none)."""
+    """The sampled tokens of a step: one for each chunk with `samples`, in the plan's order.
+    `logprobs` is None or has an entry for each token, which is None where none were requested."""
 
-    tokens: Listed[int]
-    logprobs: Listed[TokenLogprobs | None] | None = None
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None] | None = None
 
 
 class ModelRunner(ABC):
-    """Computes steps. Constructors do no I/O; one step at a time."""
+    """Computes steps, one at a time. Constructors do no I/O."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Load weights, reserve storage for `num_blocks` blocks (ids 0 to num_blocks - 1) and
-        areas for `max_num_seqs` sequences. Raises `ModelUnavailable` or `ConfigError`."""
+        """Load the weights and allocate KV memory. Block ids run from 0 to `num_blocks - 1`. There
+        are areas for `max_num_seqs` sequences. Raises `ModelUnavailable` or `ConfigError`."""
 
     @abstractmethod
     async def step(self, plan: StepPlan) -> StepResult:
-        """Compute one step. Gives the loop at least one turn. An exception fails every sequence
-        of the plan and their areas are released."""
+        """Compute one step and yield to the event loop at least once. An exception fails every
+        sequence of the plan; the next plan releases their areas."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Release everything; a step in hand may be abandoned."""
+        """Release everything. A step in progress may be abandoned."""
 
 
 class PredictableModelRunner(ModelRunner):
-    """Knows how long steps will take: a simulation may take many of them at once."""
+    """A runner that knows step times in advance, so that a simulation can skip steps."""
 
     @abstractmethod
     def decode_end_times(self, seqs: int, context: int, steps: int) -> list[float]:
-        """When (on the engine's clock) each of the next steps would end, were they only to decode
-        `seqs` sequences; `context`: the sum of their lengths in the first."""
+        """Return the end time of each of the next `steps` steps, on the engine's clock. The steps
+        only decode `seqs` sequences. `context` is the sum of their lengths in the first step."""
 
     @abstractmethod
-    def decode_tokens(self, sequences: Listed[EngineSequence], steps: int) -> Listed[Listed[int]]:
-        """What the next `steps` steps would sample for each of `sequences`, were they only to
-        decode. Asked once: they are taken as computed."""
+    def decode_tokens(
+        self, sequences: Sequence[EngineSequence], steps: int
+    ) -> Sequence[Sequence[int]]:
+        """Sample the next `steps` tokens of each sequence. These tokens then count as computed."""
 
     @abstractmethod
     def skip_to(self, when: float) -> None:
-        """The steps up to the one that ends at `when` were taken without `step`."""
+        """Continue after steps that were skipped; the last of them ended at `when`."""

@@ -1,4 +1,4 @@
-"""What a worker answers to a probe: proof that its engine computes."""
+"""The worker's answer to a probe: proof that its engine computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ encode_probe_result = msgspec.msgpack.Encoder().encode
 
 
 class DiscardedReply(Reply):
-    """Nobody reads it."""
+    """A reply that drops everything."""
 
     __slots__ = ()
 
@@ -46,8 +46,8 @@ class DiscardedReply(Reply):
 
 
 async def answer_probe(engine: Engine) -> ProbeResult:
-    """A busy engine shows what it has computed so far; an idle one computes a token first. Raises
-    what the engine raises."""
+    """Return the engine's progress. An idle engine computes a token first. Raises the errors of
+    `Engine.generate`."""
     load = engine.report_load()
     if not load.running + load.waiting:
         await engine.generate(CANARY_REQUEST, Context(request_id=PROBE_ID), DiscardedReply())

@@ -1,11 +1,13 @@
-"""One sequence as the step scheduler sees it: how long it is, how much of it is computed, and the
-blocks that hold it. What it consists of (token ids, or hashes alone) is its content."""
+"""A sequence as the step scheduler sees it: its length, its computed part and its KV blocks.
+
+The tokens are behind `SequenceContent`: real engines hold token ids, simulations only block hashes.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence as Listed
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.core.hashing import block_hashes, root_hash
@@ -18,34 +20,35 @@ if TYPE_CHECKING:
     from dynamo.inference.block import Block
 
 NO_TOKENS = array("I")
+"""The `tokens` of a sequence whose content has no token ids. Nothing may append to it."""
 
 
 class SequenceContent(ABC):
-    """What a sequence consists of, as far as the scheduler cares: a chain of block hashes."""
+    """The content of a sequence, which the scheduler sees as a chain of block hashes."""
 
     __slots__ = ("hashes", "root")
 
     root: int
-    """The parent of the first block."""
+    """The parent hash of the first block."""
     hashes: list[int]
-    """Hashes of the first full blocks, as many as were asked for."""
+    """Hashes of the first full blocks, as many as `ensure_hashes` has computed."""
 
     @abstractmethod
     def ensure_hashes(self, blocks: int) -> None:
-        """Make `hashes` at least `blocks` long; those blocks' tokens are all known."""
+        """Extend `hashes` to at least `blocks` entries. All tokens of those blocks are known."""
 
     @abstractmethod
     def append_token(self, token: int) -> None:
-        """The next token was sampled."""
+        """Add the token that was sampled next."""
 
-    def append_tokens(self, tokens: Listed[int]) -> None:
-        """These were sampled, one after the other."""
+    def append_tokens(self, tokens: Sequence[int]) -> None:
+        """Add several sampled tokens in order."""
         for token in tokens:
             self.append_token(token)
 
 
 class TokenContent(SequenceContent):
-    """Token ids, prompt and output; block identity as in `core.hashing`."""
+    """The token ids of prompt and output. Block hashes are those of `core.hashing`."""
 
     __slots__ = ("_block_tokens", "tokens")
 
@@ -58,22 +61,20 @@ class TokenContent(SequenceContent):
 
     def ensure_hashes(self, blocks: int) -> None:
         hashes = self.hashes
-        done = len(hashes)
-        if blocks <= done:
+        hashed = len(hashes)
+        if blocks <= hashed:
             return
         parent = hashes[-1] if hashes else self.root
         size = self._block_tokens
-        hashes += block_hashes(self.tokens[done * size : blocks * size].tobytes(), size, parent)
+        hashes += block_hashes(self.tokens[hashed * size : blocks * size].tobytes(), size, parent)
 
     def append_token(self, token: int) -> None:
         self.tokens.append(token)
 
 
 class RequestState:
-    """Connects a sequence with the request that waits for it.
-
-    `completion` ends `Engine.generate`. `reply_begun` is True once `reply.begin` was called.
-    """
+    """Connects a sequence with the request that waits for it. `completion` ends `Engine.generate`.
+    `reply_begun` is True once `reply.begin` was called."""
 
     __slots__ = ("completion", "reply", "reply_begun")
 
@@ -93,11 +94,13 @@ class RequestState:
 
 
 class EngineSequence:
-    """One choice of one request on its way through the engine. The scheduler alone changes it.
+    """A choice of a request inside an engine. Only the scheduler changes its state.
 
-    `length`: tokens known (prompt and output). `computed`: how many of them have their KV in the
-    sequence's blocks. `max_length`: where it ends for length. `slot` is the runner's own, kept
-    between steps.
+    - `length`: known tokens of prompt and output; `max_length` ends the answer.
+    - `computed_tokens`: tokens whose keys and values are in `blocks`.
+    - `cached_tokens`: prompt tokens that the prefix cache supplied at the first admission.
+    - `registered_blocks`: how many of `blocks` the block pool has registered.
+    - `runner_state`: private data of the `ModelRunner`, kept between steps.
     """
 
     __slots__ = (
@@ -160,5 +163,5 @@ class EngineSequence:
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """Ids that must not be sampled now: those that would stop before `min_tokens`."""
+        """Stop ids that must not be sampled now, because `min_tokens` is not reached."""
         return self.stop_ids if self.length < self.min_length else frozenset()

@@ -1,16 +1,18 @@
-"""What the next step computes: continuous batching with chunked prefill under one token budget.
+"""Plans the steps of an engine: continuous batching with chunked prefill under a token budget.
 
-Running sequences come first, in order of admission within their priority; then waiting ones are
-admitted while tokens, places and blocks are left. When blocks run out the last running sequence is
-preempted: its blocks are given back and it is computed again later (what is still cached is hit).
-Pure: no clock, no loop, no token ids unless the content has them. Source: vLLM's V1 scheduler,
+A plan takes the running sequences first, by priority and then in the order of admission. Waiting
+sequences are admitted while tokens, batch slots and blocks are left. If blocks run out, the last
+running sequence is preempted: its blocks are released and it is computed again later, starting with
+the part that is still cached.
+
+The scheduler uses no clock and no event loop, and reads no token ids. Source: vLLM's V1 scheduler,
 nano-vllm.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence as Listed
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -22,46 +24,42 @@ from dynamo.inference.model_runner import StepChunk, StepPlan
 from dynamo.inference.sequence import EngineSequence
 
 HitsFrom = Literal["scheduled", "computed"]
+"""When other sequences can reuse a full block: as soon as its step is planned (for engines without
+real KV), or when the step that computes it has ended."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True):
-    """`context_tokens`: the longest sequence, prompt and output."""
+    """Limits of a batch. `context_tokens` limits one sequence, prompt and output together."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     context_tokens: int
 
 
-class StepPlanBuilder:
-    """A plan in the making."""
+class StepPlanBuilder(msgspec.Struct):
+    """A `StepPlan` under construction and the token budget that is left."""
 
-    __slots__ = ("budget", "chunks", "decode_context", "decode_seqs", "new_tokens", "preempted")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.chunks: list[StepChunk] = []
-        self.new_tokens = 0
-        self.decode_seqs = 0
-        self.decode_context = 0
-        self.preempted = False
+    budget: int
+    chunks: list[StepChunk] = []
+    new_tokens: int = 0
+    decode_seqs: int = 0
+    decode_context: int = 0
+    preempted: bool = False
 
 
 def admission_order(sequence: EngineSequence) -> tuple[int, int]:
-    """Who is admitted first: the higher priority, then the earlier arrival."""
+    """Sort key of waiting sequences: the higher priority first, then the earlier arrival."""
     return -sequence.priority, sequence.arrival
 
 
 def running_order(sequence: EngineSequence) -> int:
-    """Order among the running: the higher priority; insertion keeps the order of admission."""
+    """Sort key of running sequences: the higher priority first. Insertion keeps the admission
+    order."""
     return -sequence.priority
 
 
 class StepScheduler:
-    """Owns the queue of one engine and the blocks of its sequences.
-
-    `hits_from`: a full block may be hit by another sequence from the moment it is "scheduled" (for
-    engines without real KV) or from the end of the step that "computed" it.
-    """
+    """Owns the queue of one engine and the blocks of its sequences."""
 
     def __init__(
         self, pool: BlockPool, limits: BatchLimits, *, hits_from: HitsFrom = "computed"
@@ -98,8 +96,8 @@ class StepScheduler:
         insort(self.waiting, sequence, key=admission_order)
 
     def remove(self, sequence: EngineSequence) -> None:
-        """The sequence has ended or is not wanted any more: its blocks are free at once. Also
-        while a step with it is computed; what that step brings for it is ignored."""
+        """End a sequence and release its blocks. A second call changes nothing. May be called while
+        a step computes the sequence. The result of that step is then ignored for it."""
         if sequence.ended:
             return
         sequence.ended = True
@@ -112,27 +110,27 @@ class StepScheduler:
         self._release_blocks(sequence)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do."""
+        """Return the next step, or None if there is nothing to do."""
         self._batch_changed = False
-        draft = StepPlanBuilder(self.limits.max_num_batched_tokens)
-        self._plan_running(draft)
-        if self.waiting and not draft.preempted:
-            self._plan_waiting(draft)
-        continues, self._had_work = self._had_work, bool(draft.chunks)
-        if not draft.chunks:
+        builder = StepPlanBuilder(self.limits.max_num_batched_tokens)
+        self._plan_running(builder)
+        if self.waiting and not builder.preempted:
+            self._plan_waiting(builder)
+        back_to_back, self._had_work = self._had_work, bool(builder.chunks)
+        if not builder.chunks:
             return None
         released, self._released = self._released, []
         return StepPlan(
-            draft.chunks,
+            builder.chunks,
             released,
-            draft.new_tokens,
-            draft.decode_seqs,
-            draft.decode_context,
-            continues,
+            builder.new_tokens,
+            builder.decode_seqs,
+            builder.decode_context,
+            back_to_back,
         )
 
-    def complete(self, plan: StepPlan, tokens: Listed[int]) -> None:
-        """The step was computed; `tokens`: one for every chunk that samples."""
+    def complete(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        """Apply a computed step. `tokens` has one entry for each chunk with `samples`."""
         sampled = iter(tokens)
         block_tokens = self._block_tokens
         for chunk in plan.chunks:
@@ -148,10 +146,13 @@ class StepScheduler:
                 sequence.length += 1
 
     def steady_steps(self, plan: StepPlan) -> int:
-        """How many steps would follow `plan`, the last one completed, in which every sequence only
-        decodes one more token, none can end and none waits for blocks. 0 where something changed
-        since it was planned, or it did more than decode. Whoever waits now could not be admitted
-        then, and cannot be while blocks only get fewer."""
+        """Count the steps after the completed `plan` that would only decode the same batch.
+
+        In each of them every running sequence decodes one token, none ends and none waits for
+        blocks. The count is 0 if the batch has changed since the plan, or the plan did more than
+        decode. Waiting sequences do not matter: they could not be admitted then, and blocks only
+        get fewer.
+        """
         running = self.running
         if self._batch_changed or not plan.decode_seqs == len(plan.chunks) == len(running):
             return 0
@@ -162,8 +163,8 @@ class StepScheduler:
             return steps
         return bisect_right(range(steps), self.pool.available, key=self._blocks_needed) - 1
 
-    def advance(self, steps: int, sampled: Listed[Listed[int]]) -> None:
-        """`steps` steps of `steady_steps` were computed; `sampled`: by each running sequence."""
+    def advance(self, steps: int, sampled: Sequence[Sequence[int]]) -> None:
+        """Apply `steps` steady steps at once. `sampled` has the tokens of each running sequence."""
         block_tokens = self._block_tokens
         for sequence, tokens in zip(self.running, sampled, strict=True):
             sequence.computed_tokens = computed = sequence.computed_tokens + steps
@@ -176,7 +177,7 @@ class StepScheduler:
                 self._register_full_blocks(sequence, computed // block_tokens)
 
     def _blocks_needed(self, steps: int) -> int:
-        """Blocks that so many more tokens of every running sequence want."""
+        """Count the blocks needed for `steps` more tokens of every running sequence."""
         block_tokens = self._block_tokens
         return sum(
             max(0, -(-(sequence.computed_tokens + steps) // block_tokens) - len(sequence.blocks))
@@ -184,34 +185,35 @@ class StepScheduler:
         )
 
     def prefill_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
-        left = sum(sequence.length for sequence in self.waiting)
+        """Count the prompt tokens that are still to be computed."""
+        tokens = sum(sequence.length for sequence in self.waiting)
         for sequence in self.running:
-            to_do = sequence.length - sequence.computed_tokens
-            left += to_do if to_do > 1 else 0
-        return left
+            uncomputed = sequence.length - sequence.computed_tokens
+            tokens += uncomputed if uncomputed > 1 else 0
+        return tokens
 
-    def _plan_running(self, draft: StepPlanBuilder) -> None:
+    def _plan_running(self, builder: StepPlanBuilder) -> None:
         running = self.running
         block_tokens = self._block_tokens
         index = 0
-        while index < len(running) and draft.budget:
+        while index < len(running) and builder.budget:
             sequence = running[index]
             start = sequence.computed_tokens
-            count = min(sequence.length - start, draft.budget)
+            count = min(sequence.length - start, builder.budget)
             end = start + count
             if end > len(sequence.blocks) * block_tokens and not self._allocate_up_to(
-                draft, sequence, end
+                builder, sequence, end
             ):
                 return
-            self._add_chunk(draft, sequence, start, count, ())
+            self._add_chunk(builder, sequence, start, count, ())
             index += 1
 
-    def _plan_waiting(self, draft: StepPlanBuilder) -> None:
-        """Admit while tokens, places and blocks are left. The whole of what is known of a sequence
-        must find room now, or it would only be preempted."""
+    def _plan_waiting(self, builder: StepPlanBuilder) -> None:
+        """Admit sequences while tokens, batch slots and blocks are left. A sequence is admitted
+        only if all its known tokens fit into free blocks now. Otherwise it would soon be
+        preempted."""
         pool, waiting = self.pool, self.waiting
-        while waiting and draft.budget and len(self.running) < self.limits.max_num_seqs:
+        while waiting and builder.budget and len(self.running) < self.limits.max_num_seqs:
             sequence = waiting[0]
             full = (sequence.length - 1) // self._block_tokens
             sequence.content.ensure_hashes(full)
@@ -220,11 +222,11 @@ class StepScheduler:
             if need > pool.available - pool.count_unreferenced(hits):
                 return
             del waiting[0]
-            self._admit(draft, sequence, hits)
+            self._admit(builder, sequence, hits)
 
-    def _admit(self, draft: StepPlanBuilder, sequence: EngineSequence, hits: list[Block]) -> None:
+    def _admit(self, builder: StepPlanBuilder, sequence: EngineSequence, hits: list[Block]) -> None:
         start = len(hits) * self._block_tokens
-        count = min(sequence.length - start, draft.budget)
+        count = min(sequence.length - start, builder.budget)
         self.pool.reference(hits)
         need = -(-(start + count) // self._block_tokens) - len(hits)
         sequence.blocks = hits + self.pool.allocate(need)
@@ -235,11 +237,11 @@ class StepScheduler:
             sequence.cached_tokens = start
         insort(self.running, sequence, key=running_order)
         load = tuple(block.id for block in hits)
-        self._add_chunk(draft, sequence, start, count, load, admission=True)
+        self._add_chunk(builder, sequence, start, count, load, admission=True)
 
     def _add_chunk(
         self,
-        draft: StepPlanBuilder,
+        builder: StepPlanBuilder,
         sequence: EngineSequence,
         start: int,
         count: int,
@@ -256,21 +258,22 @@ class StepScheduler:
             elif self._saves_blocks:
                 blocks = sequence.blocks
                 save = tuple((at, blocks[at].id) for at in range(sequence.registered_blocks, full))
-        draft.chunks.append(StepChunk(sequence, start, count, samples, load, save))
-        draft.budget -= count
+        builder.chunks.append(StepChunk(sequence, start, count, samples, load, save))
+        builder.budget -= count
         if samples and count == 1 and not admission and sequence.length > sequence.prompt_tokens:
-            draft.decode_seqs += 1
-            draft.decode_context += end
+            builder.decode_seqs += 1
+            builder.decode_context += end
         else:
-            draft.new_tokens += count
+            builder.new_tokens += count
 
-    def _allocate_up_to(self, draft: StepPlanBuilder, sequence: EngineSequence, end: int) -> bool:
-        """Blocks for positions up to `end`, preempting from the last; False: it was this one."""
+    def _allocate_up_to(self, builder: StepPlanBuilder, sequence: EngineSequence, end: int) -> bool:
+        """Allocate blocks for positions up to `end`, preempting from the last running sequence.
+        Returns False if `sequence` itself was preempted."""
         need = -(-end // self._block_tokens) - len(sequence.blocks)
         while need > self.pool.available:
             victim = self.running.pop()
             self._preempt(victim)
-            draft.preempted = self._batch_changed = True
+            builder.preempted = self._batch_changed = True
             if victim is sequence:
                 return False
         sequence.blocks += self.pool.allocate(need)
@@ -293,7 +296,7 @@ class StepScheduler:
         content.ensure_hashes(full)
         hashes = content.hashes
         for index in range(sequence.registered_blocks, full):
-            above = blocks[index - 1] if index else None
-            parent = hashes[index - 1] if index else content.root
-            blocks[index] = pool.register(blocks[index], above, parent, hashes[index])
+            parent_block = blocks[index - 1] if index else None
+            parent_hash = hashes[index - 1] if index else content.root
+            blocks[index] = pool.register(blocks[index], parent_block, parent_hash, hashes[index])
         sequence.registered_blocks = full

@@ -1,10 +1,9 @@
-"""A worker: one engine, reachable. Serves `generate` and `files`, announces the model's card, and
-publishes load and KV events."""
+"""A worker: an engine that serves requests and publishes its model card, load and KV events."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +13,9 @@ import msgspec
 
 from dynamo.communication.events import EventSource
 from dynamo.communication.requests import ResponseWriter
+from dynamo.core.clock import Clock
 from dynamo.core.codec import ReplyEncoder, decode_request
-from dynamo.core.errors import ProtocolError
+from dynamo.core.errors import NotFound, ProtocolError
 from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
@@ -33,27 +33,22 @@ if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
     from dynamo.runtime.component import ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
-from collections.abc import Mapping
-
-from dynamo.core.clock import Clock
-from dynamo.core.errors import NotFound
-
 FILE_CHUNK_BYTES = 256 << 10
 
 
 class ModelFileServer:
-    """Answers a call whose payload is a sha256 in hex with the file's bytes, in order, no faster
-    than the caller's window allows."""
+    """Serves files by hash: a call with a sha256 in hex returns the file's bytes in order. Chunks
+    are sent only while the caller's flow window has room."""
 
     def __init__(self, files: Mapping[str, Path], clock: Clock) -> None:
         self._files = files
         self._clock = clock
 
     async def handle(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """A handler of the request plane. Raises `NotFound` for a hash that is not served."""
+        """Serve one call of the request plane. Raises `NotFound` for an unknown hash."""
         path = self._files.get(payload.decode("ascii", "replace"))
         if path is None:
-            raise NotFound("no file of that hash is served here")
+            raise NotFound("this worker serves no file with that hash")
         file = await self._clock.offload(path.open, "rb")
         try:
             while chunk := await self._clock.offload(file.read, FILE_CHUNK_BYTES):
@@ -65,12 +60,12 @@ class ModelFileServer:
 
 
 def model_card_key(namespace: str, model: str, instance: str) -> str:
-    """Where a worker's card stands in discovery; a slash in the model's name is %2F."""
+    """Return the discovery key of a worker's card. A slash in the model's name becomes %2F."""
     return f"/{namespace}/models/{quote(model, safe='')}/{instance}"
 
 
 def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
-    """The card as this engine really serves the model."""
+    """Return the card with the block size and context length of this engine."""
     return msgspec.structs.replace(
         card,
         engine=info,
@@ -80,12 +75,12 @@ def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
 
 
 def has_kv_events(engine: Engine) -> bool:
-    """Whether an engine tells what its prefix cache holds."""
+    """Whether an engine reports the blocks of its prefix cache."""
     return type(engine).on_kv_events is not Engine.on_kv_events
 
 
 class EngineWorker:
-    """Attach it once; `close` it, or let the process end."""
+    """Serves one engine. Call `attach` once, then `close` or end the process."""
 
     def __init__(self, engine: Engine, card: ModelCard, *, component: str = "worker") -> None:
         self._engine = engine
@@ -96,8 +91,8 @@ class EngineWorker:
         self._event_sources: list[EventSource | KVPublisher] = []
 
     async def attach(self, runtime: DistributedRuntime) -> ModelCard:
-        """Start the engine, serve, announce; the card as announced. Raises `ModelUnavailable`,
-        `ConfigError`."""
+        """Start the engine, serve its endpoints and announce the card, which is returned. Raises
+        `ModelUnavailable` or `ConfigError`."""
         self._runtime = runtime
         info = await self._engine.start()
         self._card = card = served_card(self._card, info)
@@ -110,14 +105,14 @@ class EngineWorker:
         tokenizer = card.tokenizer
         files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
         self._endpoints.append(await component.endpoint("files").serve(files.handle))
-        about = {
+        capabilities = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
             "blocks": msgspec.to_builtins(block_identity(card)),
             LABELS_KEY: parse_labels(runtime.settings.engine.labels),
         }
         self._endpoints.append(
-            await component.endpoint("generate").serve(self._generate, capabilities=about)
+            await component.endpoint("generate").serve(self._generate, capabilities=capabilities)
         )
         self._endpoints.append(
             await component.endpoint("clear_kv_blocks").serve(self._clear_kv_blocks)
@@ -127,7 +122,7 @@ class EngineWorker:
         return card
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Leave discovery, finish what is in flight within `drain_s`, stop the engine."""
+        """Leave discovery, finish requests within `drain_s`, and stop the engine."""
         await self._runtime.discovery.delete(self._discovery_key())
         await run_all(*(served.withdraw(drain_s) for served in self._endpoints))
         await self._tasks.close()
@@ -136,7 +131,7 @@ class EngineWorker:
         await self._engine.stop()
 
     async def _generate(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        if not payload:  # a probe
+        if not payload:  # an empty payload is a probe
             outgoing.send(encode_probe_result(await answer_probe(self._engine)))
             return
         try:
@@ -149,23 +144,23 @@ class EngineWorker:
         try:
             await self._engine.generate(request, outgoing.context, reply)
         finally:
-            outgoing.is_alive = None  # it knows of the reply, and the reply of it: a circle
+            outgoing.is_alive = None  # breaks the reference cycle with the reply
             self._load_publisher.on_load_changed()
 
     async def _clear_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """Forget the prefix cache; answers {"cleared": blocks} in msgpack."""
+        """Empty the prefix cache and answer {"cleared": blocks} in msgpack."""
         del payload
         count = sum(engine.clear_prefix_cache() for engine in self._batched_engines)
         outgoing.send(msgspec.msgpack.encode({"cleared": count}))
 
     async def _dump_kv_blocks(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        """What the prefix cache holds now, as payloads of `kv_events`."""
+        """Send the content of the prefix cache as payloads of `kv_events`."""
         del payload
         for part in encode_kv_event_payloads(self._engine.snapshot_kv_events()):
             outgoing.send(part)
 
     def _on_engine_failed(self) -> None:
-        """The engine is dead: let others have its requests."""
+        """Leave discovery after a failure of the engine, so that other workers get its requests."""
         self._tasks.start(self.close(), "leave")
 
     def _engine_failure(self) -> str:
@@ -173,27 +168,31 @@ class EngineWorker:
         return next((failure.message for failure in failures if failure is not None), "")
 
     async def _start_publishers(self, namespace: str) -> None:
-        """Load and KV events, as `{namespace}.{component}.load_metrics` and `.kv_events`."""
+        """Publish load and KV events as `{namespace}.{component}.load_metrics` and `.kv_events`."""
         events, instance = self._runtime.events, self._runtime.instance_id
         subject = f"{namespace}.{self._component}"
         load = await events.open_source(f"{subject}.load_metrics", instance, latest=True)
         self._event_sources.append(load)
-        published: Counter[str] = Counter()
-        telling = [(rank, one) for rank, one in engines_by_rank(self._engine) if has_kv_events(one)]
-        for rank, one in telling:
-            kv = await KVPublisher.open(
-                events, subject, instance, one.snapshot_kv_events, rank=rank, totals=published
+        totals: Counter[str] = Counter()
+        ranks = [(rank, e) for rank, e in engines_by_rank(self._engine) if has_kv_events(e)]
+        for rank, engine in ranks:
+            publisher = await KVPublisher.open(
+                events, subject, instance, engine.snapshot_kv_events, rank=rank, totals=totals
             )
-            one.on_kv_events(kv.publish)
-            self._event_sources.append(kv)
-        if telling:
-            declare_kv_publisher_metrics(self._runtime.metrics, published)
+            engine.on_kv_events(publisher.publish)
+            self._event_sources.append(publisher)
+        if ranks:
+            declare_kv_publisher_metrics(self._runtime.metrics, totals)
         self._load_publisher = LoadPublisher(self._engine, load, self._runtime.clock)
         self._tasks.start(self._load_publisher.run(), "load report")
 
     @property
     def _batched_engines(self) -> Sequence[BatchedEngine]:
-        return [one for _, one in engines_by_rank(self._engine) if isinstance(one, BatchedEngine)]
+        return [
+            engine
+            for _, engine in engines_by_rank(self._engine)
+            if isinstance(engine, BatchedEngine)
+        ]
 
     def _discovery_key(self) -> str:
         namespace = self._runtime.settings.runtime.namespace

@@ -1,4 +1,4 @@
-"""What a worker's /metrics says of its engine; everything is asked at scrape."""
+"""Metrics of a worker's engine. All values are read when /metrics is requested."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from dynamo.telemetry.metrics import Registry
 
 
 def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
-    """Gauges of the present load; for our own engines totals, too."""
+    """Declare gauges of the present load and, for a `BatchedEngine`, its totals."""
     gauge, load = registry.gauge, engine.report_load
     gauge(
-        "dynamo_worker_running_requests",
-        "Requests in the batch.",
-        callback=lambda: load().running,
+        "dynamo_worker_running_requests", "Requests in the batch.", callback=lambda: load().running
     )
     gauge(
         "dynamo_worker_waiting_requests",
-        "Requests that wait for a place in the batch.",
+        "Requests that wait for a slot in the batch.",
         callback=lambda: load().waiting,
     )
     gauge(
@@ -30,28 +28,28 @@ def declare_worker_metrics(registry: Registry, engine: Engine) -> None:
         "KV blocks that requests use.",
         callback=lambda: load().active_blocks,
     )
-    gauge("dynamo_worker_blocks", "KV blocks in all.", callback=lambda: load().total_blocks)
+    gauge("dynamo_worker_blocks", "KV blocks in total.", callback=lambda: load().total_blocks)
     registry.counter("dynamo_worker_steps_total", "Steps computed.", callback=lambda: load().steps)
     if isinstance(engine, BatchedEngine):
         declare_engine_totals(registry, engine)
 
 
 def declare_engine_totals(registry: Registry, engine: BatchedEngine) -> None:
-    """Totals since the engine's start."""
+    """Declare the totals since the engine's start."""
     counter, counters = registry.counter, engine.counters
     counter(
         "dynamo_worker_requests_total",
-        "Requests taken.",
+        "Requests that the engine has accepted.",
         callback=lambda: counters.requests,
     )
     counter(
         "dynamo_worker_prompt_tokens_total",
-        "Prompt tokens of the requests taken.",
+        "Prompt tokens of the accepted requests.",
         callback=lambda: counters.prompt_tokens,
     )
     counter(
         "dynamo_worker_cached_tokens_total",
-        "Prompt tokens that the prefix cache held at admission.",
+        "Prompt tokens found in the prefix cache at admission.",
         callback=lambda: counters.cached_tokens,
     )
     counter(
@@ -61,16 +59,16 @@ def declare_engine_totals(registry: Registry, engine: BatchedEngine) -> None:
     )
     counter(
         "dynamo_worker_preemptions_total",
-        "Requests put back for want of blocks.",
+        "Requests preempted because too few blocks were free.",
         callback=lambda: engine.scheduler.preemptions,
     )
     counter(
         "dynamo_worker_evicted_blocks_total",
-        "Cached blocks given up for others.",
+        "Cached blocks evicted to make room for others.",
         callback=lambda: engine.scheduler.pool.evictions,
     )
     registry.gauge(
         "dynamo_worker_cached_blocks",
-        "KV blocks held under a hash, in use or not.",
+        "KV blocks in the prefix cache, in use or not.",
         callback=lambda: engine.scheduler.pool.cached,
     )

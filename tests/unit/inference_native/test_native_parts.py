@@ -74,7 +74,7 @@ def test_too_much_address_space_is_refused_with_a_hint(seqs: int) -> None:
 
 @pytest.mark.parametrize("blocks", [1 << 40, 1 << 62])
 def test_too_many_blocks_are_refused_with_a_hint(blocks: int) -> None:
-    with pytest.raises(ConfigError, match="KV blocks are refused") as caught:
+    with pytest.raises(ConfigError, match="MiB of memory for KV blocks") as caught:
         slots_of(num_blocks=blocks)
     assert "--num-blocks" in caught.value.hint
 

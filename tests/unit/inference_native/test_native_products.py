@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dynamo.inference.native import blocked_matmul
-from dynamo.inference.native.arena import SLAB_FLOATS, Arena
 from dynamo.inference.native.blocked_matmul import make_blocked_matrix, matmul
+from dynamo.inference.native.buffers import SLAB_FLOATS, Arena, ScratchBuffers
 from dynamo.inference.native.gated_mlp import add_gated_mlp, shard_mlp
-from dynamo.inference.native.scratch import ScratchBuffers
 from dynamo.inference.native.thread_pool import ThreadPool
 
 rng = np.random.default_rng(5)

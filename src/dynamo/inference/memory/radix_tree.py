@@ -1,7 +1,7 @@
-"""Blocks by the name of their prefix: a radix tree over the characters of those names.
+"""A radix tree that finds KV blocks by the name of their prefix, or by the start of a name.
 
-Routers and caches find blocks by a flat map of chained hashes, which is faster. The tree is for
-programs that manage blocks of their own, and finds by shortened names, too.
+Routers and caches use a flat map of chained hashes instead, which is faster. The tree is for
+programs that manage their own blocks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dynamo.inference.memory.prefix_hash import PrefixContent, PrefixHash
 
 
 class KVBlock(msgspec.Struct, frozen=True):
-    """One block of KV memory. `content`: what it was computed from; `tier`: where it is held (None:
-    nowhere any more)."""
+    """A block of KV memory, computed from `content`. `tier` None: no tier holds it any more."""
 
     id: str | int
     content: PrefixContent
@@ -25,8 +24,8 @@ class KVBlock(msgspec.Struct, frozen=True):
 
 
 class MatchingBlocks(msgspec.Struct, frozen=True):
-    """What bears a prefix. `match_quality`: 1 where the name means one prefix, 1/n where it is
-    short for n of them, 0 where nothing was found."""
+    """The blocks found under a prefix name. `match_quality` is 1 if the name means one prefix, 1/n
+    if it is the start of n names, and 0 if nothing was found."""
 
     all_blocks: list[KVBlock]
     cached_blocks: list[KVBlock]
@@ -35,10 +34,9 @@ class MatchingBlocks(msgspec.Struct, frozen=True):
 
 
 class RadixNode:
-    """`children`: by the character that comes next; `prefix`: all characters from the root on;
-    `is_terminal`: whether that is the name of a prefix that has `blocks`."""
-
-    __slots__ = ("blocks", "children", "is_terminal", "prefix")
+    """A node of the tree. `prefix` holds all characters from the root to this node. `children` maps
+    the next character to a node. `is_terminal` is True if `prefix` is the name of a prefix that has
+    `blocks`."""
 
     def __init__(self, prefix: str = "") -> None:
         self.children: dict[str, RadixNode] = {}
@@ -48,13 +46,13 @@ class RadixNode:
 
 
 def is_in_any_tier(block: KVBlock) -> bool:
-    """Whether any tier has it."""
+    """Whether any tier holds the block."""
     return block.tier is not None
 
 
 class RadixTree:
-    """`block_registry`: id of a block -> its node. `prefix_hash` names prefixes; `is_cached` tells
-    whether a block is at hand, where blocks themselves do not say. Not thread-safe."""
+    """Blocks by prefix name. Not thread-safe. `block_registry` maps a block's id to its node.
+    `prefix_hash` computes names. `is_cached` decides whether a block is available."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class RadixTree:
         self._is_cached = is_cached
 
     async def register_block(self, kv_block: KVBlock) -> None:
-        """From now on it is found; one of its id before it is not any more."""
+        """Add a block. A block with the same id is replaced."""
         name = self.prefix_hash(kv_block.content)
         await self.remove_block(kv_block.id)
         node = self._find_or_create_node(name)
@@ -76,15 +74,15 @@ class RadixTree:
         self.block_registry[kv_block.id] = node
 
     async def update_block_location(self, migrated_block: KVBlock) -> None:
-        """It is at that worker, in that tier now. Raises KeyError for an id never registered."""
+        """Set the worker and the tier of a block. Raises KeyError for an unknown id."""
         blocks = self.block_registry[migrated_block.id].blocks
-        at = next(at for at, block in enumerate(blocks) if block.id == migrated_block.id)
-        blocks[at] = msgspec.structs.replace(
-            blocks[at], worker_id=migrated_block.worker_id, tier=migrated_block.tier
+        index = next(index for index, block in enumerate(blocks) if block.id == migrated_block.id)
+        blocks[index] = msgspec.structs.replace(
+            blocks[index], worker_id=migrated_block.worker_id, tier=migrated_block.tier
         )
 
     async def remove_block(self, block_id: str | int) -> None:
-        """It is not found any more; nothing happens where it never was."""
+        """Remove a block. An unknown id changes nothing."""
         node = self.block_registry.pop(block_id, None)
         if node is None:
             return
@@ -96,65 +94,64 @@ class RadixTree:
     async def find_matching_blocks(
         self, prefix_hash: str, worker_id: str | int | None = None
     ) -> MatchingBlocks:
-        """Blocks of the prefix of that name, or of all whose names begin so; of one worker where
-        `worker_id` says which."""
-        found: list[KVBlock] = []
+        """Find the blocks under `prefix_hash`, which may be the start of several names. `worker_id`
+        limits the result to one worker."""
+        blocks: list[KVBlock] = []
         prefixes = 0
         for node in self._nodes_with_prefix(prefix_hash):
-            own = [block for block in node.blocks if worker_id in (None, block.worker_id)]
-            found += own
-            prefixes += bool(own)
+            node_blocks = [block for block in node.blocks if worker_id in (None, block.worker_id)]
+            blocks += node_blocks
+            prefixes += bool(node_blocks)
         cached: list[KVBlock] = []
         missing: list[KVBlock] = []
-        for block in found:
+        for block in blocks:
             (cached if self._is_cached(block) else missing).append(block)
-        return MatchingBlocks(found, cached, missing, 1 / prefixes if prefixes else 0.0)
+        return MatchingBlocks(blocks, cached, missing, 1 / prefixes if prefixes else 0.0)
 
     def _find_or_create_node(self, name: str) -> RadixNode:
-        """The node of that name, found or made."""
         node = self.root
         while node.prefix != name:
-            at = len(node.prefix)
-            below = node.children.get(name[at])
-            if below is None:
-                below = node.children[name[at]] = RadixNode(name)
-            elif not name.startswith(below.prefix):
-                fork = RadixNode(_common_prefix(name, below.prefix))
-                fork.children[below.prefix[len(fork.prefix)]] = below
-                below = node.children[name[at]] = fork
-            node = below
+            depth = len(node.prefix)
+            child = node.children.get(name[depth])
+            if child is None:
+                child = node.children[name[depth]] = RadixNode(name)
+            elif not name.startswith(child.prefix):
+                fork = RadixNode(_common_prefix(name, child.prefix))
+                fork.children[child.prefix[len(fork.prefix)]] = child
+                child = node.children[name[depth]] = fork
+            node = child
         return node
 
     def _nodes_with_prefix(self, start: str) -> Iterator[RadixNode]:
-        """Nodes of prefixes whose names begin with `start`."""
+        """Yield the terminal nodes whose names begin with `start`."""
         node: RadixNode | None = self.root
         while node is not None and len(node.prefix) < len(start):
             node = node.children.get(start[len(node.prefix)])
         if node is None or not node.prefix.startswith(start):
             return
-        left = [node]
-        while left:
-            node = left.pop()
+        pending = [node]
+        while pending:
+            node = pending.pop()
             if node.is_terminal:
                 yield node
-            left += node.children.values()
+            pending += node.children.values()
 
     def _prune_path(self, name: str) -> None:
-        """Nodes on the way to `name` that name nothing and fork nowhere go."""
-        way = [self.root]
-        while way[-1].prefix != name:
-            way.append(way[-1].children[name[len(way[-1].prefix)]])
-        for above, node in zip(way[-2::-1], way[:0:-1], strict=True):
+        """Remove the nodes on the path to `name` that neither name a prefix nor fork."""
+        path = [self.root]
+        while path[-1].prefix != name:
+            path.append(path[-1].children[name[len(path[-1].prefix)]])
+        for parent, node in zip(path[-2::-1], path[:0:-1], strict=True):
             if node.is_terminal or len(node.children) > 1:
                 return
-            first = node.prefix[len(above.prefix)]
+            first = node.prefix[len(parent.prefix)]
             if node.children:
-                (above.children[first],) = node.children.values()
+                (parent.children[first],) = node.children.values()
             else:
-                del above.children[first]
+                del parent.children[first]
 
 
-def _common_prefix(one: str, other: str) -> str:
-    """What both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+def _common_prefix(first: str, second: str) -> str:
+    """Return the common start of two names."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return first[: next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))]

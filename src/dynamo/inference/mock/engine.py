@@ -1,4 +1,4 @@
-"""The mock engine put together."""
+"""Builds the mock engine: real scheduling, modelled step times, generated tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def make_mock_engine(
     context_tokens: int,
     vocab_size: int = 0,
 ) -> BatchedEngine:
-    """A mock engine that speaks in `words` (ids). Raises `ConfigError` for a wrong timing."""
+    """Return a mock engine that generates ids of `vocabulary`. Raises `ConfigError` for a wrong
+    timing."""
     info = make_mock_engine_info(settings, context_tokens=context_tokens, vocab_size=vocab_size)
     runner = MockRunner(
         info,
@@ -50,7 +51,7 @@ def make_mock_engine(
 def make_mock_engine_info(
     settings: EngineSettings, *, context_tokens: int, vocab_size: int = 0
 ) -> EngineInfo:
-    """What such an engine is."""
+    """Return the `EngineInfo` of a mock engine with these settings."""
     num_blocks = settings.num_blocks or DEFAULT_NUM_BLOCKS
     return EngineInfo(
         engine="mock",
@@ -65,13 +66,13 @@ def make_mock_engine_info(
 
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
-    """From the settings and the model's tokenizer; weights are not needed."""
+    """Create the engine from the settings and the model's tokenizer. Weights are not needed."""
     from dynamo.models.tokenization.tokenizer import read_text_token_ids
 
-    words = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer)
+    vocabulary = await inputs.clock.offload(read_text_token_ids, inputs.card.tokenizer)
     return make_mock_engine(
         inputs.settings.engine,
-        words,
+        vocabulary,
         inputs.clock,
         context_tokens=inputs.card.context_tokens,
         vocab_size=inputs.card.vocab_size,

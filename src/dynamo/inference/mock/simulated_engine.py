@@ -1,4 +1,4 @@
-"""The mock engine under virtual time: a prompt is block hashes, an answer is a length."""
+"""The mock engine under virtual time. A prompt is a list of block hashes, an answer is a length."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dynamo.inference.sequence import SequenceContent
 
 
 class HashContent(SequenceContent):
-    """Known by its hashes alone; blocks beyond them (of the answer, or of a prompt that nobody
-    shares) get identities of their own. `fresh`: makes one."""
+    """Content known only by block hashes. Blocks beyond the known hashes belong to the answer or to
+    a part that no other prompt shares. `new_hash` returns a unique hash for each of them."""
 
     __slots__ = ("_new_hash",)
 
@@ -35,10 +35,10 @@ class HashContent(SequenceContent):
             self.hashes.append(self._new_hash())
 
     def append_token(self, token: int) -> None:
-        """What it was does not matter."""
+        """Ignore the token: only lengths matter."""
 
     def append_tokens(self, tokens: Sequence[int]) -> None:
-        """What they were does not matter."""
+        """Ignore the tokens: only lengths matter."""
 
 
 def make_simulated_engine(
@@ -53,15 +53,16 @@ def make_simulated_engine(
     fast_forwarding: set[FastForward] | None = None,
     prefix_caching: bool = True,
 ) -> tuple[BatchedEngine, FastForward]:
-    """An engine that computes requests which are `known` otherwise than by their tokens; or, where
-    they are not, one that speaks in `words` (ids) and takes requests as they are."""
+    """Return a mock engine for virtual time and its `FastForward`. `resolve_request` supplies
+    contents that are not the request's own tokens. Without it, requests are taken as they are and
+    answers consist of ids of `vocabulary`."""
     runner = MockRunner(info, vocabulary, timing, clock, min_sleep_s=0.0)
-    leaper = FastForward(runner, clock, fast_forwarding)
+    fast_forward = FastForward(runner, clock, fast_forwarding)
     engine = BatchedEngine(
         runner,
         hits_from="scheduled",
         prefix_caching=prefix_caching,
         eviction=make_eviction_policy(eviction),
-        simulation=SimulationHooks(resolve_request, wait_until_quiescent, leaper),
+        simulation=SimulationHooks(resolve_request, wait_until_quiescent, fast_forward),
     )
-    return engine, leaper
+    return engine, fast_forward

@@ -1,4 +1,4 @@
-"""How long a step of a real engine would take. Times in milliseconds."""
+"""Models of the time that a step of a real engine takes. Times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ _NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="polynomials"):
-    """`prefill` of the new prompt tokens (if any) plus `decode` of the decoding sequences' context
-    as a share of the KV capacity (if any). Coefficients, lowest degree first."""
+    """Step time as a sum of two polynomials, with coefficients from the lowest degree up. `prefill`
+    is applied to the number of new prompt tokens, if any. `decode` is applied to the context of the
+    decoding sequences as a share of the KV capacity, if any."""
 
     prefill: tuple[float, ...]
     decode: tuple[float, ...]
     floor_ms: _NonNegativeFloat = 1.0
 
     def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
-        """The time of one step."""
-        took = 0.0
+        """Return the time of one step."""
+        step_ms = 0.0
         if plan.new_tokens:
-            took = evaluate_polynomial(self.prefill, plan.new_tokens)
+            step_ms = evaluate_polynomial(self.prefill, plan.new_tokens)
         if plan.decode_seqs:
-            took += evaluate_polynomial(self.decode, plan.decode_context / capacity_tokens)
-        return max(took, self.floor_ms)
+            step_ms += evaluate_polynomial(self.decode, plan.decode_context / capacity_tokens)
+        return max(step_ms, self.floor_ms)
 
     def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
-        """The times of `steps` steps that only decode `seqs` sequences; `context`: the sum of their
-        lengths in the first one, which grows by `seqs` a step."""
+        """Return the times of `steps` steps that only decode `seqs` sequences. `context` is the sum
+        of their lengths in the first step; it grows by `seqs` a step."""
         lengths = range(context, context + seqs * steps, seqs)
         floor, coefficients = self.floor_ms, self.decode
         if len(coefficients) == QUADRATIC_COEFFICIENTS:
@@ -50,8 +51,7 @@ class PolynomialTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class LinearTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="linear"):
-    """c0 + c1 x new prompt tokens + c2 x sequences in the step + c3 x context of those that
-    decode."""
+    """Step time: c0 + c1 * new prompt tokens + c2 * sequences + c3 * context that is decoded."""
 
     c0: _NonNegativeFloat
     c1: _NonNegativeFloat
@@ -59,30 +59,29 @@ class LinearTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     c3: _NonNegativeFloat = 0.0
 
     def step_ms(self, plan: StepPlan, capacity_tokens: int) -> float:
-        """The time of one step."""
+        """Return the time of one step."""
         del capacity_tokens
         batch = self.c2 * len(plan.chunks) + self.c3 * plan.decode_context
         return self.c0 + self.c1 * plan.new_tokens + batch
 
     def decode_ms(self, seqs: int, context: int, steps: int, capacity_tokens: int) -> list[float]:
-        """The times of `steps` steps that only decode `seqs` sequences; `context`: the sum of their
-        lengths in the first one, which grows by `seqs` a step."""
+        """Return the times of `steps` steps that only decode; see `PolynomialTiming.decode_ms`."""
         del capacity_tokens
         base = self.c0 + self.c2 * seqs
         return [base + self.c3 * (context + step * seqs) for step in range(steps)]
 
 
 StepTiming = PolynomialTiming | LinearTiming
-"""A model of an engine's speed. `capacity_tokens`: of its KV cache."""
+"""A model of an engine's speed. `capacity_tokens` is the size of its KV cache."""
 
 DYNAMO_TIMING = PolynomialTiming(
     prefill=(16.50142, 1.518344e-2, 4.209989e-7), decode=(5.74, 54.01, -25.74), floor_ms=1.0
 )
-"""The defaults of Dynamo 1.6.1's mocker."""
+"""The defaults of the mock engine of NVIDIA Dynamo 1.6.1."""
 
 
 def evaluate_polynomial(coefficients: Sequence[float], x: float) -> float:
-    """A polynomial, lowest degree first."""
+    """Evaluate a polynomial whose coefficients start with the lowest degree."""
     value = 0.0
     for coefficient in reversed(coefficients):
         value = value * x + coefficient
@@ -90,9 +89,9 @@ def evaluate_polynomial(coefficients: Sequence[float], x: float) -> float:
 
 
 def parse_timing(text: str) -> StepTiming:
-    """`dynamo`, `constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP`, or the path of a JSON file that holds
-    {"type": "linear", c0, c1, c2, c3} or {"type": "polynomials", prefill, decode, floor_ms}.
-    Raises `ConfigError`."""
+    """Parse the setting `timing`. Accepts `dynamo`, `constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP`, or
+    the path of a JSON file that holds {"type": "linear", c0, c1, c2, c3} or {"type": "polynomials",
+    prefill, decode, floor_ms}. Raises `ConfigError`."""
     if text in {"", "dynamo"}:
         return DYNAMO_TIMING
     if text.startswith("constant:"):
@@ -102,19 +101,19 @@ def parse_timing(text: str) -> StepTiming:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"timing {text!r}: {error}",
-            hint="say dynamo, constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP, or the path of a JSON file",
+            hint="use dynamo, constant:MS_PER_PROMPT_TOKEN,MS_PER_STEP, or the path of a JSON file",
         ) from error
 
 
 def parse_constant_timing(text: str) -> LinearTiming:
-    """`MS_PER_PROMPT_TOKEN,MS_PER_STEP`. Raises `ConfigError`."""
+    """Parse `MS_PER_PROMPT_TOKEN,MS_PER_STEP`. Raises `ConfigError`."""
     try:
         per_token, per_step = (float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"timing 'constant:{text}': two numbers are wanted",
+            f"timing 'constant:{text}': expected two numbers",
             hint="e.g. constant:0.02,5 for 0.02 ms a prompt token and 5 ms a step",
         ) from None
     if not (0 <= per_token < math.inf and 0 <= per_step < math.inf):
-        raise ConfigError(f"timing 'constant:{text}': times are finite and not negative")
+        raise ConfigError(f"timing 'constant:{text}': times must be finite and not negative")
     return LinearTiming(c0=per_step, c1=per_token)

@@ -1,7 +1,7 @@
-"""The mock's language: every token is a fixed function of the whole context before it.
+"""Generates the mock's tokens: every token is a fixed function of the whole context before it.
 
-So a token that is lost, doubled or altered anywhere shows in all that follow, and a request that
-is continued elsewhere from what was emitted goes on as if nothing had happened.
+A token that is lost, doubled or altered anywhere therefore changes all that follow. A request that
+continues on another worker gets the same tokens as without a break.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _pack = Struct("<I").pack
 
 
 class MockTokenGenerator:
-    """Speaks for one sequence: xxh3-64 over all its ids (packed u32) so far."""
+    """Generates the tokens of one sequence from xxh3-64 over all its ids so far (packed u32)."""
 
     __slots__ = ("_hash", "_vocabulary")
 
@@ -28,33 +28,33 @@ class MockTokenGenerator:
         self._hash = xxh3_64(context.tobytes())
 
     def append_token(self, token: int) -> None:
-        """`token` was appended to the context."""
+        """Add a token to the context."""
         self._hash.update(_pack(token))
 
     def next_token(self) -> int:
-        """The token after the context."""
-        words = self._vocabulary
-        return words[self._hash.intdigest() % len(words)]
+        """Return the token after the context."""
+        vocabulary = self._vocabulary
+        return vocabulary[self._hash.intdigest() % len(vocabulary)]
 
     def generate_tokens(self, last: int, count: int) -> list[int]:
-        """The next `count` tokens after `last`, which is not heard yet; the last of them is not
-        either."""
-        words, context = self._vocabulary, self._hash
-        said = []
+        """Return the next `count` tokens after `last`. `last` is not in the context yet. The last
+        token that is returned is not in the context either."""
+        vocabulary, context = self._vocabulary, self._hash
+        tokens = []
         for _ in range(count):
             context.update(_pack(last))
-            last = words[context.intdigest() % len(words)]
-            said.append(last)
-        return said
+            last = vocabulary[context.intdigest() % len(vocabulary)]
+            tokens.append(last)
+        return tokens
 
     def logprobs(self, top: int) -> TokenLogprobs:
-        """Of the token after the context: it has a probability between .5 and 1, and the `top` best
-        share what is left, each half of the one before."""
-        words, digest = self._vocabulary, self._hash.intdigest()
-        place = digest % len(words)
+        """Return logprobs of the token after the context. Its probability is between 0.5 and 1. The
+        other `top` tokens share the rest, each with half of the probability of the one before."""
+        vocabulary, digest = self._vocabulary, self._hash.intdigest()
+        index = digest % len(vocabulary)
         share = 0.5 + (digest >> 40) / (1 << 25)
-        best = [(words[place], math.log(share))]
-        for rank in range(1, min(top, len(words))):
-            other = words[(place + rank) % len(words)]
+        best = [(vocabulary[index], math.log(share))]
+        for rank in range(1, min(top, len(vocabulary))):
+            other = vocabulary[(index + rank) % len(vocabulary)]
             best.append((other, math.log((1 - share) or 2**-26) - rank * math.log(2)))
-        return TokenLogprobs(words[place], best[0][1], tuple(best[:top]))
+        return TokenLogprobs(vocabulary[index], best[0][1], tuple(best[:top]))

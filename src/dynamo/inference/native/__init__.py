@@ -1,4 +1,4 @@
-"""Our own engine: Llama-shaped models in NumPy."""
+"""The native engine: Llama-shaped models in NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 async def open_engine(inputs: EngineInputs) -> BatchedEngine:
-    """From the model's weights, which are read when it starts."""
+    """Create the engine. The model's weights are read when it starts."""
     from dynamo.inference.engine import BatchedEngine
     from dynamo.inference.eviction import make_eviction_policy
     from dynamo.inference.native.runner import NativeRunner

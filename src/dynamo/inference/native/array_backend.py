@@ -1,5 +1,4 @@
-"""The few array operations that the model is written in, so that another backend (torch on a GPU)
-can take NumPy's place."""
+"""The array operations of the model. Another backend (torch on a GPU) can replace NumPy here."""
 
 from __future__ import annotations
 
@@ -7,19 +6,19 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from dynamo.inference.native.buffers import Floats
     from dynamo.inference.native.ragged import RaggedBatch
 
-    Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 Array = Any
-"""An array of the backend: float32, rows are tokens. Results live until the same operation is
-called again with the same `name`: buffers are used again."""
+"""A float32 array of the backend whose rows are tokens.
+
+A result is valid until the same operation is called with the same `name`, because buffers are
+reused.
+"""
 
 
 class ArrayBackend(ABC):
-    """One backend, one model, one thread at a time."""
+    """The operations of one backend for one model. Only one thread may call it at a time."""
 
     @abstractmethod
     def prepare_matrix(self, *parts: Floats) -> Array:
@@ -27,16 +26,16 @@ class ArrayBackend(ABC):
 
     @abstractmethod
     def begin_step(self, batch: RaggedBatch) -> None:
-        """What follows, up to the next `begin`, is about this step."""
+        """Start a step: the operations until the next `begin_step` belong to `batch`."""
 
     @abstractmethod
     def embed(self, head: Array) -> Array:
-        """[rows, hidden] of the step's ids, out of the (tied or own) embedding as `matrix` made
-        it: column i is id i."""
+        """Return the embeddings of the step's token ids, [rows, hidden]. `head` is the result of
+        `prepare_matrix`; its column i belongs to id i."""
 
     @abstractmethod
     def rms_norm(self, rows: Array, eps: float) -> Array:
-        """Every row over its root mean square."""
+        """Divide every row by its root mean square."""
 
     @abstractmethod
     def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> Array:
@@ -44,36 +43,36 @@ class ArrayBackend(ABC):
 
     @abstractmethod
     def linear(self, rows: Array, weight: Array, name: str) -> Array:
-        """rows @ weight."""
+        """Compute rows @ weight."""
 
     @abstractmethod
     def add_linear(self, total: Array, rows: Array, weight: Array) -> None:
-        """total += rows @ weight."""
+        """Compute total += rows @ weight."""
 
     @abstractmethod
     def add_gated_mlp(self, total: Array, rows: Array, weights: Array) -> None:
-        """total += (silu(rows @ gate) * (rows @ up)) @ down."""
+        """Compute total += (silu(rows @ gate) * (rows @ up)) @ down."""
 
     @abstractmethod
     def attend(self, qkv: Array, layer: int) -> Array:
-        """Rotate queries and keys by their positions, put keys and values into the step's areas,
-        and attend: [rows, heads * head_dim]."""
+        """Compute attention: [rows, heads * head_dim]. Queries and keys are rotated by their
+        positions. Keys and values are written into the areas of the step's sequences."""
 
     @abstractmethod
     def select_sampled_rows(self, rows: Array) -> Array:
-        """The rows whose next token is wanted."""
+        """Return the rows whose next token is sampled."""
 
     @abstractmethod
     def scale(self, rows: Array, factors: Array) -> None:
-        """rows *= factors, column by column."""
+        """Multiply each column of `rows` in place by its factor."""
 
     @abstractmethod
     def prepare_vector(self, values: Floats) -> Array:
-        """Prepare one row of factors."""
+        """Prepare a row of factors."""
 
     @abstractmethod
     def to_numpy(self, rows: Array) -> Floats:
-        """As a NumPy array (may be the backend's own memory)."""
+        """Return a NumPy array, which may share the backend's memory."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from dynamo.inference.native.buffers import Floats, ScratchBuffers
     from dynamo.inference.native.kv_storage import KvStorage
     from dynamo.inference.native.ragged import DecodeRun, PrefillSpan, RaggedBatch
-    from dynamo.inference.native.scratch import ScratchBuffers
     from dynamo.inference.native.thread_pool import ThreadPool
     from dynamo.models.checkpoint.llama_config import LlamaConfig
 
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 QUERY_TILE = 64
-"""Positions of a prompt at once: what a tile must not see is not computed, but for its own half."""
+"""Prompt positions in one tile. Masked scores are computed only inside a tile's own square."""
 MIN_KEYS_PER_THREAD = 384
-"""A thread is worth its hand-over when a prompt's tiles meet so many keys in all."""
+"""A further thread pays off if the tiles of a prompt read this many keys in total."""
 
 
 class SlotAttention:
-    """One model's attention on one set of areas. One layer at a time."""
+    """The attention of one model on one set of areas, called layer by layer."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class SlotAttention:
         self._padding_masks: dict[int, Floats] = {}
 
     def begin_step(self, batch: RaggedBatch) -> None:
-        """Prepare what all layers of a step share."""
+        """Prepare the data that all layers of a step share."""
         self._batch = batch
         if len(batch.decode_slots) == 1:
             self._single_position = int(batch.decode_slots[0]), int(batch.positions[0])
@@ -67,17 +65,18 @@ class SlotAttention:
         }
 
     def __call__(self, qkv: Floats, layer: int) -> Floats:
-        """[rows, heads * head_dim] from the fused projection's rows, which are changed."""
+        """Return [rows, heads * head_dim] from the rows of the fused projection. `qkv` is
+        changed."""
         rows, dim = len(qkv), self._head_dim
         heads = qkv.reshape(rows, -1, dim)
-        turning = heads[:, : self._rotary_heads].view(np.complex64)
-        np.multiply(turning, self._rotations, out=turning)
+        rotated = heads[:, : self._rotary_heads].view(np.complex64)
+        np.multiply(rotated, self._rotations, out=rotated)
         queries = self._kv_heads * self._queries_per_kv_head
         pairs = heads[:, queries:].reshape(rows, 2, self._kv_heads, dim)
         out = self._scratch("attended", rows, queries * dim)
         batch = self._batch
         decoding = len(batch.decode_slots)
-        if decoding == 1:  # plain indices are faster than arrays of one
+        if decoding == 1:  # scalar indices are faster than index arrays
             self._areas[self._single_position[0], layer, :, :, self._single_position[1]] = pairs[0]
         elif decoding:
             positions = batch.positions[:decoding]
@@ -117,7 +116,7 @@ class SlotAttention:
             mixed /= sums
 
     def _padding_mask(self, run: DecodeRun) -> Floats:
-        """[rows, 1, 1, length]: minus infinity where a row's sequence has no position."""
+        """Return [rows, 1, 1, length]: minus infinity at positions beyond a row's sequence."""
         lengths = self._batch.positions[run.low : run.high] + 1
         beyond = np.arange(run.length) >= lengths[:, None]
         return np.where(beyond, np.float32(-np.inf), np.float32(0.0))[:, None, None]
@@ -129,27 +128,18 @@ class SlotAttention:
         count, start = span.high - span.low, span.start
         area = self._areas[span.slot, layer]
         area[:, :, start : start + count] = pairs[span.low : span.high].transpose(1, 2, 0, 3)
-        asked = heads[span.low : span.high, : kv_heads * group]
+        span_queries = heads[span.low : span.high, : kv_heads * group]
         queries = self._scratch("queries", kv_heads, count, group, dim)
-        queries[:] = asked.reshape(count, kv_heads, group, dim).swapaxes(0, 1)
+        queries[:] = span_queries.reshape(count, kv_heads, group, dim).swapaxes(0, 1)
         mixed = out[span.low : span.high].reshape(count, kv_heads, group, dim)
-        tiles = [(head, low) for low in range(0, count, QUERY_TILE) for head in range(kv_heads)][
-            ::-1
-        ]
-        threads = min(
-            self._thread_pool.threads, len(tiles) * (start + count) // MIN_KEYS_PER_THREAD + 1
-        )
+        lows = range(0, count, QUERY_TILE)
+        tiles = [(head, low) for low in lows for head in range(kv_heads)][::-1]
+        useful_threads = len(tiles) * (start + count) // MIN_KEYS_PER_THREAD + 1
+        threads = min(self._thread_pool.threads, useful_threads)
+        data = queries, area, mixed, start
         self._thread_pool.run_jobs(
             [
-                partial(
-                    self._prefill_tiles,
-                    tiles[part::threads],
-                    f"scores{part}",
-                    queries,
-                    area,
-                    mixed,
-                    start,
-                )
+                partial(self._prefill_tiles, tiles[part::threads], f"scores{part}", *data)
                 for part in range(threads)
             ]
         )
@@ -163,15 +153,15 @@ class SlotAttention:
         mixed: Floats,
         start: int,
     ) -> None:
-        """Attention of (kv head, first position) tiles into `mixed`."""
+        """Write the attention of the tiles (kv head, first position) into `mixed`."""
         _, count, group, dim = queries.shape
         for head, low in tiles:
             high = min(count, low + QUERY_TILE)
             length, rows = start + high, (high - low) * group
             scores = self._scratch(name, rows, length)
             np.dot(queries[head, low:high].reshape(rows, dim), area[0, head, :length].T, out=scores)
-            own = scores.reshape(high - low, group, length)[..., start + low :]
-            own += self._causal_mask[: high - low, :, : high - low]
+            masked = scores.reshape(high - low, group, length)[..., start + low :]
+            masked += self._causal_mask[: high - low, :, : high - low]
             sums = _exponentiate_scores(scores)
             weighted = np.dot(scores, area[1, head, :length])
             weighted /= sums
@@ -179,7 +169,7 @@ class SlotAttention:
 
 
 def _exponentiate_scores(scores: Floats) -> Floats:
-    """Turn scores into unnormalised weights in place; the rows' sums."""
+    """Turn scores into unnormalised weights in place and return the sums of the rows."""
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     sums: Floats = np.add.reduce(scores, axis=-1, keepdims=True)

@@ -1,6 +1,6 @@
-"""The OpenBLAS that NumPy carries: its threads, and which of its kernels this processor gets.
+"""The OpenBLAS inside NumPy: its number of threads and its small kernels.
 
-Set by calls: the environment is not ours to write, and is read before we come.
+Settings are made by calls, because the environment variables are read before this code runs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 SYMBOL_AFFIXES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("openblas_", ""))
 CORES_WITH_SMALL_KERNELS = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
 SMALL_KERNEL_MULTIPLICATIONS = 1_000_000
-"""Products of at most so many multiplications run in kernels that pack nothing, on processors with
-such kernels (AVX-512). Source: OpenBLAS, sgemm_small_kernel_permit."""
+"""Products with at most this many multiplications run in kernels that do not pack.
+
+Only processors with AVX-512 have such kernels. Source: OpenBLAS, sgemm_small_kernel_permit.
+"""
 
 
 def set_blas_threads(threads: int) -> bool:
-    """Use so many threads for one product; False: this NumPy has another BLAS."""
+    """Set the number of threads for one product. Returns False if NumPy uses another BLAS."""
     function = _find_function("set_num_threads")
     if function is None:
         return False
@@ -27,7 +29,7 @@ def set_blas_threads(threads: int) -> bool:
 
 
 def has_small_kernels() -> bool:
-    """Whether small products are fast here without packing."""
+    """Whether this processor multiplies small matrices without packing."""
     function = _find_function("get_corename")
     if function is None:
         return False
@@ -37,8 +39,8 @@ def has_small_kernels() -> bool:
 
 def _find_function(name: str) -> Any:
     for library in _load_libraries():
-        for before, after in SYMBOL_AFFIXES:
-            function = getattr(library, f"{before}{name}{after}", None)
+        for prefix, suffix in SYMBOL_AFFIXES:
+            function = getattr(library, f"{prefix}{name}{suffix}", None)
             if function is not None:
                 return function
     return None

@@ -1,4 +1,4 @@
-"""How much an engine takes on, where the settings leave it open."""
+"""Sizes of an engine that the settings leave open."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-"""A step of so many tokens keeps the matrix products at full speed; more only delays the tokens of
-the sequences beside it."""
+"""Enough tokens in a step to keep the matrix products at full speed. More only delays the tokens of
+the other sequences in the step."""
 KV_MEMORY_SHARE = 0.2
-"""Of what is available, for blocks; running sequences' areas take at most as much again."""
+"""Share of the available memory for blocks. The areas of running sequences take at most the same
+amount again."""
 
 CGROUP_DIR = Path("/sys/fs/cgroup")
-"""Where a container finds its own limits."""
+"""The folder in which a container finds its own limits."""
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plan_engine_info(
     settings: EngineSettings, config: LlamaConfig, shape: KvShape, context_tokens: int
 ) -> EngineInfo:
-    """What this engine is. `context_tokens`: 0 = what the model says."""
+    """Return the sizes of the engine. `context_tokens` 0: the limit of the model."""
     context = min(context_tokens or config.context_tokens, config.context_tokens)
     block_tokens = settings.block_size
     max_num_seqs = settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     num_blocks = settings.num_blocks
     if not num_blocks:
-        most = -(-context // block_tokens) * max_num_seqs
-        room = int(available_memory_bytes() * KV_MEMORY_SHARE) // (shape.token_bytes * block_tokens)
-        num_blocks = max(1, min(most, room))
+        max_useful_blocks = -(-context // block_tokens) * max_num_seqs
+        fitting_blocks = int(available_memory_bytes() * KV_MEMORY_SHARE) // (
+            shape.token_bytes * block_tokens
+        )
+        num_blocks = max(1, min(max_useful_blocks, fitting_blocks))
     return EngineInfo(
         engine="native",
         block_tokens=block_tokens,
@@ -54,7 +57,7 @@ def plan_engine_info(
 
 
 def available_memory_bytes(group: Path = CGROUP_DIR) -> int:
-    """Memory that may be taken without swapping: the machine's, within the control group's."""
+    """Return the memory that is free without swapping, within the limit of the control group."""
     machine = _machine_memory_bytes()
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -62,7 +65,7 @@ def available_memory_bytes(group: Path = CGROUP_DIR) -> int:
             return machine
         used = int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = int(stat["inactive_file"])  # of files once read: the kernel drops it
+        cache = int(stat["inactive_file"])  # the kernel drops this cache on demand
     except (OSError, ValueError, KeyError):
         return machine
     return max(0, min(machine, int(limit) - used + cache))

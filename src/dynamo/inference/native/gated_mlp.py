@@ -1,12 +1,15 @@
-"""A gated MLP, cut along its inner width: every thread does one piece from the rows to a sum over
-its own part, so that the threads meet once."""
+"""A gated MLP, split along its inner width.
+
+Each thread computes its shard from the rows to a partial sum, so the threads synchronize once.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from dynamo.inference.native.blocked_matmul import (
@@ -17,40 +20,36 @@ from dynamo.inference.native.blocked_matmul import (
 )
 
 if TYPE_CHECKING:
-    from dynamo.inference.native.arena import Arena
-    from dynamo.inference.native.scratch import ScratchBuffers
+    from dynamo.inference.native.buffers import Arena, Floats, ScratchBuffers
     from dynamo.inference.native.thread_pool import ThreadPool
 
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 CALLER_EXTRA_BLOCKS = 2
-"""Blocks of columns that the caller's piece has more than the others', where there are many: it
-starts at once, the other threads have to wake."""
+"""Blocks of columns that the caller's shard has more than the others, if there are many blocks.
+
+The caller starts at once, while the other threads have to wake up.
+"""
 
 TILE_ROWS = 32
-"""Rows of the gate at once: what the passes touch stays in the L2 cache."""
+"""Rows of the gate in one pass, so that the data stay in the L2 cache."""
 
 
-class MlpShard:
-    """Some of the inner columns: -gate and -up side by side, and the rows of down below them."""
+class MlpShard(msgspec.Struct, frozen=True):
+    """Some of the inner columns: -gate and -up side by side, and the matching rows of down."""
 
-    __slots__ = ("down", "gate_up", "width")
-
-    def __init__(self, gate_up: BlockedMatrix, down: BlockedMatrix, width: int) -> None:
-        self.gate_up = gate_up
-        self.down = down
-        self.width = width
+    gate_up: BlockedMatrix
+    down: BlockedMatrix
+    width: int
 
 
 def shard_mlp(
     gate: Floats, up: Floats, down: Floats, threads: int, small_kernels: bool, arena: Arena
 ) -> tuple[MlpShard, ...]:
-    """Pieces of about equal width, one a thread, the caller's first, from weights [out, in]."""
+    """Split weights [out, in] into shards of like width, one a thread, the caller's first."""
     inner = len(gate)
     units = -(-inner // BLOCK_COLUMNS)
     pieces = min(threads, units)
-    lead = CALLER_EXTRA_BLOCKS if units >= 16 * pieces > 16 else 0
-    ends = [0, *(lead + (units - lead) * part // pieces for part in range(1, pieces + 1))]
+    extra = CALLER_EXTRA_BLOCKS if units >= 16 * pieces > 16 else 0
+    ends = [0, *(extra + (units - extra) * part // pieces for part in range(1, pieces + 1))]
     borders = [min(inner, end * BLOCK_COLUMNS) for end in ends]
     return tuple(
         MlpShard(
@@ -69,45 +68,48 @@ def add_gated_mlp(
     scratch: ScratchBuffers,
     thread_pool: ThreadPool,
 ) -> None:
-    """total += (silu(rows @ gate) * (rows @ up)) @ down."""
+    """Compute total += (silu(rows @ gate) * (rows @ up)) @ down."""
     count, width = len(rows), total.shape[1]
     sums = [
-        scratch(f"sum{part}", count, piece.down.padded_width) for part, piece in enumerate(shards)
+        scratch(f"sum{part}", count, shard.down.padded_width) for part, shard in enumerate(shards)
     ]
     jobs = [
         partial(
             _compute_shard,
             rows,
-            piece,
-            scratch(f"gate_up{part}", count, piece.gate_up.padded_width),
-            scratch(f"gated{part}", count, piece.width),
+            shard,
+            scratch(f"gate_up{part}", count, shard.gate_up.padded_width),
+            scratch(f"gated{part}", count, shard.width),
             sums[part],
         )
-        for part, piece in enumerate(shards)
+        for part, shard in enumerate(shards)
     ]
 
-    def own() -> None:
+    def run_first_job() -> None:
         jobs[0]()
         np.add(total, sums[0][:, :width], out=total)
 
-    thread_pool.run_jobs([own, *jobs[1:]])
-    for one in sums[1:]:
-        total += one[:, :width]
+    thread_pool.run_jobs([run_first_job, *jobs[1:]])
+    for partial_sum in sums[1:]:
+        total += partial_sum[:, :width]
 
 
 def _compute_shard(
-    rows: Floats, piece: MlpShard, gate_up: Floats, gated: Floats, out: Floats
+    rows: Floats, shard: MlpShard, gate_up: Floats, gated: Floats, out: Floats
 ) -> None:
-    matmul_on_this_thread(rows, piece.gate_up, gate_up)
-    width = piece.width
-    for top in range(0, len(rows), TILE_ROWS):
-        part = gate_up[top : top + TILE_ROWS]
-        _silu_and_mul(part[:, :width], part[:, width : 2 * width], gated[top : top + TILE_ROWS])
-    matmul_on_this_thread(gated, piece.down, out)
+    matmul_on_this_thread(rows, shard.gate_up, gate_up)
+    width = shard.width
+    for first_row in range(0, len(rows), TILE_ROWS):
+        part = gate_up[first_row : first_row + TILE_ROWS]
+        _silu_and_mul(
+            part[:, :width], part[:, width : 2 * width], gated[first_row : first_row + TILE_ROWS]
+        )
+    matmul_on_this_thread(gated, shard.down, out)
 
 
 def _silu_and_mul(minus_gate: Floats, minus_up: Floats, out: Floats) -> None:
-    """silu(gate) * up. Both come negated, which saves a pass; `minus_gate` is changed."""
+    """Compute silu(gate) * up into `out`; `minus_gate` is changed. Both inputs are negated, which
+    saves a pass."""
     np.exp(minus_gate, out=out)
     out += 1.0
     minus_gate *= minus_up

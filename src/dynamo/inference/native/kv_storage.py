@@ -1,11 +1,11 @@
-"""KV memory: a contiguous area for every running sequence, and paged blocks for what is kept.
+"""KV memory: a contiguous area for each running sequence, and blocks for the prefix cache.
 
     areas   [slot][layer][key, value][kv head][position][head_dim]
     blocks  [block][layer][key, value][kv head][token][head_dim]
 
-Areas reserve address space for the whole context; memory is used page by page as positions are
-written, and given back when idle slots hold more than they should. A block is one contiguous piece
-of memory, copied in and out whole: attention over gathered pages costs 2 to 8 times.
+Areas reserve address space for the whole context. The kernel adds memory page by page as positions
+are written; free slots return their memory when they hold too much. A block is one contiguous piece
+that is copied as a whole: attention over gathered pages takes 2 to 8 times as long.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dynamo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Floats = np.ndarray[Any, np.dtype[np.float32]]
+    from dynamo.inference.native.buffers import Floats
 
 FLOAT_BYTES = 4
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 
 
 class KvShape(msgspec.Struct, frozen=True):
-    """What one position holds."""
+    """The dimensions of the keys and values of one position."""
 
     num_layers: int
     num_kv_heads: int
@@ -37,7 +35,7 @@ class KvShape(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position over all layers, float32."""
+        """Bytes of one position over all layers, in float32."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * FLOAT_BYTES
 
 
@@ -66,7 +64,7 @@ class KvStorage:
             self.blocks: Floats = np.empty(
                 (num_blocks, layers, 2, heads, block_tokens, dim), np.float32
             )
-        except (MemoryError, ValueError) as error:  # ValueError: beyond what can be addressed
+        except (MemoryError, ValueError) as error:  # ValueError: beyond the address space
             size = shape.token_bytes * block_tokens * num_blocks
             raise _memory_error("memory for KV blocks", size, "num-blocks") from error
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -75,13 +73,13 @@ class KvStorage:
         self._free_slot_token_limit = num_blocks * block_tokens // 4
 
     def allocate_slot(self) -> int:
-        """A free slot: the lowest, so that slots in use are neighbours."""
+        """Return the lowest free slot, so that slots in use are neighbours."""
         slot = self._free.pop()
         self._free_slot_tokens -= self._used_tokens[slot]
         return slot
 
     def free_slot(self, slot: int) -> None:
-        """The sequence in `slot` is gone."""
+        """Free the slot of a sequence that has ended."""
         self._free.append(slot)
         self._free.sort(reverse=True)
         self._free_slot_tokens += self._used_tokens[slot]
@@ -89,12 +87,12 @@ class KvStorage:
             self._trim_free_slots()
 
     def mark_used(self, slot: int, length: int) -> None:
-        """`slot` is about to be written up to `length` positions."""
+        """Record that `slot` will be written up to `length` positions."""
         if length > self._used_tokens[slot]:
             self._used_tokens[slot] = length
 
     def load_blocks(self, slot: int, blocks: Iterable[int]) -> None:
-        """Copy `blocks` into the first positions of a slot's area, in order."""
+        """Copy blocks into the first positions of a slot's area, in order."""
         area, size = self.areas[slot], self.block_tokens
         start = 0
         for block in blocks:
@@ -103,13 +101,13 @@ class KvStorage:
         self.mark_used(slot, start)
 
     def save_blocks(self, slot: int, saves: Iterable[tuple[int, int]]) -> None:
-        """Copy (block index in the sequence, block id) out of a slot's area."""
+        """Copy parts of a slot's area into blocks: (block index in the sequence, block id)."""
         area, size = self.areas[slot], self.block_tokens
         for index, block in saves:
             self.blocks[block] = area[:, :, :, index * size : (index + 1) * size]
 
     def _trim_free_slots(self) -> None:
-        """Give the memory of idle areas back; they read as zeros."""
+        """Return the memory of free slots to the kernel. Their areas then read as zeros."""
         for slot in self._free:
             if self._used_tokens[slot]:
                 self._memory.madvise(mmap.MADV_DONTNEED, slot * self._area_bytes, self._area_bytes)
@@ -117,8 +115,8 @@ class KvStorage:
         self._free_slot_tokens = 0
 
 
-def _memory_error(what: str, size: int, flags: str) -> ConfigError:
-    return ConfigError(f"{size >> 20} MiB of {what} are refused", hint=f"lower --{flags}")
+def _memory_error(purpose: str, size: int, flags: str) -> ConfigError:
+    return ConfigError(f"cannot allocate {size >> 20} MiB of {purpose}", hint=f"lower --{flags}")
 
 
 def _round_up_to_pages(size: int) -> int:
@@ -126,15 +124,15 @@ def _round_up_to_pages(size: int) -> int:
 
 
 def _reserve_address_space(size: int) -> mmap.mmap:
-    """Address space that takes memory only where it is written."""
+    """Map address space. Memory is used only where it is written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if sys.platform == "linux":
         flags |= MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, size, flags=flags)
     except (OSError, OverflowError) as error:
-        what = "address space for running sequences"
-        raise _memory_error(what, size, "max-num-seqs or --max-model-len") from error
+        purpose = "address space for running sequences"
+        raise _memory_error(purpose, size, "max-num-seqs or --max-model-len") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory

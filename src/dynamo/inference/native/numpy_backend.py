@@ -1,23 +1,22 @@
-"""The NumPy backend: OpenBLAS for products, a crew of threads.
+"""The NumPy backend: OpenBLAS computes products, a thread pool splits the work.
 
-OpenBLAS itself runs on one thread: the crew cuts the products, too, so that no threads of two
-kinds compete for the cores.
+OpenBLAS itself runs on one thread. The pool splits the products, too, so that two kinds of threads
+do not compete for the cores.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from dynamo.inference.native.arena import Arena
 from dynamo.inference.native.array_backend import Array, ArrayBackend
 from dynamo.inference.native.attention import SlotAttention
 from dynamo.inference.native.blas import has_small_kernels, set_blas_threads
 from dynamo.inference.native.blocked_matmul import BlockedMatrix, make_blocked_matrix, matmul
+from dynamo.inference.native.buffers import Arena, Floats, ScratchBuffers
 from dynamo.inference.native.gated_mlp import MlpShard, add_gated_mlp, shard_mlp
-from dynamo.inference.native.scratch import ScratchBuffers
 
 if TYPE_CHECKING:
     from dynamo.inference.native.kv_storage import KvStorage
@@ -25,14 +24,13 @@ if TYPE_CHECKING:
     from dynamo.inference.native.thread_pool import ThreadPool
     from dynamo.models.checkpoint.llama_config import LlamaConfig
 
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 MIN_ROWS_PER_THREAD = 128
-"""A thread is worth its hand-over from so many rows on."""
+"""A further thread pays off from this many rows on."""
 
 
 class NumpyBackend(ArrayBackend):
-    """`slots`: where the keys and values live. `rope_divisors`: see `Weights`."""
+    """The array operations in NumPy. `kv_storage` holds the keys and values. `rope_divisors` comes
+    from `ModelWeights.rope_divisors`."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class NumpyBackend(ArrayBackend):
             np.multiply(rows, 1.0 / math.sqrt(mean + eps), out=normal)
             return normal
 
-        def work(low: int, high: int) -> None:
+        def normalize(low: int, high: int) -> None:
             part = rows[low:high]
             means = np.vecdot(part, part)
             means /= part.shape[1]
@@ -83,7 +81,7 @@ class NumpyBackend(ArrayBackend):
             np.sqrt(means, out=means)
             np.divide(part, means[:, None], out=normal[low:high])
 
-        self._thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, work)
+        self._thread_pool.split_rows(len(rows), MIN_ROWS_PER_THREAD, normalize)
         return normal
 
     def prepare_gated_mlp(self, gate: Floats, up: Floats, down: Floats) -> tuple[MlpShard, ...]:
@@ -112,8 +110,7 @@ class NumpyBackend(ArrayBackend):
         rows *= factors
 
     def to_numpy(self, rows: Array) -> Floats:
-        found: Floats = rows
-        return found
+        return cast("Floats", rows)
 
     def stop(self) -> None:
         self._thread_pool.stop()

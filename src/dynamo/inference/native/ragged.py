@@ -1,9 +1,8 @@
-"""One step as rows of one matrix: first the decoding sequences, sorted by slot, then the prompts'
-spans, one after the other."""
+"""A step as rows of one matrix: first the decoding sequences by slot, then the prompt spans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Listed
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,18 @@ if TYPE_CHECKING:
     Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 CALL_COST_TOKENS = 96
-"""Attention over neighbouring slots is one call, as long as the longest of them: to pad costs
-memory traffic, to split costs calls. One call costs about as much as so many tokens of padding."""
+"""Cost of one attention call, in tokens of padding.
+
+Neighbouring slots share a call that is as long as the longest of them. Padding costs memory
+traffic, a split costs calls.
+"""
 
 MIN_TOKENS_TO_SPLIT = 2048
-"""Decoding rows go to several threads when together they attend to so many positions."""
+"""Decoding rows are split over threads if together they attend to this many positions."""
 
 
 class SlotChunk(msgspec.Struct, frozen=True):
-    """Compute `tokens` at positions `start` and on of the sequence in `slot`."""
+    """The tokens to compute at positions `start` and on of the sequence in `slot`."""
 
     slot: int
     start: int
@@ -32,8 +34,8 @@ class SlotChunk(msgspec.Struct, frozen=True):
 
 
 class DecodeRun(msgspec.Struct, frozen=True):
-    """Decoding rows `low` to `high` in neighbouring slots from `slot` on; the longest of them has
-    `length` positions, the last one is the row's own."""
+    """Decoding rows `low` to `high` in neighbouring slots, the first of which is `slot`. The
+    longest sequence has `length` positions, including the new one."""
 
     low: int
     high: int
@@ -42,7 +44,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
 
 
 class PrefillSpan(msgspec.Struct, frozen=True):
-    """Rows `low` to `high` are positions `start` and on of the sequence in `slot`."""
+    """Rows `low` to `high`, which are positions `start` and on of the sequence in `slot`."""
 
     low: int
     high: int
@@ -51,8 +53,13 @@ class PrefillSpan(msgspec.Struct, frozen=True):
 
 
 class RaggedBatch(msgspec.Struct, frozen=True):
-    """`ids`, `positions`: one a row. `slots`: one a decoding row. `parts`: runs to be computed side
-    by side. `samples`: the rows whose next token is wanted, in the order of the work."""
+    """The rows of a step.
+
+    - `token_ids`, `positions`: one entry a row
+    - `decode_slots`: one entry a decoding row
+    - `decode_parts`: runs that different threads compute at the same time
+    - `sampled_rows`: rows whose next token is sampled, in the order of the chunks
+    """
 
     token_ids: Ints
     positions: Ints
@@ -62,8 +69,8 @@ class RaggedBatch(msgspec.Struct, frozen=True):
     sampled_rows: Ints
 
 
-def make_ragged_batch(chunks: Listed[SlotChunk], threads: int = 1) -> RaggedBatch:
-    """Rows for `work`; decoding rows are cut into at most `threads` parts of like weight."""
+def make_ragged_batch(chunks: Sequence[SlotChunk], threads: int = 1) -> RaggedBatch:
+    """Build the rows of a step. Decoding rows are split into at most `threads` equal parts."""
     import numpy as np
 
     order = sorted(range(len(chunks)), key=lambda i: (len(chunks[i].tokens) > 1, chunks[i].slot))
@@ -72,12 +79,12 @@ def make_ragged_batch(chunks: Listed[SlotChunk], threads: int = 1) -> RaggedBatc
     lengths: list[int] = []
     row = 0
     for index in order:
-        one = chunks[index]
-        count = len(one.tokens)
+        chunk = chunks[index]
+        count = len(chunk.tokens)
         if count == 1:
-            lengths.append(one.start + 1)
+            lengths.append(chunk.start + 1)
         else:
-            spans.append(PrefillSpan(row, row + count, one.slot, one.start))
+            spans.append(PrefillSpan(row, row + count, chunk.slot, chunk.start))
         row += count
         last_row[index] = row - 1
     decoding = len(lengths)
@@ -92,22 +99,23 @@ def make_ragged_batch(chunks: Listed[SlotChunk], threads: int = 1) -> RaggedBatc
             _decode_runs(slots, lengths, low, high) for low, high in _split_rows(lengths, threads)
         ),
         tuple(spans),
-        np.asarray([last_row[i] for i, one in enumerate(chunks) if one.samples], np.int64),
+        np.asarray([last_row[i] for i, chunk in enumerate(chunks) if chunk.samples], np.int64),
     )
 
 
 def _split_rows(lengths: list[int], threads: int) -> list[tuple[int, int]]:
-    """Cut rows into parts of about equal sums: a row belongs where its middle lies."""
+    """Split rows into parts of about equal sums. A row belongs to the part that contains its
+    middle."""
     total = sum(lengths)
     if total < MIN_TOKENS_TO_SPLIT:
         threads = 1
-    borders, done, part = [0], 0, 0
+    borders, sum_before, part = [0], 0, 0
     for row, length in enumerate(lengths):
-        own = (2 * done + length) * threads // (2 * total)
-        if own > part and row > borders[-1]:
+        row_part = (2 * sum_before + length) * threads // (2 * total)
+        if row_part > part and row > borders[-1]:
             borders.append(row)
-        part = own
-        done += length
+        part = row_part
+        sum_before += length
     borders.append(len(lengths))
     return list(pairwise(borders)) if lengths else []
 

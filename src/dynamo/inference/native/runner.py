@@ -1,11 +1,11 @@
-"""Computes in a thread of its own, so that the event loop stays free, and posts whole steps."""
+"""The native runner: computes whole steps on its own thread, so that the event loop stays free."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence as Listed
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class NativeRunner(ModelRunner):
-    """One model on the NumPy backend. `open_weights` is called in the runner's thread."""
+    """Runs one model on the NumPy backend. `open_weights` is called on the runner's thread."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class NativeRunner(ModelRunner):
         from dynamo.inference.native.sampling import sample
 
         self._free_slots(plan.released)
-        work = [self._prepare_chunk(chunk) for chunk in plan.chunks]
+        chunks = [self._prepare_chunk(chunk) for chunk in plan.chunks]
         with np.errstate(over="ignore"):
-            logits = self._model.forward(make_ragged_batch(work, self._threads))
+            logits = self._model.forward(make_ragged_batch(chunks, self._threads))
             for chunk in plan.chunks:
                 self._kv_storage.save_blocks(chunk.sequence.runner_state, chunk.save_blocks)
             tokens, logprobs = sample(
@@ -96,14 +96,14 @@ class NativeRunner(ModelRunner):
             )
         return StepResult(tokens, logprobs)
 
-    def _free_slots(self, sequences: Listed[EngineSequence]) -> None:
+    def _free_slots(self, sequences: Sequence[EngineSequence]) -> None:
         for sequence in sequences:
             if sequence.runner_state is not None:
                 self._kv_storage.free_slot(sequence.runner_state)
                 sequence.runner_state = None
 
     def _prepare_chunk(self, chunk: StepChunk) -> SlotChunk:
-        """Give the chunk's sequence its area, with the KV of what comes before the chunk."""
+        """Assign a slot to the chunk's sequence and load the KV before the chunk."""
         sequence = chunk.sequence
         if sequence.runner_state is None:
             sequence.runner_state = self._kv_storage.allocate_slot()

@@ -1,16 +1,16 @@
-"""The next token from a row of logits.
+"""Samples the next token from a row of logits.
 
-Chance is a function of (seed, choice, output position) alone, one number a token, so that a request
-can be continued on another worker. Filters, in vLLM's order: logit bias, penalties, temperature,
-min-p, top-k, top-p; each leaves a prefix of the tokens sorted by probability, so only as many
-tokens are sorted as are needed.
+Randomness depends only on (seed, choice, output position), one number a token. A request can
+therefore continue on another worker.
+
+Filters run in vLLM's order: logit bias, penalties, temperature, min-p, top-k, top-p. Each keeps a
+prefix of the tokens sorted by probability, so only the tokens that are needed are sorted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from collections.abc import Sequence as Listed
+from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,13 @@ import xxhash
 from dynamo.core.values import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from dynamo.inference.native.buffers import Floats
     from dynamo.inference.sequence import EngineSequence
 
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ids = np.ndarray[Any, np.dtype[np.intp]]
 
 GREEDY_TEMPERATURE = 1e-5
-"""Temperatures at which only exact ties would be left to chance. Source: vLLM."""
+"""Below this temperature only exact ties would be random. Source: vLLM."""
 MAX_LOGIT = float(np.finfo(np.float32).max)
 MAX_TOP_LOGPROBS = 20
 INITIAL_CANDIDATES = 128
@@ -35,30 +35,32 @@ _seed_struct = Struct("<qqq")
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing else."""
+    """Return a number in [0, 1) that depends only on the arguments."""
     key = _seed_struct.pack((seed + (1 << 63)) % (1 << 64) - (1 << 63), choice, position)
     return (xxhash.xxh3_64_intdigest(key) >> 11) * 2.0**-53
 
 
 def sample(
-    logits: Floats, sequences: Listed[EngineSequence]
+    logits: Floats, sequences: Sequence[EngineSequence]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """One token for each row of `logits` [sequences, vocabulary], and the logprobs of the
-    unmodified distribution where they are asked for. Rows may be changed. Raises `ArithmeticError`
-    where logits are not finite numbers."""
-    asked = [_requested_top_logprobs(sequence) for sequence in sequences]
-    before = {row: log_softmax(logits[row]) for row, top in enumerate(asked) if top is not None}
+    """Sample one token for each row of `logits` [sequences, vocabulary], which may be changed.
+    Logprobs are those of the unmodified distribution, for the sequences that request them. Raises
+    `ArithmeticError` if logits are not finite."""
+    top_counts = [_requested_top_logprobs(sequence) for sequence in sequences]
+    logprobs = {
+        row: log_softmax(logits[row]) for row, top in enumerate(top_counts) if top is not None
+    }
     tokens = [sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
-    if not before:
+    if not logprobs:
         return tokens, None
     return tokens, [
-        None if top is None else make_token_logprobs(before[row], tokens[row], top)
-        for row, top in enumerate(asked)
+        None if top is None else make_token_logprobs(logprobs[row], tokens[row], top)
+        for row, top in enumerate(top_counts)
     ]
 
 
 def sample_row(row: Floats, sequence: EngineSequence) -> int:
-    """One token. `row` may be changed."""
+    """Sample one token. `row` may be changed."""
     request = sequence.request
     if request is None:
         return _argmax(row)
@@ -73,20 +75,21 @@ def sample_row(row: Floats, sequence: EngineSequence) -> int:
 
 
 def _argmax(row: Floats) -> int:
-    found = int(row.argmax())
-    _check_finite(float(row[found]))
-    return found
+    token = int(row.argmax())
+    _check_finite(float(row[token]))
+    return token
 
 
 def _check_finite(best: float) -> None:
-    """`best`: the highest logit; not a number where any of them is not."""
+    """Raise `ArithmeticError` if `best`, the highest logit, is not finite. A row with a NaN has NaN
+    as its maximum."""
     if not math.isfinite(best):
         raise ArithmeticError("the model's logits are not finite: its weights may be damaged")
 
 
 def apply_penalties(row: Floats, sampling: SamplingParams, sequence: EngineSequence) -> None:
-    """Apply bias and penalties in place. Presence and frequency count generated tokens;
-    repetition looks at the prompt, too."""
+    """Apply bias and penalties in place. Presence and frequency penalties count generated tokens.
+    The repetition penalty also counts the prompt."""
     for token, bias in sampling.logit_bias.items():
         if 0 <= token < len(row):
             row[token] += bias
@@ -104,8 +107,8 @@ def apply_penalties(row: Floats, sampling: SamplingParams, sequence: EngineSeque
 
 
 def sample_filtered(row: Floats, sampling: SamplingParams, chance: float) -> int:
-    """The token at `chance` of the filtered distribution, most probable first (then lowest id);
-    where nothing is filtered, by id."""
+    """Return the token at `chance` of the filtered distribution. Tokens are ordered by probability,
+    ties by id. If nothing is filtered they are ordered by id."""
     best = row.max()
     _check_finite(float(best))
     limit = sampling.top_k if 0 < sampling.top_k < len(row) else len(row)
@@ -121,17 +124,17 @@ def sample_filtered(row: Floats, sampling: SamplingParams, chance: float) -> int
         ids = top_ids(row, count)
         logits = row[ids].astype(np.float64)
         sorted_weights = np.exp((logits - float(best)) / sampling.temperature)
-        found = _sample_sorted(sorted_weights, limit, sampling, whole, chance)
-        if found is not None:
-            return int(ids[found])
+        index = _sample_sorted(sorted_weights, limit, sampling, whole, chance)
+        if index is not None:
+            return int(ids[index])
         count = min(limit, count * 8)
 
 
 def _sample_unfiltered(weights: Floats, chance: float) -> int:
-    """Where `chance` falls among all tokens, by id."""
+    """Return the token at `chance` among all tokens, ordered by id."""
     sums = np.cumsum(weights, dtype=np.float64)
-    found = int(np.searchsorted(sums, chance * float(sums[-1]), side="right"))
-    return min(found, int(np.flatnonzero(weights)[-1]))
+    token = int(np.searchsorted(sums, chance * float(sums[-1]), side="right"))
+    return min(token, int(np.flatnonzero(weights)[-1]))
 
 
 def _sample_sorted(
@@ -141,13 +144,13 @@ def _sample_sorted(
     whole: float,
     chance: float,
 ) -> int | None:
-    """Where `chance` falls among the sorted `weights`; None: more of them are needed. `whole`: the
-    sum over all, where neither top-k nor min-p cuts (else 0)."""
+    """Return the index at `chance` among the sorted `weights`, or None if more are needed. `whole`
+    is the sum over all tokens if neither top-k nor min-p filters, else 0."""
     complete = len(weights) >= limit
     if sampling.min_p > 0.0:
-        kept = int(np.count_nonzero(weights >= sampling.min_p))
-        complete = complete or kept < len(weights)
-        weights = weights[: max(1, kept)]
+        min_p_count = int(np.count_nonzero(weights >= sampling.min_p))
+        complete = complete or min_p_count < len(weights)
+        weights = weights[: max(1, min_p_count)]
     sums = np.cumsum(weights)
     if complete:
         total = float(sums[-1])
@@ -162,18 +165,16 @@ def _sample_sorted(
                 return None
             cut = len(sums) - 1
         total = float(sums[cut])
-    found = int(np.searchsorted(sums, chance * total, side="right"))
-    if found >= len(sums):
+    index = int(np.searchsorted(sums, chance * total, side="right"))
+    if index >= len(sums):
         return len(sums) - 1 if complete else None
-    return found
+    return index
 
 
 def top_ids(row: Floats, count: int) -> Ids:
-    """The `count` highest of a row, best first, ties by id.
-
-    The lowest of the `count` highest maxima of pieces bounds what can be among them, so that only
-    a few are sorted.
-    """
+    """Return the ids of the `count` highest logits, best first, ties by id. The row is cut into
+    pieces. The lowest of the `count` highest piece maxima is a lower bound of the result, so only a
+    few ids are sorted."""
     pieces = len(row) // PARTITION_SIZE
     if count * 4 >= pieces:
         return _sort_descending(row, np.arange(len(row)), count)
@@ -188,7 +189,7 @@ def _sort_descending(row: Floats, ids: Ids, count: int) -> Ids:
 
 
 def log_softmax(row: Floats) -> Floats:
-    """Natural-log probabilities."""
+    """Return natural-log probabilities."""
     shifted: Floats = row - row.max()
     total = np.exp(shifted).sum(dtype=np.float64)
     shifted -= np.float32(math.log(total))
@@ -196,10 +197,12 @@ def log_softmax(row: Floats) -> Floats:
 
 
 def make_token_logprobs(logprobs: Floats, token: int, top: int) -> TokenLogprobs:
-    """The chosen token's logprob and the `top` best."""
+    """Return the logprob of the chosen token and the `top` best ones."""
     best: Iterable[int] = top_ids(logprobs, min(top, MAX_TOP_LOGPROBS)).tolist() if top else ()
     return TokenLogprobs(
-        token, float(logprobs[token]), tuple((one, float(logprobs[one])) for one in best)
+        token,
+        float(logprobs[token]),
+        tuple((candidate, float(logprobs[candidate])) for candidate in best),
     )
 
 

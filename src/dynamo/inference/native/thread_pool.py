@@ -1,4 +1,4 @@
-"""A few threads that share the work between two matrix products, where NumPy itself uses one."""
+"""A few threads that share the work around the matrix products, for which NumPy uses one thread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ThreadJob = Callable[[], None]
 
 
 class _WorkerThread:
-    """One thread: takes a job, says when it is done."""
+    """A thread that runs one job at a time and reports its end."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="native-crew", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="native-pool", daemon=True)
         self._thread.start()
 
     def submit(self, job: ThreadJob) -> None:
@@ -37,37 +37,37 @@ class _WorkerThread:
             while (job := self._jobs.get()) is not None:
                 try:
                     job()
-                except BaseException as error:  # noqa: BLE001 - it is raised where it is awaited
+                except BaseException as error:  # noqa: BLE001 - run_jobs raises it again
                     self._done.put(error)
                 else:
                     self._done.put(None)
 
 
 class ThreadPool:
-    """`threads` threads in all, the caller being one of them. Used from one thread at a time."""
+    """A pool of `threads` threads, one of which is the caller. Only one thread may call it."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._worker_threads = [_WorkerThread() for _ in range(threads - 1)]
 
     def run_jobs(self, jobs: Sequence[ThreadJob]) -> None:
-        """Run up to `threads` jobs side by side; raises the first error when all are done."""
-        helpers = self._worker_threads[: len(jobs) - 1]
-        for helper, job in zip(helpers, jobs[1:], strict=True):
-            helper.submit(job)
+        """Run up to `threads` jobs at the same time. Raises the first error when all have ended."""
+        workers = self._worker_threads[: len(jobs) - 1]
+        for worker, job in zip(workers, jobs[1:], strict=True):
+            worker.submit(job)
         errors: list[BaseException | None] = []
         try:
             jobs[0]()
         finally:
-            errors = [helper.wait() for helper in helpers]
+            errors = [worker.wait() for worker in workers]
         for error in errors:
             if error is not None:
                 raise error
 
-    def split_rows(self, count: int, least: int, work: Callable[[int, int], None]) -> None:
-        """Call `work(low, high)` over `count` rows, on more than one thread when each would have
-        at least `least` rows."""
-        parts = min(self.threads, count // least) if least else self.threads
+    def split_rows(self, count: int, min_rows: int, work: Callable[[int, int], None]) -> None:
+        """Call `work(low, high)` over `count` rows, on several threads if each gets `min_rows`
+        rows."""
+        parts = min(self.threads, count // min_rows) if min_rows else self.threads
         if parts < 2:
             work(0, count)
             return
@@ -75,7 +75,7 @@ class ThreadPool:
         self.run_jobs([partial(work, low, high) for low, high in pairwise(borders)])
 
     def stop(self) -> None:
-        """End the threads."""
-        for helper in self._worker_threads:
-            helper.stop()
+        """Stop the threads."""
+        for worker in self._worker_threads:
+            worker.stop()
         self._worker_threads = []
