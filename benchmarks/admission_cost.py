@@ -32,7 +32,7 @@ from dynamo.core.values import (
 )
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.pipeline import assemble
+from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Decision, Policy, WorkerRouter
 
 REQUESTS, RUNS = 2_000, 15
@@ -125,7 +125,7 @@ async def added_us(number: int, ttft_s: float) -> float:
         Turns(workers.instances.values()), answer, listener_factories=[admission.track_attempt]
     )
     without = await us_a_request(plain.send)
-    return await us_a_request(assemble([admission], followed.send)) - without
+    return await us_a_request(chain([admission], followed.send)) - without
 
 
 async def main() -> None:

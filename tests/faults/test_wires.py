@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.faults.relay import LossyRelay, Relayed
+from tests.unit.processes import send_through
 
 from dynamo.communication.requests import ResponseWriter, client_connection
 from dynamo.core.clock import SystemClock
@@ -28,7 +29,6 @@ from dynamo.inference.mock.engine import make_mock_engine
 from dynamo.inference.probe import answer_probe, encode_probe_result
 from dynamo.runtime import DistributedRuntime
 from dynamo.runtime.calls.failure_detector import FailureDetector
-from dynamo.scheduling.pipeline import standard_pipeline
 from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.testing.fakes import CollectedReply
 
@@ -95,7 +95,7 @@ class Wires:
         )
         self.health = WorkerHealth(self.client, self.clock, Random(1), runtime.metrics)
         self.held.push_async_callback(self.health.close)
-        self.send = standard_pipeline(
+        self.send = send_through(
             self.client, "round_robin", runtime.metrics, clock=self.clock, health=self.health
         )
 

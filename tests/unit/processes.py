@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from dynamo.core.clock import Clock
+from dynamo.core.clock import Clock, SystemClock
+from dynamo.core.reply import SendRequest
 from dynamo.core.settings import Settings
 from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
-from dynamo.runtime import DistributedRuntime
+from dynamo.runtime import Client, DistributedRuntime
+from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.migration import Migration
+from dynamo.scheduling.pipeline import chain
+from dynamo.scheduling.router import BasicPolicy, Observer, Policy, WorkerRouter
+from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.telemetry import Registry
 
 Open = Callable[[], Awaitable[DistributedRuntime]]
 _places = itertools.count()
+
+
+def send_through(
+    client: Client,
+    policy: Policy | str,
+    metrics: Registry | None = None,
+    *,
+    clock: Clock | None = None,
+    health: WorkerHealth | None = None,
+    observers: Sequence[Observer] = (),
+) -> SendRequest:
+    """A pipeline of migration, router and dispatch to the instances of `client`. `policy` may be
+    the name of a basic mode."""
+    clock = clock or SystemClock()
+    router = WorkerRouter(
+        BasicPolicy(client, policy) if isinstance(policy, str) else policy,
+        Dispatch(client).send,
+        metrics,
+        clock=clock,
+        observers=observers,
+        listener_factories=() if health is None else [health.track_attempt],
+    )
+    return chain([Migration(clock, client.rng, metrics)], router.send)
 
 
 class Processes:

@@ -1,9 +1,21 @@
-"""The way from one model's processor to its workers: client, watch, health, policy, pipeline."""
+"""The pipeline of one model: every stage between its text processor and its workers.
+
+A request passes the stages of `REQUEST_ORDER`::
+
+    processor ─▶ admission ─▶ migration ─▶ router ─▶ dispatch ─▶ client ─▶ worker
+                                             │
+                                           policy ◀── load reports, KV events
+
+`STAGES` lists all stages in the order in which they are opened. Each row opens one stage, which may
+use the stages above it, and registers how that stage is closed. Closing runs in reverse order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import NamedTuple
+from urllib.parse import quote
 
 from dynamo.core.reply import SendRequest
 from dynamo.models.card import ModelCard
@@ -11,79 +23,265 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.scheduling.admission import Admission, SloLimits
-from dynamo.scheduling.pipeline import standard_pipeline
-from dynamo.scheduling.router.load_view import LoadView
+from dynamo.scheduling.dispatch import Dispatch
+from dynamo.scheduling.index.cache_view import CacheView
+from dynamo.scheduling.migration import Migration
+from dynamo.scheduling.pipeline import chain
+from dynamo.scheduling.router import Policy, WorkerRouter
+from dynamo.scheduling.router.factory import KV, PolicyInputs, connect_replicas, open_policy
+from dynamo.scheduling.router.load_view import LoadListener, LoadView
+from dynamo.scheduling.router.policies.remote import RemotePolicy
+from dynamo.scheduling.router.policies.remote_messages import CHOOSE_ENDPOINT, read_query_prompt
+from dynamo.scheduling.router.prompt import make_prompt_reader
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
+from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.worker_health import WorkerHealth
+from dynamo.sdk.decorators import spec_of
+from dynamo.services.cache_views import open_cache_view
 from dynamo.services.compatibility import CardCompatibility
-from dynamo.services.routing import ProcessRouting
+from dynamo.services.components import Router
+from dynamo.services.routing import ModelRouting, ProcessRouting
 
 WORKER_COMPONENT = "worker"
 
 
 class ModelPipeline:
-    """Made by `open`; `close` it when the model is served in another way."""
+    """The open stages of one model; each row of `STAGES` sets the attribute of its name.
 
-    def __init__(self, client: Client, send: SendRequest, held: AsyncExitStack) -> None:
-        self.client = client
-        self.send = send
-        self._resources = held
+    `failure_detector` is None in a router's own process, which chooses workers and sends no
+    requests (`sends_requests` is False).
+    """
 
-    @classmethod
-    async def open(
-        cls,
+    client: Client
+    health: WorkerHealth
+    policy: Policy
+    admission: Admission
+    loads: LoadView
+    migration: Migration
+    dispatch: Dispatch
+    router: WorkerRouter
+    send: SendRequest
+
+    def __init__(
+        self,
         runtime: DistributedRuntime,
-        watch: FailureDetector,
         routing: ProcessRouting,
         card: ModelCard,
-    ) -> Self:
-        """To the workers that serve the card's model. Raises `ConfigError`."""
-        settings = runtime.settings.router
-        async with AsyncExitStack() as held:
-            endpoint = runtime.namespace().component(WORKER_COMPONENT).endpoint("generate")
-            client = await endpoint.client(CardCompatibility(card).accepts)
-            held.push_async_callback(client.close)
-            held.callback(watch.watch(client))
-            health = WorkerHealth(
-                client,
-                runtime.clock,
-                runtime.rng,
-                runtime.metrics,
-                interval_s=settings.load_balancing.health_check_interval,
-                threshold=settings.load_balancing.unhealthy_threshold,
-            )
-            held.push_async_callback(health.close)
-            routed = await routing.open(card, client)
-            held.push_async_callback(routed.close)
-            admission = Admission(
-                client,
-                routed.policy,
-                runtime.clock,
-                SloLimits.from_settings(settings),
-                runtime.metrics,
-            )
-            held.callback(admission.close)
-            held.callback(
-                runtime.on_settings_change(
-                    lambda now: admission.update(SloLimits.from_settings(now.router))
-                )
-            )
-            loads = LoadView(runtime.clock)
-            loads.add_listener(admission.on_load_report)
-            await loads.subscribe(runtime.events, client.path.rsplit(".", 1)[0])
-            held.callback(loads.close)
-            send = standard_pipeline(
-                client,
-                routed.policy,
-                runtime.metrics,
-                clock=runtime.clock,
-                migration_limit=settings.migration_limit,
-                health=health,
-                admission=admission,
-                observers=routed.observers,
-            )
-            health.start()
-            return cls(client, send, held.pop_all())
+        failure_detector: FailureDetector | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.routing = routing
+        self.card = card
+        self.failure_detector = failure_detector
+        self.sends_requests = failure_detector is not None
+        self.settings = runtime.settings.router
+        self.resources = AsyncExitStack()
+        self.cache_view: CacheView | None = None
+        self.peer_requests: PeerRequests | None = None
+        self.load_listeners: list[LoadListener] = []
+
+    @property
+    def worker_component(self) -> str:
+        """The workers' "namespace.component", under which their events are published."""
+        return self.client.path.rsplit(".", 1)[0]
+
+    @property
+    def routing_subject(self) -> str:
+        """The event subject on which the routers of this model publish the requests they send."""
+        namespace = self.runtime.settings.runtime.namespace
+        return f"{namespace}.router/{quote(self.card.name, safe='')}"
+
+    async def open(self, stages: Sequence[Stage]) -> None:
+        """Open `stages` in order and register the model for explanations. Raises `ConfigError`."""
+        try:
+            for stage in stages:
+                await stage.open(self)
+        except BaseException:
+            await self.close()
+            raise
+        self.routing.add_model(
+            self.card.name, ModelRouting(self.client, self.policy, self.loads, self.cache_view)
+        )
 
     async def close(self) -> None:
-        """Calls under way go on."""
-        await self._resources.aclose()
+        """Close all stages, the last one first. Requests in flight are not interrupted."""
+        await self.resources.aclose()
+
+
+async def _open_client(pipeline: ModelPipeline) -> None:
+    accepts = CardCompatibility(pipeline.card).accepts
+    endpoint = pipeline.runtime.namespace().component(WORKER_COMPONENT).endpoint("generate")
+    pipeline.client = await endpoint.client(accepts)
+    pipeline.resources.push_async_callback(pipeline.client.close)
+
+
+async def _open_health(pipeline: ModelPipeline) -> None:
+    runtime, client = pipeline.runtime, pipeline.client
+    if pipeline.failure_detector is not None:
+        pipeline.resources.callback(pipeline.failure_detector.watch(client))
+    pipeline.health = WorkerHealth(
+        client,
+        runtime.clock,
+        runtime.rng,
+        runtime.metrics,
+        interval_s=pipeline.settings.load_balancing.health_check_interval,
+        threshold=pipeline.settings.load_balancing.unhealthy_threshold,
+    )
+    pipeline.resources.push_async_callback(pipeline.health.close)
+
+
+async def _open_policy(pipeline: ModelPipeline) -> None:
+    settings = pipeline.settings
+    asks_routers = pipeline.sends_requests and settings.mode == KV and settings.replicas > 0
+    policy = await (_remote_policy if asks_routers else _local_policy)(pipeline)
+    pipeline.policy = policy
+    pipeline.resources.push_async_callback(policy.close)
+    pipeline.resources.callback(
+        pipeline.runtime.on_settings_change(lambda new: policy.update_settings(new.router))
+    )
+    if policy.worker_states is not None:
+        pipeline.load_listeners.append(policy.worker_states.on_load_report)
+    if not asks_routers:
+        await _open_replica_sync(pipeline)
+
+
+async def _local_policy(pipeline: ModelPipeline) -> Policy:
+    """Choose in this process. Queries of frontends carry block hashes instead of tokens."""
+    runtime, block_tokens = pipeline.runtime, pipeline.card.block_tokens
+    if pipeline.settings.mode == KV:
+        component = pipeline.worker_component
+        pipeline.cache_view = await open_cache_view(runtime, block_tokens, component)
+    return await open_policy(
+        PolicyInputs(
+            pipeline.settings,
+            pipeline.client,
+            runtime.events,
+            runtime.clock,
+            block_tokens=block_tokens,
+            read_prompt=None if pipeline.sends_requests else read_query_prompt,
+            view=pipeline.cache_view,
+        )
+    )
+
+
+async def _remote_policy(pipeline: ModelPipeline) -> Policy:
+    """Ask the router processes of this namespace (`router.replicas`)."""
+    runtime, block_tokens = pipeline.runtime, pipeline.card.block_tokens
+    component = runtime.namespace().component(spec_of(Router).name)
+    replicas = ReplicaSync(runtime.clock, runtime.instance_id)
+    await replicas.start(runtime.events, pipeline.routing_subject)
+    return RemotePolicy(
+        pipeline.client,
+        await component.endpoint(CHOOSE_ENDPOINT).client(),
+        replicas,
+        make_prompt_reader(block_tokens),
+        runtime.clock,
+        block_tokens=block_tokens,
+        metrics=runtime.metrics,
+    )
+
+
+async def _open_replica_sync(pipeline: ModelPipeline) -> None:
+    """Share placed requests with the other routers. A router's own process publishes none, because
+    the frontends publish what they send."""
+    runtime, publish = pipeline.runtime, pipeline.sends_requests
+    connected = connect_replicas(
+        pipeline.policy, runtime.clock, runtime.instance_id, publish=publish
+    )
+    if connected is not None:
+        replica_sync, pipeline.peer_requests = connected
+        pipeline.resources.push_async_callback(replica_sync.close)
+        await replica_sync.start(runtime.events, pipeline.routing_subject)
+
+
+async def _open_admission(pipeline: ModelPipeline) -> None:
+    runtime, limits = pipeline.runtime, SloLimits.from_settings(pipeline.settings)
+    pipeline.admission = admission = Admission(
+        pipeline.client, pipeline.policy, runtime.clock, limits, runtime.metrics
+    )
+    pipeline.resources.callback(admission.close)
+    pipeline.resources.callback(
+        runtime.on_settings_change(
+            lambda new: admission.update(SloLimits.from_settings(new.router))
+        )
+    )
+    pipeline.load_listeners.append(admission.on_load_report)
+
+
+async def _open_loads(pipeline: ModelPipeline) -> None:
+    pipeline.loads = LoadView(pipeline.runtime.clock)
+    for listener in pipeline.load_listeners:
+        pipeline.loads.add_listener(listener)
+    pipeline.resources.callback(pipeline.loads.close)
+    await pipeline.loads.subscribe(pipeline.runtime.events, pipeline.worker_component)
+
+
+async def _open_migration(pipeline: ModelPipeline) -> None:
+    runtime, limit = pipeline.runtime, pipeline.settings.migration_limit
+    pipeline.migration = Migration(runtime.clock, pipeline.client.rng, runtime.metrics, limit=limit)
+
+
+async def _open_dispatch(pipeline: ModelPipeline) -> None:
+    pipeline.dispatch = Dispatch(pipeline.client)
+
+
+async def _open_router(pipeline: ModelPipeline) -> None:
+    routing = pipeline.routing
+    pipeline.router = WorkerRouter(
+        pipeline.policy,
+        pipeline.dispatch.send,
+        pipeline.runtime.metrics,
+        clock=pipeline.runtime.clock,
+        observers=[routing.observer] if routing.records_decisions else [],
+        listener_factories=[pipeline.health.track_attempt, pipeline.admission.track_attempt],
+    )
+    pipeline.send = chain([pipeline.admission, pipeline.migration], pipeline.router.send)
+
+
+class Stage(NamedTuple):
+    """One row of `STAGES`: the attribute that `open` sets, and the purpose of the stage."""
+
+    name: str
+    open: Callable[[ModelPipeline], Awaitable[None]]
+    purpose: str
+
+
+STAGES = (
+    Stage("client", _open_client, "connects to the workers that agree with the model's card"),
+    Stage("health", _open_health, "detects dead hosts, probes workers, ejects and readmits them"),
+    Stage("policy", _open_policy, "chooses a worker by router.mode, here or in router processes"),
+    Stage("admission", _open_admission, "queues or rejects requests by SLO and worker capacity"),
+    Stage("loads", _open_loads, "passes the workers' load reports to policy and admission"),
+    Stage("migration", _open_migration, "continues an answer on another worker after a failure"),
+    Stage("dispatch", _open_dispatch, "sends one request to one worker and decodes its answer"),
+    Stage("router", _open_router, "lets the policy choose and dispatches, again if a worker left"),
+)
+"""All stages of a frontend's pipeline in the order in which they are opened."""
+
+ROUTER_PROCESS_STAGES = tuple(row for row in STAGES if row.name in ("client", "policy", "loads"))
+"""The stages of a router's own process, which chooses workers and sends no requests."""
+
+REQUEST_ORDER = ("admission", "migration", "router", "dispatch")
+"""The stages that a request passes, in order. `router` turns a `SendRequest` into a `SendTo`."""
+
+
+async def open_model_pipeline(
+    runtime: DistributedRuntime,
+    failure_detector: FailureDetector,
+    routing: ProcessRouting,
+    card: ModelCard,
+) -> ModelPipeline:
+    """Open the pipeline to the workers that serve the card's model. Raises `ConfigError`."""
+    pipeline = ModelPipeline(runtime, routing, card, failure_detector)
+    await pipeline.open(STAGES)
+    pipeline.health.start()
+    return pipeline
+
+
+async def open_router_process_pipeline(
+    runtime: DistributedRuntime, routing: ProcessRouting, card: ModelCard
+) -> ModelPipeline:
+    """Open the stages that choose among the workers of the card's model. Raises `ConfigError`."""
+    pipeline = ModelPipeline(runtime, routing, card)
+    await pipeline.open(ROUTER_PROCESS_STAGES)
+    return pipeline

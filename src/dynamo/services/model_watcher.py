@@ -21,7 +21,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.scheduling.processor import ChatProcessor
 from dynamo.services.catalogue import Catalogue, models_prefix
-from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline
+from dynamo.services.model_pipeline import WORKER_COMPONENT, ModelPipeline, open_model_pipeline
 from dynamo.services.routing import ProcessRouting
 
 
@@ -97,7 +97,7 @@ class ModelWatcher:
 
     def count_workers(self) -> Mapping[str, int]:
         """How many instances serve each model."""
-        return {name: len(way.client.instances) for name, way in self._pipelines.items()}
+        return {name: len(pipeline.client.instances) for name, pipeline in self._pipelines.items()}
 
     def incompatible_workers(self) -> Mapping[str, str]:
         """Workers that do not agree with their model's card, and in what."""
@@ -117,21 +117,21 @@ class ModelWatcher:
             ChatTemplate, card.chat_template, bos_token=card.bos_token, eos_token=card.eos_token
         )
 
-        way = await ModelPipeline.open(runtime, self._failure_detector, self._routing, card)
+        pipeline = await open_model_pipeline(runtime, self._failure_detector, self._routing, card)
         processor = await runtime.clock.offload(
             ChatProcessor,
             card,
             tokenizer,
             template,
-            way.send,
+            pipeline.send,
             runtime.settings.sampling,
             runtime.clock,
         )
         self._gateway.add(ServedModel(card.names, processor, card.created, card.context_tokens))
         before = self._pipelines.pop(name, None)
-        self._pipelines[name] = way
-        way.client.on_change(lambda: self._update_health(name, way))
-        self._update_health(name, way)
+        self._pipelines[name] = pipeline
+        pipeline.client.on_change(lambda: self._update_health(name, pipeline))
+        self._update_health(name, pipeline)
         runtime.health.set_healthy(MODELS_HEALTH_KEY)
         if before is not None:
             await before.close()
@@ -156,10 +156,10 @@ class ModelWatcher:
                 MODELS_HEALTH_KEY, f"{name}: {reason}" if name else reason
             )
 
-    def _update_health(self, name: str, way: ModelPipeline) -> None:
-        if self._pipelines.get(name) is not way:
+    def _update_health(self, name: str, pipeline: ModelPipeline) -> None:
+        if self._pipelines.get(name) is not pipeline:
             return
-        if way.client.instances:
+        if pipeline.client.instances:
             self._runtime.health.set_healthy(name)
         else:
             self._runtime.health.set_unhealthy(name, "no worker of this model can be reached now")

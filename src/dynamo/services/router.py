@@ -30,9 +30,8 @@ from dynamo.scheduling.router.worker_state import PlacedRequest
 from dynamo.sdk.decorators import spec_of
 from dynamo.services import components
 from dynamo.services.catalogue import Catalogue
-from dynamo.services.compatibility import CardCompatibility
-from dynamo.services.model_pipeline import WORKER_COMPONENT
-from dynamo.services.routing import ModelRouting, ProcessRouting
+from dynamo.services.model_pipeline import ModelPipeline, open_router_process_pipeline
+from dynamo.services.routing import ProcessRouting
 from dynamo.services.routing_queries import RoutingQueries
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class RouterService:
         self._routing = ProcessRouting(runtime)
         if (mode := runtime.settings.router.mode) != KV:
             log.warning("frontends ask a router in mode kv alone", extra={"fields": {"mode": mode}})
-        self._models: dict[str, ModelRouting] = {}
+        self._models: dict[str, ModelPipeline] = {}
         self._decisions = runtime.metrics.counter(
             "dynamo_router_decisions_total", "Questions of frontends that this router answered"
         )
@@ -103,33 +102,28 @@ class RouterService:
             )
         request = request_from_query(ask, out.context.request_id)
         made = await model.policy.choose(request, out.context, frozenset(ask.excluded))
-        if model.routing_listener is not None and isinstance(made.placement, PlacedRequest):
-            model.routing_listener.reserve(made.placement)
+        if model.peer_requests is not None and isinstance(made.placement, PlacedRequest):
+            model.peer_requests.reserve(made.placement)
         self._routing.observer.decision_log.add(request, replace(made, placement=None))
         self._decisions.inc()
         out.send(encode_reply(made))
 
     async def _open_model(self, card: ModelCard) -> None:
-        name = card.name
-        endpoint = self._runtime.namespace().component(WORKER_COMPONENT).endpoint("generate")
-        client = await endpoint.client(CardCompatibility(card).accepts)
-        model = await self._routing.open_local(card, client, standalone=True)
-        before = self._models.get(name)
-        self._models[name] = model
-        self._routing.add_model(name, model)
+        model = await open_router_process_pipeline(self._runtime, self._routing, card)
+        previous = self._models.get(card.name)
+        self._models[card.name] = model
         self._runtime.health.set_healthy(MODELS_HEALTH_KEY)
-        if before is not None:
-            await before.close()
-            await before.client.close()
-        log.info("routes a model", extra={"fields": {"model": name}})
+        if previous is not None:
+            await previous.close()
+        log.info("routes a model", extra={"fields": {"model": card.name}})
 
     async def _release_expired(self) -> None:
         clock = self._runtime.clock
         while True:
             await clock.sleep(RESERVATION_TIMEOUT_S / 2)
             for model in self._models.values():
-                if model.routing_listener is not None:
-                    model.routing_listener.expire_reservations(clock.now() - RESERVATION_TIMEOUT_S)
+                if model.peer_requests is not None:
+                    model.peer_requests.expire_reservations(clock.now() - RESERVATION_TIMEOUT_S)
 
     def _set_pending(self, name: str, reason: str) -> None:
         if not self._models:
@@ -140,10 +134,10 @@ class RouterService:
     def _health_facts(self) -> Mapping[str, Any]:
         return {
             "models": list(self._models),
-            "workers": {name: len(one.worker_ids) for name, one in self._models.items()},
+            "workers": {name: len(model.client.instances) for name, model in self._models.items()},
             "refused_workers": self._incompatible_workers(),
             "routing": self._routing.view_modes(),
-            "waiting": sum(one.queued_requests for one in self._models.values()),
+            "waiting": self._routing.count_waiting(),
             "instance": self._runtime.instance_id,
         }
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.unit.processes import Open
+from tests.unit.processes import Open, send_through
 from tests.unit.router.fake_cluster import ENGINE
 
 from dynamo.communication.requests import ResponseWriter
@@ -38,7 +38,6 @@ from dynamo.inference.load_publisher import encode_load
 from dynamo.inference.mock.engine import make_mock_engine_info
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.scheduling.index.cache_view import NO_PREFIX_CACHE
-from dynamo.scheduling.pipeline import standard_pipeline
 from dynamo.scheduling.router import (
     Decision,
     KvRouter,
@@ -51,8 +50,8 @@ from dynamo.scheduling.router import (
 )
 from dynamo.scheduling.router.explain.decision_log import describe_decision
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
+from dynamo.scheduling.router.load_view import LoadView
 from dynamo.scheduling.router.policies.kv import KvPolicy
-from dynamo.services.routing import ProcessRouting
 
 ENDPOINT = "dynamo.worker.generate"
 IDS = array("I", range(160))
@@ -131,7 +130,7 @@ async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> Non
     while not policy.solver.view.find_overlaps(block_hashes(REQUEST.token_ids)):
         await asyncio.sleep(0)
     heard = Heard()
-    send = standard_pipeline(client, policy, observers=[heard])
+    send = send_through(client, policy, observers=[heard])
     await send(REQUEST, CONTEXT, read := Read())
     assert (read.worker, read.ids) == (holder, [1, 2, 3])
     (decision,), (outcome,) = heard.decisions, heard.outcomes
@@ -148,7 +147,7 @@ async def test_nothing_is_expected_of_who_has_no_prefix_cache(open_runtime: Open
     name = await serve(await open_runtime(), engine=msgspec.to_builtins(engine))
     client, policy = await policy_of(await open_runtime(), 1)
     heard = Heard()
-    send = standard_pipeline(client, policy, observers=[heard])
+    send = send_through(client, policy, observers=[heard])
     for _ in range(2):
         await send(REQUEST, CONTEXT, Read())
     assert [(one.overlap_blocks, one.view) for one in heard.decisions] == [(0, NO_PREFIX_CACHE)] * 2
@@ -161,8 +160,10 @@ async def test_load_reports_come_into_the_books(open_runtime: Open) -> None:
     worker = await open_runtime()
     name = await serve(worker)
     router = await open_runtime()
-    client, policy = await policy_of(router, 1)
-    loads = await ProcessRouting(router).follow_loads(policy, client)
+    _, policy = await policy_of(router, 1)
+    loads = LoadView(router.clock)
+    loads.add_listener(policy.solver.worker_states.on_load_report)
+    await loads.subscribe(router.events, "dynamo.worker")
     source = await worker.events.open_source("dynamo.worker.load_metrics", name)
     source.publish(msgspec.msgpack.encode(Load(active_blocks=3, total_blocks=4)))
     book = policy.solver.worker_states[name]

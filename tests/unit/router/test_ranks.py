@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.unit.processes import Open
+from tests.unit.processes import Open, send_through
 from tests.unit.router.fake_cluster import ENGINE, FakeCluster, instance
 
 from dynamo.core.clock import SystemClock
@@ -37,7 +37,6 @@ from dynamo.inference.worker import EngineWorker
 from dynamo.models.card import ModelCard
 from dynamo.models.file_cache import FileRef
 from dynamo.runtime import DistributedRuntime
-from dynamo.scheduling.pipeline import standard_pipeline
 from dynamo.scheduling.router.costs.composite import CompositeCost
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
@@ -177,7 +176,7 @@ async def test_publishers_index_and_dispatch_agree(
     view = policy.solver.view
     names = [book.name for book in policy.solver.worker_states.workers]
     assert names == [f"{runtime.instance_id}/{rank}" for rank in (0, 1)]
-    send = standard_pipeline(client, policy)
+    send = send_through(client, policy)
     for rank in (0, 1):
         ids = prompt(1 + 400 * rank)
         await engine.generate(request("seed", ids, rank=rank), Context("seed"), Read())

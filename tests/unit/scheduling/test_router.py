@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import pytest
-from tests.unit.processes import Open
+from tests.unit.processes import Open, send_through
 
 from dynamo.communication.requests import ResponseWriter
 from dynamo.core.codec import ReplyEncoder, decode_request
@@ -18,7 +18,7 @@ from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started,
 from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.dispatch import Dispatch
-from dynamo.scheduling.pipeline import assemble, standard_pipeline
+from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import BasicPolicy, Decision, Policy, WorkerRouter
 from dynamo.telemetry import Registry
 
@@ -71,7 +71,7 @@ async def client_of(runtime: DistributedRuntime, instances: int) -> Client:
 async def test_every_mode_reaches_every_worker(open_runtime: Open, mode: str) -> None:
     for _ in range(3):
         await serve(await open_runtime())
-    send = standard_pipeline(await client_of(await open_runtime(), 3), mode)
+    send = send_through(await client_of(await open_runtime(), 3), mode)
     seen: Counter[str] = Counter()
     for _ in range(60):
         read = Read()
@@ -89,7 +89,7 @@ async def test_an_unknown_mode_is_named(open_runtime: Open) -> None:
 
 
 async def test_without_workers(open_runtime: Open) -> None:
-    send = standard_pipeline(await client_of(await open_runtime(), 0), "random")
+    send = send_through(await client_of(await open_runtime(), 0), "random")
     with pytest.raises(NoWorkers, match="no worker serves this model now"):
         await send(REQUEST, CONTEXT, Read())
 
@@ -114,7 +114,7 @@ async def test_a_worker_that_is_gone_is_passed_over(open_runtime: Open) -> None:
     await serve(await open_runtime(), gone)
     await serve(good := await open_runtime())
     metrics = Registry()
-    send = standard_pipeline(await client_of(await open_runtime(), 2), "round_robin", metrics)
+    send = send_through(await client_of(await open_runtime(), 2), "round_robin", metrics)
     for _ in range(4):
         read = Read()
         await send(REQUEST, CONTEXT, read)
@@ -127,14 +127,14 @@ async def test_a_stream_without_an_end_is_a_failure(open_runtime: Open) -> None:
         ReplyEncoder(out.send).tokens((1,))
 
     await serve(await open_runtime(), breaks_off)
-    send = standard_pipeline(await client_of(await open_runtime(), 1), "random")
+    send = send_through(await client_of(await open_runtime(), 1), "random")
     with pytest.raises(WorkerFailed, match="before its answer"):
         await send(REQUEST, CONTEXT, Read())
 
 
 async def test_enough_is_an_end(open_runtime: Open) -> None:
     await serve(await open_runtime())
-    send = standard_pipeline(await client_of(await open_runtime(), 1), "random")
+    send = send_through(await client_of(await open_runtime(), 1), "random")
     read = Read(limit=2)
     await send(REQUEST, CONTEXT, read)
     assert read.ids == [1, 2]
@@ -206,8 +206,8 @@ async def test_operators_stand_in_the_order_of_the_list() -> None:
     async def last(request: GenerateRequest, context: Context, reply: Reply) -> None:
         notes.append("last")
 
-    await assemble([Note("a", notes), Note("b", notes)], last)(REQUEST, CONTEXT, Read())
+    await chain([Note("a", notes), Note("b", notes)], last)(REQUEST, CONTEXT, Read())
     assert notes == ["a", "b", "last", "/b", "/a"]
     notes.clear()
-    await assemble([], last)(REQUEST, CONTEXT, Read())
+    await chain([], last)(REQUEST, CONTEXT, Read())
     assert notes == ["last"]

@@ -41,7 +41,7 @@ from dynamo.runtime.calls.instances import (
 )
 from dynamo.scheduling.admission import Admission, SloLimits
 from dynamo.scheduling.index import CacheView
-from dynamo.scheduling.pipeline import assemble
+from dynamo.scheduling.pipeline import chain
 from dynamo.scheduling.router import Policy, WorkerRouter
 from dynamo.scheduling.router.factory import KV, PolicyInputs, make_cost, open_policy
 from dynamo.scheduling.router.load_view import LOAD_METRICS_SUFFIX, LoadView
@@ -168,7 +168,7 @@ class ReplayCluster:
             clock=self._clock,
             listener_factories=[admission.track_attempt],
         )
-        return assemble([admission], router.send), admission
+        return chain([admission], router.send), admission
 
     def deliver_computed_tokens(self) -> None:
         """Deliver the tokens that fast-forwarding engines have computed up to now."""

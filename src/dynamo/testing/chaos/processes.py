@@ -26,8 +26,8 @@ from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.leases import RepublishingDiscovery
 from dynamo.scheduling.router.policies.kv import KvPolicy
-from dynamo.services.model_pipeline import ModelPipeline
-from dynamo.services.routing import ModelRouting, ProcessRouting
+from dynamo.services.model_pipeline import ModelPipeline, open_model_pipeline
+from dynamo.services.routing import ProcessRouting
 
 MODEL_NAME = "day"
 VOCAB_SIZE = 1 << 16
@@ -171,31 +171,19 @@ class SimulatedWorker:
         await self._runtime.discovery.close()
 
 
-class RecordingRouting(ProcessRouting):
-    """Tells how the model is routed."""
-
-    model_routing: ModelRouting
-
-    def add_model(self, model: str, made: ModelRouting) -> None:
-        self.model_routing = made
-        super().add_model(model, made)
-
-
 class SimulatedFrontend:
     """The process that routes. Make it by `start`."""
 
     def __init__(
         self,
         runtime: DistributedRuntime,
-        routing: RecordingRouting,
-        way: ModelPipeline,
+        pipeline: ModelPipeline,
         held: AsyncExitStack,
     ) -> None:
         self.runtime = runtime
         self._events = cast("MemoryEvents", runtime.events)
-        self.pipeline = way
-        self.send = way.send
-        self._routing = routing
+        self.pipeline = pipeline
+        self.send = pipeline.send
         self._exit_stack = held
 
     @classmethod
@@ -206,15 +194,16 @@ class SimulatedFrontend:
             held.push_async_callback(lease.close)
             held.push_async_callback(runtime.shutdown, 0.0)
             watch = FailureDetector(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
-            routing = RecordingRouting(runtime)
-            way = await ModelPipeline.open(runtime, watch, routing, ground.card)
-            held.push_async_callback(way.close)
-            return cls(runtime, routing, way, held.pop_all())
+            pipeline = await open_model_pipeline(
+                runtime, watch, ProcessRouting(runtime), ground.card
+            )
+            held.push_async_callback(pipeline.close)
+            return cls(runtime, pipeline, held.pop_all())
 
     @property
     def policy(self) -> KvPolicy | None:
         """What chooses, in mode kv."""
-        policy = self._routing.model_routing.policy
+        policy = self.pipeline.policy
         return policy if isinstance(policy, KvPolicy) else None
 
     def drop_events(self) -> None:

@@ -1,0 +1,170 @@
+"""The stages of a model's pipeline: how they are opened, and which of them a request passes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.processes import Open, Processes
+
+from dynamo.core.context import Context
+from dynamo.core.errors import ConfigError
+from dynamo.core.settings import Settings
+from dynamo.core.settings.schema_engine import EngineSettings
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
+from dynamo.inference.mock.engine import make_mock_engine
+from dynamo.inference.worker import EngineWorker
+from dynamo.models.card import ModelCard
+from dynamo.models.file_cache import FileRef
+from dynamo.runtime import DistributedRuntime
+from dynamo.runtime.calls.failure_detector import FailureDetector
+from dynamo.services.model_pipeline import (
+    REQUEST_ORDER,
+    ROUTER_PROCESS_STAGES,
+    STAGES,
+    ModelPipeline,
+    Stage,
+    open_model_pipeline,
+    open_router_process_pipeline,
+)
+from dynamo.services.routing import ProcessRouting
+from dynamo.testing.fakes import CollectedReply
+
+REQUEST = GenerateRequest(
+    "r", "m", b"\1\0\0\0" * 64, SamplingParams(), StopConditions(3), priority=0
+)
+STAGE_NAMES = [stage.name for stage in STAGES]
+
+
+@pytest.fixture(params=["round_robin", "adaptive", "kv"])
+async def open_process(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
+    """`await open_process()`: a runtime of a process that routes by the mode of the test."""
+    settings = Settings()
+    router = replace(settings.router, mode=request.param)
+    processes = Processes(settings=replace(settings, router=router))
+    yield processes.open
+    await processes.close()
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> ModelCard:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"{}")
+    file = FileRef(path.name, hashlib.sha256(b"{}").hexdigest(), 2, str(path))
+    return ModelCard(names=("m",), context_tokens=4096, vocab_size=1000, tokenizer=file)
+
+
+async def start_worker(runtime: DistributedRuntime, card: ModelCard) -> EngineWorker:
+    settings = EngineSettings(kind="mock", speedup_ratio=1000)
+    engine = make_mock_engine(settings, range(100, 900), runtime.clock, context_tokens=4096)
+    worker = EngineWorker(engine, card)
+    await worker.attach(runtime)
+    return worker
+
+
+def failure_detector(runtime: DistributedRuntime) -> FailureDetector:
+    return FailureDetector(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
+
+
+async def passed_stages(pipeline: ModelPipeline) -> list[str]:
+    """Send one request and return the stages whose `send` was called, in order of first call."""
+    senders = [name for name in STAGE_NAMES if hasattr(getattr(pipeline, name), "send")]
+    names = {type(getattr(pipeline, name)).send.__code__: name for name in senders}
+    passed: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        name = names.get(frame.f_code)
+        if event == "call" and name is not None and name not in passed:
+            passed.append(name)
+
+    sys.setprofile(note)
+    try:
+        await pipeline.send(REQUEST, Context("r"), reply := CollectedReply())
+    finally:
+        sys.setprofile(None)
+    assert len(reply.ids) == 3
+    return passed
+
+
+async def test_a_request_passes_the_stages_of_request_order(
+    open_process: Open, card: ModelCard
+) -> None:
+    worker = await start_worker(await open_process(), card)
+    runtime = await open_process()
+    pipeline = await open_model_pipeline(
+        runtime, failure_detector(runtime), ProcessRouting(runtime), card
+    )
+    await pipeline.client.wait_for_instances(1)
+    assert await passed_stages(pipeline) == list(REQUEST_ORDER)
+    await pipeline.close()
+    await worker.close()
+
+
+async def test_each_row_opens_the_stage_of_its_name(open_process: Open, card: ModelCard) -> None:
+    runtime = await open_process()
+    pipeline = ModelPipeline(runtime, ProcessRouting(runtime), card, failure_detector(runtime))
+    for stage in STAGES:
+        assert stage.name not in vars(pipeline)
+        await stage.open(pipeline)
+        assert stage.name in vars(pipeline)
+    assert set(REQUEST_ORDER) < set(STAGE_NAMES)
+    await pipeline.close()
+
+
+async def test_a_router_process_opens_what_chooses_a_worker(
+    open_process: Open, card: ModelCard
+) -> None:
+    runtime = await open_process()
+    pipeline = await open_router_process_pipeline(runtime, ProcessRouting(runtime), card)
+    assert [stage.name for stage in ROUTER_PROCESS_STAGES] == ["client", "policy", "loads"]
+    assert [name for name in STAGE_NAMES if name in vars(pipeline)] == ["client", "policy", "loads"]
+    await pipeline.close()
+
+
+async def test_load_reports_reach_policy_and_admission(open_process: Open, card: ModelCard) -> None:
+    serving = await open_process()
+    worker = await start_worker(serving, card)
+    runtime = await open_process()
+    detector = failure_detector(runtime)
+    pipeline = await open_model_pipeline(runtime, detector, ProcessRouting(runtime), card)
+    listeners = [pipeline.admission.on_load_report]
+    if (states := pipeline.policy.worker_states) is not None:
+        listeners.insert(0, states.on_load_report)
+        await pipeline.client.wait_for_instances(1)
+        while states[serving.instance_id].load is None:
+            await asyncio.sleep(0.005)
+    while serving.instance_id not in pipeline.loads.loads:
+        await asyncio.sleep(0.005)
+    assert pipeline.load_listeners == listeners
+    await pipeline.close()
+    await worker.close()
+
+
+async def test_a_stage_that_fails_closes_those_before_it(
+    open_runtime: Open, card: ModelCard
+) -> None:
+    runtime = await open_runtime()
+    closed: list[str] = []
+
+    async def open_first(pipeline: ModelPipeline) -> None:
+        pipeline.resources.callback(closed.append, "first")
+
+    async def open_second(pipeline: ModelPipeline) -> None:
+        pipeline.resources.callback(closed.append, "second")
+
+    async def fail(pipeline: ModelPipeline) -> None:
+        raise ConfigError("unknown mode")
+
+    pipeline = ModelPipeline(runtime, routing := ProcessRouting(runtime), card)
+    stages = [Stage("a", open_first, ""), Stage("b", open_second, ""), Stage("c", fail, "")]
+    with pytest.raises(ConfigError):
+        await pipeline.open(stages)
+    assert closed == ["second", "first"]
+    assert routing.view_modes() == {}
