@@ -8,8 +8,7 @@ import pytest
 from dynamo.core.values import EngineInfo, Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.admission.capacity import ClusterCapacity, Reservation
-from dynamo.scheduling.admission.durations import DurationHistogram, DurationModel
-from dynamo.scheduling.admission.queued_request import DequeueRate
+from dynamo.scheduling.admission.durations import DequeueRate, DurationHistogram, DurationModel
 
 
 def test_what_is_left_of_a_duration() -> None:

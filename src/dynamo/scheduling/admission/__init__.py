@@ -1,6 +1,5 @@
-"""Whether a request is taken, and when it may go to a worker."""
+"""Admission: whether a request is accepted, and when it is sent to a worker."""
 
-from dynamo.scheduling.admission.admission import Admission
-from dynamo.scheduling.admission.slo import SloLimits
+from dynamo.scheduling.admission.admission import Admission, SloLimits
 
 __all__ = ["Admission", "SloLimits"]

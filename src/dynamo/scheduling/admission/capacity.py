@@ -1,4 +1,4 @@
-"""The places of all workers: how many are taken, and when the next become free."""
+"""The capacity of all workers: occupied slots, and predictions of when the next become free."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from dynamo.scheduling.router.data_parallel import engine_info
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 DEFAULT_MAX_REQUESTS = 1 << 20
-"""Places of a worker that does not tell."""
+"""Slots of a worker that announces no engine."""
 MAX_REPORT_AGE_S = 1.0
-"""A busy worker reports ten times a second; what is older is not believed."""
+"""A busy worker reports ten times a second. Older reports are ignored."""
 MAX_UNCACHED_ENDS = 64
-"""Up to so many ends are looked at anew for every request that waits."""
+"""Up to this many predicted ends are recomputed for every queued request."""
 NO_REPORTS = (0, 0, 0)
 MIN_MEMORY_USE_RATIO = 0.05
 FULL_MEMORY_SHARE = 0.9
-"""A worker with so much of its memory in use and somebody waiting there has no place, whatever was
-expected of its answers."""
+"""A worker with waiting requests and this share of its KV blocks in use has no free slot."""
 
 
 class Reservation:
-    """One request in its place. `bound`: its max_tokens; `need`: tokens of KV memory that it will
-    have taken; `predicted_s`: when its first token was expected, where it waited (else None)."""
+    """The slot of one request at a worker.
+
+    `kv_tokens` is the predicted size of its KV cache at the end. `predicted_first_token_s` is None
+    for a request that did not queue.
+    """
 
     __slots__ = (
         "first_token_s",
@@ -38,9 +40,9 @@ class Reservation:
         "started_s",
     )
 
-    def __init__(self, bound: int, need: float, now: float) -> None:
-        self.max_tokens = bound
-        self.kv_tokens = need
+    def __init__(self, max_tokens: int, kv_tokens: float, now: float) -> None:
+        self.max_tokens = max_tokens
+        self.kv_tokens = kv_tokens
         self.started_s = now
         self.first_token_s: float | None = None
         self.predicted_first_token_s: float | None = None
@@ -49,27 +51,11 @@ class Reservation:
 
 
 class WorkerCapacity:
-    """One worker's places. `open`: free ones; `others`: taken by requests that are not ours, as the
-    worker reported; `idle`: it has nothing to do; `live`: it is among those that may be chosen."""
+    """The slots of one worker.
 
-    __slots__ = (
-        "_info",
-        "_kv_capacity_tokens",
-        "_last_report_s",
-        "_max_requests",
-        "_memory_full",
-        "_memory_use_ratio",
-        "_peak_requests",
-        "_previous_peak_requests",
-        "_recent_foreign_requests",
-        "_reserved_tokens",
-        "foreign_requests",
-        "free_slots",
-        "idle",
-        "live",
-        "reservations",
-        "state",
-    )
+    `foreign_requests` occupy slots but were not sent by this frontend. `live`: the worker may be
+    chosen. `idle`: it has no requests at all.
+    """
 
     def __init__(self) -> None:
         self.state: WorkerState | None = None
@@ -88,66 +74,62 @@ class WorkerCapacity:
         self._recent_foreign_requests = NO_REPORTS
         self._last_report_s = float("-inf")
 
-    def configure(self, info: EngineInfo | None, cap: int) -> None:
-        """What its engine is; `cap`: requests at a time, at most (0: what the engine says)."""
+    def configure(self, info: EngineInfo | None, max_requests: int) -> None:
+        """Set the engine's sizes. `max_requests` 0 means no limit beyond the engine's."""
         self._info = info
         self._max_requests = info.max_num_seqs if info else DEFAULT_MAX_REQUESTS
-        if cap:
-            self._max_requests = min(self._max_requests, cap)
+        if max_requests:
+            self._max_requests = min(self._max_requests, max_requests)
         self._kv_capacity_tokens = info.num_blocks * info.block_tokens if info else 0
 
-    def reserve(self, held: Reservation) -> None:
-        """One place less."""
-        self.reservations.add(held)
-        self._reserved_tokens += held.kv_tokens
+    def reserve(self, reservation: Reservation) -> None:
+        """Occupy a slot."""
+        self.reservations.add(reservation)
+        self._reserved_tokens += reservation.kv_tokens
         if len(self.reservations) > self._peak_requests:
             self._peak_requests = len(self.reservations)
 
-    def release(self, held: Reservation) -> None:
-        """One place more."""
-        self.reservations.discard(held)
-        self._reserved_tokens = self._reserved_tokens - held.kv_tokens if self.reservations else 0.0
+    def release(self, reservation: Reservation) -> None:
+        """Free the slot."""
+        self.reservations.discard(reservation)
+        self._reserved_tokens -= reservation.kv_tokens
+        if not self.reservations:
+            self._reserved_tokens = 0.0
 
     def on_load_report(self, load: Load, now: float) -> None:
-        """The worker's word. It is older than what is known here, so of our own requests as many
-        count as were there since the report before; and of the others as many as in any of the last
-        few, for who has just lost a request fills that place again."""
+        """Apply a load report, which is older than the reservations known here.
+
+        The peak of our requests since the report before the last is subtracted from the load. The
+        largest of the last three remainders counts as foreign, because whoever has just lost a
+        request there refills that slot.
+        """
         self._last_report_s = now
-        ours = max(self._peak_requests, self._previous_peak_requests, len(self.reservations))
-        self._previous_peak_requests, self._peak_requests = (
-            self._peak_requests,
-            len(self.reservations),
-        )
-        self._recent_foreign_requests = (
-            *self._recent_foreign_requests[1:],
-            max(0, load.running + load.waiting - ours),
-        )
+        own = len(self.reservations)
+        peak = max(self._peak_requests, self._previous_peak_requests, own)
+        self._previous_peak_requests, self._peak_requests = self._peak_requests, own
+        foreign = max(0, load.running + load.waiting - peak)
+        self._recent_foreign_requests = (*self._recent_foreign_requests[1:], foreign)
         self.foreign_requests = max(self._recent_foreign_requests)
         self._memory_full = (
             load.waiting > 0 and load.active_blocks > FULL_MEMORY_SHARE * load.total_blocks > 0
         )
         info = self._info
-        if info and self._reserved_tokens and self.reservations and not self.foreign_requests:
+        if info and self._reserved_tokens and own and not self.foreign_requests:
             share = min(1.0, load.active_blocks * info.block_tokens / self._reserved_tokens)
-            self._memory_use_ratio = max(
-                MIN_MEMORY_USE_RATIO,
-                self._memory_use_ratio + 0.1 * (share - self._memory_use_ratio),
-            )
+            ratio = self._memory_use_ratio + 0.1 * (share - self._memory_use_ratio)
+            self._memory_use_ratio = max(MIN_MEMORY_USE_RATIO, ratio)
 
-    def count_free_slots(self, typical: float, now: float) -> int:
-        """Free places for requests that take `typical` tokens of memory."""
+    def count_free_slots(self, mean_kv_tokens: float, now: float) -> int:
+        """Return how many more requests of `mean_kv_tokens` fit."""
         if now - self._last_report_s > MAX_REPORT_AGE_S:
-            self.foreign_requests, self._recent_foreign_requests, self._memory_full = (
-                0,
-                NO_REPORTS,
-                False,
-            )
+            self.foreign_requests, self._memory_full = 0, False
+            self._recent_foreign_requests = NO_REPORTS
         if self._memory_full:
             return 0
-        taken = len(self.reservations) + self.foreign_requests
-        free = self._max_requests - taken
-        if self._kv_capacity_tokens and taken and free > 0:
-            needed = typical * self._memory_use_ratio
+        occupied = len(self.reservations) + self.foreign_requests
+        free = self._max_requests - occupied
+        if self._kv_capacity_tokens and occupied and free > 0:
+            needed = mean_kv_tokens * self._memory_use_ratio
             left = self._kv_capacity_tokens - self._reserved_tokens * self._memory_use_ratio
             if left < free * needed:
                 free = int(left / needed)
@@ -155,9 +137,12 @@ class WorkerCapacity:
 
 
 class ClusterCapacity:
-    """All desks. `cap`: requests that any worker is given at a time (0: as many as its engine works
-    on), for all desks with the next `announced`; `free`: places in all; `idle`: workers that have
-    nothing to do; `full`: workers without a place."""
+    """The slots of all workers.
+
+    `max_worker_requests` limits each worker after the next `update_workers` (0: the engine's
+    limit). `idle_workers` counts live workers without requests. `full_workers` are live workers
+    without a free slot.
+    """
 
     def __init__(self, max_worker_requests: int, now: Callable[[], float]) -> None:
         self.workers: dict[str, WorkerCapacity] = {}
@@ -172,116 +157,109 @@ class ClusterCapacity:
         self._predicted_at_s = float("-inf")
 
     def update_workers(
-        self, live: Mapping[str, Instance], books: Mapping[str, WorkerState]
+        self, live: Mapping[str, Instance], states: Mapping[str, WorkerState]
     ) -> None:
-        """These are the workers that may be chosen from now on, with those of their books that are
-        kept."""
+        """Set the instances that may be chosen, with the worker states that exist for them."""
         for name in live.keys() - self.workers.keys():
             self.workers[name] = WorkerCapacity()
-        for name, desk in tuple(self.workers.items()):
+        for name, worker in tuple(self.workers.items()):
             instance = live.get(name)
-            desk.live = instance is not None
+            worker.live = instance is not None
             if instance is not None:
-                desk.configure(engine_info(instance), self.max_worker_requests)
-                desk.state = books.get(name)
-            if not desk.live and not desk.reservations:
-                self._update_totals(name, desk, self._now())
+                worker.configure(engine_info(instance), self.max_worker_requests)
+                worker.state = states.get(name)
+            if not worker.live and not worker.reservations:
+                self._update_totals(name, worker, self._now())
                 del self.workers[name]
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at every worker anew."""
+        """Recount the slots of every worker."""
         now = self._now()
-        for name, desk in self.workers.items():
-            self._update_totals(name, desk, now)
+        for name, worker in self.workers.items():
+            self._update_totals(name, worker, now)
         self._predicted_at_s = float("-inf")
 
-    def reserve(self, name: str, held: Reservation, now: float) -> None:
-        """The request goes to that worker now."""
-        desk = self.workers.get(name)
-        if desk is None:
-            desk = self.workers[name] = WorkerCapacity()
-        desk.reserve(held)
-        self._mean_kv_tokens += (
-            0.1 * (held.kv_tokens - self._mean_kv_tokens)
-            if self._mean_kv_tokens
-            else held.kv_tokens
-        )
-        self._update_totals(name, desk, now)
+    def reserve(self, name: str, reservation: Reservation, now: float) -> None:
+        """Occupy a slot. The worker may be unknown yet."""
+        worker = self.workers.get(name)
+        if worker is None:
+            worker = self.workers[name] = WorkerCapacity()
+        worker.reserve(reservation)
+        mean, kv_tokens = self._mean_kv_tokens, reservation.kv_tokens
+        self._mean_kv_tokens += 0.1 * (kv_tokens - mean) if mean else kv_tokens
+        self._update_totals(name, worker, now)
 
-    def release(self, name: str, held: Reservation, now: float) -> None:
-        """It left."""
-        desk = self.workers[name]
-        desk.release(held)
-        if desk.live or desk.reservations:
-            self._update_totals(name, desk, now)
+    def release(self, name: str, reservation: Reservation, now: float) -> None:
+        """Free the slot. A worker that is gone is removed with its last reservation."""
+        worker = self.workers[name]
+        worker.release(reservation)
+        if worker.live or worker.reservations:
+            self._update_totals(name, worker, now)
         else:
             del self.workers[name]
 
     def on_load_report(self, name: str, load: Load, now: float) -> None:
-        """A worker's own word about its load."""
-        desk = self.workers.get(name)
-        if desk is not None:
-            desk.on_load_report(load, now)
-            self._update_totals(name, desk, now)
+        """Apply a worker's load report."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.on_load_report(load, now)
+            self._update_totals(name, worker, now)
 
     @property
     def has_foreign_requests(self) -> bool:
-        """Whether others have places, too."""
-        return any(desk.foreign_requests for desk in self.workers.values())
+        """Whether other frontends occupy slots, too."""
+        return any(worker.foreign_requests for worker in self.workers.values())
 
-    def list_workers_with_free_slots(self) -> list[WorkerCapacity]:
-        """Those with a free place."""
-        return [desk for desk in self.workers.values() if desk.free_slots]
+    def has_idle_worker(self, excluded: frozenset[str]) -> bool:
+        """Whether a worker that is not excluded is idle."""
+        return any(worker.idle and name not in excluded for name, worker in self.workers.items())
 
-    def has_idle_worker(self, barred: frozenset[str]) -> bool:
-        """Whether a worker that may be chosen has nothing to do."""
-        return any(desk.idle and name not in barred for name, desk in self.workers.items())
-
-    def predict_wait_s(self, ahead: int, bound: int) -> float:
-        """How long one of that bound, with so many before it, waits for a place."""
+    def predict_wait_s(self, ahead: int, max_tokens: int) -> float:
+        """Return the predicted wait for a slot behind `ahead` other requests."""
         now = self._now()
         if now - self._predicted_at_s > 0.005 + 1e-4 * len(self._predicted_ends):
             self._predict_ends(now)
         ends = self._predicted_ends
         if not ends:
             return 0.0
-        rounds, at = divmod(ahead, len(ends))
-        return max(0.0, ends[at] - now) + rounds * self.durations.predict_remaining_s(bound, 0.0)
+        rounds, index = divmod(ahead, len(ends))
+        whole_s = self.durations.predict_remaining_s(max_tokens, 0.0)
+        return max(0.0, ends[index] - now) + rounds * whole_s
 
-    def predict_gap_s(self, bound: int) -> float:
-        """Between two places that become free, on average."""
-        return self.durations.predict_remaining_s(bound, 0.0) / max(1, len(self._predicted_ends))
+    def predict_gap_s(self, max_tokens: int) -> float:
+        """Return the predicted mean time between two freed slots."""
+        whole_s = self.durations.predict_remaining_s(max_tokens, 0.0)
+        return whole_s / max(1, len(self._predicted_ends))
 
-    def assign_next_slot(self, bound: int) -> None:
-        """The next place that becomes free is given away."""
+    def assign_next_slot(self, max_tokens: int) -> None:
+        """Give the next free slot to a request, so that the predictions count its end."""
         if self._predicted_ends:
-            begins = max(self._predicted_ends.pop(0), self._now())
-            insort(self._predicted_ends, begins + self.durations.predict_remaining_s(bound, 0.0))
+            starts_s = max(self._predicted_ends.pop(0), self._now())
+            whole_s = self.durations.predict_remaining_s(max_tokens, 0.0)
+            insort(self._predicted_ends, starts_s + whole_s)
 
     def _predict_ends(self, now: float) -> None:
-        rest = self.durations.predict_remaining_s
-        whole_s = rest(1 << 10, 0.0)
+        remaining_s = self.durations.predict_remaining_s
+        foreign_s = remaining_s(1 << 10, 0.0)
         ends: list[float] = []
-        for desk in self.workers.values():
-            if not desk.live:
-                continue
-            ends += [
-                now + rest(held.max_tokens, now - held.started_s) for held in desk.reservations
-            ]
-            others = desk.foreign_requests
-            ends += [now + whole_s * at / others for at in range(1, others + 1)]
-            ends += [now] * min(desk.free_slots, 1 << 10)
+        for worker in self.workers.values():
+            if worker.live:
+                held = worker.reservations
+                ends += [now + remaining_s(slot.max_tokens, now - slot.started_s) for slot in held]
+                foreign = worker.foreign_requests
+                ends += [now + foreign_s * rank / foreign for rank in range(1, foreign + 1)]
+                ends += [now] * min(worker.free_slots, 1 << 10)
         ends.sort()
         self._predicted_ends, self._predicted_at_s = ends, now
 
-    def _update_totals(self, name: str, desk: WorkerCapacity, now: float) -> None:
-        live, before = desk.live, desk.free_slots
-        desk.free_slots = free = desk.count_free_slots(self._mean_kv_tokens, now) if live else 0
+    def _update_totals(self, name: str, worker: WorkerCapacity, now: float) -> None:
+        live, before = worker.live, worker.free_slots
+        worker.free_slots = free = worker.count_free_slots(self._mean_kv_tokens, now) if live else 0
         self.free_slots += free - before
-        idle = live and not desk.reservations and not desk.foreign_requests
-        if idle != desk.idle:
-            desk.idle = idle
+        idle = live and not worker.reservations and not worker.foreign_requests
+        if idle != worker.idle:
+            worker.idle = idle
             self.idle_workers += 1 if idle else -1
         if live and not free:
             self.full_workers |= {name}

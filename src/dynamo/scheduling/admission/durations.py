@@ -1,4 +1,4 @@
-"""How long requests keep their place at a worker, learnt from those that left."""
+"""The durations of requests at their workers, and the rate of dequeues, both measured."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ MIN_DURATION_S = 0.001
 BINS_PER_DOUBLING = 4
 BINS = BINS_PER_DOUBLING * 24
 DECAY = 0.99
-"""An observation counts half after 69 more."""
+"""Weight of an observation relative to the next one: it halves after 69 more."""
 MIN_OBSERVATIONS = 4
-"""Fewer observations of a kind say less than the pace of all and the length of their answers."""
+"""A class with fewer observations is predicted from output length and time per token."""
 DEFAULT_TPOT_S = 0.02
 DEFAULT_OUTPUT_TOKENS = 512
-"""Before anything was seen an answer is thought to fill half of its bound, or of this, at such a
-pace."""
+"""Without observations an answer is predicted to fill half of `max_tokens`, or half of this."""
 OVERDUE_SHARE = 0.25
-"""Whatever took longer than anything before will take so much of its age again."""
+"""A request older than all observed ones is predicted to last this share of its age longer."""
+GAP_WEIGHT = 0.1
+"""Weight of the newest gap between two dequeues in their running mean."""
 _MAX_WEIGHT = 1e100
 
 
 class DurationHistogram:
-    """Durations in bins of 19 %, newer ones weighing more."""
-
-    __slots__ = ("_newest_weight", "_suffix_sums", "_sums", "_weights", "count")
+    """Durations in bins of 19 % width. Newer observations weigh more."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,12 +33,12 @@ class DurationHistogram:
         self._suffix_sums: tuple[list[float], list[float]] | None = None
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Add one observation."""
         self.count += 1
         self._newest_weight /= DECAY
-        at = _bin_index(seconds)
-        self._weights[at] += self._newest_weight
-        self._sums[at] += self._newest_weight * seconds
+        bin_index = _bin_index(seconds)
+        self._weights[bin_index] += self._newest_weight
+        self._sums[bin_index] += self._newest_weight * seconds
         self._suffix_sums = None
         if self._newest_weight > _MAX_WEIGHT:
             self._weights = [weight / self._newest_weight for weight in self._weights]
@@ -47,26 +46,24 @@ class DurationHistogram:
             self._newest_weight = 1.0
 
     def estimate_remaining_s(self, age_s: float) -> float:
-        """The mean of what is left of those that lasted longer than `age_s`."""
-        weights, sums = self._suffix_sums or self._compute_suffix_sums()
-        at = _bin_index(age_s)
-        weight, total = weights[at + 1], sums[at + 1]
-        here = self._weights[at]
-        if here:
-            mean = self._sums[at] / here
-            if age_s >= mean:  # its bin may hold some that last on
-                low, high = _bin_start_s(at), _bin_start_s(at + 1)
-                here *= max(0.0, min(1.0, (high - age_s) / (high - low)))
+        """Return the mean remaining time of the observations longer than `age_s`."""
+        if self._suffix_sums is None:
+            self._suffix_sums = (_suffix_sums(self._weights), _suffix_sums(self._sums))
+        weights, sums = self._suffix_sums
+        bin_index = _bin_index(age_s)
+        weight, total = weights[bin_index + 1], sums[bin_index + 1]
+        bin_weight = self._weights[bin_index]
+        if bin_weight:
+            mean = self._sums[bin_index] / bin_weight
+            if age_s >= mean:  # a part of this bin lasts longer than `age_s`
+                low, high = _bin_start_s(bin_index), _bin_start_s(bin_index + 1)
+                bin_weight *= max(0.0, min(1.0, (high - age_s) / (high - low)))
                 mean = (age_s + high) / 2
-            weight += here
-            total += here * mean
+            weight += bin_weight
+            total += bin_weight * mean
         if weight <= weights[0] * 1e-3:
             return age_s * OVERDUE_SHARE
         return max(0.0, total / weight - age_s)
-
-    def _compute_suffix_sums(self) -> tuple[list[float], list[float]]:
-        self._suffix_sums = (_suffix_sums(self._weights), _suffix_sums(self._sums))
-        return self._suffix_sums
 
 
 def _suffix_sums(values: list[float]) -> list[float]:
@@ -79,13 +76,16 @@ def _bin_index(seconds: float) -> int:
     return min(int(log2(seconds / MIN_DURATION_S) * BINS_PER_DOUBLING), BINS - 1)
 
 
-def _bin_start_s(at: int) -> float:
-    return float(MIN_DURATION_S * 2.0 ** (at / BINS_PER_DOUBLING))
+def _bin_start_s(bin_index: int) -> float:
+    return float(MIN_DURATION_S * 2.0 ** (bin_index / BINS_PER_DOUBLING))
 
 
 class DurationModel:
-    """By the answer's bound (`max_tokens`, in powers of two), which is all that is known of its
-    length ahead. `token_s`: seconds a token of an answer, of late."""
+    """Predict durations and output lengths by `max_tokens`, in classes of powers of two.
+
+    `max_tokens` is all that is known of an answer's length in advance. `tpot_s` is a running mean
+    of the seconds per output token.
+    """
 
     def __init__(self) -> None:
         self.tpot_s = DEFAULT_TPOT_S
@@ -94,41 +94,60 @@ class DurationModel:
         self._histograms: dict[int, DurationHistogram] = {}
         self._output_tokens_by_class: dict[int, float] = {}
 
-    def observe(self, bound: int, held_s: float) -> None:
-        """A request of that bound kept its place so long."""
-        kind = bound.bit_length()
-        spread = self._histograms.get(kind)
-        if spread is None:
-            spread = self._histograms[kind] = DurationHistogram()
-        spread.observe(held_s)
+    def observe(self, max_tokens: int, duration_s: float) -> None:
+        """Record how long a request occupied its slot."""
+        length_class = max_tokens.bit_length()
+        if length_class not in self._histograms:
+            self._histograms[length_class] = DurationHistogram()
+        self._histograms[length_class].observe(duration_s)
 
-    def observe_output(self, bound: int, tokens: int, seconds: float) -> None:
-        """An answer of so many tokens took so long after its first."""
-        kind = bound.bit_length()
-        known = self._output_tokens_by_class.get(kind, float(tokens))
-        self._output_tokens_by_class[kind] = known + 0.1 * (tokens - known)
+    def observe_output(self, max_tokens: int, tokens: int, seconds: float) -> None:
+        """Record an answer's length and the seconds from its first token to its end."""
+        length_class = max_tokens.bit_length()
+        mean = self._output_tokens_by_class.get(length_class, float(tokens))
+        self._output_tokens_by_class[length_class] = mean + 0.1 * (tokens - mean)
         self._mean_output_tokens += (
             0.1 * (tokens - self._mean_output_tokens) if self._mean_output_tokens else tokens
         )
-        self._mean_fill_ratio += 0.1 * (tokens / max(1, bound) - self._mean_fill_ratio)
+        self._mean_fill_ratio += 0.1 * (tokens / max(1, max_tokens) - self._mean_fill_ratio)
         if tokens > 1 and seconds > 0.0:
             self.tpot_s += 0.1 * (seconds / (tokens - 1) - self.tpot_s)
 
-    def predict_output_tokens(self, bound: int) -> float:
-        """How long an answer of that bound is expected to be: as its like were; else as long as the
-        others, or filling as much of its bound."""
-        known = self._output_tokens_by_class.get(bound.bit_length())
-        if known is not None:
-            return known
+    def predict_output_tokens(self, max_tokens: int) -> float:
+        """Return the mean output length of the class. An unobserved class uses the larger of the
+        overall mean length and the overall fill ratio of `max_tokens`."""
+        mean = self._output_tokens_by_class.get(max_tokens.bit_length())
+        if mean is not None:
+            return mean
         return max(
-            min(bound, self._mean_output_tokens),
-            min(bound, DEFAULT_OUTPUT_TOKENS) * self._mean_fill_ratio,
+            min(max_tokens, self._mean_output_tokens),
+            min(max_tokens, DEFAULT_OUTPUT_TOKENS) * self._mean_fill_ratio,
         )
 
-    def predict_remaining_s(self, bound: int, age_s: float) -> float:
-        """How long a request of that bound and age will still keep its place, about."""
-        spread = self._histograms.get(bound.bit_length())
-        if spread is None or spread.count < MIN_OBSERVATIONS:
-            guess_s = self.predict_output_tokens(bound) * self.tpot_s
-            return max(guess_s - age_s, age_s * OVERDUE_SHARE)
-        return spread.estimate_remaining_s(age_s)
+    def predict_remaining_s(self, max_tokens: int, age_s: float) -> float:
+        """Return the predicted remaining seconds of a request of that age."""
+        histogram = self._histograms.get(max_tokens.bit_length())
+        if histogram is None or histogram.count < MIN_OBSERVATIONS:
+            whole_s = self.predict_output_tokens(max_tokens) * self.tpot_s
+            return max(whole_s - age_s, age_s * OVERDUE_SHARE)
+        return histogram.estimate_remaining_s(age_s)
+
+
+class DequeueRate:
+    """The measured rate of dequeues. Where several frontends share the workers, only this rate
+    shows which part of the freed slots this frontend gets."""
+
+    def __init__(self) -> None:
+        self._mean_gap_s = 0.0
+        self._last_dequeue_s: float | None = None
+
+    def record_dequeue(self, now: float, still_waiting: int) -> None:
+        """Record a dequeue. After the last waiting request the next gap is not measured."""
+        if self._last_dequeue_s is not None:
+            weight = GAP_WEIGHT if self._mean_gap_s else 1.0
+            self._mean_gap_s += (now - self._last_dequeue_s - self._mean_gap_s) * weight
+        self._last_dequeue_s = now if still_waiting else None
+
+    def predict_wait_s(self, ahead: int) -> float:
+        """Return the predicted wait behind `ahead` other requests, in seconds."""
+        return (ahead + 1) * self._mean_gap_s

@@ -1,5 +1,4 @@
-"""Sees every request come to its worker, say its first token, and leave: what places and
-predictions are learnt from."""
+"""Requests in flight: each occupies a slot at its worker and teaches the predictions."""
 
 from __future__ import annotations
 
@@ -18,18 +17,17 @@ from dynamo.scheduling.router.prompt import Prompt
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 
 MIN_FIRST_TOKENS = 4
-"""Before so many first tokens were seen, no prefill is predicted."""
+"""Prefill times are predicted after this many first tokens."""
 MAX_PREDICTION_ERRORS = 64
-"""So many first tokens of requests that waited say how good predictions are."""
 MARGIN_EXCEEDANCES = 3
-"""So many of those may have come later than predicted with the margin."""
+"""The margin is the n-th largest of the recent prediction errors."""
 DECODE_SAMPLE_EVERY = 8
-"""One answer of so many teaches how long a token takes."""
+"""Every n-th answer teaches the worker state its time per token."""
 MAX_ERROR_AGE_S = 30.0
 
 
 class TrackedAttempt(Reservation, AttemptListener):
-    """One request at its worker."""
+    """The reservation of an attempt at a worker, and the listener that ends it."""
 
     __slots__ = ("in_flight", "worker")
     in_flight: InFlight
@@ -49,118 +47,124 @@ class TrackedAttempt(Reservation, AttemptListener):
 
 
 class InFlight:
-    """`fleet`: books of the workers, kept here while `keeps` (where the policy does not).
-    `on_left` is called whenever a place became free, `on_came` whenever a request came to its
-    worker, with what predicted its first token for (None: nothing was)."""
+    """Count requests in flight and learn from their times.
+
+    `worker_states` belongs to the policy, or to admission. In the second case
+    `updates_worker_states` makes this object update it. `on_slot_released` is called after every
+    release.
+    """
 
     def __init__(
         self,
         clock: Clock,
-        places: ClusterCapacity,
-        fleet: WorkerStates,
+        capacity: ClusterCapacity,
+        worker_states: WorkerStates,
         on_slot_released: Callable[[], None],
     ) -> None:
-        self.worker_states = fleet
+        self.worker_states = worker_states
         self.on_slot_released = on_slot_released
-        self._clock = clock
-        self._capacity = places
         self.updates_worker_states = False
+        self._clock = clock
+        self._capacity = capacity
         self._uncached_share = 1.0
         self._mean_ttft_s = 0.0
         self._first_token_count = 0
-        self._ended_count = 0
         self._placed_count = 0
+        self._ended_count = 0
         self._prediction_errors: deque[tuple[float, float]] = deque(maxlen=MAX_PREDICTION_ERRORS)
 
     def track(
         self, instance: Instance, request: GenerateRequest, predicted_first_token_s: float | None
     ) -> TrackedAttempt:
-        """The request goes to that worker."""
+        """Reserve a slot of `instance` for one attempt. The prediction is None for a request that
+        did not queue."""
         now, worker = self._clock.now(), instance.id
-        bound = request.stops.max_tokens
-        prompt = len(request.token_ids) // TOKEN_BYTES
-        need = prompt + self._capacity.durations.predict_output_tokens(bound)
-        held = TrackedAttempt(bound, need, now)
-        held.in_flight, held.worker = self, worker
-        held.predicted_first_token_s = predicted_first_token_s
-        self._capacity.reserve(worker, held, now)
-        book = self.worker_states.get(worker) if self.updates_worker_states else None
-        if book is not None:
-            book.refresh(now)
+        max_tokens = request.stops.max_tokens
+        prompt_tokens = len(request.token_ids) // TOKEN_BYTES
+        kv_tokens = prompt_tokens + self._capacity.durations.predict_output_tokens(max_tokens)
+        attempt = TrackedAttempt(max_tokens, kv_tokens, now)
+        attempt.in_flight, attempt.worker = self, worker
+        attempt.predicted_first_token_s = predicted_first_token_s
+        self._capacity.reserve(worker, attempt, now)
+        state = self.worker_states.get(worker) if self.updates_worker_states else None
+        if state is not None:
+            state.refresh(now)
             self._placed_count += 1
             key = f"{request.request_id}/{self._placed_count}"
-            held.placed_request = PlacedRequest(key, book, Prompt(prompt, ()), prompt, now)
-            book.place(held.placed_request, now)
-        return held
+            prompt = Prompt(prompt_tokens, ())
+            attempt.placed_request = PlacedRequest(key, state, prompt, prompt_tokens, now)
+            state.place(attempt.placed_request, now)
+        return attempt
 
-    def release(self, worker: str, held: Reservation, *, ok: bool) -> None:
-        """It has its place no more."""
-        now = self._clock.now()
-        durations = self._capacity.durations
+    def release(self, worker: str, reservation: Reservation, *, ok: bool) -> None:
+        """Release the slot. Only requests that ended well (`ok`) teach durations."""
+        now, max_tokens = self._clock.now(), reservation.max_tokens
+        durations, output_tokens = self._capacity.durations, reservation.output_tokens
         if ok:
-            durations.observe(held.max_tokens, now - held.started_s)
-            if held.output_tokens and held.first_token_s is not None:
-                durations.observe_output(
-                    held.max_tokens, held.output_tokens, now - held.first_token_s
-                )
-        if held.placed_request is not None:
+            durations.observe(max_tokens, now - reservation.started_s)
+            if output_tokens and reservation.first_token_s is not None:
+                durations.observe_output(max_tokens, output_tokens, now - reservation.first_token_s)
+        placed = reservation.placed_request
+        if placed is not None:
             self._ended_count += 1
             if not self._ended_count % DECODE_SAMPLE_EVERY:
-                held.placed_request.emitted = (
-                    held.output_tokens
-                )  # else the book learns no pace from it
-            held.placed_request.worker.remove(held.placed_request, now)
-        self._capacity.release(worker, held, now)
+                placed.emitted = output_tokens  # only then its time per token is learnt
+            placed.worker.remove(placed, now)
+        self._capacity.release(worker, reservation, now)
         self.on_slot_released()
 
-    def predict_prefill_s(self, prompt_tokens: int, others: int = 0, good_s: float = 0.0) -> float:
-        """From getting a place to the first token, at the worker that is best for that (or the
-        first where it takes `good_s` at most), with so many more requests before it that are on
-        their way to some worker."""
+    def predict_prefill_s(
+        self, prompt_tokens: int, ahead: int = 0, sufficient_s: float = 0.0
+    ) -> float:
+        """Return the predicted seconds from a slot to the first token, at the best worker.
+
+        The search stops at a worker that needs at most `sufficient_s`. `ahead` requests are on
+        their way to some worker, too.
+        """
         if self._first_token_count < MIN_FIRST_TOKENS:
             return 0.0
-        desks = self._capacity.list_workers_with_free_slots() or list(
-            self._capacity.workers.values()
-        )
+        workers = [worker for worker in self._capacity.workers.values() if worker.free_slots]
+        workers = workers or list(self._capacity.workers.values())
         now, tokens = self._clock.now(), max(1, round(prompt_tokens * self._uncached_share))
-        rounds = 1 + others / max(1, len(desks))
-        best = inf
-        for desk in desks:
-            book = desk.state
-            if book is not None:
-                took = book.backlog_ms(now) + book.predict_prefill_ms(tokens) * rounds
-                if took < best:
-                    best = took
-                    if took <= good_s * 1e3:
-                        break
-        return best * 1e-3 if best < inf else self._mean_ttft_s
+        rounds = 1 + ahead / max(1, len(workers))
+        best_ms = inf
+        for worker in workers:
+            state = worker.state
+            if state is not None:
+                prefill_ms = state.backlog_ms(now) + state.predict_prefill_ms(tokens) * rounds
+                best_ms = min(best_ms, prefill_ms)
+                if best_ms <= sufficient_s * 1e3:
+                    break
+        return best_ms * 1e-3 if best_ms < inf else self._mean_ttft_s
 
     def compute_margin_s(self) -> float:
-        """How much later than predicted first tokens came of late, but for a few."""
+        """Return the third largest of the recent delays of first tokens beyond their predictions,
+        or 0."""
         oldest = self._clock.now() - MAX_ERROR_AGE_S
         while self._prediction_errors and self._prediction_errors[0][0] < oldest:
             self._prediction_errors.popleft()
-        late = sorted(error for _, error in self._prediction_errors)
-        return max(0.0, late[-MARGIN_EXCEEDANCES]) if len(late) >= MARGIN_EXCEEDANCES else 0.0
+        errors = sorted(error for _, error in self._prediction_errors)
+        return max(0.0, errors[-MARGIN_EXCEEDANCES]) if len(errors) >= MARGIN_EXCEEDANCES else 0.0
 
-    def record_start(self, held: Reservation, started: Started) -> None:
-        """The engine took it, and told what it had of the prompt."""
+    def record_start(self, reservation: Reservation, started: Started) -> None:
+        """Record how much of the prompt the engine had cached."""
         if started.prompt_tokens:
             share = 1.0 - started.cached_tokens / started.prompt_tokens
             self._uncached_share += 0.05 * (share - self._uncached_share)
-        if held.placed_request is not None and started.cached_tokens:
-            held.placed_request.worker.on_cached_tokens(held.placed_request, started.cached_tokens)
+        placed = reservation.placed_request
+        if placed is not None and started.cached_tokens:
+            placed.worker.on_cached_tokens(placed, started.cached_tokens)
 
-    def record_first_token(self, held: Reservation) -> None:
-        """Its prompt is computed."""
-        now = held.first_token_s = self._clock.now()
+    def record_first_token(self, reservation: Reservation) -> None:
+        """Record the time of the first token."""
+        now = reservation.first_token_s = self._clock.now()
         self._first_token_count += 1
-        if held.placed_request is not None:
-            held.placed_request.worker.on_first_token(held.placed_request, now)
-        self._mean_ttft_s += 0.05 * (now - held.started_s - self._mean_ttft_s)
-        if held.predicted_first_token_s is not None:
-            self.record_prediction_error(held.predicted_first_token_s, now)
+        if reservation.placed_request is not None:
+            reservation.placed_request.worker.on_first_token(reservation.placed_request, now)
+        self._mean_ttft_s += 0.05 * (now - reservation.started_s - self._mean_ttft_s)
+        if reservation.predicted_first_token_s is not None:
+            self.record_prediction_error(reservation.predicted_first_token_s, now)
 
-    def record_prediction_error(self, predicted_s: float, came_s: float) -> None:
-        """A first token that was predicted came (or would have, at the earliest)."""
-        self._prediction_errors.append((self._clock.now(), came_s - predicted_s))
+    def record_prediction_error(self, predicted_s: float, actual_s: float) -> None:
+        """Record when a predicted first token came, or could have come at the earliest."""
+        self._prediction_errors.append((self._clock.now(), actual_s - predicted_s))
