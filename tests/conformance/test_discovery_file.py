@@ -25,7 +25,7 @@ async def test_the_folder_is_the_users_alone(plane: FileDiscovery, tmp_path: Pat
     assert (tmp_path / "place").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(ConfigError, match="written by others"):
+    with pytest.raises(ConfigError, match="other users can write"):
         await FileDiscovery.open(f"file:{tmp_path / 'open'}")
     with pytest.raises(ConfigError):
         await FileDiscovery.open("file:")

@@ -228,7 +228,7 @@ async def test_with_a_secret_or_certificates_a_plane_listens_wider(
 
 
 async def test_a_public_host_is_what_others_are_told() -> None:
-    told = msgspec.structs.replace(SECRET, host="10.1.2.3")
+    told = msgspec.structs.replace(SECRET, advertised_host="10.1.2.3")
     plane = await TcpRequests.open("tcp://0.0.0.0:0", told)
     assert plane.address.startswith("tcp://10.1.2.3:")
 
@@ -238,7 +238,7 @@ async def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         (PlaneOptions(secret="short"), "shorter than"),
         (PlaneOptions(tls=TlsFiles(ca="ca.pem")), "mutual"),
         (PlaneOptions(tls=TlsFiles(*(str(tmp_path / one) for one in "abc"))), "certificate files"),
-        (PlaneOptions(), "needs a secret"),
+        (PlaneOptions(), "requires a secret"),
     ):
         with pytest.raises(ConfigError, match=wanted):
             await open_requests("tcp://0.0.0.0:0", options)

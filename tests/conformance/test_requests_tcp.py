@@ -221,7 +221,7 @@ async def test_listening_wider_needs_a_secret(url: str) -> None:
 
 
 async def test_an_unknown_scheme_names_the_known() -> None:
-    with pytest.raises(ConfigError, match="no backend") as caught:
+    with pytest.raises(ConfigError, match="unknown") as caught:
         await open_requests("tpc://127.0.0.1:0")
     assert "tcp" in caught.value.hint
 

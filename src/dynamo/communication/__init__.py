@@ -1,1 +1,1 @@
-"""Planes and HTTP: bytes and sockets. Nothing here knows of models or tokens."""
+"""The discovery, request and event planes and the HTTP server. Knows no models and no tokens."""

@@ -1,4 +1,4 @@
-"""Addresses of the socket planes: `tcp://HOST:PORT` to listen, with `/INCARNATION` to call."""
+"""Addresses of the TCP planes: `tcp://HOST:PORT` to listen, with `/INCARNATION` to call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamo.core.errors import ConfigError, InstanceGone
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a process listens; `incarnation` is new for every process."""
+    """A process's listening address. `incarnation` is unique to the process."""
 
     host: str
     port: int
@@ -26,53 +26,58 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def new_incarnation() -> str:
-    """A name that no earlier process had."""
+    """Return a random identifier (16 hex digits) for this process."""
     return secrets.token_hex(8)
 
 
 def parse_listen_url(url: str) -> tuple[str, int]:
-    """Host and port of a URL; `tcp:` alone is any port on loopback. Raises `ConfigError`."""
+    """Return host and port of a URL. `tcp:` alone is any loopback port. Raises `ConfigError`."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "127.0.0.1", parts.port or 0
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no address: {error}", hint="tcp://127.0.0.1:0") from error
+        raise ConfigError(
+            f"{url!r} is not an address: {error}", hint="write tcp://127.0.0.1:0"
+        ) from error
     return host, port
 
 
-def advertised_host(listens: str, given: str = "") -> str:
-    """The host that others are told: `given`, else the one that is listened on, else (for every
-    address: 0.0.0.0, ::) the one by which this machine sends."""
-    if given:
-        return given
+def advertised_host(listen_host: str, configured: str = "") -> str:
+    """Return the host under which a process is published.
+
+    A configured host comes first, then the host that it listens on. For 0.0.0.0 and :: the result
+    is the address from which this machine sends.
+    """
+    if configured:
+        return configured
     try:
-        if not ipaddress.ip_address(listens).is_unspecified:
-            return listens
+        if not ipaddress.ip_address(listen_host).is_unspecified:
+            return listen_host
     except ValueError:
-        return listens
-    family, far = (
-        (socket.AF_INET6, "2001:db8::1") if ":" in listens else (socket.AF_INET, "192.0.2.1")
+        return listen_host
+    family, probe_target = (
+        (socket.AF_INET6, "2001:db8::1") if ":" in listen_host else (socket.AF_INET, "192.0.2.1")
     )
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((far, 9))  # sends nothing: it only asks the routes
+        probe.connect((probe_target, 9))  # sends no packet: only the route is looked up
         return str(probe.getsockname()[0])
-    return "::1" if ":" in listens else "127.0.0.1"
+    return "::1" if ":" in listen_host else "127.0.0.1"
 
 
 def parse_address(text: str) -> Address:
-    """The parts of a published address. Raises `InstanceGone`: nobody can be reached there."""
+    """Parse a published address. Raises `InstanceGone` if it is not one."""
     try:
         parts = urlsplit(text)
         host, port, incarnation = parts.hostname, parts.port, parts.path[1:]
     except ValueError:
         host = port = None
     if not host or not port or parts.scheme != "tcp" or not incarnation:
-        raise InstanceGone(f"{text!r} is no address of an instance")
+        raise InstanceGone(f"{text!r} is not the address of an instance")
     return Address(host, port, incarnation)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Return True if `host` is reachable only from this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What one plane may know of who is there, without knowing the discovery plane."""
+"""The part of discovery that the event plane needs, so that it does not depend on the plane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class RecordChange(msgspec.Struct, frozen=True):
-    """A key has a value now; `value` None: the key is gone."""
+    """A key's new value. None means that the key was removed."""
 
     key: str
     value: bytes | None
@@ -20,7 +20,7 @@ RecordWatch = AsyncIterator[Sequence[RecordChange]]
 
 
 class Directory(Protocol):
-    """The part of `Discovery` that the event plane finds its publishers by."""
+    """The part of `Discovery` through which the event plane finds publishers."""
 
     async def put(self, key: str, value: bytes) -> None:
         """Write or replace a record of this process."""
@@ -29,4 +29,4 @@ class Directory(Protocol):
         """Remove a record of this process."""
 
     def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
-        """Present state first, then changes."""
+        """Watch a prefix: the current records first, then changes."""

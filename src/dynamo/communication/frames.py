@@ -1,4 +1,4 @@
-"""Frames: the bytes of our own wire. Pure functions: bytes in, frames out.
+"""The frame format of the TCP and NATS planes, as pure functions of bytes.
 
 A frame is `body length u32 | kind u8 | flags u8 (0) | count u16`, little-endian, then the body.
 """
@@ -24,17 +24,17 @@ MAX_BATCH_ITEMS: Final = 8192
 MAX_BATCH_BYTES: Final = 1 << 20
 
 END_STREAM: Final = 1 << 31
-"""An item's flag: the stream is over; a payload is an encoded error."""
+"""Flag of an item that ends its stream. A payload with it is an encoded error."""
 _SIZE_MASK: Final = END_STREAM - 1
 
 Frame = tuple[int, int, bytes]
-"""Kind, count, body."""
+"""(kind, count, body)."""
 Item = tuple[int, int, bytes]
-"""Stream, flags (0 or END), payload."""
+"""(stream id, flags: 0 or END_STREAM, payload)."""
 
 
 class FrameSplitter:
-    """Cuts a byte stream into frames, however it is chopped. Holds at most one partial frame."""
+    """Splits a byte stream into frames. Keeps at most one partial frame between calls."""
 
     __slots__ = ("_needed_bytes", "_partial", "limit_bytes")
 
@@ -44,14 +44,14 @@ class FrameSplitter:
         self._needed_bytes = 0
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes. Raises `ProtocolError` for one over the limit."""
-        held = self._partial
-        if held:
-            held += data
-            if len(held) < self._needed_bytes:
+        """Return the frames that `data` completes. Raises `ProtocolError` above the limit."""
+        partial = self._partial
+        if partial:
+            partial += data
+            if len(partial) < self._needed_bytes:
                 return []
-            data = bytes(held)
-            held.clear()
+            data = bytes(partial)
+            partial.clear()
         frames: list[Frame] = []
         offset, size, header = 0, len(data), HEADER.size
         self._needed_bytes = header
@@ -66,12 +66,12 @@ class FrameSplitter:
             frames.append((kind, count, data[offset + header : end]))
             offset = end
         if offset < size:
-            held += data[offset:] if offset else data
+            partial += data[offset:] if offset else data
         return frames
 
 
 def pack_frame(kind: int, body: bytes = b"", count: int = 0) -> bytes:
-    """One frame."""
+    """Encode one frame."""
     return HEADER.pack(len(body), kind, 0, count) + body
 
 
@@ -81,9 +81,10 @@ def pack_items(
     payloads: Sequence[bytes],
     ends: Sequence[int] = (),
 ) -> bytes:
-    """One frame of many streams: (stream u32, flag and length u32) an item, then the payloads.
+    """Encode items of many streams as one frame.
 
-    `ends`: indices of the items that end their stream. At most 65,535 items.
+    The body is a table of (stream u32, flag and length u32) per item, then the payloads. `ends`
+    holds the indices of items that end their stream. At most 65,535 items fit.
     """
     count = len(payloads)
     heads = [0] * (2 * count)
@@ -98,17 +99,17 @@ def pack_items(
 
 
 def unpack_items(body: bytes, count: int) -> list[Item]:
-    """The items of a frame. Raises `ProtocolError` where lengths and body disagree."""
+    """Decode the items of a frame. Raises `ProtocolError` if lengths and body disagree."""
     offset, total = 8 * count, len(body)
     if offset > total:
-        raise ProtocolError("a frame shorter than its table")
+        raise ProtocolError("a frame is shorter than its item table")
     items = []
-    for stream, word in _ITEM_HEADER.iter_unpack(body[:offset]):
+    for stream, flag_and_size in _ITEM_HEADER.iter_unpack(body[:offset]):
         start = offset
-        offset += word & _SIZE_MASK
-        items.append((stream, word & END_STREAM, body[start:offset]))
+        offset += flag_and_size & _SIZE_MASK
+        items.append((stream, flag_and_size & END_STREAM, body[start:offset]))
     if offset != total:
-        raise ProtocolError("a frame and its items disagree in length")
+        raise ProtocolError("the lengths of a frame and its items disagree")
     return items
 
 
@@ -118,20 +119,20 @@ def pack_batches(
     payloads: Sequence[bytes],
     ends: Sequence[int] = (),
 ) -> list[bytes]:
-    """Like `pack_items`, in as many frames as the limits ask for (nearly always one)."""
+    """Encode items like `pack_items`, split into several frames above the batch limits."""
     if len(payloads) <= MAX_BATCH_ITEMS and sum(map(len, payloads)) <= MAX_BATCH_BYTES:
         return [pack_items(kind, streams, payloads, ends)]
     frames: list[bytes] = []
-    marked = set(ends)
+    end_indices = set(ends)
     start = size = 0
     for index, payload in enumerate(payloads):
         if index > start and (
             size + len(payload) > MAX_BATCH_BYTES or index - start >= MAX_BATCH_ITEMS
         ):
-            frames.append(_pack_slice(kind, streams, payloads, marked, start, index))
+            frames.append(_pack_slice(kind, streams, payloads, end_indices, start, index))
             start, size = index, 0
         size += len(payload)
-    frames.append(_pack_slice(kind, streams, payloads, marked, start, len(payloads)))
+    frames.append(_pack_slice(kind, streams, payloads, end_indices, start, len(payloads)))
     return frames
 
 
@@ -139,9 +140,9 @@ def _pack_slice(
     kind: int,
     streams: Sequence[int],
     payloads: Sequence[bytes],
-    marked: set[int],
+    end_indices: set[int],
     start: int,
     stop: int,
 ) -> bytes:
-    ends = [index - start for index in range(start, stop) if index in marked]
+    ends = [index - start for index in range(start, stop) if index in end_indices]
     return pack_items(kind, streams[start:stop], payloads[start:stop], ends)

@@ -1,7 +1,10 @@
-"""The first frames on every connection: who speaks, which protocol, and that both know the secret.
+"""The handshake of every connection: plane, protocol version, incarnation, proof of the secret.
 
-dialler -> listener: HELLO, then PROOF where there is a secret | listener -> dialler: HELLO. Each
-proves the secret by an HMAC over both nonces; it never crosses itself. N talks to N-1.
+    client -> server: HELLO, then PROOF if there is a secret
+    server -> client: HELLO
+
+Each end proves the secret with an HMAC over both nonces. The secret itself is never sent. Version N
+is compatible with N-1.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ NONCE_BYTES: Final = 16
 
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`version` and `oldest`: the range that the speaker understands. `incarnation`: the
-    listener's, new for every process. `nonce`: the speaker has a secret; `proof`: the listener
-    knows it. Unknown fields are ignored."""
+    """The first frame of each end. Unknown fields are ignored.
+
+    `oldest` to `version` is the range of protocol versions that the sender speaks. `incarnation` is
+    that of the server's process. `nonce` is empty if the sender has no secret. `proof` is the
+    server's proof of the secret.
+    """
 
     plane: str
     magic: str = ""
@@ -46,13 +52,13 @@ _decode = msgspec.msgpack.Decoder(Hello).decode
 def pack_hello(
     plane: str, incarnation: str = "", *, nonce: bytes = b"", proof: bytes = b""
 ) -> bytes:
-    """The frame that both ends send first."""
+    """Encode the frame that each end sends first."""
     hello = Hello(plane, MAGIC, incarnation=incarnation, nonce=nonce, proof=proof)
     return pack_frame(HELLO, msgspec.msgpack.encode(hello))
 
 
 def decode_hello(kind: int, body: bytes, plane: str) -> Hello:
-    """The peer's hello, whatever its version. Raises `ProtocolError` for anything else."""
+    """Decode the peer's hello of any version. Raises `ProtocolError` for other frames."""
     if kind != HELLO:
         raise ProtocolError(f"the first frame is of kind {kind}, not a hello")
     try:
@@ -60,12 +66,12 @@ def decode_hello(kind: int, body: bytes, plane: str) -> Hello:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"unreadable hello: {error}") from error
     if hello.magic != MAGIC or hello.plane != plane:
-        raise ProtocolError(f"a hello of plane {hello.plane!r} at a {plane!r} port")
+        raise ProtocolError(f"a hello of plane {hello.plane!r} arrived at a {plane!r} port")
     return hello
 
 
 def negotiate_version(hello: Hello) -> int:
-    """The version to speak. Raises `ProtocolError`."""
+    """Return the highest version that both ends speak. Raises `ProtocolError` if there is none."""
     agreed = min(VERSION, hello.version)
     if agreed < max(MIN_VERSION, hello.oldest):
         raise ProtocolError(
@@ -76,33 +82,33 @@ def negotiate_version(hello: Hello) -> int:
 
 
 def read_hello(kind: int, body: bytes, plane: str) -> tuple[Hello, int]:
-    """The peer's hello and the version to speak. Raises `ProtocolError`."""
+    """Decode the peer's hello and negotiate the version. Raises `ProtocolError`."""
     hello = decode_hello(kind, body, plane)
     return hello, negotiate_version(hello)
 
 
 def new_nonce(secret: str) -> bytes:
-    """One for this connection; none where there is no secret to prove."""
+    """Return a random nonce, or b"" if there is no secret to prove."""
     return secrets.token_bytes(NONCE_BYTES) if secret else b""
 
 
 def compute_proof(secret: str, end: str, plane: str, dialler: bytes, listener: bytes) -> bytes:
-    """That `end` ("dialler", "listener") knows the secret: HMAC-SHA256 over both nonces."""
-    said = b"\0".join((end.encode(), plane.encode(), dialler + listener))
-    return hmac.digest(secret.encode(), said, "sha256")
+    """Return the HMAC-SHA256 by which `end` ("dialler" or "listener") proves the secret."""
+    message = b"\0".join((end.encode(), plane.encode(), dialler + listener))
+    return hmac.digest(secret.encode(), message, "sha256")
 
 
-def check_proof(given: bytes, wanted: bytes, who: str) -> None:
-    """Raises `ProtocolError`."""
-    if not hmac.compare_digest(given, wanted):
-        raise ProtocolError(f"{who} does not know this deployment's secret (security.secret)")
+def check_proof(proof: bytes, expected: bytes, peer: str) -> None:
+    """Raise `ProtocolError` if the proof is wrong. `peer` names the other end in the message."""
+    if not hmac.compare_digest(proof, expected):
+        raise ProtocolError(f"{peer} does not know this deployment's secret (security.secret)")
 
 
-NEEDS_SECRET = "the other side asks for the deployment's secret (security.secret)"  # noqa: S105
+NEEDS_SECRET = "the server requires the deployment's secret (security.secret)"  # noqa: S105
 
 
 class ClientHandshake:
-    """At the end of who dials. Its peer passes on what happens until the greeting is `over`."""
+    """The dialling end's handshake. The owner of the link passes events on until it is `done`."""
 
     def __init__(self, link: Link, plane: str, incarnation: str, secret: str = "") -> None:
         self._link = link
@@ -114,13 +120,15 @@ class ClientHandshake:
 
     @property
     def done(self) -> bool:
-        """It has ended, well or not."""
+        """True once the handshake has succeeded or failed."""
         return self._completion.done()
 
     async def connect(self, dial: Callable[[Link], Awaitable[None]]) -> None:
-        """Dial and greet. Raises `OSError`, `TimeoutError`; `InstanceGone` where another
-        incarnation answers, `ProtocolError` where no version or secret is shared. Nothing stays
-        open then."""
+        """Dial and wait for the handshake. The link is closed if an error is raised.
+
+        Raises `OSError`, `TimeoutError`, `InstanceGone` if another incarnation answers, and
+        `ProtocolError` if versions or secrets do not match.
+        """
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await dial(self._link)
@@ -131,11 +139,11 @@ class ClientHandshake:
             raise
 
     def send_hello(self) -> None:
-        """The connection stands: who dialled speaks first."""
+        """Send the first frame of the connection."""
         self._link.write(pack_hello(self._plane, nonce=self._nonce))
 
     def receive(self, kind: int, body: bytes) -> None:
-        """The first frame. Raises `ProtocolError`."""
+        """Handle the server's hello. Raises `ProtocolError`."""
         try:
             hello, _ = read_hello(kind, body, self._plane)
             self._exchange_proofs(hello.nonce, hello.proof)
@@ -143,34 +151,36 @@ class ClientHandshake:
             self._completion.set_exception(error)
             raise
         if hello.incarnation != self._incarnation:
-            self._completion.set_exception(InstanceGone("another process answers there now"))
+            self._completion.set_exception(InstanceGone("another process has this address now"))
             self._link.abort()
             return
         self._link.accept_large_frames()
         self._completion.set_result(None)
 
     def on_lost(self) -> None:
-        """The connection is closed."""
+        """Fail the handshake because the connection was closed."""
         if not self.done:
-            why = "the connection closed during the handshake"
-            self._completion.set_exception(InstanceGone(why))
+            error = InstanceGone("the connection closed during the handshake")
+            self._completion.set_exception(error)
 
     def _exchange_proofs(self, nonce: bytes, proof: bytes) -> None:
-        """The listener's first, so that a false one gets nothing of ours."""
+        """Check the server's proof, then send this end's: a false server learns nothing."""
         if not self._secret:
             if nonce:
                 raise ProtocolError(NEEDS_SECRET)
             return
         nonces = self._nonce, nonce
-        wanted = compute_proof(self._secret, "listener", self._plane, *nonces)
-        check_proof(proof, wanted, "who listens there")
+        expected = compute_proof(self._secret, "listener", self._plane, *nonces)
+        check_proof(proof, expected, "the server")
         own = compute_proof(self._secret, "dialler", self._plane, *nonces)
         self._link.write(pack_frame(PROOF, own))
 
 
 class ServerHandshake:
-    """At the end of who listens: `read` takes frames until it answers True, once. Whoever has not
-    come so far in five seconds is cut off."""
+    """The listening end's handshake: `receive` takes frames until it returns True.
+
+    A client that has not completed it within `HANDSHAKE_TIMEOUT_S` is disconnected.
+    """
 
     def __init__(self, link: Link, plane: str, incarnation: str, secret: str = "") -> None:
         self._link = link
@@ -182,11 +192,11 @@ class ServerHandshake:
         self._timeout = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, link.abort)
 
     def receive(self, kind: int, body: bytes) -> bool:
-        """Whether the handshake is done with this frame. Raises `ProtocolError`."""
+        """Handle one frame. True: the handshake is complete. Raises `ProtocolError`."""
         if self._expected_proof:
             if kind != PROOF:
                 raise ProtocolError(f"a frame of kind {kind} before the proof of the secret")
-            check_proof(body, self._expected_proof, "who dialled")
+            check_proof(body, self._expected_proof, "the client")
         elif self._answer_hello(kind, body):
             return False
         self._timeout.cancel()
@@ -195,11 +205,11 @@ class ServerHandshake:
         return True
 
     def on_lost(self) -> None:
-        """The connection is closed."""
+        """Stop the timeout because the connection was closed."""
         self._timeout.cancel()
 
     def _answer_hello(self, kind: int, body: bytes) -> bool:
-        """Answer a hello; whether a proof must follow."""
+        """Answer a hello. True: the client must still send its proof."""
         hello = decode_hello(kind, body, self._plane)
         nonce = new_nonce(self._secret)
         proof = b""
@@ -209,13 +219,13 @@ class ServerHandshake:
         try:
             negotiate_version(hello)
         except ProtocolError:
-            self._link.flush()  # so that a peer of another version learns which one this is
+            self._link.flush()  # lets a peer of another version report this version
             raise
         if not nonce:
             return False
         if not proof:
-            self._link.flush()  # so that a peer without a secret learns that it needs one
-            raise ProtocolError("who dialled has no secret")
+            self._link.flush()  # lets a peer without a secret report that one is required
+            raise ProtocolError("the client has no secret")
         self._expected_proof = compute_proof(
             self._secret, "dialler", self._plane, hello.nonce, nonce
         )

@@ -1,4 +1,4 @@
-"""One connection: frames in as calls, frames out gathered into one write a turn of the loop."""
+"""A connection that carries frames: on_frame per frame received, one write per loop iteration."""
 
 from __future__ import annotations
 
@@ -21,47 +21,46 @@ _KEEPALIVE: Final = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT",
 
 
 class TurnFlusher:
-    """Runs what was armed in this turn of the loop, once, in the next: the one call_soon of it."""
-
-    __slots__ = ("_loop", "_scheduled")
+    """Flushes all links that were written to in one loop iteration with a single call_soon."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._scheduled: list[Callable[[], None]] = []
 
     def schedule(self, flush: Callable[[], None]) -> None:
-        """Call `flush` with the next turn of the loop."""
+        """Call `flush` once in the next iteration of the loop."""
         if not self._scheduled:
             self._loop.call_soon(self._flush_all)
         self._scheduled.append(flush)
 
     def _flush_all(self) -> None:
-        due = self._scheduled
-        for flush in due:  # a flush may arm another: the list grows while it is walked
+        scheduled = self._scheduled
+        for flush in scheduled:  # a flush may schedule another: the list grows during the loop
             try:
                 flush()
-            except Exception:  # one connection's trouble is not the others'
-                log.exception("writing failed")
-        due.clear()
+            except Exception:  # an error of one connection must not reach the others
+                log.exception("flushing a connection failed")
+        scheduled.clear()
 
 
 class LinkHandler(Protocol):
-    """What a connection's owner makes of it."""
+    """The owner of a connection, which handles its frames."""
 
     def on_connect(self) -> None:
-        """Connected; nothing was read yet."""
+        """Handle the open connection. No frame was read yet."""
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
-        """One frame. Raising `ProtocolError` or what decoding raises closes the connection."""
+        """Handle one frame. `ProtocolError` and errors of decoding close the connection."""
 
     def on_lost(self, error: Exception | None) -> None:
-        """The connection is closed; called once."""
+        """Handle the end of the connection. Called once."""
 
 
 class Link(asyncio.Protocol):
-    """Feeds a `Peer`, gathers its writes. A peer that breaks the protocol is cut off.
+    """Passes received frames to a `LinkHandler` and joins its writes.
 
-    `congested`: more than the transport's high mark waits; `on_relief` is called when it is over.
+    A peer that breaks the protocol is disconnected. `congested` is True while more bytes wait than
+    the transport's high-water mark allows. `on_writable` is called when that ends.
     """
 
     __slots__ = (
@@ -77,8 +76,8 @@ class Link(asyncio.Protocol):
         "transport",
     )
 
-    def __init__(self, peer: LinkHandler, flusher: TurnFlusher) -> None:
-        self._handler = peer
+    def __init__(self, handler: LinkHandler, flusher: TurnFlusher) -> None:
+        self._handler = handler
         self._flusher = flusher
         self._splitter = FrameSplitter(MAX_HELLO_BYTES)
         self._pending_frames: list[bytes] = []
@@ -90,23 +89,23 @@ class Link(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
 
     def accept_large_frames(self) -> None:
-        """The handshake is done: frames of full size may come."""
+        """Accept frames of full size. Called after the handshake."""
         self._splitter.limit_bytes = MAX_FRAME_BYTES
 
     def schedule_flush(self) -> None:
-        """Write in the next turn of the loop; `before_write` is asked for frames then."""
+        """Flush in the next iteration of the loop. `before_write` then supplies more frames."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._flusher.schedule(self.flush)
 
     def write(self, frame: bytes) -> None:
-        """Queue a whole frame for the next write."""
+        """Queue a whole frame for the next flush."""
         self._pending_frames.append(frame)
         if not self._flush_scheduled:
             self.schedule_flush()
 
     def flush(self) -> None:
-        """Write what is queued. A peer that took nothing for 256 MiB is cut off."""
+        """Write the queued frames. A peer that leaves 256 MiB unread is disconnected."""
         self._flush_scheduled = False
         frames = self._pending_frames
         if self.before_write is not None:
@@ -118,17 +117,19 @@ class Link(asyncio.Protocol):
         transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         frames.clear()
         if transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
-            log.warning("connection cut off: unread", extra={"fields": self._log_fields()})
+            log.warning(
+                "connection aborted: the peer does not read", extra={"fields": self._log_fields()}
+            )
             transport.abort()
 
     def close(self) -> None:
-        """Write what is queued, then close."""
+        """Write the queued frames, then close."""
         if self.transport is not None:
             self.flush()
             self.transport.close()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close at once and drop unsent frames."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -150,7 +151,7 @@ class Link(asyncio.Protocol):
                 on_frame(kind, count, body)
         except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = self._log_fields() | {"error": str(error)}
-            log.warning("connection closed: protocol broken", extra={"fields": fields})
+            log.warning("connection aborted: protocol error", extra={"fields": fields})
             self.abort()
 
     def pause_writing(self) -> None:
@@ -167,12 +168,12 @@ class Link(asyncio.Protocol):
         self._handler.on_lost(exc)
 
     def _log_fields(self) -> dict[str, object]:
-        peer = self.transport.get_extra_info("peername") if self.transport is not None else None
-        return {"peer": str(peer)}
+        peername = self.transport.get_extra_info("peername") if self.transport is not None else None
+        return {"peer": str(peername)}
 
 
 async def close_links(links: Sequence[Link]) -> None:
-    """Write what is queued and close; a peer that has not taken it in a second is cut off."""
+    """Flush and close links. A peer that does not read within `CLOSE_TIMEOUT_S` is aborted."""
     for link in links:
         link.close()
     try:

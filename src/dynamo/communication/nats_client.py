@@ -1,4 +1,4 @@
-"""The line to NATS, dialled for as long as it takes; the one home of its library."""
+"""A NATS client that reconnects for ever. No other module imports the NATS library."""
 
 from __future__ import annotations
 
@@ -25,28 +25,35 @@ from dynamo.core.tasks import BackgroundTasks
 log = logging.getLogger(__name__)
 
 SLOW_RETRY_FACTOR: Final = 3.0
-"""After the quick attempts, a wait is so many times as long."""
+"""Factor by which the wait between attempts grows after `max_reconnect` attempts."""
 PING_INTERVAL_S: Final = 0.4
-"""Between an answer and the next question."""
+"""Pause between an answer to a ping and the next ping."""
 PING_TIMEOUT_S: Final = 0.8
-"""A server that leaves a question open for so long is away: frozen, or behind a silent network."""
+"""A server that leaves a ping unanswered for this long is frozen or behind a silent network."""
 MAX_PENDING_BYTES: Final = 64 << 20
 CLOSE_TIMEOUT_S: Final = 1.0
 MAX_STREAM_BYTES: Final = 1 << 30
-"""Of one stream, the oldest go first."""
+"""Size limit of the JetStream stream. The oldest messages are dropped first."""
 _NO_RESPONDERS: Final = "503"
 
 _Operation = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
-"""A message; a subject to listen to, or no longer; nothing: the last word; who waits so far."""
+"""An entry of the send queue.
+
+(subject, payload, reply): publish. (subject, True or False): subscribe or unsubscribe. (): flush,
+then disconnect. A future: flush, then resolve it.
+"""
 
 NatsMessageHandler = Callable[[str, bytes, str, bool], None]
-"""Subject, payload, reply subject; True: nobody listens where our message went."""
+"""Called with subject, payload, reply subject, and True for a "no responders" status message."""
 
 
 class NatsClient:
-    """`publish` and `listen` return at once; what is said while NATS is away is dropped, what is
-    listened to is listened to again when it is back. `trouble`: why there is no connection now.
-    Planes that were opened with the same `options.lines` share one link a URL; the last closes it.
+    """Publishes and subscribes; both calls return at once.
+
+    Messages published while NATS is unreachable are dropped. Subscriptions are renewed after a
+    reconnect. `connection_error` says why there is no connection; "" while there is one. Planes
+    opened with the same `options.shared_clients` share one client per URL. The last `close` ends
+    it. `pending_bytes` counts payloads that wait in the send queue.
     """
 
     def __init__(
@@ -75,92 +82,97 @@ class NatsClient:
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """`nats://HOST:PORT[,HOST:PORT]`, with TLS `nats:tls://HOST:PORT`. Dials in the
-        background. Raises `ConfigError`."""
-        lines = options.shared_clients
-        shared = None if lines is None else lines.get(url)
+        """Open `nats://HOST:PORT[,HOST:PORT]`, or `nats:tls://HOST:PORT` for TLS.
+
+        The client connects in the background. Raises `ConfigError`.
+        """
+        shared_clients = options.shared_clients
+        shared = None if shared_clients is None else shared_clients.get(url)
         if isinstance(shared, cls):
-            shared._references += 1  # noqa: SLF001 - our own
+            shared._references += 1  # noqa: SLF001 - an object of this class
             return shared
-        named = url if url.startswith("nats://") else url.removeprefix("nats:")
-        servers = [one.strip() for one in named.split(",") if one.strip()]
-        servers = [one if "://" in one else f"nats://{one}" for one in servers]
-        if not servers or any(not one.partition("://")[2] for one in servers):
-            raise ConfigError(f"{url!r} names no server", hint="nats://HOST:4222")
+        locations = url if url.startswith("nats://") else url.removeprefix("nats:")
+        servers = [server.strip() for server in locations.split(",") if server.strip()]
+        servers = [server if "://" in server else f"nats://{server}" for server in servers]
+        if not servers or any(not server.partition("://")[2] for server in servers):
+            raise ConfigError(f"{url!r} contains no server", hint="write nats://HOST:4222")
         context = None
-        if options.server_tls or any(one.startswith("tls:") for one in servers):
+        if options.server_tls or any(server.startswith("tls:") for server in servers):
             context = await asyncio.to_thread(client_tls_context, options.server_tls)
-        made = cls(servers, options, context)
-        made._tasks.start(made._run(), "nats link")
-        if lines is not None:
-            lines[url] = made
-        return made
+        client = cls(servers, options, context)
+        client._tasks.start(client._run(), "nats client")
+        if shared_clients is not None:
+            shared_clients[url] = client
+        return client
 
     @property
     def connected(self) -> bool:
-        """NATS is there."""
+        """True while the connection to NATS is up."""
         return self._connected.is_set()
 
     @property
     def max_payload_bytes(self) -> int:
-        """Of one message, as the server says."""
+        """The server's limit for the payload of one message."""
         return 1 << 20 if self._client is None else int(self._client.max_payload)
 
     async def wait_connected(self) -> None:
-        """Return when NATS is there."""
+        """Return once the connection to NATS is up."""
         await self._connected.wait()
 
-    def on_connection_change(self, told: Callable[[bool], None]) -> None:
-        """`told(up)` whenever NATS came or went."""
-        self._state_callbacks.append(told)
+    def on_connection_change(self, callback: Callable[[bool], None]) -> None:
+        """Call `callback(up)` whenever the connection is made (True) or lost (False)."""
+        self._state_callbacks.append(callback)
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        """Send, in the order of the calls. With `reply`, that subject hears if nobody listens."""
+        """Send a message after all earlier ones.
+
+        If nobody subscribes to `subject`, NATS sends "no responders" to the subject `reply`.
+        """
         if self.connected and self.pending_bytes < MAX_PENDING_BYTES:
             self.pending_bytes += len(payload)
             self._enqueue((subject, payload, reply))
 
-    def subscribe(self, subject: str, take: NatsMessageHandler) -> Callable[[], None]:
-        """Call `take` for every message. Returns the way to stop."""
-        takes = self._handlers.setdefault(subject, [])
-        if not takes:
+    def subscribe(self, subject: str, handler: NatsMessageHandler) -> Callable[[], None]:
+        """Call `handler` for every message. Returns a function that unsubscribes."""
+        handlers = self._handlers.setdefault(subject, [])
+        if not handlers:
             self._enqueue((subject, True))
-        takes.append(take)
+        handlers.append(handler)
 
-        def leave() -> None:
-            if take in takes:
-                takes.remove(take)
-            if not takes and self._handlers.get(subject) is takes:
+        def unsubscribe() -> None:
+            if handler in handlers:
+                handlers.remove(handler)
+            if not handlers and self._handlers.get(subject) is handlers:
                 del self._handlers[subject]
                 self._enqueue((subject, False))
 
-        return leave
+        return unsubscribe
 
     async def ensure_stream(self, stream: str, subjects: str, age_s: float) -> None:
-        """Have JetStream keep what is said at `subjects`. Where it cannot, that is logged."""
+        """Create or update a JetStream stream that stores `subjects`. A failure is logged."""
         if self._client is None:
             return
-        about: dict[str, Any] = {"name": stream, "subjects": [subjects], "max_age": age_s}
-        about |= {"max_bytes": MAX_STREAM_BYTES, "discard": "old"}
+        config: dict[str, Any] = {"name": stream, "subjects": [subjects], "max_age": age_s}
+        config |= {"max_bytes": MAX_STREAM_BYTES, "discard": "old"}
         jetstream = self._client.jetstream()
         try:
             try:
-                await jetstream.update_stream(**about)
+                await jetstream.update_stream(**config)
             except nats.js.errors.NotFoundError:
-                await jetstream.add_stream(**about)
+                await jetstream.add_stream(**config)
         except (nats.errors.Error, TimeoutError) as error:
             fields = {"stream": stream, "error": str(error) or "no answer"}
-            log.warning("jetstream keeps nothing", extra={"fields": fields})
+            log.warning("jetstream stream could not be set up", extra={"fields": fields})
 
     async def flush(self) -> None:
-        """Return when NATS has taken all that was said so far; at once while it is away."""
+        """Return when NATS has processed all earlier operations; at once while disconnected."""
         if self.connected:
             done = asyncio.get_running_loop().create_future()
             self._enqueue(done)
             await done
 
     async def close(self) -> None:
-        """Send what waits, then hang up, unless another plane uses the line too."""
+        """Send queued messages and disconnect, unless another plane still uses this client."""
         self._references -= 1
         if self._references:
             return
@@ -173,14 +185,14 @@ class NatsClient:
                     await self._disconnected.wait()
         self._state_callbacks.clear()
         self._disconnected.set()
-        with suppress(TimeoutError):  # cancelled while it connects, the library leaves things open
+        with suppress(TimeoutError):  # the library leaks sockets if cancelled while it connects
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._tasks.join()
         await self._tasks.close()
 
-    def _enqueue(self, what: _Operation) -> None:
+    def _enqueue(self, operation: _Operation) -> None:
         if self.connected:
-            self._outgoing.append(what)
+            self._outgoing.append(operation)
             self._outgoing_ready.set()
 
     async def _run(self) -> None:
@@ -192,9 +204,8 @@ class NatsClient:
                 client = await self._connect(server)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 failures += 1
-                self._on_connect_failed(
-                    f"NATS at {_without_credentials(server)}: {self._last_error or str(error) or 'no answer'}"
-                )
+                reason = self._last_error or str(error) or "no answer"
+                self._on_connect_failed(f"NATS at {_without_credentials(server)}: {reason}")
                 await self._sleep_unless_closing(self._retry_delay_s(failures))
                 continue
             failures = 0
@@ -219,27 +230,27 @@ class NatsClient:
     async def _connect(self, server: str) -> Client:
         client = Client()
         self._last_error = ""
-        about = self._options
+        options = self._options
 
-        async def ended() -> None:
+        async def on_closed() -> None:
             self._disconnected.set()
 
-        more: dict[str, Any] = {"tls": self._context} if self._context is not None else {}
-        if about.user:
-            more |= {"user": about.user, "password": about.password}
+        credentials: dict[str, Any] = {"tls": self._context} if self._context is not None else {}
+        if options.user:
+            credentials |= {"user": options.user, "password": options.password}
         try:
-            async with asyncio.timeout(about.dial_timeout_s):
+            async with asyncio.timeout(options.dial_timeout_s):
                 await client.connect(
                     [server],
                     name="dynamo",
                     error_cb=self._on_library_error,
-                    closed_cb=ended,
-                    disconnected_cb=ended,
+                    closed_cb=on_closed,
+                    disconnected_cb=on_closed,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0,
-                    connect_timeout=max(1, round(about.dial_timeout_s)),
-                    **more,
+                    connect_timeout=max(1, round(options.dial_timeout_s)),
+                    **credentials,
                 )
         except BaseException:
             await _close_client(client)
@@ -255,33 +266,36 @@ class NatsClient:
         self._client = client
         for subject in list(self._handlers):
             await self._subscribe_on_server(client, subject)
-        log.info("nats answers", extra={"fields": {"server": _without_credentials(server)}})
+        log.info("connected to nats", extra={"fields": {"server": _without_credentials(server)}})
         self.connection_error = ""
         self._connected.set()
         self.first_attempt_done.set()
         self._notify_state(up=True)
-        self._disconnect_reason = "has gone"
-        beside = [
+        self._disconnect_reason = "closed the connection"
+        loop_tasks = [
             self._tasks.start(self._write_loop(client), "nats writer"),
-            self._tasks.start(self._ping_loop(client), "nats questions"),
+            self._tasks.start(self._ping_loop(client), "nats pings"),
         ]
         try:
             await self._disconnected.wait()
         finally:
-            for task in beside:
+            for task in loop_tasks:
                 task.cancel()
 
     async def _ping_loop(self, client: Client) -> None:
-        """Ask for as long as the server answers. Two waits, since one may end because this process
-        was held up, with the answer unread."""
+        """Ping the server until an answer is missing.
+
+        Each answer is awaited in two steps. If this process was suspended, the first step may time
+        out although the answer has arrived and is only unread.
+        """
         while True:
-            asked = self._tasks.start(_ping(client), "nats question")
+            ping = self._tasks.start(_ping(client), "nats ping")
             try:
                 for _ in range(2):
-                    await asyncio.wait({asked}, timeout=PING_TIMEOUT_S / 2)
+                    await asyncio.wait({ping}, timeout=PING_TIMEOUT_S / 2)
             finally:
-                asked.cancel()
-            if not asked.done():
+                ping.cancel()
+            if not ping.done():
                 self._disconnect_reason = "does not answer"
                 self._disconnected.set()
                 return
@@ -290,93 +304,95 @@ class NatsClient:
     async def _write_loop(self, client: Client) -> None:
         while True:
             while self._outgoing:
-                what = self._outgoing.popleft()
+                operation = self._outgoing.popleft()
                 try:
-                    await self._execute(client, what)
+                    await self._execute(client, operation)
                 except (nats.errors.Error, OSError, TimeoutError) as error:
                     log.debug("nats message dropped", extra={"fields": {"error": str(error)}})
             self._outgoing_ready.clear()
             await self._outgoing_ready.wait()
 
-    async def _execute(self, client: Client, what: _Operation) -> None:
-        if isinstance(what, asyncio.Future):
+    async def _execute(self, client: Client, operation: _Operation) -> None:
+        if isinstance(operation, asyncio.Future):
             try:
-                for _ in range(2):  # the library's ping overtakes what it has not written yet
+                for _ in range(2):  # the library's first ping may overtake unwritten messages
                     await client.flush(round(CLOSE_TIMEOUT_S))
             finally:
-                _resolve(what)
-        elif len(what) == 3:
-            subject, payload, reply = what
+                _resolve(operation)
+        elif len(operation) == 3:
+            subject, payload, reply = operation
             self.pending_bytes -= len(payload)
             await client.publish(subject, payload, reply)
-        elif not what:
+        elif not operation:
             await client.flush(round(CLOSE_TIMEOUT_S))
             self._disconnected.set()
-        elif what[1]:
-            await self._subscribe_on_server(client, what[0])
-        elif (heard := self._subscriptions.pop(what[0], None)) is not None:
-            await heard.unsubscribe()
+        elif operation[1]:
+            await self._subscribe_on_server(client, operation[0])
+        elif (subscription := self._subscriptions.pop(operation[0], None)) is not None:
+            await subscription.unsubscribe()
 
     async def _subscribe_on_server(self, client: Client, subject: str) -> None:
         if subject in self._subscriptions or subject not in self._handlers:
             return
 
-        async def hear(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             headers = message.headers
-            nobody = headers is not None and headers.get("Status") == _NO_RESPONDERS
-            for take in tuple(self._handlers.get(subject, ())):
-                take(message.subject, message.data, message.reply, nobody)
+            no_responders = headers is not None and headers.get("Status") == _NO_RESPONDERS
+            for handler in tuple(self._handlers.get(subject, ())):
+                handler(message.subject, message.data, message.reply, no_responders)
 
-        self._subscriptions[subject] = await client.subscribe(subject, cb=hear)
+        self._subscriptions[subject] = await client.subscribe(subject, cb=on_message)
 
-    def _on_connect_failed(self, trouble: str) -> None:
+    def _on_connect_failed(self, reason: str) -> None:
         if not self.first_attempt_done.is_set():
-            log.warning("nats cannot be reached", extra={"fields": {"error": trouble}})
-        self.connection_error = trouble
+            log.warning("nats cannot be reached", extra={"fields": {"error": reason}})
+        self.connection_error = reason
         self.first_attempt_done.set()
 
-    def _on_disconnected(self, trouble: str) -> None:
+    def _on_disconnected(self, reason: str) -> None:
         self._client = None
         self._subscriptions.clear()
-        for what in self._outgoing:
-            if isinstance(what, asyncio.Future):
-                _resolve(what)
+        for operation in self._outgoing:
+            if isinstance(operation, asyncio.Future):
+                _resolve(operation)
         self._outgoing.clear()
         self.pending_bytes = 0
         if self._connected.is_set():
             self._connected.clear()
             if not self._closing.is_set():
-                log.warning("nats is away", extra={"fields": {"error": trouble}})
-            self.connection_error = trouble
+                log.warning("connection to nats lost", extra={"fields": {"error": reason}})
+            self.connection_error = reason
             self._notify_state(up=False)
 
     async def _on_library_error(self, error: Exception) -> None:
-        """What the library tells beside: a subscription that drops messages, among others."""
+        """Log an error outside of a call, for example a subscription that drops messages."""
         self._last_error = str(error) or type(error).__name__
         if self.connected:
-            log.info("nats complains", extra={"fields": {"error": self._last_error}})
+            log.info("nats client error", extra={"fields": {"error": self._last_error}})
 
     def _notify_state(self, *, up: bool) -> None:
-        for told in tuple(self._state_callbacks):
-            told(up)
+        for callback in tuple(self._state_callbacks):
+            callback(up)
 
 
-def _resolve(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def subject_token(text: str) -> str:
-    """`text` as one token of a subject: what NATS does not take is %XX."""
-    plain = "".join(
-        one if one.isascii() and (one.isalnum() or one in "-_") else f"%{ord(one):02X}"
-        for one in text
+    """Encode `text` as one token of a subject. Characters that NATS refuses become %XX."""
+    token = "".join(
+        character
+        if character.isascii() and (character.isalnum() or character in "-_")
+        else f"%{ord(character):02X}"
+        for character in text
     )
-    return plain or "%"
+    return token or "%"
 
 
 async def _ping(client: Client) -> None:
-    """Return when the server has answered a ping, or the connection is over."""
+    """Return when the server has answered a ping or the connection has ended."""
     with suppress(nats.errors.Error, OSError, TimeoutError):
         await client.flush(round(PING_TIMEOUT_S * 10))
 
@@ -386,10 +402,10 @@ async def _close_client(client: Client) -> None:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await client.close()
     except (TimeoutError, nats.errors.Error, OSError) as error:
-        log.debug("nats not closed in order", extra={"fields": {"error": str(error)}})
+        log.debug("closing the nats connection failed", extra={"fields": {"error": str(error)}})
 
 
 def _without_credentials(server: str) -> str:
-    """Without user and password."""
+    """Remove user and password from a server's URL."""
     scheme, _, rest = server.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"

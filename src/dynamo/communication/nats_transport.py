@@ -1,7 +1,7 @@
-"""Connections through NATS: each is a pair of subjects that carry a byte stream in numbered pieces.
+"""Connections through NATS: two subjects carry a byte stream in numbered messages.
 
-A piece that is missing ends the connection; so does a peer whose subjects nobody listens to any
-more, which NATS tells with the next piece or ping.
+A missing message ends the connection. So does a peer without subscribers: NATS answers the next
+message or ping with "no responders".
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ _HEADER: Final = Struct("<BI")
 _SYN, _DATA, _FIN, _RESET, _PING = range(1, 6)
 _SEQUENCE_MASK: Final = (1 << 32) - 1
 _RESERVED_BYTES: Final = 512
-"""Kept free in a message for the protocol around it."""
+"""Bytes of the maximum payload that stay free for NATS's own headers."""
 
 
 class NatsConnection(asyncio.Transport):
-    """One end of one connection. `mine`, `theirs`: the subjects."""
+    """An end of a connection: the asyncio transport of its link."""
 
     def __init__(
-        self, nats: NatsClient, link: Link, mine: str, theirs: str, gone: Callable[[str], None]
+        self,
+        nats: NatsClient,
+        link: Link,
+        local_subject: str,
+        remote_subject: str,
+        on_closed: Callable[[str], None],
     ) -> None:
         super().__init__()
         self._nats = nats
         self._link = link
-        self._local_subject = mine
-        self._remote_subject = theirs
-        self._on_closed = gone
+        self._local_subject = local_subject
+        self._remote_subject = remote_subject
+        self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._send_sequence = 0
         self._receive_sequence = 0
@@ -53,23 +58,23 @@ class NatsConnection(asyncio.Transport):
         self._ping_timer = self._loop.call_later(BUSY_PING_INTERVAL_S, self._ping)
 
     def connect(self) -> None:
-        """At the end of who dials."""
+        """Open the connection at the dialling end."""
         self._send(_SYN)
         self._link.connection_made(self)
 
     def accept(self) -> None:
-        """At the end of who listens."""
+        """Open the connection at the listening end."""
         self._link.connection_made(self)
 
     def receive(self, payload: bytes) -> None:
-        """One message of the peer."""
+        """Handle one message of the peer."""
         if self._closed or len(payload) < _HEADER.size:
             return
         kind, number = _HEADER.unpack_from(payload)
         if kind == _PING:
             return
         if kind == _RESET:
-            self.terminate(ConnectionResetError("reset by the peer"))
+            self.terminate(ConnectionResetError("the peer reset the connection"))
             return
         if number != self._receive_sequence:
             self._send(_RESET)
@@ -83,7 +88,7 @@ class NatsConnection(asyncio.Transport):
             self.terminate(None)
 
     def terminate(self, error: Exception | None) -> None:
-        """The connection is over."""
+        """End the connection without telling the peer."""
         if self._closed:
             return
         self._closed = True
@@ -116,16 +121,16 @@ class NatsConnection(asyncio.Transport):
         return self._nats.pending_bytes
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """NATS bounds what waits for a reader."""
+        """Do nothing: NATS bounds the bytes that wait for a reader."""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._remote_subject if name == "peername" else default
 
     def pause_reading(self) -> None:
-        """Not possible through NATS."""
+        """Do nothing: NATS has no flow control per subject."""
 
     def resume_reading(self) -> None:
-        """Not possible through NATS."""
+        """Do nothing: NATS has no flow control per subject."""
 
     def _send(self, kind: int, body: bytes = b"") -> None:
         number = self._send_sequence
@@ -136,7 +141,7 @@ class NatsConnection(asyncio.Transport):
         )
 
     def _ping(self) -> None:
-        """A message to a dead process comes back at once as "nobody listens"."""
+        """Ping the peer. A ping to a dead process is answered with "no responders" at once."""
         self._send(_PING)
         busy = time.monotonic() - self._last_activity < IDLE_AFTER_S
         self._ping_timer = self._loop.call_later(
@@ -145,7 +150,7 @@ class NatsConnection(asyncio.Transport):
 
 
 class NatsPlaneTransport(PlaneTransport):
-    """`nats://INCARNATION`; the servers are the link's."""
+    """Connections to `nats://INCARNATION` through the servers of a `NatsClient`."""
 
     def __init__(self, nats: NatsClient, options: PlaneOptions = DEFAULT_OPTIONS) -> None:
         self._nats = nats
@@ -180,12 +185,12 @@ class NatsPlaneTransport(PlaneTransport):
         if not self._nats.connected:
             raise ConnectionRefusedError(self._nats.connection_error)
         name = secrets.token_hex(8)
-        mine = f"{SUBJECT_ROOT}.{self.incarnation}.d.{name}"
-        made = NatsConnection(
-            self._nats, link, mine, f"{SUBJECT_ROOT}.{incarnation}.a.{name}", self._forget
+        local_subject = f"{SUBJECT_ROOT}.{self.incarnation}.d.{name}"
+        connection = NatsConnection(
+            self._nats, link, local_subject, f"{SUBJECT_ROOT}.{incarnation}.a.{name}", self._forget
         )
-        self._connections[mine] = made
-        made.connect()
+        self._connections[local_subject] = connection
+        connection.connect()
 
     def incarnation_of(self, address: str) -> str:
         incarnation = address.removeprefix(SCHEME)
@@ -197,42 +202,46 @@ class NatsPlaneTransport(PlaneTransport):
         self._accept = None
 
     def close(self) -> None:
-        """Hear nothing any more."""
-        for leave in self._unsubscribes:
-            leave()
-        for one in list(self._connections.values()):
-            one.abort()
+        """Unsubscribe and abort all connections."""
+        for unsubscribe in self._unsubscribes:
+            unsubscribe()
+        for connection in list(self._connections.values()):
+            connection.abort()
 
-    def _on_server_message(self, subject: str, payload: bytes, reply: str, nobody: bool) -> None:
-        """A message for the listening end: the first one of a connection opens it."""
-        known = self._connections.get(subject)
-        if known is not None:
-            self._on_client_message(subject, payload, reply, nobody)
+    def _on_server_message(
+        self, subject: str, payload: bytes, reply: str, no_responders: bool
+    ) -> None:
+        """Handle a message to the listening end. A SYN opens a connection."""
+        connection = self._connections.get(subject)
+        if connection is not None:
+            self._on_client_message(subject, payload, reply, no_responders)
         elif (
             _is_kind(payload, _SYN)
             and self._accept is not None
             and len(self._connections) < MAX_CONNECTIONS
         ):
-            made = NatsConnection(self._nats, self._accept(), subject, reply, self._forget)
-            self._connections[subject] = made
-            made.accept()
-        elif reply and not nobody and not _is_kind(payload, _RESET):
+            connection = NatsConnection(self._nats, self._accept(), subject, reply, self._forget)
+            self._connections[subject] = connection
+            connection.accept()
+        elif reply and not no_responders and not _is_kind(payload, _RESET):
             self._nats.publish(reply, _HEADER.pack(_RESET, 0))
 
-    def _on_client_message(self, subject: str, payload: bytes, reply: str, nobody: bool) -> None:
+    def _on_client_message(
+        self, subject: str, payload: bytes, reply: str, no_responders: bool
+    ) -> None:
         del reply
-        known = self._connections.get(subject)
-        if known is None:
+        connection = self._connections.get(subject)
+        if connection is None:
             return
-        if nobody:
-            known.terminate(ConnectionResetError("the process has gone"))
+        if no_responders:
+            connection.terminate(ConnectionResetError("the peer process is gone"))
         elif not _is_kind(payload, _SYN):
-            known.receive(payload)
+            connection.receive(payload)
 
     def _on_connection_change(self, up: bool) -> None:
         if not up:
-            for one in list(self._connections.values()):
-                one.terminate(ConnectionResetError("NATS is away"))
+            for connection in list(self._connections.values()):
+                connection.terminate(ConnectionResetError("the connection to NATS was lost"))
 
     def _forget(self, subject: str) -> None:
         self._connections.pop(subject, None)

@@ -1,4 +1,4 @@
-"""What the planes are opened with beside their URL: patience, secret, certificates."""
+"""Options of the planes beside their URL: timeouts, secret, certificates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """PEM files. `ca`: who signs the peers' certificates; `cert` and `key`: this process's own."""
+    """Paths of PEM files: the CA that signs peers, and this process's certificate and key."""
 
     ca: str = ""
     cert: str = ""
@@ -19,10 +19,13 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class PlaneOptions(msgspec.Struct, frozen=True):
-    """`secret`, `tls`: between our own processes (own frames); `server_tls`, `user`, `password`:
-    towards a server (etcd, NATS). `host`: where others reach this process when it listens on every
-    address; empty: found. `max_reconnect` quick attempts `reconnect_wait_s` apart come first when a
-    server is away, then slower ones, for ever."""
+    """Options for all planes.
+
+    `secret` and `tls` protect connections between Dynamo processes. `server_tls`, `user` and
+    `password` are for etcd and NATS. `advertised_host` is the host at which other machines reach a
+    process that listens on every address; "" means detect it. When a server is unreachable,
+    `max_reconnect` attempts are made `reconnect_wait_s` apart, then slower ones for ever.
+    """
 
     lease_ttl_s: float = 30.0
     dial_timeout_s: float = 5.0
@@ -36,9 +39,9 @@ class PlaneOptions(msgspec.Struct, frozen=True):
     advertised_host: str = ""
     event_retention_s: float = 0.0
     direct_url: str = "tcp://127.0.0.1:0"
-    """`nats:` requests: where the process listens too, for callers without NATS."""
+    """Where the `nats:` request plane also listens, for callers that cannot reach NATS."""
     shared_clients: dict[str, Any] | None = None
-    """By URL the connections to servers that planes opened with this very dictionary share."""
+    """Server clients by URL. Planes that get the same dictionary share the clients in it."""
 
 
 DEFAULT_OPTIONS = PlaneOptions()

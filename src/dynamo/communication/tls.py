@@ -1,4 +1,4 @@
-"""TLS contexts out of PEM files."""
+"""TLS contexts made from PEM files."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from dynamo.core.errors import ConfigError
 
 
 def mutual_tls_contexts(tls: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """For listening and for dialling between our own processes: each end shows a certificate that
-    the deployment's own CA signed; names are not compared, being signed by it is what counts.
-    Blocks. Raises `ConfigError`."""
+    """Return the contexts for listening and dialling between Dynamo processes.
+
+    Each end must show a certificate signed by the deployment's CA. Host names are not checked.
+    Blocks. Raises `ConfigError`.
+    """
     if not (tls.ca and tls.cert and tls.key):
         raise ConfigError(
-            "TLS between processes is mutual",
+            "TLS between processes is mutual and needs a CA, a certificate and a key",
             hint="set security.tls_ca, security.tls_cert and security.tls_key",
         )
-    listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    dialling.check_hostname = False
-    for context in (listening, dialling):
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client_context.check_hostname = False
+    for context in (server_context, client_context):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
         _load_certificates(context, tls)
-    return listening, dialling
+    return server_context, client_context
 
 
 def client_tls_context(tls: TlsFiles) -> ssl.SSLContext:
-    """For dialling a server whose name its certificate bears, signed by `ca` alone; without it, by
-    whom the system trusts. Blocks. Raises `ConfigError`."""
+    """Return the context for dialling a server, whose host name is checked.
+
+    Trusts `tls.ca` alone if it is set, else the system's CAs. Blocks. Raises `ConfigError`.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if tls.ca else ssl.create_default_context()
     _load_certificates(context, tls)
     return context
@@ -43,6 +47,6 @@ def _load_certificates(context: ssl.SSLContext, tls: TlsFiles) -> None:
             context.load_cert_chain(tls.cert, tls.key or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"certificate files {tls.ca!r}, {tls.cert!r}, {tls.key!r}: {error}",
-            hint="PEM files that this process may read",
+            f"cannot load the certificate files {tls.ca!r}, {tls.cert!r}, {tls.key!r}: {error}",
+            hint="name PEM files that this process may read",
         ) from None

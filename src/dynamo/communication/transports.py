@@ -1,4 +1,4 @@
-"""How connections between our own processes come to be. Over TCP here; NATS has its own."""
+"""Transports open connections between Dynamo processes: the interface and TCP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_SECRET_LENGTH = 16
 
 
 class PlaneTransport(ABC):
-    """One process's listening end, and its way to others'. `secret`: both ends prove it."""
+    """Listens for connections and dials other processes. Both ends prove `secret`."""
 
     secret: str
     incarnation: str
@@ -35,16 +35,16 @@ class PlaneTransport(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where others dial this process."""
+        """The address at which other processes dial this one."""
 
     @property
     @abstractmethod
     def is_listening(self) -> bool:
-        """Somebody can dial."""
+        """True once `listen` has completed."""
 
     @abstractmethod
     async def listen(self, accept: Callable[[], Link]) -> None:
-        """Take connections from now on."""
+        """Accept connections. `accept` makes the link of each one."""
 
     @abstractmethod
     async def dial(self, link: Link, address: str) -> None:
@@ -52,15 +52,15 @@ class PlaneTransport(ABC):
 
     @abstractmethod
     def stop_listening(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections. Open ones stay open."""
 
     def incarnation_of(self, address: str) -> str:
-        """Which process is at `address`. Raises `InstanceGone`."""
+        """Return the incarnation that `address` names. Raises `InstanceGone`."""
         return parse_address(address).incarnation
 
 
 class TcpPlaneTransport(PlaneTransport):
-    """`tcp://HOST:PORT`; port 0 is any."""
+    """TCP at `tcp://HOST:PORT`, optionally with mutual TLS. Port 0 means any free port."""
 
     def __init__(
         self,
@@ -80,20 +80,23 @@ class TcpPlaneTransport(PlaneTransport):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """Nothing listens yet. Raises `ConfigError`, also for an address beyond loopback without a
-        secret or certificates."""
+        """Create a transport that does not listen yet.
+
+        Raises `ConfigError`, also if the address is reachable from other machines and neither a
+        secret nor certificates are configured.
+        """
         host, port = parse_listen_url(url)
         if options.secret and len(options.secret) < MIN_SECRET_LENGTH:
             raise ConfigError(
                 f"the secret is shorter than {MIN_SECRET_LENGTH} characters",
-                hint="make one by: openssl rand -hex 32",
+                hint="create one with: openssl rand -hex 32",
                 param="security.secret",
             )
         if not (is_loopback(host) or options.secret or options.tls):
             raise ConfigError(
-                f"{url!r} listens beyond this machine, which needs a secret",
-                hint="the same security.secret for all of the deployment, or certificates "
-                "(security.tls_ca, security.tls_cert, security.tls_key)",
+                f"{url!r} is reachable from other machines, which requires a secret",
+                hint="set the same security.secret in all processes of the deployment, or "
+                "certificates (security.tls_ca, security.tls_cert, security.tls_key)",
             )
         if not options.tls:
             return cls(host, port, options)
@@ -116,11 +119,11 @@ class TcpPlaneTransport(PlaneTransport):
         self._advertised = msgspec.structs.replace(self._advertised, port=port)
 
     async def dial(self, link: Link, address: str) -> None:
-        there = parse_address(address)
+        target = parse_address(address)
         loop = asyncio.get_running_loop()
         name = "" if self._client_tls is not None else None
         await loop.create_connection(
-            lambda: link, there.host, there.port, ssl=self._client_tls, server_hostname=name
+            lambda: link, target.host, target.port, ssl=self._client_tls, server_hostname=name
         )
 
     def stop_listening(self) -> None:

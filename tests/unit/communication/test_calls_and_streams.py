@@ -198,7 +198,7 @@ async def test_asked_after_who_forgot_the_call_ends_it(handling: Handling) -> No
     assert handling.outbox.ends == [1]
     told = decode_error(handling.outbox.payloads[1])
     assert isinstance(told, WorkerFailed)
-    assert "forgotten" in told.message
+    assert "lost this call" in told.message
     assert stream.task is not None
     assert stream.task.cancelling()
     assert not stream.send(b"y")

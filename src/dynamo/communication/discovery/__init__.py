@@ -1,4 +1,4 @@
-"""Who is there: the discovery plane. Backends: `memory:`, `file:PATH`."""
+"""The discovery plane: records of live processes. Backends: `memory:`, `file:PATH`, `etcd://`."""
 
 from dynamo.communication.discovery.plane import (
     Discovery,

@@ -1,5 +1,4 @@
-"""What waits for one watcher: changes merged by key, so that a slow one costs no more memory than
-there are keys."""
+"""The queue of changes between a discovery backend and one watch."""
 
 from __future__ import annotations
 
@@ -11,7 +10,11 @@ from dynamo.communication.directory import RecordChange
 
 
 class ChangeQueue:
-    """One watch; an async iterator of batches. The first batch may be empty, later ones are not."""
+    """Queue of a watch's changes, read as an async iterator of batches.
+
+    Changes of one key are merged, so that a slow reader costs at most one entry per key. The first
+    batch may be empty, later ones are not.
+    """
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -19,12 +22,12 @@ class ChangeQueue:
         self._ready = asyncio.Event()
 
     def start(self, state: Mapping[str, bytes]) -> None:
-        """The present state: the first batch, even where it is empty."""
+        """Queue the current state as the first batch, even if it is empty."""
         self._merge(state.items())
         self._ready.set()
 
     def push(self, changes: Iterable[RecordChange]) -> None:
-        """Changes in order; those of other prefixes are left out."""
+        """Queue changes in order. Keys outside the prefix are ignored."""
         self._merge((change.key, change.value) for change in changes)
         if self._pending:
             self._ready.set()

@@ -1,4 +1,4 @@
-"""Discovery on etcd: a lease per process, records under it, watches that outlive the server."""
+"""Discovery on etcd: one lease per process, its records, and watches that survive outages."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from dynamo.core.tasks import BackgroundTasks
 log = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES: Final = 1 << 20
-"""etcd takes 1.5 MiB a request."""
+"""Limit of key and value together. etcd accepts requests up to 1.5 MiB."""
 KEEPALIVES_PER_TTL: Final = 3
-"""In one time-to-live."""
-
+"""Keepalives sent per time-to-live of the lease."""
 REVOKE_ATTEMPTS: Final = 3
-"""To revoke somebody else's lease, of a server that answers."""
+"""Attempts to revoke the lease of another process, each at a server that answers."""
 
 
 class EtcdDiscovery(Discovery):
-    """`etcd://HOST:PORT[,HOST:PORT][/ROOT]`.
+    """The backend `etcd://HOST:PORT[,HOST:PORT][/ROOT]`.
 
-    While no server answers, watches stand still, `get` raises `PlaneAway`, and what is put or
-    deleted is written when one is back. The lease is taken with the first `put`.
+    While no server answers, watches report nothing, `get` raises `PlaneUnavailable`, and writes
+    wait until a server is back. The first `put` takes the lease.
     """
 
-    def __init__(self, link: EtcdConnection, root: str, ttl_s: float) -> None:
-        self._connection = link
+    def __init__(self, connection: EtcdConnection, root: str, ttl_s: float) -> None:
+        self._connection = connection
         self._root = root
         self._ttl_s = ttl_s
         self._tasks = BackgroundTasks()
@@ -48,16 +47,16 @@ class EtcdDiscovery(Discovery):
         self._lease_lost_callbacks: list[Callable[[], None]] = []
         self._reconnected = asyncio.Event()
         self._closed = False
-        link.start(self._reconnected.set)
+        connection.start(self._reconnected.set)
         self._tasks.start(self._keep_lease_alive(), "etcd lease")
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """Dialling goes on in the background. Raises `ConfigError`."""
-        servers, root = parse_endpoints(url)
-        if any(one.tls for one in servers):
+        """Start connecting in the background. Raises `ConfigError`."""
+        endpoints, root = parse_endpoints(url)
+        if any(endpoint.tls for endpoint in endpoints):
             await asyncio.to_thread(client_tls_context, options.server_tls)
-        return cls(EtcdConnection(servers, options, Random()), root, options.lease_ttl_s)
+        return cls(EtcdConnection(endpoints, options, Random()), root, options.lease_ttl_s)
 
     @property
     def connection_error(self) -> str:
@@ -65,7 +64,9 @@ class EtcdDiscovery(Discovery):
 
     async def put(self, key: str, value: bytes) -> None:
         if len(key) + len(value) > MAX_RECORD_BYTES:
-            raise TooLarge(f"record {key[:100]!r} of {len(value)} bytes")
+            raise TooLarge(
+                f"record {key[:100]!r} of {len(value)} bytes is larger than {MAX_RECORD_BYTES}"
+            )
         self._pending_writes.pop(key, None)
         self._pending_writes[key] = value
         await self._flush_if_connected()
@@ -77,26 +78,26 @@ class EtcdDiscovery(Discovery):
 
     async def get(self, prefix: str) -> Mapping[str, bytes]:
         await self._connection.first_attempt_done.wait()
-        server = self._connection.client
-        if server is None:
+        client = self._connection.client
+        if client is None:
             raise PlaneUnavailable(self._connection.connection_error)
         try:
-            _, state = await server.get_prefix(self._root + prefix)
+            _, state = await client.get_prefix(self._root + prefix)
         except PlaneUnavailable as error:
-            self._connection.report_failure(server, error)
+            self._connection.report_failure(client, error)
             raise
         return {key[len(self._root) :]: value for key, value in state.items()}
 
     async def revoke_lease_of(self, key: str) -> None:
-        for left in reversed(range(REVOKE_ATTEMPTS)):
-            server = await self._connection.wait_client()
+        for attempts_left in reversed(range(REVOKE_ATTEMPTS)):
+            client = await self._connection.wait_client()
             try:
-                await server.revoke(await server.lease_of(self._root + key))
+                await client.revoke(await client.lease_of(self._root + key))
             except LeaseNotFound:
                 return
             except PlaneUnavailable as error:
-                self._connection.report_failure(server, error)
-                if not left:
+                self._connection.report_failure(client, error)
+                if not attempts_left:
                     raise
             else:
                 return
@@ -112,71 +113,71 @@ class EtcdDiscovery(Discovery):
             return
         self._closed = True
         await self._tasks.close()
-        server = self._connection.client
-        if server is not None and self._lease_id:
+        client = self._connection.client
+        if client is not None and self._lease_id:
             with suppress(PlaneUnavailable, LeaseNotFound):
-                await server.revoke(self._lease_id)
+                await client.revoke(self._lease_id)
         await self._connection.close()
 
     @asynccontextmanager
     async def _watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
-        kept = EtcdWatch(self._connection, self._root, prefix)
-        running = self._tasks.start(kept.run(), f"etcd watch {prefix}")
+        watch = EtcdWatch(self._connection, self._root, prefix)
+        task = self._tasks.start(watch.run(), f"etcd watch {prefix}")
         try:
-            yield kept.queue
+            yield watch.queue
         finally:
-            running.cancel()
+            task.cancel()
 
     async def _flush_if_connected(self) -> None:
-        """Write what waits, if a server answers; returns at once while none does."""
+        """Write pending records if a server is connected. Returns at once while none is."""
         await self._connection.first_attempt_done.wait()
-        server = self._connection.client
-        if server is not None:
-            await self._flush_pending(server)
+        client = self._connection.client
+        if client is not None:
+            await self._flush_pending(client)
 
-    async def _flush_pending(self, server: EtcdClient) -> None:
+    async def _flush_pending(self, client: EtcdClient) -> None:
         async with self._write_lock:
             while self._pending_writes:
                 key, value = next(iter(self._pending_writes.items()))
                 try:
-                    await self._write_record(server, self._root + key, value)
+                    await self._write_record(client, self._root + key, value)
                 except LeaseNotFound:
                     self._on_lease_lost()
                     continue
                 except PlaneUnavailable as error:
-                    self._connection.report_failure(server, error)
+                    self._connection.report_failure(client, error)
                     return
                 if self._pending_writes.get(key, b"") is value:
                     del self._pending_writes[key]
 
-    async def _write_record(self, server: EtcdClient, key: str, value: bytes | None) -> None:
+    async def _write_record(self, client: EtcdClient, key: str, value: bytes | None) -> None:
         if value is not None:
-            self._lease_id = self._lease_id or await server.grant(self._ttl_s)
-            await server.put(key, value, self._lease_id)
+            self._lease_id = self._lease_id or await client.grant(self._ttl_s)
+            await client.put(key, value, self._lease_id)
         elif self._lease_id:
-            await server.delete(key, self._lease_id)
+            await client.delete(key, self._lease_id)
 
     async def _keep_lease_alive(self) -> None:
-        """Refresh it in time, and first of all whenever a server answers anew."""
+        """Renew the lease and write pending records: periodically and after each reconnect."""
         while True:
-            server = await self._connection.wait_client()
+            client = await self._connection.wait_client()
             self._reconnected.clear()
             try:
                 if self._lease_id:
-                    await server.keep_alive(self._lease_id)
-                await self._flush_pending(server)
+                    await client.keep_alive(self._lease_id)
+                await self._flush_pending(client)
             except LeaseNotFound:
                 self._on_lease_lost()
             except PlaneUnavailable as error:
-                self._connection.report_failure(server, error)
+                self._connection.report_failure(client, error)
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ttl_s / KEEPALIVES_PER_TTL):
                     await self._reconnected.wait()
 
     def _on_lease_lost(self) -> None:
-        """The server forgot this process: its owner puts its records again."""
-        log.debug("etcd lease gone", extra={"fields": {"lease": f"{self._lease_id:x}"}})
+        """Report that the server does not know the lease. The callbacks put the records again."""
+        log.debug("etcd lease lost", extra={"fields": {"lease": f"{self._lease_id:x}"}})
         self._lease_id = 0
         for callback in self._lease_lost_callbacks:
             callback()

@@ -1,4 +1,4 @@
-"""One connection to one etcd server: typed calls, and errors that say what to do about them."""
+"""A client of one etcd server: typed calls whose errors are Dynamo's."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every HTTP/2 server answers: a client's greeting and its settings, none."""
+"""HTTP/2 client preface with an empty SETTINGS frame. Every HTTP/2 server answers it."""
 _REQUIRE_LEADER: Final = ("hasleader", "true")
 _LEASE_NOT_FOUND_TEXT: Final = "requested lease not found"
 _TOO_LARGE_TEXT: Final = "request is too large"
 
 
 class LeaseNotFound(Exception):
-    """The server does not know the lease (any more)."""
+    """The server does not know the lease, or not any more."""
 
 
 class RevisionCompacted(Exception):
-    """The server has forgotten the revisions that were asked for: read the state anew."""
+    """The server has compacted the requested revisions. The state must be read again."""
 
 
 class EtcdEndpoint(msgspec.Struct, frozen=True):
-    """Where one etcd server is."""
+    """Host and port of an etcd server."""
 
     host: str
     port: int
@@ -53,10 +53,10 @@ class EtcdEndpoint(msgspec.Struct, frozen=True):
 
 
 class EtcdClient:
-    """Calls of one channel. All raise `PlaneAway` when the server does not answer, or cannot."""
+    """Makes calls over one gRPC channel. All raise `PlaneUnavailable` if the server fails."""
 
-    def __init__(self, where: EtcdEndpoint, options: PlaneOptions) -> None:
-        self.endpoint = where
+    def __init__(self, endpoint: EtcdEndpoint, options: PlaneOptions) -> None:
+        self.endpoint = endpoint
         self._options = options
         self._timeout_s = options.dial_timeout_s
         self._metadata: tuple[tuple[str, str], ...] = (_REQUIRE_LEADER,)
@@ -64,7 +64,7 @@ class EtcdClient:
         self.closed = asyncio.Event()
 
     async def open(self, timeout_s: float) -> None:
-        """Connect, authenticate, and see that it answers with a quorum behind it."""
+        """Connect, authenticate, and check with a read that the cluster has a quorum."""
         target, tls = str(self.endpoint), self._options.server_tls
         try:
             context = (
@@ -72,11 +72,11 @@ class EtcdClient:
             )
             async with asyncio.timeout(timeout_s):
                 await self._check_reachable(context)
-        except ConfigError as error:  # files that were there at the start
+        except ConfigError as error:  # certificate files that have become unreadable
             raise PlaneUnavailable(f"etcd at {self.endpoint}: {error.message}") from None
         except (OSError, TimeoutError) as error:
             raise PlaneUnavailable(
-                f"etcd at {self.endpoint}: {str(error) or 'no answer'}"
+                f"etcd at {self.endpoint}: {str(error) or 'no response'}"
             ) from None
         if self.endpoint.tls:
             credentials = await asyncio.to_thread(_credentials, tls)
@@ -88,80 +88,80 @@ class EtcdClient:
         await self.get_prefix("\0")
 
     async def wait_disconnected(self) -> None:
-        """Return when the connection has broken."""
+        """Return when the connection is lost."""
         await self._channel.wait_for_state_change(ChannelConnectivity.READY)
 
     async def close(self) -> None:
-        """Cut every call."""
+        """Close the channel, which fails all calls."""
         self.closed.set()
         if self._channel is not None:
             await self._channel.close()
 
     async def grant(self, ttl_s: float) -> int:
-        """A new lease."""
+        """Create a lease and return its id."""
         request = rpc.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
-        answer = await self._call(rpc.LeaseStub(self._channel).LeaseGrant, request)
-        return int(answer.ID)
+        response = await self._call(rpc.LeaseStub(self._channel).LeaseGrant, request)
+        return int(response.ID)
 
     async def keep_alive(self, lease: int) -> None:
-        """Raises `LeaseGone`."""
+        """Renew a lease. Raises `LeaseNotFound`."""
         call = rpc.LeaseStub(self._channel).LeaseKeepAlive(metadata=self._metadata)
         with _translate_errors(self.endpoint):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
-                    answer = await call.read()
+                    response = await call.read()
             except TimeoutError:
                 raise PlaneUnavailable(f"etcd at {self.endpoint}: no answer") from None
             finally:
                 call.cancel()
-        if not isinstance(answer, rpc.LeaseKeepAliveResponse):
+        if not isinstance(response, rpc.LeaseKeepAliveResponse):
             raise PlaneUnavailable(f"etcd at {self.endpoint} ended the call")
-        if not answer.TTL:
+        if not response.TTL:
             raise LeaseNotFound
 
     async def revoke(self, lease: int) -> None:
-        """Its records go with it."""
+        """Revoke a lease, which deletes its records. Raises `LeaseNotFound`."""
         request = rpc.LeaseRevokeRequest(ID=lease)
         await self._call(rpc.LeaseStub(self._channel).LeaseRevoke, request)
 
     async def put(self, key: str, value: bytes, lease: int) -> None:
-        """Raises `LeaseGone`, `TooLarge`."""
+        """Write a record under a lease. Raises `LeaseNotFound`, `TooLarge`."""
         request = rpc.PutRequest(key=key.encode(), value=value, lease=lease)
         await self._call(rpc.KVStub(self._channel).Put, request)
 
     async def delete(self, key: str, lease: int) -> None:
-        """Delete the record if it is that lease's."""
-        own = rpc.Compare(
+        """Delete the record if it belongs to that lease."""
+        is_owned = rpc.Compare(
             key=key.encode(),
             target=rpc.Compare.CompareTarget.LEASE,
             result=rpc.Compare.CompareResult.EQUAL,
             lease=lease,
         )
         remove = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode()))
-        request = rpc.TxnRequest(compare=[own], success=[remove])
+        request = rpc.TxnRequest(compare=[is_owned], success=[remove])
         await self._call(rpc.KVStub(self._channel).Txn, request)
 
     async def get_prefix(self, prefix: str) -> tuple[int, Mapping[str, bytes]]:
-        """The revision, and every record below `prefix` in it."""
+        """Return the store's revision and all records below `prefix` at that revision."""
         key, end = _prefix_range(prefix)
         request = rpc.RangeRequest(key=key, range_end=end)
-        answer = await self._call(rpc.KVStub(self._channel).Range, request)
-        records = {_decode_key(one.key): bytes(one.value) for one in answer.kvs}
-        return int(answer.header.revision), records
+        response = await self._call(rpc.KVStub(self._channel).Range, request)
+        records = {_decode_key(record.key): bytes(record.value) for record in response.kvs}
+        return int(response.header.revision), records
 
     async def lease_of(self, key: str) -> int:
-        """Whose record it is. Raises `LeaseGone` where there is none."""
+        """Return the lease of a record. Raises `LeaseNotFound` if there is no record or lease."""
         request = rpc.RangeRequest(key=key.encode())
-        answer = await self._call(rpc.KVStub(self._channel).Range, request)
-        if not answer.kvs or not answer.kvs[0].lease:
+        response = await self._call(rpc.KVStub(self._channel).Range, request)
+        if not response.kvs or not response.kvs[0].lease:
             raise LeaseNotFound
-        return int(answer.kvs[0].lease)
+        return int(response.kvs[0].lease)
 
     async def watch(
         self, prefix: str, revision: int
     ) -> AsyncGenerator[Sequence[RecordChange], None]:
-        """Changes from `revision` on, in order. Raises `Compacted`. Never ends by itself."""
+        """Yield changes from `revision` on in order, for ever. Raises `RevisionCompacted`."""
         key, end = _prefix_range(prefix)
         create = rpc.WatchCreateRequest(
             key=key, range_end=end, start_revision=revision, fragment=True
@@ -170,20 +170,22 @@ class EtcdClient:
         with _translate_errors(self.endpoint):
             try:
                 await call.write(rpc.WatchRequest(create_request=create))
-                async for answer in call:
-                    if answer.compact_revision:
+                async for response in call:
+                    if response.compact_revision:
                         raise RevisionCompacted
-                    if answer.canceled:
-                        raise PlaneUnavailable(f"etcd at {self.endpoint}: {answer.cancel_reason}")
-                    if answer.events:
-                        yield [_record_change(event) for event in answer.events]
+                    if response.canceled:
+                        raise PlaneUnavailable(f"etcd at {self.endpoint}: {response.cancel_reason}")
+                    if response.events:
+                        yield [_record_change(event) for event in response.events]
             finally:
                 call.cancel()
         raise PlaneUnavailable(f"etcd at {self.endpoint} ended the watch")
 
     async def _check_reachable(self, context: ssl.SSLContext | None) -> None:
-        """See that somebody is there, and whom he takes: gRPC tells neither as well. A server that
-        does not like our certificate says so only after the handshake."""
+        """Connect without gRPC, whose errors do not say why a connection or handshake failed.
+
+        A server that rejects the client's certificate reports it only after the TLS handshake.
+        """
         if context is not None:
             context.set_alpn_protocols(["h2"])
         reader, writer = await asyncio.open_connection(
@@ -199,8 +201,8 @@ class EtcdClient:
     async def _authenticate(self) -> None:
         options = self._options
         request = rpc.AuthenticateRequest(name=options.user, password=options.password)
-        answer = await self._call(rpc.AuthStub(self._channel).Authenticate, request)
-        self._metadata = (_REQUIRE_LEADER, ("token", answer.token))
+        response = await self._call(rpc.AuthStub(self._channel).Authenticate, request)
+        self._metadata = (_REQUIRE_LEADER, ("token", response.token))
 
     async def _call(self, method: Any, request: Any) -> Any:
         with _translate_errors(self.endpoint):
@@ -208,26 +210,26 @@ class EtcdClient:
 
 
 @contextmanager
-def _translate_errors(where: EtcdEndpoint) -> Iterator[None]:
-    """gRPC's errors as ours. It cancels whoever waits for a call of a channel that is closed."""
+def _translate_errors(endpoint: EtcdEndpoint) -> Iterator[None]:
+    """Raise gRPC's errors as Dynamo's. Closing a gRPC channel cancels the callers waiting on it."""
     try:
         yield
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise PlaneUnavailable(f"etcd at {where}: the connection was closed") from None
+        raise PlaneUnavailable(f"etcd at {endpoint}: the connection was closed") from None
     except rpc.AioRpcError as error:
         details = error.details() or error.code().name
         if _LEASE_NOT_FOUND_TEXT in details:
             raise LeaseNotFound from None
         if _TOO_LARGE_TEXT in details:
-            raise TooLarge(f"etcd at {where}: {details}") from None
-        raise PlaneUnavailable(f"etcd at {where}: {details}") from None
+            raise TooLarge(f"etcd at {endpoint}: {details}") from None
+        raise PlaneUnavailable(f"etcd at {endpoint}: {details}") from None
 
 
 def _prefix_range(prefix: str) -> tuple[bytes, bytes]:
-    """Key and end of all keys below `prefix`; etcd's "\\0" is every key from there on."""
+    """Return etcd's key range for `prefix`. A range end of "\\0" means all following keys."""
     key = prefix.encode()
     if not key:
         return b"\0", b"\0"
@@ -244,7 +246,7 @@ def _decode_key(key: bytes) -> str:
 
 
 def _credentials(tls: TlsFiles) -> Any:
-    """Blocks."""
+    """Return gRPC's credentials from the PEM files. Blocks."""
     paths = tls.ca, tls.key or tls.cert, tls.cert
-    read = [Path(path).read_bytes() if path else None for path in paths]
-    return ssl_channel_credentials(*read)
+    contents = [Path(path).read_bytes() if path else None for path in paths]
+    return ssl_channel_credentials(*contents)

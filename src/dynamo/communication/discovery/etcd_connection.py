@@ -1,4 +1,4 @@
-"""The line to etcd: whichever server answers, dialled again for as long as it takes."""
+"""The connection to an etcd cluster: reconnects for ever, to whichever server answers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ DEFAULT_PORT: Final = 2379
 RETRY_S: Final = 0.1
 MAX_RETRY_S: Final = 0.5
 RETRY_DIAL_TIMEOUT_S: Final = 2.0
-"""After the first failure an attempt lasts no longer, so that a server behind a healed network is
-found within two seconds."""
+"""Timeout of all attempts after the first: a healed network is noticed within two seconds."""
 
 
 class EtcdConnection:
-    """`trouble`: why there is no server now; "" while there is one."""
+    """Keeps an `EtcdClient` connected to one of the servers.
 
-    def __init__(self, servers: list[EtcdEndpoint], options: PlaneOptions, rng: Random) -> None:
-        self._endpoints = servers
+    `connection_error` says why there is no connection now; "" while there is one.
+    """
+
+    def __init__(self, endpoints: list[EtcdEndpoint], options: PlaneOptions, rng: Random) -> None:
+        self._endpoints = endpoints
         self._options = options
         self._rng = rng
         self._tasks = BackgroundTasks()
@@ -39,60 +41,60 @@ class EtcdConnection:
         self.connection_error = "not connected yet"
         self.first_attempt_done = asyncio.Event()
 
-    def start(self, arrived: Callable[[], None]) -> None:
-        """Dial, and call `arrived` whenever a server answers anew."""
-        self._tasks.start(self._run(arrived), "etcd link")
+    def start(self, on_connected: Callable[[], None]) -> None:
+        """Connect in the background. Calls `on_connected` after every connect."""
+        self._tasks.start(self._run(on_connected), "etcd connection")
 
     async def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         await self._tasks.close()
 
     @property
     def client(self) -> EtcdClient | None:
-        """The server that answers, if one does."""
+        """The client of the connected server, or None."""
         return self._client
 
     async def wait_client(self) -> EtcdClient:
-        """Wait for one."""
+        """Wait until a server is connected."""
         while self._client is None:
             await self._connected.wait()
         return self._client
 
-    def report_failure(self, server: EtcdClient, error: PlaneUnavailable) -> None:
-        """`server` did not answer: look for another, or the same again."""
-        if server is self._client:
+    def report_failure(self, client: EtcdClient, error: PlaneUnavailable) -> None:
+        """Drop the client after a failed call and connect again."""
+        if client is self._client:
             self._client = None
             self._connected.clear()
             self.connection_error = error.message
-            log.warning("etcd is away", extra={"fields": {"error": error.message}})
+            log.warning("connection to etcd lost", extra={"fields": {"error": error.message}})
             self._disconnected.set()
 
-    async def _run(self, arrived: Callable[[], None]) -> None:
+    async def _run(self, on_connected: Callable[[], None]) -> None:
         delay_s, timeout_s = RETRY_S, self._options.dial_timeout_s
-        for where in itertools.cycle(self._endpoints):
-            server = EtcdClient(where, self._options)
+        for endpoint in itertools.cycle(self._endpoints):
+            client = EtcdClient(endpoint, self._options)
             try:
-                await server.open(timeout_s)
-                self._on_connected(server)
-                arrived()
+                await client.open(timeout_s)
+                self._on_connected(client)
+                on_connected()
                 delay_s = RETRY_S
-                await wait_for_first(self._disconnected.wait(), server.wait_disconnected())
+                await wait_for_first(self._disconnected.wait(), client.wait_disconnected())
                 self.report_failure(
-                    server, PlaneUnavailable(f"etcd at {where}: the connection broke")
+                    client, PlaneUnavailable(f"etcd at {endpoint}: the connection broke")
                 )
             except PlaneUnavailable as error:
                 self._on_connect_failed(error)
             finally:
                 self._client = None
-                await server.close()
+                await client.close()
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_RETRY_S)
             timeout_s = min(timeout_s, RETRY_DIAL_TIMEOUT_S)
 
-    def _on_connected(self, server: EtcdClient) -> None:
-        log.info("etcd answers", extra={"fields": {"server": str(server.endpoint)}})
+    def _on_connected(self, client: EtcdClient) -> None:
+        log.info("connected to etcd", extra={"fields": {"server": str(client.endpoint)}})
         self._disconnected.clear()
-        self._client = server
+        self._client = client
         self.connection_error = ""
         self._connected.set()
         self.first_attempt_done.set()
@@ -105,18 +107,20 @@ class EtcdConnection:
 
 
 def parse_endpoints(url: str) -> tuple[list[EtcdEndpoint], str]:
-    """`etcd://HOST:PORT,HOST:PORT/ROOT` (`etcds:` with TLS): the servers, and what all keys begin
-    with. Raises `ConfigError`."""
+    """Parse `etcd://HOST:PORT,HOST:PORT/ROOT` (`etcds:` for TLS) into servers and key root.
+
+    Raises `ConfigError`.
+    """
     scheme, _, rest = url.partition("://")
     hosts, _, root = rest.partition("/")
-    servers = []
-    for one in hosts.rpartition("@")[2].split(","):
+    endpoints = []
+    for location in hosts.rpartition("@")[2].split(","):
         try:
-            parts = urlsplit(f"//{one}")
+            parts = urlsplit(f"//{location}")
             host, port = parts.hostname, parts.port or DEFAULT_PORT
         except ValueError as error:
-            raise ConfigError(f"{url!r}: {error}", hint="etcd://HOST:2379") from None
+            raise ConfigError(f"{url!r}: {error}", hint="write etcd://HOST:2379") from None
         if not host:
-            raise ConfigError(f"{url!r} names no server", hint="etcd://HOST:2379")
-        servers.append(EtcdEndpoint(host, port, scheme == "etcds"))
-    return servers, f"/{root.strip('/')}" if root.strip("/") else ""
+            raise ConfigError(f"{url!r} contains no server", hint="write etcd://HOST:2379")
+        endpoints.append(EtcdEndpoint(host, port, scheme == "etcds"))
+    return endpoints, f"/{root.strip('/')}" if root.strip("/") else ""

@@ -1,4 +1,4 @@
-"""One watch kept over compactions and outages: the state is read anew, what differs is told."""
+"""A watch of an etcd prefix that continues after compactions and outages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ from dynamo.core.errors import PlaneUnavailable
 from dynamo.core.tasks import wait_for_first
 
 MISSING_GRACE_S: Final = 2.5
-"""A server that lost its data comes back empty: a record that is missing after an outage is told
-gone only when its owner has had this long to put it again."""
+"""Time that owners have to put their records again after an outage.
+
+A server that lost its data comes back empty. Records missing then are reported as removed only
+after this time.
+"""
 
 
 class EtcdWatch:
-    """Feeds `feed` with what stands below `prefix`; `root` is cut off the keys."""
+    """Pushes the changes below `prefix` to `queue`. `root` is stripped from the keys.
 
-    def __init__(self, link: EtcdConnection, root: str, prefix: str) -> None:
-        self._connection = link
+    After a compaction or an outage the state is read again and the differences are pushed.
+    """
+
+    def __init__(self, connection: EtcdConnection, root: str, prefix: str) -> None:
+        self._connection = connection
         self._root = root
         self._prefix = root + prefix
         self._known: dict[str, bytes] = {}
@@ -33,28 +39,28 @@ class EtcdWatch:
         self.queue = ChangeQueue(prefix)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch until cancelled."""
         try:
             while True:
-                server = await self._connection.wait_client()
-                try:  # gRPC does not always wake who reads from a channel that is closed
-                    await wait_for_first(self._watch_once(server), server.closed.wait())
+                client = await self._connection.wait_client()
+                try:  # gRPC does not always wake the reader of a closed channel
+                    await wait_for_first(self._watch_once(client), client.closed.wait())
                 except RevisionCompacted:
                     continue
                 except PlaneUnavailable as error:
-                    self._connection.report_failure(server, error)
+                    self._connection.report_failure(client, error)
         finally:
             self._cancel_missing_timer()
 
-    async def _watch_once(self, server: EtcdClient) -> None:
-        revision, state = await server.get_prefix(self._prefix)
+    async def _watch_once(self, client: EtcdClient) -> None:
+        revision, state = await client.get_prefix(self._prefix)
         self._apply_state(state)
-        async with aclosing(server.watch(self._prefix, revision + 1)) as batches:
+        async with aclosing(client.watch(self._prefix, revision + 1)) as batches:
             async for batch in batches:
                 self._forward(batch)
 
     def _apply_state(self, state: Mapping[str, bytes]) -> None:
-        """The present state, at first or again."""
+        """Push the first state, or the differences to a state that was read again."""
         if not self._started:
             self._started = True
             self._known = dict(state)
@@ -62,7 +68,7 @@ class EtcdWatch:
             return
         self._cancel_missing_timer()
         changed = [RecordChange(key, value) for key, value in state.items()]
-        self._forward([one for one in changed if self._known.get(one.key) != one.value])
+        self._forward([change for change in changed if self._known.get(change.key) != change.value])
         self._missing = self._known.keys() - state.keys()
         if self._missing:
             self._missing_timer = asyncio.get_running_loop().call_later(
@@ -70,16 +76,18 @@ class EtcdWatch:
             )
 
     def _forward(self, batch: Sequence[RecordChange]) -> None:
-        for key, value in ((one.key, one.value) for one in batch):
+        for key, value in ((change.key, change.value) for change in batch):
             self._missing.discard(key)
             if value is None:
                 self._known.pop(key, None)
             else:
                 self._known[key] = value
-        self.queue.push(RecordChange(self._strip_root(one.key), one.value) for one in batch)
+        self.queue.push(
+            RecordChange(self._strip_root(change.key), change.value) for change in batch
+        )
 
     def _remove_missing(self) -> None:
-        """Those who did not come back in time are gone."""
+        """Report the records as removed that were not put again in time."""
         self._missing_timer = None
         self._forward([RecordChange(key, None) for key in sorted(self._missing)])
 

@@ -1,4 +1,4 @@
-"""Discovery in a folder, for one machine: no server, and the kernel tells who died."""
+"""Discovery in a folder of one machine, without a server. File locks show which processes live."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ T = TypeVar("T")
 
 
 class FileDiscovery(Discovery):
-    """`file:PATH`. Writes go through one thread, in order; another looks for changes every 100 ms
-    and wakes the loop only where there are any. The lease is taken with the first `put`."""
+    """The backend `file:PATH`.
+
+    One thread does the writes in order. A second thread polls the folder every 100 ms and calls the
+    loop only if something changed. The first `put` takes the lease.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -43,18 +46,21 @@ class FileDiscovery(Discovery):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """Make the folder if it is missing. Raises `ConfigError`."""
-        del options  # the kernel tells who died: there is no time-to-live
+        """Create the folder if it is missing. Raises `ConfigError`."""
+        del options  # the kernel frees a dead process's lock: there is no time-to-live
         path = url.partition(":")[2]
         if not path.strip("/"):
-            raise ConfigError("file: names no folder", hint="file:/run/user/1000/dynamo/NAME")
+            raise ConfigError(
+                "the discovery URL file: contains no folder",
+                hint="write file:/run/user/1000/dynamo/NAME",
+            )
         root = Path("/" + path.lstrip("/") if path.startswith("//") else path)
         await asyncio.to_thread(prepare_root, root)
         return cls(root)
 
     async def put(self, key: str, value: bytes) -> None:
         if "\n" in key or len(key) + len(value) >= MAX_RECORD_BYTES:
-            raise TooLarge(f"record {key[:100]!r} has a line break in its key, or is too large")
+            raise TooLarge(f"record {key[:100]!r} has a line break in its key or is too large")
         await self._run_on_writer(self._put, key, value)
         self._poller.wake()
 
@@ -82,36 +88,36 @@ class FileDiscovery(Discovery):
     @asynccontextmanager
     async def _watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
         await self._poller.poll()
-        feed = ChangeQueue(prefix)
-        feed.start(self._state)
-        self._queues.add(feed)
+        queue = ChangeQueue(prefix)
+        queue.start(self._state)
+        self._queues.add(queue)
         try:
-            yield feed
+            yield queue
         finally:
-            self._queues.discard(feed)
+            self._queues.discard(queue)
 
     async def _run_on_writer(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._loop.run_in_executor(self._writer, lambda: work(*args, **kwargs))
 
     def _on_state(self, state: dict[str, bytes]) -> None:
-        """On the loop: the looker saw changes."""
+        """Push the differences to `state` to all watches. Runs on the loop."""
         before, self._state = self._state, state
         changes = [RecordChange(key, None) for key in before if key not in state]
         changes += [
             RecordChange(key, value) for key, value in state.items() if before.get(key) != value
         ]
         if changes:
-            for feed in self._queues:
-                feed.push(changes)
+            for queue in self._queues:
+                queue.push(changes)
 
     def _check_lease(self) -> None:
-        """On the looker's thread."""
+        """Notice a removed lease folder. Runs on the poller's thread."""
         lease = self._lease
         if lease is not None and not lease.is_intact():
             self._writer.submit(self._on_lease_lost, lease)
 
     def _on_lease_lost(self, lease: FolderLease) -> None:
-        """On the writer's thread: somebody removed the folder."""
+        """Report a removed lease folder once. Runs on the writer's thread."""
         if self._lease is lease:
             self._lease = None
             lease.close()
@@ -126,7 +132,7 @@ class FileDiscovery(Discovery):
             self._lease = FolderLease(self._root)
         try:
             self._lease.put(key, value)
-        except FileNotFoundError:  # the folder was moved away
+        except FileNotFoundError:  # the folder was moved
             self._on_lease_lost(self._lease)
             self._lease = FolderLease(self._root)
             self._lease.put(key, value)

@@ -1,11 +1,10 @@
-"""Records in a folder that processes share: files, and locks that the kernel frees.
+"""Records as files in a folder that processes share.
 
-    ROOT/LEASE/lock       held under flock by its owner as long as that lives
-    ROOT/LEASE/<digest>   one record: the key, a newline, the value
+    ROOT/LEASE/lock       locked with flock by the owner; the kernel frees it when the owner dies
+    ROOT/LEASE/<digest>   a record: the key, a newline, the value
 
-Blocking; the discovery backend calls it off the loop. Whoever finds a lease whose lock is free
-removes it, and touches nothing that has another shape. Writing is by rename, so that nobody reads
-half a record.
+All calls block. Readers delete a lease whose lock is free, and no files with other names. Records
+are written by rename, so that no reader sees half a record.
 """
 
 from __future__ import annotations
@@ -32,67 +31,67 @@ _LEASE_NAME: Final = re.compile(r"[0-9a-f]{16}")
 _RECORD_NAME: Final = re.compile(r"\.?[0-9a-f]{32}")
 MAX_RECORD_BYTES: Final = 16 << 20
 _RACY_NS: Final = 100_000_000
-"""A time stamp younger than this may hide a later change: what bears it is read again."""
+"""Files modified this recently are read again: a later change may have the same time stamp."""
 
 
 def prepare_root(path: Path) -> None:
-    """Make the folder, readable by this user alone. Raises `ConfigError`."""
+    """Create the folder for this user alone. Raises `ConfigError`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = path.stat()
+        status = path.stat()
     except OSError as error:
         raise ConfigError(
             f"the discovery folder {path} cannot be used: {error.strerror}"
         ) from error
-    if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"the discovery folder {path} can be written by others",
-            hint=f"chmod 700 {path}, or name another folder by --discovery file:PATH",
+            f"other users can write to the discovery folder {path}",
+            hint=f"run chmod 700 {path}, or choose another folder with --discovery file:PATH",
         )
 
 
 def record_file_name(key: str) -> str:
-    """Any key as a safe name of 32 characters."""
+    """Return the file name of a key: a digest of 32 hex digits."""
     return blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 class FolderLease:
-    """One owner's records. They vanish for everybody when it closes or its process dies."""
+    """The records of one process. Readers drop them when the lease closes or the process dies."""
 
     def __init__(self, root: Path) -> None:
         name = new_incarnation()
         self.folder = root / name
-        making = root / f".{name}"
-        making.mkdir(mode=0o700)
+        unfinished = root / f".{name}"
+        unfinished.mkdir(mode=0o700)
         self._lock_descriptor = os.open(
-            making / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
+            unfinished / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
         )
         fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX)
-        making.rename(self.folder)
+        unfinished.rename(self.folder)
 
     def is_intact(self) -> bool:
-        """Whether the lock is still in the folder."""
+        """Return True while the lock file is still in the folder."""
         return os.fstat(self._lock_descriptor).st_nlink > 0
 
     def put(self, key: str, value: bytes) -> None:
-        """Write or replace one record. Raises `FileNotFoundError` where the lease was removed."""
+        """Write or replace a record. Raises `FileNotFoundError` if the folder was removed."""
         name = record_file_name(key)
-        part = self.folder / f".{name}"
-        part.write_bytes(key.encode() + b"\n" + value)
-        part.replace(self.folder / name)
+        temporary = self.folder / f".{name}"
+        temporary.write_bytes(key.encode() + b"\n" + value)
+        temporary.replace(self.folder / name)
 
     def delete(self, key: str) -> None:
-        """Remove one record, if it is there."""
+        """Remove a record if it exists."""
         (self.folder / record_file_name(key)).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove everything and let go of the lock."""
+        """Remove the folder and release the lock."""
         remove_lease(self.folder)
         os.close(self._lock_descriptor)
 
 
 def remove_lease(folder: Path) -> None:
-    """Remove the records, then the lock, then the folder, as far as they are there."""
+    """Remove a lease: the records, then the lock, then the folder. Errors are ignored."""
     with suppress(OSError):
         for path in folder.iterdir():
             if _RECORD_NAME.fullmatch(path.name):
@@ -109,10 +108,7 @@ def remove_dead_leases(root: Path) -> None:
 
 
 class _ChangeDetector:
-    """A folder, and whether it changed since it was last asked. Stays open, so that asking costs
-    one system call."""
-
-    __slots__ = ("_descriptor", "_last_mtime_ns", "_path")
+    """Tells whether a folder changed since the last call. An open descriptor makes it one fstat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,32 +116,32 @@ class _ChangeDetector:
         self._last_mtime_ns = -1
 
     def has_changed(self) -> bool:
-        """True also where it changed so lately that a later change may bear the same time."""
+        """Return True if the folder changed, or so recently that a change may be hidden."""
         if self._descriptor < 0:
             try:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._descriptor = os.open(self._path, flags)
             except OSError:
                 return True
-        about = os.fstat(self._descriptor)
-        if about.st_nlink == 0:
+        status = os.fstat(self._descriptor)
+        if status.st_nlink == 0:
             self.close()
             return True
-        if about.st_mtime_ns == self._last_mtime_ns:
+        if status.st_mtime_ns == self._last_mtime_ns:
             return False
-        racy = time.time_ns() - about.st_mtime_ns <= _RACY_NS
-        self._last_mtime_ns = -1 if racy else about.st_mtime_ns
+        recent = time.time_ns() - status.st_mtime_ns <= _RACY_NS
+        self._last_mtime_ns = -1 if recent else status.st_mtime_ns
         return True
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder's descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class FolderReader:
-    """Reads all live records of a folder, and only what changed since the last time."""
+    """Reads the live records of a folder. Unchanged files are not read again."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -153,32 +149,32 @@ class FolderReader:
         self._lease_readers: dict[str, _LeaseReader] = {}
 
     def poll(self) -> dict[str, bytes] | None:
-        """Every live record by key; None: nothing changed since the last look."""
+        """Return all live records by key, or None if nothing changed since the last call."""
         changed = self._change_detector.has_changed() and self._scan_leases()
-        for name, other in list(self._lease_readers.items()):
-            if not other.is_alive():
-                if other.abandoned:
+        for name, lease in list(self._lease_readers.items()):
+            if not lease.is_alive():
+                if lease.abandoned:
                     remove_lease(self._root / name)
                 self._lease_readers.pop(name).close()
                 changed = True
-            elif other.refresh():
+            elif lease.refresh():
                 changed = True
         return self._merge_records() if changed else None
 
     def _scan_leases(self) -> bool:
         present = set(self._list_leases())
-        left = [name for name in self._lease_readers if name not in present]
+        removed = [name for name in self._lease_readers if name not in present]
         new = present.difference(self._lease_readers)
-        for name in left:
+        for name in removed:
             self._lease_readers.pop(name).close()
         for name in new:
             self._lease_readers[name] = _LeaseReader(self._root / name)
-        return bool(left or new)
+        return bool(removed or new)
 
     def close(self) -> None:
-        """Let go of the files."""
-        for other in self._lease_readers.values():
-            other.close()
+        """Close all descriptors."""
+        for lease in self._lease_readers.values():
+            lease.close()
         self._lease_readers.clear()
         self._change_detector.close()
 
@@ -189,12 +185,12 @@ class FolderReader:
                     yield entry.name
 
     def _merge_records(self) -> dict[str, bytes]:
-        """Of two owners of a key, the later writer's value counts."""
+        """Merge the records of all leases. The latest written value of a key wins."""
         newest: dict[str, _RecordFile] = {}
-        for other in self._lease_readers.values():
-            for record in other.records.values():
-                known = newest.get(record.key)
-                if known is None or record.written_ns >= known.written_ns:
+        for lease in self._lease_readers.values():
+            for record in lease.records.values():
+                previous = newest.get(record.key)
+                if previous is None or record.written_ns >= previous.written_ns:
                     newest[record.key] = record
         return {key: record.value for key, record in newest.items()}
 
@@ -202,15 +198,15 @@ class FolderReader:
 class _RecordFile:
     __slots__ = ("key", "signature", "value", "written_ns")
 
-    def __init__(self, key: str, value: bytes, about: os.stat_result) -> None:
+    def __init__(self, key: str, value: bytes, status: os.stat_result) -> None:
         self.key = key
         self.value = value
-        self.written_ns = about.st_mtime_ns
-        self.signature = _signature(about)
+        self.written_ns = status.st_mtime_ns
+        self.signature = _signature(status)
 
 
 class _LeaseReader:
-    """One lease as its readers know it."""
+    """Reads one lease folder and checks whether its owner lives."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -225,7 +221,7 @@ class _LeaseReader:
             self._lock_descriptor = -1
 
     def is_alive(self) -> bool:
-        """Whether somebody holds the lock."""
+        """Return True while the owner holds the lock."""
         if self._lock_descriptor < 0:
             return False
         try:
@@ -236,7 +232,7 @@ class _LeaseReader:
         return False
 
     def refresh(self) -> bool:
-        """Read what changed; whether anything did."""
+        """Read changed records. Returns True if there were any."""
         if not self._change_detector.has_changed():
             return False
         before = self.records
@@ -244,39 +240,39 @@ class _LeaseReader:
         return before != self.records
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close all descriptors."""
         self._change_detector.close()
         if self._lock_descriptor >= 0:
             os.close(self._lock_descriptor)
             self._lock_descriptor = -1
 
     def _scan_records(self, now_ns: int) -> dict[str, _RecordFile]:
-        found: dict[str, _RecordFile] = {}
+        records: dict[str, _RecordFile] = {}
         with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 if not _RECORD_NAME.fullmatch(entry.name) or entry.name.startswith("."):
                     continue
                 record = self._load_record(entry, now_ns)
                 if record is not None:
-                    found[entry.name] = record
-        return found
+                    records[entry.name] = record
+        return records
 
     def _load_record(self, entry: os.DirEntry[str], now_ns: int) -> _RecordFile | None:
-        known = self.records.get(entry.name)
+        previous = self.records.get(entry.name)
         try:
-            about = entry.stat(follow_symlinks=False)
-            old = now_ns - about.st_mtime_ns > _RACY_NS
-            if known is not None and old and known.signature == _signature(about):
-                return known
-            record = _read_record(entry, about)
+            status = entry.stat(follow_symlinks=False)
+            old = now_ns - status.st_mtime_ns > _RACY_NS
+            if previous is not None and old and previous.signature == _signature(status):
+                return previous
+            record = _read_record(entry, status)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             self._warn_once(entry, error)
             return None
-        if known is not None and (known.key, known.value) == (record.key, record.value):
-            known.signature, known.written_ns = record.signature, record.written_ns
-            return known
+        if previous is not None and (previous.key, previous.value) == (record.key, record.value):
+            previous.signature, previous.written_ns = record.signature, record.written_ns
+            return previous
         return record
 
     def _warn_once(self, entry: os.DirEntry[str], error: Exception) -> None:
@@ -286,20 +282,20 @@ class _LeaseReader:
             log.warning("bad discovery entry skipped", extra={"fields": fields})
 
 
-def _signature(about: os.stat_result) -> tuple[int, int, int]:
-    return about.st_ino, about.st_mtime_ns, about.st_size
+def _signature(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read_record(entry: os.DirEntry[str], about: os.stat_result) -> _RecordFile:
-    """Raises `ValueError` for what is no record, `OSError` for what cannot be read."""
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError("not a file")
-    if about.st_size > MAX_RECORD_BYTES:
-        raise ValueError(f"over {MAX_RECORD_BYTES} bytes")
+def _read_record(entry: os.DirEntry[str], status: os.stat_result) -> _RecordFile:
+    """Read a record's file. Raises `ValueError` if it is not a record, `OSError`."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")
+    if status.st_size > MAX_RECORD_BYTES:
+        raise ValueError(f"larger than {MAX_RECORD_BYTES} bytes")
     descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         head, newline, value = file.read().partition(b"\n")
     key = head.decode()
     if not newline or record_file_name(key) != entry.name:
-        raise ValueError("its name does not fit its key")
-    return _RecordFile(key, value, about)
+        raise ValueError("the file name does not match the key")
+    return _RecordFile(key, value, status)

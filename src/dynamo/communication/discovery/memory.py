@@ -1,4 +1,4 @@
-"""Discovery inside one process: `memory:` is one place for all, `memory:NAME` a place apart."""
+"""Discovery within one process: `memory:NAME`. Planes with the same name share one store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 
 
 class _DiscoveryStore:
-    """The records and watchers of one name; a record knows whose it is."""
+    """The records, with their owners, and the watches of one name."""
 
     def __init__(self) -> None:
         self.records: dict[str, tuple[MemoryDiscovery, bytes]] = {}
@@ -24,15 +24,15 @@ class _DiscoveryStore:
         return {key: value for key, (_, value) in self.records.items() if key.startswith(prefix)}
 
     def publish(self, changes: Sequence[RecordChange]) -> None:
-        for feed in self.queues:
-            feed.push(changes)
+        for queue in self.queues:
+            queue.push(changes)
 
 
 _stores: dict[str, _DiscoveryStore] = {}
 
 
 class MemoryDiscovery(Discovery):
-    """Every object is a process of its own to the others."""
+    """A discovery plane in memory. Each object stands for one process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,7 +42,7 @@ class MemoryDiscovery(Discovery):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """Join the place that the URL names."""
+        """Join the store that the URL names."""
         del options
         return cls(url.partition(":")[2])
 
@@ -65,11 +65,11 @@ class MemoryDiscovery(Discovery):
         self._lease_lost_callbacks.append(callback)
 
     def expire_lease(self) -> None:
-        """What a server does that has not heard of this process for too long."""
+        """Delete this object's records, as a server does when a lease expires. For tests."""
         self._remove_own()
 
     def lose_lease(self) -> None:
-        """What a server that forgot this process does, and tells it; for tests of what follows."""
+        """Delete this object's records and report the lost lease. For tests."""
         self._remove_own()
         for callback in self._lease_lost_callbacks:
             callback()
@@ -91,10 +91,10 @@ class MemoryDiscovery(Discovery):
 
     @asynccontextmanager
     async def _watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
-        feed = ChangeQueue(prefix)
-        feed.start(self._store.state(prefix))
-        self._store.queues.add(feed)
+        queue = ChangeQueue(prefix)
+        queue.start(self._store.state(prefix))
+        self._store.queues.add(queue)
         try:
-            yield feed
+            yield queue
         finally:
-            self._store.queues.discard(feed)
+            self._store.queues.discard(queue)

@@ -1,4 +1,4 @@
-"""The promise of the discovery plane, and the table of its backends."""
+"""The interface of the discovery plane."""
 
 from __future__ import annotations
 
@@ -15,46 +15,50 @@ __all__ = ["Discovery", "RecordChange", "RecordWatch", "open_discovery"]
 
 
 class Discovery(ABC):
-    """Strongly consistent records that live as long as this process's lease.
+    """Stores strongly consistent records that live as long as this process's lease.
 
-    Keys are slash-separated text. Every record that this object put is deleted by `close`, and
-    disappears by itself within the lease's TTL (at once for memory:, file:) when the process dies.
+    Keys are slash-separated text. `close` deletes every record that this object put. If the process
+    dies, its records disappear within the lease's TTL (at once for memory: and file:).
     """
 
     @property
     def connection_error(self) -> str:
-        """Why the plane's server cannot be reached now; "" when all is well."""
+        """The reason why the plane's server is unreachable now, or ""."""
         return ""
 
     @abstractmethod
     async def put(self, key: str, value: bytes) -> None:
-        """Write or replace a record of this process."""
+        """Write or replace a record of this process. Raises `TooLarge`."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove a record of this process; a missing one is no error."""
+        """Remove a record of this process. A missing record is not an error."""
 
     @abstractmethod
     async def get(self, prefix: str) -> Mapping[str, bytes]:
-        """All live records whose key starts with `prefix`."""
+        """Return all live records whose key starts with `prefix`."""
 
     @abstractmethod
     def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
-        """`async with watch(p) as changes: async for batch in changes`. The first batch is the
-        present state (maybe empty); then batches of changes, in order, none lost. What is put and
-        deleted between two looks may be merged."""
+        """Watch a prefix: `async with watch(prefix) as changes: async for batch in changes`.
+
+        The first batch is the current state and may be empty. Later batches are changes in order.
+        Several changes of a key between two batches may be merged into the last one.
+        """
 
     async def revoke_lease_of(self, key: str) -> None:  # noqa: B027 - nothing to do where leases end at once
-        """The process that put this record is dead: all that it put goes, before its lease ends.
-        Waits for the plane's server. Raises `PlaneAway` where the server does not do it."""
+        """Revoke the lease of the dead process that put `key`, which deletes all its records.
+
+        Waits for the plane's server. Raises `PlaneUnavailable` if the server fails to do it.
+        """
 
     @abstractmethod
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        """Called once each time the lease is lost; the records are gone and must be put again."""
+        """Call `callback` each time the lease is lost. The records must then be put again."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Delete this process's records and release the lease."""
+        """Delete this process's records and release its lease."""
 
 
 async def open_discovery(url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Discovery:

@@ -1,4 +1,4 @@
-"""Publish and forget, numbered: the event plane. Backends: `memory:`, `tcp:`."""
+"""The event plane: numbered publish and subscribe. Backends: `memory:`, `tcp:`, `nats:`."""
 
 from dynamo.communication.events.plane import (
     Dump,

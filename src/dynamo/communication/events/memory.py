@@ -1,4 +1,4 @@
-"""Events inside one process: `memory:` is one place for all, `memory:NAME` a place apart."""
+"""Events within one process: `memory:NAME`. Planes with the same name share one bus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _buses: dict[str, _EventBus] = {}
 
 
 class _EventBus:
-    """All sources and subscriptions of one name."""
+    """The sources and subscriptions of one name."""
 
     def __init__(self) -> None:
         self.planes: set[MemoryEvents] = set()
@@ -27,9 +27,9 @@ class _EventBus:
 
 
 class MemoryEvents(Events):
-    """Every object is a process of its own to the others.
+    """An event plane in memory. Each object stands for one process.
 
-    `lossy(first sequence)` True: a batch is dropped on its way in (for tests of repair).
+    Tests of repair set `lossy`: received batches whose first sequence it maps to True are dropped.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,21 +47,21 @@ class MemoryEvents(Events):
     async def open(
         cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
     ) -> Self:
-        """Join the place that the URL names; the directory is not needed."""
+        """Join the bus that the URL names. The directory is not used."""
         del directory, options
         return cls(url.partition(":")[2])
 
     async def open_source(
         self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
     ) -> EventSource:
-        made = _MemorySource(self, subject, publisher, self._bus, self._sources.discard)
-        outlet = BufferedEventSource(
-            dump, self._flusher.schedule, made.send, made.close, latest=latest
+        source = _MemorySource(self, subject, publisher, self._bus, self._sources.discard)
+        buffer = BufferedEventSource(
+            dump, self._flusher.schedule, source.send, source.close, latest=latest
         )
-        made.buffer = outlet
-        self._sources.add(made)
-        made.register()
-        return outlet
+        source.buffer = buffer
+        self._sources.add(source)
+        source.register()
+        return buffer
 
     async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:
         subscription = _MemorySubscription(self, prefix, listener)
@@ -72,7 +72,9 @@ class MemoryEvents(Events):
         return partial(self._unsubscribe, subscription)
 
     def count_lost_events(self) -> int:
-        return self._lost_events + sum(one.count_lost_events() for one in self._subscriptions)
+        return self._lost_events + sum(
+            subscription.count_lost_events() for subscription in self._subscriptions
+        )
 
     async def close(self) -> None:
         for subscription in list(self._subscriptions):
@@ -84,11 +86,11 @@ class MemoryEvents(Events):
             _buses.pop(self._name, None)
 
     def sever(self) -> None:
-        """The network reaches this process no more: events from it and for it are lost."""
+        """Lose all events from and to this process, like a broken network. For tests."""
         self.severed = True
 
     def rejoin(self) -> None:
-        """The network reaches it again: connections are made anew."""
+        """End `sever`: subscriptions catch up with their sources."""
         self.severed = False
         for subscription in self._bus.subscriptions:
             for source in self._bus.sources.values():
@@ -110,11 +112,11 @@ class _MemorySource:
         plane: MemoryEvents,
         subject: str,
         publisher: str,
-        place: _EventBus,
+        bus: _EventBus,
         on_close: Callable[[_MemorySource], None],
     ) -> None:
         self.plane = plane
-        self._bus = place
+        self._bus = bus
         self._on_close = on_close
         self.subject = subject
         self.publisher = publisher
@@ -133,7 +135,7 @@ class _MemorySource:
             subscription.remove_source(self)
 
     async def close(self) -> None:
-        """The outlet's last word."""
+        """Remove the source after the buffer has sent its last events."""
         self.unregister()
         self._on_close(self)
 
@@ -154,7 +156,7 @@ class _MemorySubscription:
         return sum(tracker.lost_events for tracker in self.trackers.values())
 
     def add_source(self, source: _MemorySource) -> None:
-        """A source appeared: follow it, in place of the same publisher's former epoch."""
+        """Follow a new source. A former epoch of the same publisher is replaced."""
         if not source.subject.startswith(self._prefix):
             return
         key = source.subject, source.publisher
@@ -169,14 +171,14 @@ class _MemorySubscription:
         tracker.start()
 
     def remove_source(self, source: _MemorySource) -> None:
-        """A source disappeared."""
+        """Stop following a source and report it as gone."""
         tracker = self._tracker(source)
         if tracker is not None:
             del self.trackers[source.subject, source.publisher]
             tracker.on_source_gone()
 
     def on_events(self, source: _MemorySource, first: int, payloads: Sequence[bytes]) -> None:
-        """Live events."""
+        """Handle new events of a source."""
         tracker = self._tracker(source)
         if tracker is None or self._is_severed(source):
             return
@@ -184,7 +186,7 @@ class _MemorySubscription:
             tracker.on_events(first, payloads)
 
     def reconnect(self, source: _MemorySource) -> None:
-        """What happened while nothing came through is asked for."""
+        """Request the events that were lost while the process was severed."""
         tracker = self._tracker(source)
         if tracker is not None and not self._is_severed(source):
             tracker.on_disconnected()

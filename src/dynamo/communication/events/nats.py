@@ -1,4 +1,4 @@
-"""Events through NATS: new ones by a subject each source has, what was missed over wires."""
+"""The event plane over NATS: events by NATS subjects, catch-ups over connections through NATS."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from dynamo.communication.directory import Directory
-from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
 from dynamo.communication.events.protocol import SKIPPED, pack_position
 from dynamo.communication.events.tcp import TcpEvents
 from dynamo.communication.nats_client import NatsClient, subject_token
 from dynamo.communication.nats_transport import NatsPlaneTransport
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
-from dynamo.core.tasks import BackgroundTasks
 
 SUBJECT_ROOT: Final = "dynamo.events"
 STREAM_NAME: Final = "dynamo-events"
@@ -21,9 +19,11 @@ HEARTBEAT_S: Final = 1.0
 
 
 class NatsBroadcast:
-    """`dynamo.events.{subject}.{incarnation}.{number}`. What a follower did not get it learns from
-    the next event, or at the latest from the beat, a second after the last one: the number reached
-    so far. An event too large for a message is told by its number alone."""
+    """Broadcasts events at `dynamo.events.{subject}.{incarnation}.{number}`.
+
+    Subscribers notice lost events by the sequence of the next event, or of the heartbeat one second
+    after the last event. For an event larger than a NATS message only its sequence is sent.
+    """
 
     def __init__(self, nats: NatsClient, incarnation: str) -> None:
         self._nats = nats
@@ -34,7 +34,7 @@ class NatsBroadcast:
         nats.on_connection_change(self._on_connection_change)
 
     def send(self, subject: str, number: int, frames: Sequence[bytes], last: int) -> None:
-        """New events."""
+        """Send new events of a source of this process."""
         topic = _topic(subject, self._incarnation, number)
         self._last_sequences[topic] = number, last
         self._recent_topics.add(topic)
@@ -48,21 +48,21 @@ class NatsBroadcast:
             self._heartbeat_timer = loop.call_later(HEARTBEAT_S, self._send_heartbeats)
 
     def send_end(self, subject: str, number: int, frame: bytes) -> None:
-        """A source's last word."""
+        """Send the GONE frame of a source."""
         topic = _topic(subject, self._incarnation, number)
         self._last_sequences.pop(topic, None)
         self._recent_topics.discard(topic)
         self._nats.publish(topic, frame)
 
     def subscribe(
-        self, subject: str, incarnation: str, number: int, take: Callable[[bytes], None]
+        self, subject: str, incarnation: str, number: int, on_frame: Callable[[bytes], None]
     ) -> Callable[[], None]:
-        """Hear one source."""
+        """Call `on_frame` with each frame of a source. Returns a function that unsubscribes."""
         topic = _topic(subject, incarnation, number)
-        return self._nats.subscribe(topic, lambda _, payload, __, ___: take(payload))
+        return self._nats.subscribe(topic, lambda _, payload, __, ___: on_frame(payload))
 
     def close(self) -> None:
-        """Beat no more."""
+        """Stop the heartbeats."""
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
 
@@ -71,79 +71,59 @@ class NatsBroadcast:
 
     def _send_heartbeats(self) -> None:
         self._heartbeat_timer = None
-        fresh, self._recent_topics = self._recent_topics, set()
-        for topic in fresh:
+        topics, self._recent_topics = self._recent_topics, set()
+        for topic in topics:
             self._send_heartbeat(topic)
 
     def _on_connection_change(self, up: bool) -> None:
-        """What was published while NATS was away reached nobody."""
+        """Send the last sequences after a reconnect: events published before it were dropped."""
         if up:
             for topic in self._last_sequences:
                 self._send_heartbeat(topic)
 
 
-class NatsEvents(Events):
-    """`nats://HOST:PORT`. Numbering, gaps and repair are those of `tcp:`."""
+class NatsEvents(TcpEvents):
+    """The backend `nats://HOST:PORT`. Numbering, gaps and repair are those of `tcp:`."""
 
-    def __init__(self, nats: NatsClient, wires: NatsPlaneTransport, directory: Directory) -> None:
+    def __init__(
+        self, nats: NatsClient, transport: NatsPlaneTransport, directory: Directory
+    ) -> None:
         self._nats = nats
-        self._transport = wires
-        self._broadcast = NatsBroadcast(nats, wires.incarnation)
-        self._tasks = BackgroundTasks()
-        self._framed_events = TcpEvents(wires, directory, self._broadcast)
+        self._nats_transport = transport
+        self._nats_broadcast = NatsBroadcast(nats, transport.incarnation)
+        super().__init__(transport, directory, self._nats_broadcast)
 
     @classmethod
     async def open(
         cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
     ) -> Self:
-        """NATS is dialled in the background. Raises `ConfigError`."""
-        link = await NatsClient.open(url, options)
-        made = cls(link, NatsPlaneTransport(link, options), directory)
+        """Start connecting to NATS in the background. Raises `ConfigError`."""
+        nats = await NatsClient.open(url, options)
+        plane = cls(nats, NatsPlaneTransport(nats, options), directory)
         if options.event_retention_s:
-            made.retain_events(options.event_retention_s)
-        return made
+            plane.retain_events(options.event_retention_s)
+        return plane
 
     def retain_events(self, age_s: float) -> None:
-        """Have JetStream keep all events of this NATS so long, from whenever it is there."""
+        """Have JetStream store all events of this NATS for `age_s`, set up at each connect."""
 
-        def changed(up: bool) -> None:
+        def on_connection_change(up: bool) -> None:
             if up:
                 self._tasks.start(
                     self._nats.ensure_stream(STREAM_NAME, f"{SUBJECT_ROOT}.>", age_s), "keep events"
                 )
 
-        self._nats.on_connection_change(changed)
+        self._nats.on_connection_change(on_connection_change)
 
     @property
     def connection_error(self) -> str:
         return self._nats.connection_error
 
-    @property
-    def lossy(self) -> Callable[[int], bool] | None:
-        """See `TcpEvents`."""
-        return self._framed_events.lossy
-
-    @lossy.setter
-    def lossy(self, drops: Callable[[int], bool] | None) -> None:
-        self._framed_events.lossy = drops
-
-    async def open_source(
-        self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
-    ) -> EventSource:
-        return await self._framed_events.open_source(subject, publisher, dump, latest=latest)
-
-    async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:
-        return await self._framed_events.subscribe(prefix, listener)
-
-    def count_lost_events(self) -> int:
-        return self._framed_events.count_lost_events()
-
     async def close(self) -> None:
-        self._broadcast.close()
-        await self._tasks.close()
-        await self._framed_events.close()
+        self._nats_broadcast.close()
+        await super().close()
         await self._nats.close()
-        self._transport.close()
+        self._nats_transport.close()
 
 
 def _topic(subject: str, incarnation: str, number: int) -> str:

@@ -1,4 +1,4 @@
-"""The promise of the event plane, and the table of its backends."""
+"""The interface of the event plane."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ EventKind = Literal["event", "dump", "stale", "repaired", "gone"]
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """What a listener gets.
+    """An event as a listener receives it. `kind` is one of:
 
-    `kind`: "event" = the next one, in order; "dump" = the present state, which replaces all that
-    was known of this publisher (its first payload, empty where there is none; further ones follow
-    as "event" with the same sequence); "stale" = a gap was noticed and is being repaired (payload
-    empty): until the next "event" or "dump", or "repaired" where nothing was missing after all;
-    "gone" = the publisher disappeared (payload empty).
+    - "event": the next event in order.
+    - "dump": the first payload of the publisher's current state, b"" if that is empty. The listener
+      drops all earlier state. Further payloads follow as "event" with the same sequence.
+    - "stale": events are missing and are being repaired. The payload is empty. The next "event",
+      "dump" or "repaired" ends this state.
+    - "repaired": no events were missing after all. The payload is empty.
+    - "gone": the publisher disappeared. The payload is empty.
     """
 
     subject: str
@@ -36,48 +38,52 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
 
 EventListener = Callable[[Event], None]
 Dump = Callable[[], Sequence[bytes]]
-"""Payloads that rebuild the present state from nothing."""
+"""Returns payloads that rebuild the publisher's current state from nothing."""
 
 
 class EventSource(ABC):
-    """One publisher of one subject: numbers what it publishes, keeps the last of it for repair."""
+    """Publishes numbered events of one publisher on one subject and keeps the last for repair."""
 
     @abstractmethod
     def publish(self, payload: bytes) -> None:
-        """Number it and send it to all listeners with this turn of the loop. Never blocks."""
+        """Send an event to all listeners in the next iteration of the loop. Never blocks."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Listeners are told "gone"."""
+        """Close the source. Listeners receive "gone"."""
 
 
 class Events(ABC):
-    """Sources and subscriptions. (epoch, sequence): the epoch is new for every Source object."""
+    """Opens sources and subscriptions. Each source has its own epoch; sequences start at 1."""
 
     @property
     def connection_error(self) -> str:
-        """Why the plane's server cannot be reached now; "" when all is well."""
+        """The reason why the plane's server is unreachable now, or ""."""
         return ""
 
     @abstractmethod
     async def open_source(
         self, subject: str, publisher: str, dump: Dump | None = None, *, latest: bool = False
     ) -> EventSource:
-        """Start publishing `subject` as `publisher` (an instance id). With `dump`, late joiners and
-        listeners behind an unrepairable gap get the present state. Without it, who joins gets all
-        events from the first on while the source still holds them, else only those to come.
-        `latest`: every event tells the whole state, so that only the newest is kept, and is the
-        dump."""
+        """Start publishing `subject` as `publisher` (an instance id).
+
+        With `dump`, new listeners and listeners with a gap that cannot be repaired get the current
+        state. Without it, new listeners get all events if the source still holds the first one,
+        else only future ones. `latest` means that each event holds the whole state: only the newest
+        is kept, and serves as the dump.
+        """
 
     @abstractmethod
     async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:
-        """Call `listener`, on the loop, with the events of every source whose subject starts with
-        `prefix`, present and future. Per publisher in order, none twice; a gap is repaired from the
-        publisher (just the missing range, else its dump). Returns the way to unsubscribe."""
+        """Call `listener` on the loop with the events of all subjects that start with `prefix`.
+
+        Events of a publisher arrive in order and none twice. A gap is repaired with the missing
+        range from the publisher, or with its dump. Returns a function that unsubscribes.
+        """
 
     @abstractmethod
     def count_lost_events(self) -> int:
-        """How many events could not be repaired, of all subscriptions (for the metrics)."""
+        """Return how many events of all subscriptions could not be repaired."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -87,6 +93,6 @@ class Events(ABC):
 async def open_events(
     url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
 ) -> Events:
-    """Open a backend by URL; publishers are found through `directory`. Raises `ConfigError`."""
+    """Open a backend by URL. `directory` is where publishers are found. Raises `ConfigError`."""
     plane: Events = await load_backend(EVENT_BACKENDS, url).open(url, directory, options)
     return plane

@@ -1,7 +1,8 @@
-"""The frames of the event plane.
+"""The frames of the event plane. A frame names a source by the number in its discovery record.
 
-subscriber -> publisher: HELLO, FOLLOW | publisher -> subscriber: HELLO, EVENTS, SKIPPED, GONE, and
-in answer to FOLLOW: REPLAY or DUMP frames, then AT. A source is known by the number in its record.
+subscriber -> publisher: HELLO, FOLLOW
+publisher -> subscriber: HELLO, EVENTS, SKIPPED, GONE
+answer to FOLLOW:        REPLAY or DUMP frames, then CAUGHT_UP
 """
 
 from __future__ import annotations
@@ -26,35 +27,38 @@ _POSITION: Final = Struct("<Iq")
 
 
 def pack_position(kind: int, number: int, sequence: int) -> bytes:
-    """FOLLOW: tell me what came after `sequence` (-1: I know nothing). AT: the answer is complete
-    up to it. SKIPPED: events up to it were withheld."""
+    """Encode a frame that holds a source and a sequence.
+
+    FOLLOW requests what came after `sequence` (-1: everything). CAUGHT_UP ends the answer, which is
+    complete up to `sequence`. SKIPPED says that events up to `sequence` were withheld.
+    """
     return pack_frame(kind, _POSITION.pack(number, sequence))
 
 
 def unpack_position(body: bytes) -> tuple[int, int]:
-    """Number and sequence."""
+    """Return source number and sequence. Raises `ProtocolError`."""
     if len(body) != _POSITION.size:
-        raise ProtocolError("a place of the wrong size")
+        raise ProtocolError("a position frame has the wrong size")
     number, sequence = _POSITION.unpack(body)
     return number, sequence
 
 
 def pack_gone(number: int) -> bytes:
-    """The source was closed, or never was."""
+    """Encode that a source was closed or never existed."""
     return pack_frame(GONE, UINT32.pack(number))
 
 
 def unpack_gone(body: bytes) -> int:
-    """Its number."""
+    """Return the source's number. Raises `ProtocolError`."""
     if len(body) != UINT32.size:
-        raise ProtocolError("a farewell of the wrong size")
+        raise ProtocolError("a GONE frame has the wrong size")
     return int(UINT32.unpack(body)[0])
 
 
 def pack_events(kind: int, number: int, first: int, payloads: Sequence[bytes]) -> list[bytes]:
-    """Frames of consecutive events: number u32, first sequence i64, lengths u32, payloads.
+    """Encode consecutive events as frames: number u32, first sequence i64, lengths u32, payloads.
 
-    In a DUMP every frame bears the sequence of the state.
+    Every frame of a DUMP holds the sequence of the state.
     """
     sizes = list(map(len, payloads))
     if len(sizes) <= MAX_BATCH_ITEMS and sum(sizes) <= MAX_BATCH_BYTES:
@@ -73,17 +77,17 @@ def pack_events(kind: int, number: int, first: int, payloads: Sequence[bytes]) -
 
 
 def unpack_events(body: bytes, count: int) -> tuple[int, int, list[bytes]]:
-    """Number, first sequence, payloads. Raises `ProtocolError`."""
+    """Return number, first sequence and payloads. Raises `ProtocolError`."""
     offset = _POSITION.size + 4 * count
     if len(body) < offset:
-        raise ProtocolError("events shorter than their table")
+        raise ProtocolError("an events frame is shorter than its table")
     number, first = _POSITION.unpack_from(body)
     payloads = []
     for size in unpack_from(f"<{count}I", body, _POSITION.size):
         payloads.append(body[offset : offset + size])
         offset += size
     if offset != len(body):
-        raise ProtocolError("events and their lengths disagree")
+        raise ProtocolError("the lengths of an events frame and its payloads disagree")
     return number, first, payloads
 
 
@@ -92,6 +96,6 @@ def _pack_events_frame(
 ) -> bytes:
     count = len(sizes)
     length = _POSITION.size + 4 * count + sum(sizes)
-    head = Struct(f"<{count}I").pack(*sizes)
-    place = _POSITION.pack(number, first)
-    return b"".join((HEADER.pack(length, kind, 0, count), place, head, *payloads))
+    table = Struct(f"<{count}I").pack(*sizes)
+    position = _POSITION.pack(number, first)
+    return b"".join((HEADER.pack(length, kind, 0, count), position, table, *payloads))

@@ -1,4 +1,4 @@
-"""The publishers' end of one connection: which sources it follows, and what it missed."""
+"""The publisher's end of a connection to one subscriber."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ MAX_PENDING_BYTES: Final = 4 << 20
 
 
 class PublisherConnection:
-    """One subscriber. While 4 MiB wait for it, events are withheld; afterwards it is told where
-    the source is, sees its gap, and asks."""
+    """Sends the followed sources' events to one subscriber.
+
+    While `MAX_PENDING_BYTES` are unsent, events are withheld. Afterwards SKIPPED frames tell the
+    subscriber the last sequences, so that it requests what it missed.
+    """
 
     def __init__(
         self,
-        outlets: Mapping[int, BufferedEventSource],
+        sources: Mapping[int, BufferedEventSource],
         flusher: TurnFlusher,
         incarnation: str,
         on_lost: Callable[[PublisherConnection], None],
@@ -39,14 +42,14 @@ class PublisherConnection:
     ) -> None:
         self.link = Link(self, flusher)
         self.link.on_writable = self._send_skipped
-        self._sources = outlets
+        self._sources = sources
         self._handshake = ServerHandshake(self.link, PLANE, incarnation, secret)
         self._on_lost = on_lost
         self._followed_sources: set[int] = set()
         self._withheld_sources: set[int] = set()
 
     def send(self, number: int, frames: Sequence[bytes]) -> None:
-        """Live events of one source."""
+        """Send new events of a source if the subscriber follows it."""
         if number not in self._followed_sources:
             return
         if self.link.congested:
@@ -56,7 +59,7 @@ class PublisherConnection:
             self.link.write(frame)
 
     def on_source_closed(self, number: int) -> None:
-        """A source was closed."""
+        """Tell the subscriber that a source was closed."""
         if number in self._followed_sources:
             self._followed_sources.discard(number)
             self._withheld_sources.discard(number)
@@ -81,19 +84,19 @@ class PublisherConnection:
         self._on_lost(self)
 
     def _start_following(self, number: int, after: int) -> None:
-        outlet = self._sources.get(number)
-        if outlet is None:
+        source = self._sources.get(number)
+        if source is None:
             self.link.write(pack_gone(number))
             return
-        answer = outlet.catch_up(after)
+        catch_up = source.catch_up(after)
         self._followed_sources.add(number)
         self._withheld_sources.discard(number)
-        kind = DUMP if answer.dump else REPLAY
-        for frame in pack_events(kind, number, answer.first, answer.payloads):
+        kind = DUMP if catch_up.dump else REPLAY
+        for frame in pack_events(kind, number, catch_up.first, catch_up.payloads):
             self.link.write(frame)
-        self.link.write(pack_position(CAUGHT_UP, number, answer.last))
+        self.link.write(pack_position(CAUGHT_UP, number, catch_up.last))
 
     def _send_skipped(self) -> None:
-        missed, self._withheld_sources = self._withheld_sources, set()
-        for number in missed:
+        withheld, self._withheld_sources = self._withheld_sources, set()
+        for number in withheld:
             self.link.write(pack_position(SKIPPED, number, self._sources[number].last_sequence))

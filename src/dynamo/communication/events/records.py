@@ -1,4 +1,4 @@
-"""How subscribers find sources: `/_events/{subject}/{publisher}/{epoch}` in the directory."""
+"""Discovery records of event sources, at `/_events/{subject}/{publisher}/{epoch}`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ KEY_ROOT: Final = "/_events/"
 
 
 class SourceRecord(msgspec.Struct, frozen=True):
-    """Where a source is published, and its number there. Unknown fields are ignored."""
+    """Address of a source's process and the source's number there. Unknown fields are ignored."""
 
     address: str
     number: int
 
 
 class SourceKey(msgspec.Struct, frozen=True):
-    """Whose source it is. A subject may hold slashes; a greater epoch replaces a smaller one."""
+    """Identifies a source. Subjects may contain slashes. A greater epoch replaces a smaller one."""
 
     subject: str
     publisher: str
@@ -29,7 +29,7 @@ class SourceKey(msgspec.Struct, frozen=True):
 
 
 def parse_key(key: str) -> SourceKey:
-    """Raises `ValueError` for another kind of key."""
+    """Parse a key of the directory. Raises `ValueError`."""
     subject, publisher, epoch = key.removeprefix(KEY_ROOT).rsplit("/", 2)
     return SourceKey(subject, unquote(publisher), int(epoch))
 
@@ -38,10 +38,10 @@ _decode = msgspec.json.Decoder(SourceRecord).decode
 
 
 def parse_record(value: bytes) -> SourceRecord:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a record from JSON. Raises `msgspec.DecodeError`."""
     return _decode(value)
 
 
 def encode_record(record: SourceRecord) -> bytes:
-    """As JSON."""
+    """Encode a record as JSON."""
     return msgspec.json.encode(record)

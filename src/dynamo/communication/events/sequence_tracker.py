@@ -1,4 +1,4 @@
-"""What one subscription knows of one source: order, gaps, repair."""
+"""Tracks the event sequence of one source for one subscription and repairs gaps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ log = logging.getLogger(__name__)
 
 
 class SequenceTracker:
-    """Passes events on, in order and none twice. `ask(after)` must bring a `CatchUp` to `repair`;
-    what arrives before that is dropped, because the answer holds it. `replaces`: the tracker of the
-    same publisher's former epoch."""
+    """Passes events to the listener in order and none twice.
+
+    `request_catch_up(after)` must lead to a call of `on_catch_up`. Events received before that are
+    dropped, because the catch-up contains them. `replaces` is the tracker of the publisher's former
+    epoch.
+    """
 
     def __init__(
         self,
@@ -22,14 +25,14 @@ class SequenceTracker:
         publisher: str,
         epoch: int,
         listener: EventListener,
-        ask: Callable[[int], None],
+        request_catch_up: Callable[[int], None],
         replaces: SequenceTracker | None = None,
     ) -> None:
         self._subject = subject
         self._publisher = publisher
         self.epoch = epoch
         self._listener = listener
-        self._request_catch_up = ask
+        self._request_catch_up = request_catch_up
         self._last_sequence = -1
         self._catching_up = True
         self._stale = False
@@ -37,58 +40,58 @@ class SequenceTracker:
         self.lost_events: int = 0 if replaces is None else replaces.lost_events
 
     def start(self) -> None:
-        """Ask for what is not known yet: at first, and whenever a connection was made."""
+        """Request missing events. Called at first and after each reconnect."""
         self._catching_up = True
         self._request_catch_up(self._last_sequence)
 
     def on_events(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Live events."""
+        """Handle new events, of which `first` is the first sequence."""
         if self._catching_up:
             return
-        known = self._last_sequence + 1 - first
-        if known < 0:
+        known_count = self._last_sequence + 1 - first
+        if known_count < 0:
             self._on_gap()
             return
-        self._deliver(first, payloads, known)
+        self._deliver(first, payloads, known_count)
 
     def on_skipped(self, last: int) -> None:
-        """The source's last sequence, where events were withheld from us."""
+        """Handle the source's last sequence, sent after events were withheld."""
         if not self._catching_up and last > self._last_sequence:
             self._on_gap()
 
     def on_disconnected(self) -> None:
-        """The connection broke: what comes is not heard until it is made again."""
+        """Mark the source as stale because its connection was lost."""
         if not self._catching_up:
             self._catching_up = True
             if self._last_sequence >= 0:
                 self._mark_stale()
 
-    def on_catch_up(self, answer: CatchUp) -> None:
-        """The answer to `ask`."""
+    def on_catch_up(self, catch_up: CatchUp) -> None:
+        """Handle the answer to a catch-up request."""
         self._catching_up = False
-        if answer.dump:
+        if catch_up.dump:
             self._replaced_epoch = None
             self._stale = False
-            self._last_sequence = answer.last
-            first, *rest = answer.payloads or (b"",)
-            self._emit("dump", answer.last, first)
+            self._last_sequence = catch_up.last
+            first, *rest = catch_up.payloads or (b"",)
+            self._emit("dump", catch_up.last, first)
             for payload in rest:
-                self._emit("event", answer.last, payload)
+                self._emit("event", catch_up.last, payload)
             return
         if self._replaced_epoch is not None:
             self._emit("gone", 0, b"", self._replaced_epoch)
         if self._last_sequence >= 0:
-            self.lost_events += max(0, answer.first - 1 - self._last_sequence)
-        self._last_sequence = max(self._last_sequence, answer.first - 1)
+            self.lost_events += max(0, catch_up.first - 1 - self._last_sequence)
+        self._last_sequence = max(self._last_sequence, catch_up.first - 1)
         self._replaced_epoch = None
         stale, self._stale = self._stale, False
-        known = self._last_sequence + 1 - answer.first
-        self._deliver(answer.first, answer.payloads, known)
-        if stale and len(answer.payloads) <= known:
+        known_count = self._last_sequence + 1 - catch_up.first
+        self._deliver(catch_up.first, catch_up.payloads, known_count)
+        if stale and len(catch_up.payloads) <= known_count:
             self._emit("repaired", self._last_sequence, b"")
 
     def on_source_gone(self) -> None:
-        """The source disappeared."""
+        """Report that the source disappeared."""
         self._emit("gone", max(self._last_sequence, 0), b"")
 
     def _on_gap(self) -> None:
@@ -100,9 +103,9 @@ class SequenceTracker:
         self._stale = True
         self._emit("stale", self._last_sequence, b"")
 
-    def _deliver(self, first: int, payloads: Sequence[bytes], known: int) -> None:
-        sequence = first + known
-        for payload in payloads[known:] if known else payloads:
+    def _deliver(self, first: int, payloads: Sequence[bytes], known_count: int) -> None:
+        sequence = first + known_count
+        for payload in payloads[known_count:] if known_count else payloads:
             self._last_sequence = sequence
             self._emit("event", sequence, payload)
             sequence += 1

@@ -1,4 +1,4 @@
-"""A source: numbers what it publishes, keeps the last of it, answers who missed something."""
+"""The publisher's buffer of events: numbers them and answers catch-up requests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dynamo.core.errors import TooLarge
 MAX_RING_EVENTS: Final = 16_384
 MAX_RING_BYTES: Final = 8 << 20
 RING_DIVISOR_WITH_DUMP: Final = 4
-"""Where there is a dump, so much less is kept: it is mostly smaller than what a full ring holds."""
+"""The ring is smaller by this factor with a dump, which is usually smaller than a full ring."""
 
 _last_epoch = 0
 
 
 def new_epoch() -> int:
-    """Microseconds since 1970, and larger than any before it in this process."""
+    """Return microseconds since 1970, greater than all earlier results in this process."""
     global _last_epoch
     _last_epoch = max(_last_epoch + 1, time.time_ns() // 1000)
     return _last_epoch
 
 
 class CatchUp(msgspec.Struct, frozen=True):
-    """What brings a follower to `last`: events from `first` on, or the whole state (`dump`)."""
+    """Events from sequence `first` to `last`, or with `dump` the whole state at `last`."""
 
     last: int
     first: int
@@ -38,13 +38,17 @@ class CatchUp(msgspec.Struct, frozen=True):
 
 
 class BufferedEventSource(EventSource):
-    """`arm(flush)` has `flush` called in the next turn of the loop; `send(first, payloads)` takes
-    what was published since. Sequences start at 1. `latest`: as in `Events.source`."""
+    """A source that sends all events of one loop iteration together and keeps a ring of them.
+
+    `schedule_flush(flush)` must call `flush` in the next iteration of the loop. `send(first,
+    payloads)` then gets the published events. Sequences start at 1. See `Events.open_source` for
+    `latest`.
+    """
 
     def __init__(
         self,
         dump: Dump | None,
-        arm: Callable[[Callable[[], None]], None],
+        schedule_flush: Callable[[Callable[[], None]], None],
         send: Callable[[int, Sequence[bytes]], None],
         on_close: Callable[[], Awaitable[None]],
         *,
@@ -52,9 +56,9 @@ class BufferedEventSource(EventSource):
     ) -> None:
         self._dump = self._dump_latest if latest else dump
         self._latest_only = latest
-        share = 1 if dump is None else RING_DIVISOR_WITH_DUMP
-        self._max_events, self._max_bytes = MAX_RING_EVENTS // share, MAX_RING_BYTES // share
-        self._schedule_flush = arm
+        divisor = 1 if dump is None else RING_DIVISOR_WITH_DUMP
+        self._max_events, self._max_bytes = MAX_RING_EVENTS // divisor, MAX_RING_BYTES // divisor
+        self._schedule_flush = schedule_flush
         self._send = send
         self._on_close = on_close
         self._pending: list[bytes] = []
@@ -75,7 +79,7 @@ class BufferedEventSource(EventSource):
         await self._on_close()
 
     def flush(self) -> None:
-        """Number and send what waits."""
+        """Number and send pending events."""
         batch = self._pending
         if not batch:
             return
@@ -86,7 +90,7 @@ class BufferedEventSource(EventSource):
         self._send(first, batch)
 
     def catch_up(self, after: int) -> CatchUp:
-        """What a follower needs that has everything up to `after` (-1: nothing)."""
+        """Return what a subscriber needs that has all events up to `after` (-1: none)."""
         self.flush()
         oldest = self.last_sequence - len(self._ring) + 1
         if after >= self.last_sequence:

@@ -1,13 +1,12 @@
-"""The subscribers' end of one connection: all sources that it follows in one process."""
+"""The subscriber's end of a connection to one publishing process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
-from dynamo.communication.events.broadcast import Broadcast
 from dynamo.communication.events.protocol import (
     CAUGHT_UP,
     DUMP,
@@ -31,11 +30,30 @@ from dynamo.communication.transports import PlaneTransport
 from dynamo.core.errors import ProtocolError
 
 MAX_DEFERRED_BATCHES: Final = 1024
-"""Batches that wait for an answer; of more, the oldest are dropped and repaired."""
+"""Batches deferred during a catch-up. Above this, the oldest are dropped and repaired later."""
+
+
+class Broadcast(Protocol):
+    """A carrier that brings one message to all subscribers of a source.
+
+    Sources are named by subject, incarnation of the process, and number. Messages may be lost, but
+    those of one source stay in order.
+    """
+
+    def send(self, subject: str, number: int, frames: Sequence[bytes], last: int) -> None:
+        """Send new events of a source of this process. `last` is their last sequence."""
+
+    def send_end(self, subject: str, number: int, frame: bytes) -> None:
+        """Send the GONE frame of a source."""
+
+    def subscribe(
+        self, subject: str, incarnation: str, number: int, on_frame: Callable[[bytes], None]
+    ) -> Callable[[], None]:
+        """Call `on_frame` with each frame of a source. Returns a function that unsubscribes."""
 
 
 class SubscriptionContext(msgspec.Struct, frozen=True):
-    """How publishers are reached. `lossy`: see `TcpEvents`."""
+    """The means by which subscriptions reach publishers. See `TcpEvents` for `lossy`."""
 
     transport: PlaneTransport
     flusher: TurnFlusher
@@ -44,9 +62,7 @@ class SubscriptionContext(msgspec.Struct, frozen=True):
 
 
 class _PartialCatchUp:
-    """A catch-up as its frames arrive."""
-
-    __slots__ = ("dump", "first", "payloads")
+    """A catch-up whose frames are arriving."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -55,46 +71,46 @@ class _PartialCatchUp:
 
 
 class SubscriberConnection:
-    """One connection to one publishing process."""
+    """A connection to one publishing process, with the trackers of its followed sources."""
 
     def __init__(
         self,
         incarnation: str,
-        on_gone: Callable[[int], None],
-        reach: SubscriptionContext,
+        on_source_closed: Callable[[int], None],
+        context: SubscriptionContext,
     ) -> None:
-        self.link = Link(self, reach.flusher)
+        self.link = Link(self, context.flusher)
         self.trackers: dict[int, SequenceTracker] = {}
-        self.handshake = ClientHandshake(self.link, PLANE, incarnation, reach.transport.secret)
+        self.handshake = ClientHandshake(self.link, PLANE, incarnation, context.transport.secret)
         self._incarnation = incarnation
-        self._on_source_closed = on_gone
-        self._context = reach
+        self._on_source_closed = on_source_closed
+        self._context = context
         self._pending_catch_ups: dict[int, _PartialCatchUp] = {}
         self._deferred_events: dict[int, list[tuple[int, list[bytes]]]] = {}
         self._broadcast_unsubscribes: dict[int, Callable[[], None]] = {}
 
     def follow(self, subject: str, number: int, tracker: SequenceTracker) -> None:
-        """Pass on what a source says."""
+        """Start passing a source's events to its tracker."""
         self.trackers[number] = tracker
         broadcast = self._context.broadcast
         if broadcast is not None and number not in self._broadcast_unsubscribes:
-            take = FrameSplitter(MAX_FRAME_BYTES).feed
+            split = FrameSplitter(MAX_FRAME_BYTES).feed
             self._broadcast_unsubscribes[number] = broadcast.subscribe(
-                subject, self._incarnation, number, lambda data: self._on_broadcast(take(data))
+                subject, self._incarnation, number, lambda data: self._on_broadcast(split(data))
             )
         tracker.start()
 
     def unfollow(self, number: int) -> None:
-        """No more of it. With the last source the connection closes."""
+        """Stop following a source. The connection closes with the last one."""
         self.trackers.pop(number, None)
         self._deferred_events.pop(number, None)
-        if (leave := self._broadcast_unsubscribes.pop(number, None)) is not None:
-            leave()
+        if (unsubscribe := self._broadcast_unsubscribes.pop(number, None)) is not None:
+            unsubscribe()
         if not self.trackers:
             self.link.close()
 
     def request_catch_up(self, number: int, after: int) -> None:
-        """Have a tracker caught up."""
+        """Request the events of a source after `after` for its tracker."""
         self._pending_catch_ups[number] = _PartialCatchUp()
         self.link.write(pack_position(FOLLOW, number, after))
 
@@ -125,12 +141,12 @@ class SubscriberConnection:
     def on_lost(self, error: Exception | None) -> None:
         del error
         self.handshake.on_lost()
-        for leave in self._broadcast_unsubscribes.values():
-            leave()
+        for unsubscribe in self._broadcast_unsubscribes.values():
+            unsubscribe()
         self._broadcast_unsubscribes.clear()
 
     def _on_broadcast(self, frames: Sequence[Frame]) -> None:
-        """By broadcast, which may overtake an answer."""
+        """Handle frames that came by broadcast, which may overtake a catch-up."""
         try:
             for kind, count, body in frames:
                 if kind in {EVENTS, SKIPPED, GONE}:
@@ -139,28 +155,28 @@ class SubscriberConnection:
             self.link.abort()
 
     def _deliver_events(self, number: int, first: int, payloads: list[bytes]) -> None:
-        """New ones wait while an answer is under way: it may end before them."""
+        """Pass new events to the tracker, after the catch-up if one is under way."""
         if number in self._pending_catch_ups:
-            held = self._deferred_events.setdefault(number, [])
-            held.append((first, payloads))
-            del held[:-MAX_DEFERRED_BATCHES]
+            deferred = self._deferred_events.setdefault(number, [])
+            deferred.append((first, payloads))
+            del deferred[:-MAX_DEFERRED_BATCHES]
         elif (tracker := self.trackers.get(number)) is not None:
             tracker.on_events(first, payloads)
 
     def _collect_catch_up(self, kind: int, number: int, first: int, payloads: list[bytes]) -> None:
-        answer = self._pending_catch_ups.get(number)
-        if answer is None:
+        catch_up = self._pending_catch_ups.get(number)
+        if catch_up is None:
             return
-        answer.dump = kind == DUMP
-        if answer.first is None:
-            answer.first = first
-        answer.payloads += payloads
+        catch_up.dump = kind == DUMP
+        if catch_up.first is None:
+            catch_up.first = first
+        catch_up.payloads += payloads
 
     def _finish_catch_up(self, number: int, last: int) -> None:
         tracker = self.trackers.get(number)
-        answer = self._pending_catch_ups.pop(number, None)
-        if tracker is not None and answer is not None:
-            first = last + 1 if answer.first is None else answer.first
-            tracker.on_catch_up(CatchUp(last, first, answer.payloads, answer.dump))
+        catch_up = self._pending_catch_ups.pop(number, None)
+        if tracker is not None and catch_up is not None:
+            first = last + 1 if catch_up.first is None else catch_up.first
+            tracker.on_catch_up(CatchUp(last, first, catch_up.payloads, catch_up.dump))
             for batch in self._deferred_events.pop(number, ()):
                 self._deliver_events(number, *batch)

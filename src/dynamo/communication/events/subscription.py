@@ -1,4 +1,4 @@
-"""One subscription over sockets: finds its sources in the directory, follows each."""
+"""A subscription over connections: finds its sources in the directory and follows each."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ _REMOVAL_DELAY_S: Final = 1.0
 
 
 class _FollowedSource:
-    """One source that the directory names."""
-
-    __slots__ = ("address", "key", "number", "removal_timer", "tracker")
+    """A source that the directory lists."""
 
     def __init__(self, key: SourceKey, address: str, number: int, tracker: SequenceTracker) -> None:
         self.key = key
@@ -40,14 +38,17 @@ class _FollowedSource:
         self.removal_timer: asyncio.TimerHandle | None = None
 
     def cancel_removal(self) -> None:
-        """It is in the directory."""
+        """Keep the source because the directory lists it again."""
         if self.removal_timer is not None:
             self.removal_timer.cancel()
             self.removal_timer = None
 
 
 class Subscription:
-    """`start`, then the listener is called until `stop`."""
+    """Calls the listener with the events of all sources below `prefix`, from `start` to `stop`.
+
+    Sources of one process share a connection. A source with a newer epoch replaces its predecessor.
+    """
 
     def __init__(
         self,
@@ -55,13 +56,13 @@ class Subscription:
         listener: EventListener,
         directory: Directory,
         tasks: BackgroundTasks,
-        reach: SubscriptionContext,
+        context: SubscriptionContext,
     ) -> None:
         self._prefix = prefix
         self._listener = listener
         self._directory = directory
         self._tasks = tasks
-        self._context = reach
+        self._context = context
         self._running: set[asyncio.Task[Any]] = set()
         self._sources: dict[tuple[str, str], _FollowedSource] = {}
         self._connections: dict[str, SubscriberConnection] = {}
@@ -70,22 +71,24 @@ class Subscription:
         self._lost_events = 0
 
     async def start(self) -> None:
-        """Returns when the sources of this moment are known."""
+        """Start watching. Returns once the current sources are known."""
         self._start_task(self._watch_forever())
         await self._sources_known.wait()
 
     def stop(self) -> None:
-        """Call the listener no more."""
+        """Stop calling the listener and close all connections."""
         for task in list(self._running):
             task.cancel()
-        for link in self._connections.values():
-            link.link.abort()
+        for connection in self._connections.values():
+            connection.link.abort()
         for source in list(self._sources.values()):
             self._drop_source(source)
 
     def count_lost_events(self) -> int:
-        """Events that could not be repaired."""
-        return self._lost_events + sum(one.tracker.lost_events for one in self._sources.values())
+        """Return how many events could not be repaired."""
+        return self._lost_events + sum(
+            source.tracker.lost_events for source in self._sources.values()
+        )
 
     def _start_task(self, work: Any) -> None:
         task = self._tasks.start(work)
@@ -96,8 +99,8 @@ class Subscription:
         while True:
             try:
                 await self._watch()
-            except Exception:  # the directory is away: what is followed stays followed
-                log.exception("event sources cannot be watched; trying again")
+            except Exception:  # known sources stay connected without the directory
+                log.exception("watching the event sources failed, trying again")
             await asyncio.sleep(_MAX_RETRY_S)
 
     async def _watch(self) -> None:
@@ -123,15 +126,15 @@ class Subscription:
             return
         if not key.subject.startswith(self._prefix):
             return
-        known = self._sources.get((key.subject, key.publisher))
-        if known is not None and known.key == key:
-            known.cancel_removal()
+        current = self._sources.get((key.subject, key.publisher))
+        if current is not None and current.key == key:
+            current.cancel_removal()
             if record is None:
-                self._schedule_removal(known)
+                self._schedule_removal(current)
         elif record is None:
             return
-        elif known is None or known.key.epoch < key.epoch:
-            self._follow(key, record.address, record.number, known)
+        elif current is None or current.key.epoch < key.epoch:
+            self._follow(key, record.address, record.number, current)
 
     def _follow(
         self, key: SourceKey, address: str, number: int, former: _FollowedSource | None
@@ -145,9 +148,9 @@ class Subscription:
             None if former is None else former.tracker,
         )
         self._sources[key.subject, key.publisher] = _FollowedSource(key, address, number, tracker)
-        link = self._connections.get(address)
-        if link is not None:
-            link.follow(key.subject, number, tracker)
+        connection = self._connections.get(address)
+        if connection is not None:
+            connection.follow(key.subject, number, tracker)
         elif address not in self._connecting:
             self._connecting.add(address)
             self._start_task(self._keep_connected(address))
@@ -156,13 +159,16 @@ class Subscription:
             self._unfollow(former)
 
     def _request_catch_up(self, address: str, number: int, after: int) -> None:
-        link = self._connections.get(address)
-        if link is not None:
-            link.request_catch_up(number, after)
+        connection = self._connections.get(address)
+        if connection is not None:
+            connection.request_catch_up(number, after)
 
     def _schedule_removal(self, source: _FollowedSource) -> None:
-        """The directory names it no more. Its last events may still be on their way, so that it is
-        gone when it says so, when its connection breaks, or after a second."""
+        """Remove a source that the directory does not list any more.
+
+        Its last events may still be under way. The removal therefore waits for its GONE frame, the
+        end of its connection, or `_REMOVAL_DELAY_S`.
+        """
         if source.address in self._connections:
             loop = asyncio.get_running_loop()
             source.removal_timer = loop.call_later(_REMOVAL_DELAY_S, self._remove_source, source)
@@ -180,9 +186,9 @@ class Subscription:
         self._unfollow(source)
 
     def _unfollow(self, source: _FollowedSource) -> None:
-        link = self._connections.get(source.address)
-        if link is not None:
-            link.unfollow(source.number)
+        connection = self._connections.get(source.address)
+        if connection is not None:
+            connection.unfollow(source.number)
 
     def _sources_at(self, address: str) -> list[_FollowedSource]:
         return [source for source in self._sources.values() if source.address == address]
@@ -193,7 +199,7 @@ class Subscription:
                 self._remove_source(source)
 
     async def _keep_connected(self, address: str) -> None:
-        """While the directory names a source at `address`."""
+        """Reconnect while the directory lists a source at `address`."""
         retry_s = _MIN_RETRY_S
         try:
             while self._sources_at(address):
@@ -210,18 +216,20 @@ class Subscription:
             self._connecting.discard(address)
 
     async def _run_connection(self, address: str) -> None:
-        wires = self._context.transport
-        link = SubscriberConnection(
-            wires.incarnation_of(address), partial(self._on_source_closed, address), self._context
+        transport = self._context.transport
+        connection = SubscriberConnection(
+            transport.incarnation_of(address),
+            partial(self._on_source_closed, address),
+            self._context,
         )
-        await link.handshake.connect(partial(wires.dial, address=address))
-        self._connections[address] = link
+        await connection.handshake.connect(partial(transport.dial, address=address))
+        self._connections[address] = connection
         for source in self._sources_at(address):
-            link.follow(source.key.subject, source.number, source.tracker)
-        if not link.trackers:
-            link.link.close()
+            connection.follow(source.key.subject, source.number, source.tracker)
+        if not connection.trackers:
+            connection.link.close()
         try:
-            await link.link.closed.wait()
+            await connection.link.closed.wait()
         finally:
             del self._connections[address]
             for source in self._sources_at(address):

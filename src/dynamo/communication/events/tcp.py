@@ -1,5 +1,4 @@
-"""Events in own frames: every publishing process is its own server; the directory says where.
-Over TCP unless told."""
+"""The event plane over connections: subscribers connect to every publishing process."""
 
 from __future__ import annotations
 
@@ -9,13 +8,12 @@ from functools import partial
 from typing import Self
 
 from dynamo.communication.directory import Directory
-from dynamo.communication.events.broadcast import Broadcast
 from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
 from dynamo.communication.events.protocol import EVENTS, pack_events, pack_gone
 from dynamo.communication.events.publisher_connection import PublisherConnection
 from dynamo.communication.events.records import SourceKey, SourceRecord, encode_record
 from dynamo.communication.events.source import BufferedEventSource, new_epoch
-from dynamo.communication.events.subscriber_connection import SubscriptionContext
+from dynamo.communication.events.subscriber_connection import Broadcast, SubscriptionContext
 from dynamo.communication.events.subscription import Subscription
 from dynamo.communication.link import Link, TurnFlusher, close_links
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
@@ -24,17 +22,17 @@ from dynamo.core.tasks import BackgroundTasks
 
 
 class TcpEvents(Events):
-    """`tcp://HOST:PORT`; port 0 is any. Listens from the first source on. With a `broadcast`, new
-    events go out once, by it, and not to each follower.
+    """The backend `tcp://HOST:PORT`, where port 0 means any free port.
 
-    `lossy(first sequence)` True: a batch is dropped on its way in (for tests of repair; set it
-    before subscribing).
+    Opening the first source starts listening. With a `broadcast`, new events are sent once through
+    it instead of to each subscriber. Tests of repair set `lossy` before they subscribe: received
+    batches whose first sequence it maps to True are dropped.
     """
 
     def __init__(
-        self, wires: PlaneTransport, directory: Directory, broadcast: Broadcast | None = None
+        self, transport: PlaneTransport, directory: Directory, broadcast: Broadcast | None = None
     ) -> None:
-        self._transport = wires
+        self._transport = transport
         self._directory = directory
         self._broadcast = broadcast
         self._flusher = TurnFlusher()
@@ -51,7 +49,7 @@ class TcpEvents(Events):
     async def open(
         cls, url: str, directory: Directory, options: PlaneOptions = DEFAULT_OPTIONS
     ) -> Self:
-        """Nothing listens before the first source. Raises `ConfigError`."""
+        """Create a plane that does not listen yet. Raises `ConfigError`."""
         return cls(await TcpPlaneTransport.open(url, options), directory)
 
     async def open_source(
@@ -62,17 +60,17 @@ class TcpEvents(Events):
                 await self._transport.listen(self._accept)
         self._last_number = number = self._last_number + 1
         key = str(SourceKey(subject, publisher, new_epoch()))
-        outlet = BufferedEventSource(
+        source = BufferedEventSource(
             dump,
             self._flusher.schedule,
             partial(self._send_events, subject, number),
             partial(self._close_source, subject, number, key),
             latest=latest,
         )
-        self._sources[number] = outlet
+        self._sources[number] = source
         record = SourceRecord(self._transport.address, number)
         await self._directory.put(key, encode_record(record))
-        return outlet
+        return source
 
     async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:
         subscription = Subscription(
@@ -87,30 +85,36 @@ class TcpEvents(Events):
         return partial(self._unsubscribe, subscription)
 
     def count_lost_events(self) -> int:
-        return self._lost_events + sum(one.count_lost_events() for one in self._subscriptions)
+        return self._lost_events + sum(
+            subscription.count_lost_events() for subscription in self._subscriptions
+        )
 
     async def close(self) -> None:
         for subscription in list(self._subscriptions):
             self._unsubscribe(subscription)
-        for outlet in list(self._sources.values()):
-            await outlet.close()
+        for source in list(self._sources.values()):
+            await source.close()
         await self._tasks.close()
         self._transport.stop_listening()
-        await close_links([follower.link for follower in self._subscribers])
+        await close_links([subscriber.link for subscriber in self._subscribers])
 
     def abort(self) -> None:
-        """Break every connection at once, as a crash would."""
+        """Abort every connection, as a crash would. For tests."""
         self._transport.stop_listening()
-        for follower in list(self._subscribers):
-            follower.link.abort()
+        for subscriber in list(self._subscribers):
+            subscriber.link.abort()
 
     def _accept(self) -> Link:
-        wires = self._transport
-        follower = PublisherConnection(
-            self._sources, self._flusher, wires.incarnation, self._subscribers.discard, wires.secret
+        transport = self._transport
+        subscriber = PublisherConnection(
+            self._sources,
+            self._flusher,
+            transport.incarnation,
+            self._subscribers.discard,
+            transport.secret,
         )
-        self._subscribers.add(follower)
-        return follower.link
+        self._subscribers.add(subscriber)
+        return subscriber.link
 
     def _send_events(
         self, subject: str, number: int, first: int, payloads: Sequence[bytes]
@@ -122,16 +126,16 @@ class TcpEvents(Events):
             )
         elif self._subscribers:
             frames = pack_events(EVENTS, number, first, payloads)
-            for follower in self._subscribers:
-                follower.send(number, frames)
+            for subscriber in self._subscribers:
+                subscriber.send(number, frames)
 
     async def _close_source(self, subject: str, number: int, key: str) -> None:
         if self._sources.pop(number, None) is not None:
             if self._broadcast is not None:
                 self._broadcast.send_end(subject, number, pack_gone(number))
             else:
-                for follower in self._subscribers:
-                    follower.on_source_closed(number)
+                for subscriber in self._subscribers:
+                    subscriber.on_source_closed(number)
             await self._directory.delete(key)
 
     def _unsubscribe(self, subscription: Subscription) -> None:

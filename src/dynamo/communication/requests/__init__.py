@@ -1,4 +1,7 @@
-"""Call one instance, stream back, cancel: the request plane. Backends: `memory:`, `tcp:`."""
+"""The request plane: calls to one instance with a streamed answer.
+
+Backends: `memory:`, `tcp:`, `nats:`.
+"""
 
 from dynamo.communication.requests.plane import (
     CallInfo,

@@ -1,4 +1,4 @@
-"""One connection at the callers' end."""
+"""The caller's end of a connection to one instance."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, ProtocolError, WorkerFailed
 
 SILENCE_QUERY_S: Final = 2.0
-"""Streams that have brought nothing for so long are asked after."""
+"""The server is asked about streams that were silent for one to two of these periods."""
 
 
 class ClientConnection:
-    """Calls to one incarnation of one process. Once retired it closes with its last call."""
+    """Carries the calls to one incarnation of a process. Retired, it closes with the last call."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ClientConnection:
         self.link.write(pack_credit(stream, size_bytes))
 
     def retire(self) -> None:
-        """Open no more calls here; close when the last one ends."""
+        """Open no more calls on this connection and close it when the last one ends."""
         self._retired = True
         self._on_retired(self)
         self._close_when_done()
@@ -94,8 +94,11 @@ class ClientConnection:
         self._on_lost(self)
 
     def _query_silent_streams(self) -> None:
-        """Are the silent ones still in work there? One that waits or is slow is; of one whose end
-        was lost nobody there knows. No stream is given up for its silence."""
+        """Ask the server whether silent streams are still open.
+
+        Queued and slow calls are open there. A call whose end was lost is unknown there, and its
+        end is sent again. Silence alone never fails a call.
+        """
         self._silence_timer = None
         for stream in self.streams.find_silent_streams():
             self.link.write(pack_stream_query(stream))

@@ -1,4 +1,4 @@
-"""The callers' end of one connection: the streams that are open, and who gets their payloads."""
+"""Streams at the caller's end of a connection, and the sinks of their payloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamo.core.errors import DynamoError, InstanceGone, decode_error
 
 
 class CallSender(Protocol):
-    """How the other end is told."""
+    """Sends frames to the handler's end."""
 
     def send_open(
         self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
@@ -22,18 +22,17 @@ class CallSender(Protocol):
         """Start a call."""
 
     def send_cancel(self, stream: int) -> None:
-        """The caller left."""
+        """Cancel a call because the caller left."""
 
     def send_credit(self, stream: int, size_bytes: int) -> None:
-        """The consumer took so much."""
+        """Report that the caller consumed `size_bytes`."""
 
 
 class ClientStreams:
-    """Calls over one connection; stream ids grow and are never used again. `frames`: how many were
-    delivered."""
+    """The open calls of one connection. Stream ids grow and are never reused."""
 
-    def __init__(self, remote: CallSender) -> None:
-        self._sender = remote
+    def __init__(self, sender: CallSender) -> None:
+        self._sender = sender
         self._loop = asyncio.get_running_loop()
         self._last_stream_id = 0
         self.frames_received = 0
@@ -46,25 +45,25 @@ class ClientStreams:
 
     @property
     def exhausted(self) -> bool:
-        """No stream ids are left: later calls need another connection."""
+        """True if no stream ids are left, so that later calls need another connection."""
         return self._last_stream_id >= MAX_STREAM_ID
 
     async def call(
         self, endpoint: str, payload: bytes, context: Context, sink: Sink, window: FlowWindow | None
     ) -> None:
-        """One call, from opening to end. See `Requests.call`."""
+        """Make one call and wait for its end. See `Requests.call`."""
         if self._failure is not None:
             raise InstanceGone(self._failure.message)
         self._last_stream_id = stream = self._last_stream_id + 1
         window_bytes = 0 if window is None else max(1, window.size_bytes)
         self._sender.send_open(stream, endpoint, context, window_bytes, payload)
-        end = self._loop.create_future()
+        completion = self._loop.create_future()
         self._sinks[stream] = sink
-        self._completions[stream] = end
+        self._completions[stream] = completion
         if window is not None:
             window.on_release = _CreditSender(self._sender, stream, window.size_bytes)
         try:
-            await end
+            await completion
         finally:
             if window is not None:
                 window.on_release = None
@@ -73,21 +72,21 @@ class ClientStreams:
                 self._sender.send_cancel(stream)
 
     def find_silent_streams(self) -> list[int]:
-        """The streams that have brought nothing since this was asked last."""
-        found = []
+        """Return the streams without an item since the last call of this method."""
+        silent = []
         for stream, sink in self._sinks.items():
             if type(sink) is _SilentSink:
-                found.append(stream)
+                silent.append(stream)
             else:
                 self._sinks[stream] = _SilentSink(self._sinks, stream, sink)
-        return found
+        return silent
 
     def deliver(self, items: Iterable[Item]) -> None:
-        """Feed what arrived to the sinks; what is late for a call that left is dropped."""
+        """Pass received items to the sinks. Items of cancelled calls are dropped."""
         self.frames_received += 1
-        find = self._sinks.get
+        find_sink = self._sinks.get
         for stream, flags, payload in items:
-            sink = find(stream)
+            sink = find_sink(stream)
             if sink is None:
                 continue
             if flags:
@@ -96,13 +95,13 @@ class ClientStreams:
             try:
                 if sink(payload):
                     continue
-            except Exception as error:  # noqa: BLE001 - a sink's bug ends its own call only
+            except Exception as error:  # noqa: BLE001 - an error of a sink ends its own call only
                 self._cancel(stream, error)
             else:
                 self._cancel(stream, None)
 
     def fail(self, error: DynamoError) -> None:
-        """The connection is gone: every call raises a copy of `error`."""
+        """Fail every call with a copy of `error` because the connection is gone."""
         self._failure = error
         for stream in list(self._completions):
             self._finish(stream, type(error)(error.message, hint=error.hint))
@@ -113,18 +112,20 @@ class ClientStreams:
 
     def _finish(self, stream: int, error: Exception | None) -> None:
         del self._sinks[stream]
-        end = self._completions.pop(stream)
-        if end.done():
+        completion = self._completions.pop(stream)
+        if completion.done():
             return
         if error is None:
-            end.set_result(None)
+            completion.set_result(None)
         else:
-            end.set_exception(error)
+            completion.set_exception(error)
 
 
 class _SilentSink:
-    """Stands in a stream's place until it is fed, so that to know who is silent costs an item
-    nothing."""
+    """Replaces the sink of a silent stream and restores it with the next item.
+
+    Silence is thus detected without work per item.
+    """
 
     __slots__ = ("_sink", "_sinks", "_stream")
 
@@ -139,12 +140,12 @@ class _SilentSink:
 
 
 class _CreditSender:
-    """Tells the handler's end in steps of a quarter of the window, not item by item."""
+    """Sends credit to the handler's end in steps of a quarter of the window."""
 
     __slots__ = ("_released_bytes", "_sender", "_step_bytes", "_stream")
 
-    def __init__(self, remote: CallSender, stream: int, size_bytes: int) -> None:
-        self._sender = remote
+    def __init__(self, sender: CallSender, stream: int, size_bytes: int) -> None:
+        self._sender = sender
         self._stream = stream
         self._step_bytes = size_bytes // 4
         self._released_bytes = 0

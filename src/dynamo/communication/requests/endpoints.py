@@ -1,4 +1,4 @@
-"""Which handlers this process serves, and the calls that each has in hand."""
+"""The endpoints that this process serves, and their calls in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Endpoints:
-    """The table of served endpoints. `on_empty`: called when the last one is withdrawn."""
+    """Table of served endpoints. `on_empty` is called when the last one is withdrawn."""
 
     def __init__(self) -> None:
         self.on_empty: list[Callable[[], None]] = []
@@ -24,43 +24,42 @@ class Endpoints:
         self._withdrawn: set[str] = set()
 
     def serve(self, name: str, handler: RequestHandler) -> None:
-        """Answer calls for `name`."""
+        """Serve calls for `name`. Raises `ValueError` if it is served already."""
         if name in self._calls_by_endpoint:
             raise ValueError(f"endpoint {name!r} is served already")
         self._withdrawn.discard(name)
         self._calls_by_endpoint[name] = _EndpointCalls(name, handler)
 
     def start(self, name: str, payload: bytes, stream: ServerStream) -> None:
-        """Run the handler of one call as a task; an unknown name ends the stream with an error."""
-        served = self._calls_by_endpoint.get(name)
-        if served is not None:
-            served.start(payload, stream)
+        """Run the handler of one call as a task. An unknown name fails the call."""
+        calls = self._calls_by_endpoint.get(name)
+        if calls is not None:
+            calls.start(payload, stream)
         elif name in self._withdrawn:
             stream.end(InstanceGone(f"endpoint {name!r} was withdrawn from this instance"))
         else:
             stream.end(NotFound(f"this instance has no endpoint {name!r}"))
 
     async def withdraw(self, name: str, drain_s: float | None) -> None:
-        """Take no more calls for `name`; wait up to `drain_s` (None: without end) for those in
-        hand, then cancel them."""
-        served = self._remove(name)
-        if served is None:
+        """Refuse new calls for `name`, drain those in flight as `Requests.withdraw` says."""
+        calls = self._remove(name)
+        if calls is None:
             return
         if not self._calls_by_endpoint:
-            for tell in self.on_empty:
-                tell()
-        await served.drain(drain_s)
+            for callback in self.on_empty:
+                callback()
+        await calls.drain(drain_s)
 
     def _remove(self, name: str) -> _EndpointCalls | None:
-        served = self._calls_by_endpoint.pop(name, None)
-        if served is not None:
+        calls = self._calls_by_endpoint.pop(name, None)
+        if calls is not None:
             self._withdrawn.add(name)
-        return served
+        return calls
 
     async def close(self) -> None:
-        """Take no more calls, cancel those in hand."""
-        served = [self._remove(name) for name in list(self._calls_by_endpoint)]
-        await run_all(*(one.drain(0.0) for one in served if one is not None))
+        """Refuse new calls and cancel those in flight."""
+        removed = [self._remove(name) for name in list(self._calls_by_endpoint)]
+        await run_all(*(calls.drain(0.0) for calls in removed if calls is not None))
 
 
 class _EndpointCalls:
@@ -76,14 +75,14 @@ class _EndpointCalls:
         stream.task = self._tasks.start(self._run(payload, stream))
 
     async def drain(self, drain_s: float | None) -> None:
-        """Wait for the calls in hand up to `drain_s` (None: without end), then cancel them."""
+        """Wait up to `drain_s` (None: no limit) for calls in flight, then cancel them."""
         if drain_s != 0.0:
             try:
                 async with asyncio.timeout(drain_s):
                     await self._tasks.join()
             except TimeoutError:
                 log.warning(
-                    "calls cancelled after the drain",
+                    "calls cancelled after the drain timeout",
                     extra={"fields": {"endpoint": self._name, "calls": len(self._open_streams)}},
                 )
         for stream in list(self._open_streams):
@@ -103,7 +102,7 @@ class _EndpointCalls:
             raise
         except Exception:
             log.exception("handler failed", extra={"fields": {"endpoint": self._name}})
-            failed = f"the handler of {self._name!r} failed"
-            stream.end(InternalError(failed, hint="the log of the process that serves it says why"))
+            message = f"the handler of endpoint {self._name!r} failed"
+            stream.end(InternalError(message, hint="see the log of the process that serves it"))
         else:
             stream.end()

@@ -1,6 +1,6 @@
-"""The request plane inside one process: the same calls and streams, no bytes between them.
+"""The request plane within one process, without encoding.
 
-What a handler sends reaches the caller in the next turn of the loop, as over a wire.
+Items of a handler reach the caller in the next iteration of the loop, as over a socket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _planes: dict[str, MemoryRequests] = {}
 
 
 class MemoryRequests(Requests):
-    """`memory:`; every object is a process of its own to the others."""
+    """The backend `memory:`. Each object stands for one process."""
 
     def __init__(self) -> None:
         self._address = f"memory://{new_incarnation()}"
@@ -37,7 +37,7 @@ class MemoryRequests(Requests):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """All of `memory:` is one network."""
+        """Create a plane. All `memory:` planes of this process can call each other."""
         del url, options
         plane = cls()
         _planes[plane.address] = plane
@@ -63,17 +63,17 @@ class MemoryRequests(Requests):
         *,
         window: FlowWindow | None = None,
     ) -> None:
-        wire = self._connections.get(address) or self._connect(address)
-        await wire.streams.call(endpoint, payload, context, sink, window)
+        connection = self._connections.get(address) or self._connect(address)
+        await connection.streams.call(endpoint, payload, context, sink, window)
 
     def count_received_frames(self, address: str) -> int:
-        wire = self._connections.get(address)
-        return 0 if wire is None else wire.streams.frames_received
+        connection = self._connections.get(address)
+        return 0 if connection is None else connection.streams.frames_received
 
     def disconnect(self, address: str) -> None:
-        wire = self._connections.get(address)
-        if wire is not None:
-            wire.close_client()
+        connection = self._connections.get(address)
+        if connection is not None:
+            connection.close_client()
 
     def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken_callbacks.append(callback)
@@ -82,39 +82,39 @@ class MemoryRequests(Requests):
     async def close(self) -> None:
         _planes.pop(self._address, None)
         await self.endpoints.close()
-        await asyncio.sleep(0)  # what the handlers' ends queued is delivered
+        await asyncio.sleep(0)  # delivers the items that the handlers' ends have queued
         self.abort()
 
     def abort(self) -> None:
-        """Break every connection at once, as a crash would."""
+        """Abort every connection, as a crash would. For tests."""
         _planes.pop(self._address, None)
-        for wire in list(self._connections.values()):
-            wire.close_client()
-        for wire in list(self.incoming):
-            wire.close_server()
+        for connection in list(self._connections.values()):
+            connection.close_client()
+        for connection in list(self.incoming):
+            connection.close_server()
 
     def sever(self) -> None:
-        """The network reaches this process no more: whatever is said to it or by it waits."""
+        """Hold all messages from and to this process, like a broken network. For tests."""
         self.severed = True
 
     def rejoin(self) -> None:
-        """The network reaches it again: what waited arrives, in order."""
+        """End `sever`: held messages arrive in order."""
         self.severed = False
-        for wire in list(self.stalled):
-            wire.deliver_held()
+        for connection in list(self.stalled):
+            connection.deliver_held()
 
     def _connect(self, address: str) -> _MemoryConnection:
-        there = _planes.get(address)
-        if there is None or self._address not in _planes:
+        server = _planes.get(address)
+        if server is None or self._address not in _planes:
             self._notify_broken(address)
-            raise InstanceGone(f"nobody is at {address}")
-        wire = self._connections[address] = _MemoryConnection(self, there)
-        there.incoming.add(wire)
-        return wire
+            raise InstanceGone(f"no instance has the address {address}")
+        connection = self._connections[address] = _MemoryConnection(self, server)
+        server.incoming.add(connection)
+        return connection
 
-    def remove_connection(self, wire: _MemoryConnection, address: str) -> None:
-        """The wire from here to `address` is gone."""
-        if self._connections.get(address) is wire:
+    def remove_connection(self, connection: _MemoryConnection, address: str) -> None:
+        """Forget a closed connection to `address`."""
+        if self._connections.get(address) is connection:
             del self._connections[address]
             if self._address in _planes:
                 self._notify_broken(address)
@@ -125,12 +125,14 @@ class MemoryRequests(Requests):
 
 
 class _MemoryConnection:
-    """One connection; what crosses it takes a turn of the loop, in order. While the network is
-    severed it waits, the end of the connection too: each end learns only then of the other's."""
+    """A connection whose messages arrive in order, in the next iteration of the loop.
 
-    def __init__(self, here: MemoryRequests, there: MemoryRequests) -> None:
-        self._client = here
-        self._server = there
+    While an end is severed, messages are held. So is the end of the connection.
+    """
+
+    def __init__(self, client: MemoryRequests, server: MemoryRequests) -> None:
+        self._client = client
+        self._server = server
         self._loop = asyncio.get_running_loop()
         self._client_closed = False
         self._server_closed = False
@@ -152,43 +154,43 @@ class _MemoryConnection:
         self._send(partial(self._on_credit, stream, size_bytes))
 
     def close_client(self) -> None:
-        """The caller's end breaks it: its calls fail, handlers are cancelled when they hear it."""
+        """Close the caller's end: calls fail, and handlers are cancelled once it arrives."""
         self._end_calls()
         self._run_or_hold(self._end_handlers)
 
     def close_server(self) -> None:
-        """The handlers' end is gone: they are cancelled, calls fail when they hear it."""
+        """Close the handler's end: handlers are cancelled, and calls fail once it arrives."""
         self._end_handlers()
         self._run_or_hold(self._end_calls)
 
     def deliver_held(self) -> None:
-        """The network may be whole again: what waited arrives."""
+        """Deliver held messages in order unless an end is still severed."""
         if self._is_severed:
             return
-        held, self._held_messages = self._held_messages, []
+        messages, self._held_messages = self._held_messages, []
         self._client.stalled.discard(self)
         self._server.stalled.discard(self)
-        for crossing in held:
-            crossing()
+        for message in messages:
+            message()
 
     @property
     def _is_severed(self) -> bool:
         return self._client.severed or self._server.severed
 
-    def _send(self, crossing: Callable[[], object]) -> None:
+    def _send(self, message: Callable[[], object]) -> None:
         if self._is_severed:
-            self._hold(crossing)
+            self._hold(message)
         else:
-            self._loop.call_soon(crossing)
+            self._loop.call_soon(message)
 
-    def _run_or_hold(self, crossing: Callable[[], object]) -> None:
+    def _run_or_hold(self, message: Callable[[], object]) -> None:
         if self._is_severed:
-            self._hold(crossing)
+            self._hold(message)
         else:
-            crossing()
+            message()
 
-    def _hold(self, crossing: Callable[[], object]) -> None:
-        self._held_messages.append(crossing)
+    def _hold(self, message: Callable[[], object]) -> None:
+        self._held_messages.append(message)
         self._client.stalled.add(self)
         self._server.stalled.add(self)
 
@@ -208,28 +210,28 @@ class _MemoryConnection:
         self._send(self._deliver)
 
     def _on_open(
-        self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
+        self, stream_id: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
     ) -> None:
         if not self._server_closed:
-            incoming = ServerStream(self._send_queue, stream, context, window_bytes)
-            self._server.endpoints.start(endpoint, payload, incoming)
+            stream = ServerStream(self._send_queue, stream_id, context, window_bytes)
+            self._server.endpoints.start(endpoint, payload, stream)
 
-    def _on_cancel(self, stream: int) -> None:
-        if (incoming := self._send_queue.open_streams.get(stream)) is not None:
-            incoming.cancel()
+    def _on_cancel(self, stream_id: int) -> None:
+        if (stream := self._send_queue.open_streams.get(stream_id)) is not None:
+            stream.cancel()
 
-    def _on_credit(self, stream: int, size_bytes: int) -> None:
-        if (incoming := self._send_queue.open_streams.get(stream)) is not None:
-            incoming.release(size_bytes)
+    def _on_credit(self, stream_id: int, size_bytes: int) -> None:
+        if (stream := self._send_queue.open_streams.get(stream_id)) is not None:
+            stream.release(size_bytes)
 
     def _deliver(self) -> None:
-        outbox = self._send_queue
-        ends = set(outbox.ends)
+        queue = self._send_queue
+        ends = set(queue.ends)
         items = [
             (stream, END_STREAM if index in ends else 0, payload)
             for index, (stream, payload) in enumerate(
-                zip(outbox.streams, outbox.payloads, strict=True)
+                zip(queue.streams, queue.payloads, strict=True)
             )
         ]
-        outbox.clear()
+        queue.clear()
         self.streams.deliver(items)

@@ -1,4 +1,4 @@
-"""Requests through NATS, and straight to the instance while NATS is away."""
+"""The request plane over NATS, with direct TCP connections while NATS is unreachable."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from dynamo.core.errors import DynamoError, InstanceGone
 from dynamo.core.tasks import BackgroundTasks
 
 BYPASS_S: Final = 5.0
-"""Longer than either end needs to notice that it has lost NATS."""
+"""Duration of a bypass: longer than either end needs to notice that it has lost NATS."""
 
 
 class NatsRequests(Requests):
-    """An address is `nats://INCARNATION/tcp://HOST:PORT/INCARNATION`: by NATS, and without it."""
+    """The backend `nats://HOST:PORT`.
+
+    Addresses have the form `nats://INCARNATION/tcp://HOST:PORT/INCARNATION`. The first part is
+    reached through NATS, the second one directly.
+    """
 
     def __init__(
-        self, nats: NatsClient, wires: NatsPlaneTransport, direct: TcpPlaneTransport
+        self, nats: NatsClient, transport: NatsPlaneTransport, direct: TcpPlaneTransport
     ) -> None:
         endpoints = Endpoints()
         self._nats = nats
-        self._nats_transport = wires
+        self._nats_transport = transport
         self._endpoints = endpoints
-        self._via_nats = TcpRequests(wires, endpoints)
+        self._via_nats = TcpRequests(transport, endpoints)
         self._direct = TcpRequests(direct, endpoints)
         self._addresses: dict[str, str] = {}
         self._broken_callbacks: list[Callable[[str], None]] = []
@@ -43,10 +47,10 @@ class NatsRequests(Requests):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """NATS is dialled in the background. Raises `ConfigError`."""
+        """Start connecting to NATS in the background. Raises `ConfigError`."""
         direct = await TcpPlaneTransport.open(options.direct_url, options)
-        link = await NatsClient.open(url, options)
-        return cls(link, NatsPlaneTransport(link, options), direct)
+        client = await NatsClient.open(url, options)
+        return cls(client, NatsPlaneTransport(client, options), direct)
 
     @property
     def connection_error(self) -> str:
@@ -74,35 +78,37 @@ class NatsRequests(Requests):
         *,
         window: FlowWindow | None = None,
     ) -> None:
-        through, direct = split_address(address)
-        self._addresses[through] = self._addresses[direct] = address
+        nats_address, direct_address = split_address(address)
+        self._addresses[nats_address] = self._addresses[direct_address] = address
         await self._nats.first_attempt_done.wait()
-        if self._nats.connected and through not in self._bypassed:
+        if self._nats.connected and nats_address not in self._bypassed:
             try:
-                await self._via_nats.call(through, endpoint, payload, context, sink, window=window)
+                await self._via_nats.call(
+                    nats_address, endpoint, payload, context, sink, window=window
+                )
                 return
-            except InstanceGone:  # nothing was done: that end may have lost NATS
-                if not direct:
+            except InstanceGone:  # no work was done; the instance may have lost NATS
+                if not direct_address:
                     raise
-        await self._direct.call(direct, endpoint, payload, context, sink, window=window)
+        await self._direct.call(direct_address, endpoint, payload, context, sink, window=window)
 
     def count_received_frames(self, address: str) -> int:
-        through, direct = split_address(address)
-        return self._via_nats.count_received_frames(through) + self._direct.count_received_frames(
-            direct
-        )
+        nats_address, direct_address = split_address(address)
+        via_nats = self._via_nats.count_received_frames(nats_address)
+        return via_nats + self._direct.count_received_frames(direct_address)
 
     def disconnect(self, address: str) -> None:
-        through, direct = split_address(address)
-        self._via_nats.disconnect(through)
-        self._direct.disconnect(direct)
+        nats_address, direct_address = split_address(address)
+        self._via_nats.disconnect(nats_address)
+        self._direct.disconnect(direct_address)
 
     async def probe_directly(self, address: str, endpoint: str) -> bool:
-        _, direct = split_address(address)
-        if not direct:
+        _, direct_address = split_address(address)
+        if not direct_address:
             return False
         try:
-            await self._direct.call(direct, endpoint, b"", Context("beside"), lambda _: True)
+            context = Context("direct-probe")
+            await self._direct.call(direct_address, endpoint, b"", context, lambda _: True)
         except (InstanceGone, OSError):
             return False
         except DynamoError:
@@ -110,10 +116,10 @@ class NatsRequests(Requests):
         return True
 
     def bypass(self, address: str) -> None:
-        through, _ = split_address(address)
-        self._bypassed.add(through)
-        asyncio.get_running_loop().call_later(BYPASS_S, self._bypassed.discard, through)
-        self._via_nats.disconnect(through)
+        nats_address, _ = split_address(address)
+        self._bypassed.add(nats_address)
+        asyncio.get_running_loop().call_later(BYPASS_S, self._bypassed.discard, nats_address)
+        self._via_nats.disconnect(nats_address)
 
     def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken_callbacks.append(callback)
@@ -128,17 +134,17 @@ class NatsRequests(Requests):
         self._nats_transport.close()
 
     def abort(self) -> None:
-        """Break every connection at once, as a crash would."""
+        """Abort every connection, as a crash would. For tests."""
         self._via_nats.abort()
         self._direct.abort()
 
     def _on_nats_broken(self, address: str) -> None:
-        """NATS, or one end's connection to it, may have gone, and not the instance: look."""
-        _, direct = split_address(self._addresses.get(address, address))
-        if not direct:
+        """Check with a direct connection whether the instance is gone or only NATS."""
+        _, direct_address = split_address(self._addresses.get(address, address))
+        if not direct_address:
             self._on_broken(address)
         elif not self._closed:
-            self._tasks.start(self._direct.ensure_connected(direct), f"reach {direct}")
+            self._tasks.start(self._direct.ensure_connected(direct_address), f"reach {address}")
 
     def _on_broken(self, address: str) -> None:
         whole = self._addresses.get(address, address)
@@ -147,8 +153,8 @@ class NatsRequests(Requests):
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """The two parts; the second may be empty. Raises `InstanceGone`."""
+    """Return the NATS part and the direct part, which may be "". Raises `InstanceGone`."""
     if not address.startswith(SCHEME):
-        raise InstanceGone(f"{address!r} is no address of an instance")
-    incarnation, _, direct = address.removeprefix(SCHEME).partition("/")
-    return SCHEME + incarnation, direct
+        raise InstanceGone(f"{address!r} is not the address of an instance")
+    incarnation, _, direct_address = address.removeprefix(SCHEME).partition("/")
+    return SCHEME + incarnation, direct_address

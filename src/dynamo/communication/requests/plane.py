@@ -1,4 +1,4 @@
-"""The promise of the request plane, and the table of its backends."""
+"""The interface of the request plane."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from dynamo.core.context import Context
 from dynamo.core.plugins import REQUEST_BACKENDS
 
 Sink = Callable[[bytes], bool]
-"""The caller's end of a stream: called on the loop with each payload; False = enough, which cancels
-the handler and lets `call` return normally."""
+"""Receives a stream at the caller, called on the loop with each payload.
+
+False means that no more is wanted: the handler is cancelled and `call` returns normally.
+"""
 
 CallInfo = Context
-"""What the caller sent along: request id, attempt, time left, trace."""
+"""The call's context as the handler sees it: request id, attempt, time left, trace."""
 
 
 class FlowWindow:
-    """A caller's credit for one stream: at most `size_bytes` sent and not yet released."""
+    """Flow control of one stream: at most `size_bytes` are sent and not yet released."""
 
     __slots__ = ("on_release", "size_bytes")
 
@@ -28,56 +30,66 @@ class FlowWindow:
         self.on_release: Callable[[int], None] | None = None
 
     def release(self, size_bytes: int) -> None:
-        """The consumer took `size_bytes`; the plane tells the handler's end."""
+        """Release `size_bytes` that were consumed, so that the handler may send more."""
         if self.on_release is not None:
             self.on_release(size_bytes)
 
 
 class ResponseWriter(ABC):
-    """The handler's end of one stream. `alive`, where a handler sets it: whether it still works on
-    this call; asked after long silence. One that is not ends with `WorkerFailed`."""
+    """The handler's end of one stream.
+
+    A handler may set `is_alive`, which tells whether it still works on this call. The plane calls
+    it after long silence. If the answer is False, the call fails with `WorkerFailed`.
+    """
 
     context: Context
     is_alive: Callable[[], bool] | None
 
     @abstractmethod
     def send(self, payload: bytes) -> bool:
-        """Queue one payload; written with everything else of this turn of the loop in one frame
-        per connection. Never blocks. False: the caller is gone (the handler is being cancelled)."""
+        """Queue one payload. Never blocks.
+
+        All payloads of one loop iteration leave in one frame per connection. False: the caller is
+        gone and the handler is being cancelled.
+        """
 
     @abstractmethod
     async def wait_for_window(self) -> None:
-        """Wait until the caller's window (bytes) is open again; at once where there is none."""
+        """Wait until the caller's window has room. Returns at once if there is no window."""
 
 
 RequestHandler = Callable[[bytes, ResponseWriter], Awaitable[None]]
-"""Serves one call. Returning ends the stream; a DynamoError raised is raised at the caller; another
-exception becomes `InternalError` there and is logged here; being cancelled: the caller has left."""
+"""Serves one call. Its return ends the stream.
+
+A `DynamoError` is raised at the caller. Another exception is logged here and becomes an
+`InternalError` at the caller. The handler is cancelled when the caller has left.
+"""
 
 
 class Requests(ABC):
-    """Both ends of the request plane: serves handlers under one address, calls other addresses."""
+    """Serves handlers under this process's address and calls those of other processes."""
 
     @property
     def connection_error(self) -> str:
-        """Why the plane's server cannot be reached now; "" when all is well."""
+        """The reason why the plane's server is unreachable now, or ""."""
         return ""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Where others reach this process, e.g. "tcp://127.0.0.1:4711/INCARNATION".
-        The incarnation is new for every process: a call to an address whose process was replaced
-        raises `InstanceGone`."""
+        """This process's address, for example "tcp://127.0.0.1:4711/INCARNATION".
+
+        Each process has a new incarnation. A call to the address of a process that was replaced
+        raises `InstanceGone`.
+        """
 
     @abstractmethod
     async def serve(self, endpoint: str, handler: RequestHandler) -> None:
-        """Answer calls for `endpoint` from now on (listening starts with the first)."""
+        """Serve calls for `endpoint`. The first call of this method starts listening."""
 
     @abstractmethod
     async def withdraw(self, endpoint: str, drain_s: float | None = 0.0) -> None:
-        """Refuse new calls; wait up to `drain_s` (None: without end) for those in flight, then
-        cancel them."""
+        """Refuse new calls. Wait up to `drain_s` (None: no limit) for others, then cancel them."""
 
     @abstractmethod
     async def call(
@@ -90,46 +102,53 @@ class Requests(ABC):
         *,
         window: FlowWindow | None = None,
     ) -> None:
-        """Call one instance; `sink` gets every payload in order. Returns at the stream's end.
+        """Call one instance. `sink` gets every payload in order. Returns at the stream's end.
 
-        Raises what the handler raised; `NotFound` for an unknown endpoint; `InstanceGone` where the
-        instance is not there (nothing was done); `WorkerFailed` when the connection broke midway.
-        Being cancelled, or `sink` answering False, cancels the handler. A `window` bounds what is
-        under way: the handler's `credit` waits until the consumer released enough of it.
+        Raises the handler's error, `NotFound` for an unknown endpoint, `InstanceGone` if the
+        instance is not there (no work was done), and `WorkerFailed` if the connection broke midway.
+        Cancellation and a False from `sink` cancel the handler. A `window` bounds unconsumed bytes:
+        the handler's `wait_for_window` waits until enough of them are released.
         """
 
     @abstractmethod
     def count_received_frames(self, address: str) -> int:
-        """How many frames have come from `address` over the present connection: it grows while
-        somebody there speaks."""
+        """Return how many frames arrived over the current connection to `address`."""
 
     @abstractmethod
     def disconnect(self, address: str) -> None:
-        """Nobody at `address` answers: give up the connection, so that calls over it raise
-        `WorkerFailed` and later ones connect anew."""
+        """Abort the connection to an unresponsive instance.
+
+        Calls over it raise `WorkerFailed`. Later calls open a new connection.
+        """
 
     async def probe_directly(self, address: str, endpoint: str) -> bool:
-        """Whether the instance answers a call of nothing, with an error too, on a way that leaves
-        out the plane's server. False at once where there is no such way."""
+        """Return True if the instance answers an empty call without the plane's server.
+
+        An error counts as an answer. False at once if the backend has no direct connection.
+        """
         del address, endpoint
         return False
 
     def bypass(self, address: str) -> None:
-        """The instance answers only beside the plane's server: calls under way raise
-        `WorkerFailed`, those of the next seconds go the other way."""
+        """Reach an instance directly for some seconds, because it lost the plane's server.
+
+        Calls in flight raise `WorkerFailed`.
+        """
         self.disconnect(address)
 
     @abstractmethod
     def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        """`callback(address)` when the connection to an address breaks or cannot be made. Returns
-        the way to stop that."""
+        """Call `callback(address)` when a connection breaks or cannot be made.
+
+        Returns a function that removes the callback.
+        """
 
     @abstractmethod
     async def close(self) -> None:
-        """Cancel calls and handlers, close every connection."""
+        """Cancel calls and handlers and close every connection."""
 
 
 async def open_requests(url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Requests:
-    """Open a backend by URL. `tcp://HOST:PORT` with port 0 = any. Raises `ConfigError`."""
+    """Open a backend by URL. Raises `ConfigError`."""
     plane: Requests = await load_backend(REQUEST_BACKENDS, url).open(url, options)
     return plane

@@ -1,9 +1,11 @@
 """The frames of the request plane.
 
-caller -> handler: HELLO, OPEN, CANCEL, CREDIT | handler -> caller: HELLO, DATA, GOAWAY
-Stream ids grow from 1 on each connection and are never used again, so that what arrives late for a
-cancelled call finds nobody. A CREDIT of nothing asks whether a stream is still open: of one that is
-not the end is said again, behind all that was said before.
+    client -> server: HELLO, OPEN, CANCEL, CREDIT
+    server -> client: HELLO, DATA, GOAWAY
+
+Stream ids grow from 1 on each connection and are never reused, so that late items of a cancelled
+call match no stream. A CREDIT of 0 bytes asks whether a stream is still open. If it is not, the
+server sends the end of the stream again, after all earlier items.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _STREAM_AND_SIZE: Final = Struct("<II")
 
 
 class CallHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a call says of itself. `window_bytes` 0: no window. Further fields are ignored."""
+    """Header of a call. `window_bytes` 0 means no flow window. Further fields are ignored."""
 
     endpoint: str
     context: Context
@@ -45,51 +47,51 @@ _decode = msgspec.msgpack.Decoder(CallHeader).decode
 def pack_open(
     stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
 ) -> bytes:
-    """stream u32, head length u32, head, payload. Raises `TooLarge`."""
-    head = _encode(CallHeader(endpoint, context, window_bytes))
+    """Encode OPEN: stream u32, header length u32, header, payload. Raises `TooLarge`."""
+    header = _encode(CallHeader(endpoint, context, window_bytes))
     size = len(payload)
-    if size > MAX_PAYLOAD_BYTES or len(head) > MAX_HEADER_BYTES:
-        raise TooLarge(f"a request of {size + len(head)} bytes, limit {MAX_PAYLOAD_BYTES}")
-    fixed = _STREAM_AND_SIZE.pack(stream, len(head))
-    return b"".join((HEADER.pack(8 + len(head) + size, OPEN, 0, 0), fixed, head, payload))
+    if size > MAX_PAYLOAD_BYTES or len(header) > MAX_HEADER_BYTES:
+        raise TooLarge(f"a request of {size + len(header)} bytes, limit {MAX_PAYLOAD_BYTES}")
+    prefix = _STREAM_AND_SIZE.pack(stream, len(header))
+    return b"".join((HEADER.pack(8 + len(header) + size, OPEN, 0, 0), prefix, header, payload))
 
 
 def unpack_open(body: bytes) -> tuple[int, CallHeader, bytes]:
-    """Stream, head, payload. Raises `ProtocolError` or `msgspec.DecodeError`."""
+    """Return stream, header and payload. Raises `ProtocolError` or `msgspec.DecodeError`."""
     if len(body) < _STREAM_AND_SIZE.size:
-        raise ProtocolError("an opening without a head")
+        raise ProtocolError("an OPEN frame has no header")
     stream, size = _STREAM_AND_SIZE.unpack_from(body)
     end = _STREAM_AND_SIZE.size + size
     if end > len(body):
-        raise ProtocolError("an opening shorter than its head")
+        raise ProtocolError("an OPEN frame is shorter than its header")
     return stream, _decode(body[_STREAM_AND_SIZE.size : end]), body[end:]
 
 
 def pack_cancel(stream: int) -> bytes:
-    """The caller left."""
+    """Encode that the caller left a stream."""
     return pack_frame(CANCEL, UINT32.pack(stream))
 
 
 def unpack_cancel(body: bytes) -> int:
-    """The stream that was left."""
+    """Return the stream that the caller left. Raises `ProtocolError`."""
     if len(body) != UINT32.size:
-        raise ProtocolError("a cancel of the wrong size")
+        raise ProtocolError("a CANCEL frame has the wrong size")
     return int(UINT32.unpack(body)[0])
 
 
 def pack_credit(stream: int, size_bytes: int) -> bytes:
-    """The consumer took `size_bytes` more."""
+    """Encode that the caller consumed `size_bytes` more."""
     return pack_frame(CREDIT, _STREAM_AND_SIZE.pack(stream, size_bytes))
 
 
 def pack_stream_query(stream: int) -> bytes:
-    """Is the stream still open?"""
+    """Encode the question whether a stream is still open."""
     return pack_credit(stream, 0)
 
 
 def unpack_credit(body: bytes) -> tuple[int, int]:
-    """Stream and bytes."""
+    """Return stream and bytes. Raises `ProtocolError`."""
     if len(body) != _STREAM_AND_SIZE.size:
-        raise ProtocolError("a credit of the wrong size")
+        raise ProtocolError("a CREDIT frame has the wrong size")
     stream, size = _STREAM_AND_SIZE.unpack(body)
     return stream, size

@@ -1,4 +1,4 @@
-"""One connection at the handlers' end."""
+"""The handler's end of a connection to one caller."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dynamo.communication.requests.protocol import (
 from dynamo.communication.requests.server_streams import SendQueue, ServerStream
 from dynamo.core.errors import ProtocolError, WorkerFailed, encode_error
 
-UNKNOWN_STREAM = "the instance does not work on this call any more, and its end was lost"
+UNKNOWN_STREAM = "the instance has ended this call, but the end of its answer was lost"
 
 
 class ServerConnection:
-    """Starts handlers for what the caller opens, sends what they say, one frame a turn."""
+    """Starts handlers for opened streams and sends their items, one frame per loop iteration."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class ServerConnection:
         self._last_stream_id = 0
 
     def go_away(self) -> None:
-        """Tell the caller, as soon as we speak, to open no more streams here."""
+        """Tell the caller to open no more streams, once the handshake is complete."""
         self._going_away = True
         if self._handshake.done:
             self.link.write(pack_frame(GOAWAY))
 
     def on_connect(self) -> None:
-        """The caller speaks first."""
+        """Wait for the caller's hello."""
 
     def on_frame(self, kind: int, count: int, body: bytes) -> None:
         del count
@@ -83,17 +83,17 @@ class ServerConnection:
         self._on_lost(self)
 
     def _open_stream(self, body: bytes) -> None:
-        number, head, payload = unpack_open(body)
+        number, header, payload = unpack_open(body)
         if number <= self._last_stream_id:
             raise ProtocolError(f"stream {number} opened twice")
         self._last_stream_id = number
-        stream = ServerStream(self._send_queue, number, head.context, head.window_bytes)
-        self._endpoints.start(head.endpoint, payload, stream)
+        stream = ServerStream(self._send_queue, number, header.context, header.window_bytes)
+        self._endpoints.start(header.endpoint, payload, stream)
 
     def _pop_frames(self) -> list[bytes]:
-        outbox = self._send_queue
-        if not outbox.payloads:
+        queue = self._send_queue
+        if not queue.payloads:
             return []
-        frames = pack_batches(DATA, outbox.streams, outbox.payloads, outbox.ends)
-        outbox.clear()
+        frames = pack_batches(DATA, queue.streams, queue.payloads, queue.ends)
+        queue.clear()
         return frames

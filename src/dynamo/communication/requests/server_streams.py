@@ -1,4 +1,4 @@
-"""The handlers' end: what waits to be sent on one connection, and one stream of it."""
+"""Streams at the handler's end of a connection, and their common send queue."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ log = logging.getLogger(__name__)
 
 
 class SendQueue:
-    """What all streams of one connection said in this turn of the loop: three parallel lists.
+    """Items that all streams of one connection sent in this loop iteration.
 
-    `ends`: indices of the items that end their stream. `arm` is called with the first item.
+    `streams` and `payloads` are parallel lists. `ends` holds the indices of items that end their
+    stream. `schedule_flush` is called with the first item. `open_streams` holds streams by id.
     """
 
     __slots__ = ("ends", "open_streams", "payloads", "schedule_flush", "streams")
 
-    def __init__(self, arm: Callable[[], None]) -> None:
-        self.schedule_flush = arm
+    def __init__(self, schedule_flush: Callable[[], None]) -> None:
+        self.schedule_flush = schedule_flush
         self.streams: list[int] = []
         self.payloads: list[bytes] = []
         self.ends: list[int] = []
         self.open_streams: dict[int, ServerStream] = {}
 
     def end_stream(self, stream: int, payload: bytes) -> None:
-        """The last item of a stream: nothing, or an encoded error."""
+        """Queue the last item of a stream: b"", or an encoded error."""
         self.ends.append(len(self.payloads))
         self.streams.append(stream)
         self.payloads.append(payload)
         self.schedule_flush()
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Drop all queued items."""
         self.streams.clear()
         self.payloads.clear()
         self.ends.clear()
 
     def cancel_all(self) -> None:
-        """Nobody listens any more: cancel every handler of this connection."""
+        """Drop all queued items and cancel every handler, because the caller is gone."""
         self.clear()
         for stream in list(self.open_streams.values()):
             stream.cancel()
 
 
 class ServerStream(ResponseWriter):
-    """One call at the handler's end. `home` is the set of its endpoint's open streams."""
+    """A call at the handler's end. `endpoint_streams` holds the open streams of its endpoint."""
 
     __slots__ = (
         "_closed",
@@ -66,18 +67,18 @@ class ServerStream(ResponseWriter):
         "task",
     )
 
-    def __init__(self, outbox: SendQueue, stream: int, context: Context, window_bytes: int) -> None:
+    def __init__(self, queue: SendQueue, stream: int, context: Context, window_bytes: int) -> None:
         self.context = context
         self.is_alive = None
         self.endpoint_streams: set[ServerStream] = set()
         self.task: asyncio.Task[Any] | None = None
-        self._send_queue = outbox
+        self._send_queue = queue
         self._stream_id = stream
         self._closed = False
         self._window_bytes = window_bytes
         self._unreleased_bytes = 0
         self._window_opened: asyncio.Event | None = None
-        outbox.open_streams[stream] = self
+        queue.open_streams[stream] = self
 
     def send(self, payload: bytes) -> bool:
         if self._closed:
@@ -85,11 +86,11 @@ class ServerStream(ResponseWriter):
         size = len(payload)
         if size > MAX_PAYLOAD_BYTES:
             raise TooLarge(f"an item of {size} bytes, limit {MAX_PAYLOAD_BYTES}")
-        outbox = self._send_queue
-        payloads = outbox.payloads
+        queue = self._send_queue
+        payloads = queue.payloads
         if not payloads:
-            outbox.schedule_flush()
-        outbox.streams.append(self._stream_id)
+            queue.schedule_flush()
+        queue.streams.append(self._stream_id)
         payloads.append(payload)
         if self._window_bytes:
             self._unreleased_bytes += size
@@ -105,21 +106,22 @@ class ServerStream(ResponseWriter):
             await self._window_opened.wait()
 
     def release(self, size_bytes: int) -> None:
-        """The consumer took `size_bytes`."""
+        """Open the window by `size_bytes` that the caller consumed."""
         self._unreleased_bytes -= size_bytes
         if self._window_opened is not None:
             self._window_opened.set()
 
     def on_silence_query(self) -> None:
-        """The caller has long heard nothing: end what the handler says it forgot."""
+        """Fail the call if its handler does not work on it any more."""
         if self.is_alive is not None and not self.is_alive():
-            log.warning("call forgotten", extra={"fields": {"request": self.context.request_id}})
-            self.end(WorkerFailed("the instance has forgotten this call"))
+            fields = {"request": self.context.request_id}
+            log.warning("call failed: its handler lost it", extra={"fields": fields})
+            self.end(WorkerFailed("the instance lost this call"))
             if self.task is not None:
                 self.task.cancel()
 
     def end(self, error: DynamoError | None = None) -> None:
-        """The handler is done, or is not waited for; only the first call counts."""
+        """End the stream. Only the first call has an effect."""
         if not self._closed:
             self._detach()
             self._send_queue.end_stream(
@@ -127,7 +129,7 @@ class ServerStream(ResponseWriter):
             )
 
     def cancel(self) -> None:
-        """The caller is gone: cancel the handler."""
+        """Cancel the handler because the caller is gone."""
         if not self._closed:
             self._detach()
             if self.task is not None:

@@ -1,4 +1,4 @@
-"""The request plane in own frames, one connection per (process, address); over TCP unless told."""
+"""The request plane over TCP: one connection per process and called address."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class TcpRequests(Requests):
-    """`tcp://HOST:PORT`; port 0 is any. Planes over other wires may share its `endpoints`."""
+    """The backend `tcp://HOST:PORT`, where port 0 means any free port.
 
-    def __init__(self, wires: PlaneTransport, endpoints: Endpoints | None = None) -> None:
-        self._transport = wires
+    Planes over several transports may share one `Endpoints`.
+    """
+
+    def __init__(self, transport: PlaneTransport, endpoints: Endpoints | None = None) -> None:
+        self._transport = transport
         self._listen_lock = asyncio.Lock()
         self._flusher = TurnFlusher()
         self._endpoints = Endpoints() if endpoints is None else endpoints
@@ -43,7 +46,7 @@ class TcpRequests(Requests):
 
     @classmethod
     async def open(cls, url: str, options: PlaneOptions = DEFAULT_OPTIONS) -> Self:
-        """Nothing listens before the first `serve`. Raises `ConfigError`."""
+        """Create a plane that does not listen yet. Raises `ConfigError`."""
         return cls(await TcpPlaneTransport.open(url, options))
 
     @property
@@ -55,7 +58,7 @@ class TcpRequests(Requests):
         await self.listen()
 
     async def listen(self) -> None:
-        """Take connections, for what is served now and later."""
+        """Accept connections if the plane does not do so yet."""
         async with self._listen_lock:
             if not self._transport.is_listening:
                 await self._transport.listen(self._accept)
@@ -64,14 +67,14 @@ class TcpRequests(Requests):
         await self._endpoints.withdraw(endpoint, drain_s)
 
     async def ensure_connected(self, address: str) -> None:
-        """Connect to an instance unless that is done; `on_broken` tells if it cannot be."""
+        """Connect to an instance. A failure goes to the `on_connection_broken` callbacks only."""
         with suppress(InstanceGone):
             await self._connect(address)
 
     def _go_away(self) -> None:
         """Tell callers to open no more streams here."""
-        for peer in self._server_connections:
-            peer.go_away()
+        for connection in self._server_connections:
+            connection.go_away()
 
     def call(
         self,
@@ -83,10 +86,10 @@ class TcpRequests(Requests):
         *,
         window: FlowWindow | None = None,
     ) -> Coroutine[Any, Any, None]:
-        peer = self._client_connections.get(address)
-        if peer is None or peer.streams.exhausted:
+        connection = self._client_connections.get(address)
+        if connection is None or connection.streams.exhausted:
             return self._connect_and_call(address, endpoint, payload, context, sink, window)
-        return peer.streams.call(endpoint, payload, context, sink, window)
+        return connection.streams.call(endpoint, payload, context, sink, window)
 
     async def _connect_and_call(
         self,
@@ -97,17 +100,17 @@ class TcpRequests(Requests):
         sink: Sink,
         window: FlowWindow | None,
     ) -> None:
-        peer = await self._connect(address)
-        await peer.streams.call(endpoint, payload, context, sink, window)
+        connection = await self._connect(address)
+        await connection.streams.call(endpoint, payload, context, sink, window)
 
     def count_received_frames(self, address: str) -> int:
-        peer = self._client_connections.get(address)
-        return 0 if peer is None else peer.streams.frames_received
+        connection = self._client_connections.get(address)
+        return 0 if connection is None else connection.streams.frames_received
 
     def disconnect(self, address: str) -> None:
-        peer = self._client_connections.get(address)
-        if peer is not None:
-            peer.link.abort()
+        connection = self._client_connections.get(address)
+        if connection is not None:
+            connection.link.abort()
 
     def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
         self._broken_callbacks.append(callback)
@@ -118,35 +121,35 @@ class TcpRequests(Requests):
         self._transport.stop_listening()
         await self._endpoints.close()
         await self._tasks.close()
-        for peer in self._open_client_connections:
-            peer.streams.fail(WorkerFailed("this process closed its request plane"))
+        for connection in self._open_client_connections:
+            connection.streams.fail(WorkerFailed("this process closed its request plane"))
         await close_links(self._all_links())
 
     def abort(self) -> None:
-        """Break every connection at once, as a crash would."""
+        """Abort every connection, as a crash would. For tests."""
         self._transport.stop_listening()
         for link in self._all_links():
             link.abort()
 
     def _all_links(self) -> list[Link]:
-        return [peer.link for peer in self._open_client_connections] + [
-            peer.link for peer in self._server_connections
+        return [connection.link for connection in self._open_client_connections] + [
+            connection.link for connection in self._server_connections
         ]
 
     def _accept(self) -> Link:
-        wires = self._transport
-        peer = ServerConnection(
+        transport = self._transport
+        connection = ServerConnection(
             self._endpoints,
             self._flusher,
-            wires.incarnation,
+            transport.incarnation,
             self._server_connections.discard,
-            wires.secret,
+            transport.secret,
         )
-        self._server_connections.add(peer)
-        return peer.link
+        self._server_connections.add(connection)
+        return connection.link
 
     async def _connect(self, address: str) -> ClientConnection:
-        """The connection to `address`; callers at the same time share one dial."""
+        """Return the connection to `address`. Concurrent callers share one attempt."""
         if self._closed:
             raise InstanceGone("this process closed its request plane")
         dial = self._pending_dials.get(address)
@@ -158,7 +161,7 @@ class TcpRequests(Requests):
         try:
             result = await asyncio.shield(dial)
         except asyncio.CancelledError:
-            if dial.cancelled():  # by `close`, not this caller
+            if dial.cancelled():  # by `close`, not by this caller
                 raise InstanceGone("this process closed its request plane") from None
             raise
         if isinstance(result, DynamoError):
@@ -171,7 +174,7 @@ class TcpRequests(Requests):
             incarnation = self._transport.incarnation_of(address)
         except InstanceGone as error:
             return error
-        peer = ClientConnection(
+        connection = ClientConnection(
             incarnation,
             self._flusher,
             on_retired=partial(self._on_retired, address),
@@ -179,25 +182,25 @@ class TcpRequests(Requests):
             secret=self._transport.secret,
         )
         try:
-            await peer.handshake.connect(partial(self._transport.dial, address=address))
+            await connection.handshake.connect(partial(self._transport.dial, address=address))
         except (OSError, TimeoutError, ProtocolError, InstanceGone) as error:
             self._notify_broken(address)
             return InstanceGone(f"{address} cannot be reached: {str(error) or 'no answer'}")
         former = self._client_connections.get(address)
-        if not peer.link.closed.is_set():
-            self._client_connections[address] = peer
-            self._open_client_connections.add(peer)
+        if not connection.link.closed.is_set():
+            self._client_connections[address] = connection
+            self._open_client_connections.add(connection)
         if former is not None:
             former.retire()
-        return peer
+        return connection
 
-    def _on_retired(self, address: str, peer: ClientConnection) -> None:
-        if self._client_connections.get(address) is peer:
+    def _on_retired(self, address: str, connection: ClientConnection) -> None:
+        if self._client_connections.get(address) is connection:
             del self._client_connections[address]
 
-    def _on_lost(self, address: str, peer: ClientConnection) -> None:
-        self._open_client_connections.discard(peer)
-        if self._client_connections.get(address) is peer:
+    def _on_lost(self, address: str, connection: ClientConnection) -> None:
+        self._open_client_connections.discard(connection)
+        if self._client_connections.get(address) is connection:
             del self._client_connections[address]
             self._notify_broken(address)
 
