@@ -1,4 +1,4 @@
-"""`python -m dynamo`."""
+"""The entry point of `python -m dynamo`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import signal
 import sys
 
 GC_THRESHOLD = 50_000
-"""Starting makes many objects and no garbage; looking through them takes a tenth of its time."""
+"""Startup creates many objects and no garbage; collections would take a tenth of its time."""
 
 
 def main() -> int:
-    """The command line; imports late, so that `dynamo` starts at once."""
+    """Run the command line and return its exit code. Late imports keep the startup short."""
     gc.set_threshold(GC_THRESHOLD)
-    python = signal.getsignal(signal.SIGINT)
-    if python is signal.default_int_handler:  # not where the shell has us ignore it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C amid imports is no traceback
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # not if the shell made us ignore the signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C during imports
     from dynamo.cli import main as run
 
-    signal.signal(signal.SIGINT, python)
+    signal.signal(signal.SIGINT, handler)
     return run(sys.argv[1:])
 
 

@@ -46,10 +46,10 @@ def test_what_is_safe_changes_and_the_rest_is_told(
     assert len([one for one in running.processes() if one["role"] == "worker"]) == 1
 
     file.write_text("server: {log_request: true}")
-    until(lambda: "settings cannot be read again" in running.log.read_text())
+    until(lambda: "settings not reloaded" in running.log.read_text())
     assert "did you mean 'server.log_requests'?" in running.log.read_text()
     write(file, log="true", limit="300ms", level="dynamo.services=debug", weight=9)
-    until(lambda: running.log.read_text().count("settings read again: nothing changed"))
+    until(lambda: running.log.read_text().count("settings reloaded: nothing changed"))
     running.process.send_signal(signal.SIGHUP)
-    until(lambda: running.log.read_text().count("settings read again: nothing changed") == 2)
+    until(lambda: running.log.read_text().count("settings reloaded: nothing changed") == 2)
     assert running.stop() == 0

@@ -1,4 +1,4 @@
-"""Who holds a port, and whether it is free."""
+"""Reserves TCP ports and finds the process that listens on a port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamo.runtime.deployment import ProcessRecord, live_processes
 from dynamo.runtime.pids import command_line
 
 TCP_LISTEN = "0A"
-"""TCP_LISTEN in /proc/net/tcp."""
+"""The state of a listening socket in /proc/net/tcp."""
 
 
 class PortOwner(NamedTuple):
@@ -27,7 +27,7 @@ class PortOwner(NamedTuple):
 
 
 def port_owner(port: int) -> PortOwner | None:
-    """Who listens on TCP `port` of this host; None where nobody does or it is not ours to see."""
+    """The process that listens on TCP `port` of this host; None if there is none visible."""
     inodes = set(_listening_inodes(port))
     if not inodes:
         return None
@@ -39,13 +39,13 @@ def port_owner(port: int) -> PortOwner | None:
 
 
 def add_port_owner(error: PortInUse) -> PortInUse:
-    """The same error, which says who has the port, where that can be seen."""
+    """Add the owner of the port, if it is visible, to the message of `error`; returns `error`."""
     owner = port_owner(error.port)
-    ours = _find_process(error.port, owner)
-    if ours is not None:
-        error.message += f": deployment {ours.deployment} (process {ours.pid}) serves there"
-        hint = f"choose another with --http-port, or end that one: `dynamo stop {ours.deployment}`"
-        error.hint = hint
+    record = _find_process(error.port, owner)
+    if record is not None:
+        error.message += f": deployment {record.deployment} (process {record.pid}) serves there"
+        stop = f"`dynamo stop {record.deployment}`"
+        error.hint = f"choose another port with --http-port, or stop that deployment: {stop}"
     elif owner is not None:
         error.message += f": process {owner.pid} ({owner.command}) listens there"
     error.args = (error.message,)
@@ -53,41 +53,44 @@ def add_port_owner(error: PortInUse) -> PortInUse:
 
 
 def _find_process(port: int, owner: PortOwner | None) -> ProcessRecord | None:
-    """The process of a deployment that is `owner`; the supervisor that holds the port where nobody
-    listens yet."""
-    for one in live_processes():
-        holds = owner is None and one.address.endswith(f":{port}")
-        if holds or (owner is not None and one.pid == owner.pid):
-            return one
+    """The record of `owner` if a deployment runs it. Without an owner, the record of the process
+    that has reserved the port and does not listen yet."""
+    for record in live_processes():
+        reserves = owner is None and record.address.endswith(f":{port}")
+        if reserves or (owner is not None and record.pid == owner.pid):
+            return record
     return None
 
 
 def check_port_free(host: str, port: int) -> int:
-    """Check that nobody, sharing or not, has `host:port`, and answer the port; a free one for 0.
-    Raises `PortInUse`, which names the owner, or `ConfigError`."""
-    with reserve_port(host, port) as held:
-        bound: int = held.getsockname()[1]
+    """Check that no process uses `host:port`, and return the port; a free port for 0.
+
+    Raises `PortInUse`, which names the owner, or `ConfigError`.
+    """
+    with reserve_port(host, port) as reservation:
+        bound: int = reservation.getsockname()[1]
         return bound
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Hold `host:port` (a free one for 0) without listening: as long as the socket is open, only
-    who binds with SO_REUSEPORT, our own children, can listen there, and no outgoing connection or
-    ephemeral listener of this host gets it. Raises as `claim_port`. Blocks where `host` is a name.
+    """Bind `host:port` (a free port for 0) without listening.
+
+    While the returned socket is open, only processes that bind with SO_REUSEPORT, our children, can
+    listen there. Outgoing connections and ephemeral listeners of this host do not get the port.
+    Raises like `check_port_free`. Blocks if `host` is a name.
     """
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        family, _, _, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
         try:
             return _bind_exclusively(family, address, reuse=False)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            return _bind_exclusively(
-                family, address, reuse=True
-            )  # of old connections in TIME_WAIT only
+            # Only old connections in TIME_WAIT may use the port.
+            return _bind_exclusively(family, address, reuse=True)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise add_port_owner(PortInUse(host, port)) from None
@@ -99,17 +102,17 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 def _bind_exclusively(family: int, address: Any, *, reuse: bool) -> socket.socket:
-    """Bound alone, then opened to sharers. Raises OSError."""
-    held = socket.socket(family, socket.SOCK_STREAM)
+    """Bind alone, then permit sharing by SO_REUSEPORT. Raises `OSError`."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        held.bind(address)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, True)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, False)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        bound.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, True)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, False)
     except OSError:
-        held.close()
+        bound.close()
         raise
-    return held
+    return bound
 
 
 def _listening_inodes(port: int) -> Iterator[str]:

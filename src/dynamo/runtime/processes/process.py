@@ -1,4 +1,4 @@
-"""One process of a deployment from birth to death: loop, logs, signals, parent, status, record."""
+"""The main function of every process: event loop, logs, signals, status port, process record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.processes.loop_lag import LoopLagMonitor
-from dynamo.runtime.processes.parent_pipe import ChildNotice, ChildReport, ParentPipe
+from dynamo.runtime.processes.parent_pipe import EXIT_USAGE, ChildNotice, ChildReport, ParentPipe
 from dynamo.runtime.processes.ports import add_port_owner
 from dynamo.runtime.processes.process_record import ProcessRecordWriter
 from dynamo.runtime.processes.status import status_server_of
@@ -41,7 +41,7 @@ T = TypeVar("T")
 ProcessMain = Callable[[DistributedRuntime], Awaitable[None]]
 STARTING_REASON = "start"
 GC_THRESHOLDS = (50_000, 20, 50)
-"""A young collection costs the loop a pause; what lives long is frozen when ready."""
+"""Rare young collections, since each pauses the loop. Long-lived objects are frozen when ready."""
 
 
 def run_process(
@@ -52,11 +52,11 @@ def run_process(
     *,
     parent: ParentPipe | None = None,
 ) -> int:
-    """Run one process and return its exit code: 0, 1 failure, 2 usage.
+    """Run a process and return its exit code: 0 success, 1 failure, 2 wrong usage.
 
-    `main(runtime)` sets the process up and returns; then it serves until SIGTERM or SIGINT drains
-    it, a second signal or the parent's death ends it at once. It is `ready` when `main` has
-    returned and the process was well for the first time.
+    `main(runtime)` sets the process up and returns. The process is `ready` when it is healthy for
+    the first time after that. SIGTERM or SIGINT drains the process. A second signal, or the death
+    of the parent, ends it at once.
     """
     import uvloop
 
@@ -68,7 +68,7 @@ def run_process(
 
 
 def run_on_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run one coroutine on the kind of loop that processes use, and return what it returns."""
+    """Run a coroutine on the same kind of event loop as processes, and return its result."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -87,10 +87,10 @@ async def _run(
             await ProcessRunner(runtime, parent).run(main)
     except DynamoError as error:
         return _report_failure(error, parent)
-    except OSError as error:  # the disk is full, say: what the machine lacks
+    except OSError as error:  # a fault of the machine, such as a full disk: no traceback
         log.error("process failed", extra={"fields": {"error": str(error)}})  # noqa: TRY400
         return 1
-    except Exception:  # the last line of defence: told, and restarted by the supervisor
+    except Exception:  # logged here; the supervisor restarts the process
         log.exception("process failed")
         return 1
     return 0
@@ -113,20 +113,21 @@ def _add_signal_handlers(
 
 
 def _report_failure(error: DynamoError, parent: ParentPipe | None) -> int:
-    """Tell why the process ends; what trying again cannot mend is fatal."""
+    """Log why the process ends and return its exit code. Errors that a restart cannot fix are
+    reported to the supervisor as fatal."""
     usage = isinstance(error, ConfigError)
     if isinstance(error, PortInUse):
         add_port_owner(error)
         usage = False
-    code = 2 if usage else 1
-    log.error("cannot go on", extra={"fields": {"error": error.message, "hint": error.hint}})
+    code = EXIT_USAGE if usage else 1
+    log.error("process ends", extra={"fields": {"error": error.message, "hint": error.hint}})
     if parent is not None and isinstance(error, ConfigError | ModelUnavailable):
         parent.send_report(ChildReport(fatal=error.message, hint=error.hint, code=code))
     return code
 
 
 class ProcessRunner:
-    """What surrounds `main`: status port, record, readiness, the way down."""
+    """Runs `main` with a status port, a process record, readiness and draining."""
 
     def __init__(self, runtime: DistributedRuntime, parent: ParentPipe | None) -> None:
         self._runtime = runtime
@@ -145,7 +146,7 @@ class ProcessRunner:
         self._record_writer = ProcessRecordWriter(self._deployment, record, runtime.clock)
 
     async def run(self, main: ProcessMain) -> None:
-        """From status port to drained. Raises what `main` raises, and the runtime's failure."""
+        """Run until drained. Raises errors of `main` and the runtime's `failure`."""
         runtime = self._runtime
         runtime.supervised = self._parent is not None
         runtime.health.set_unhealthy(STARTING_REASON, "the process is starting")
@@ -153,23 +154,23 @@ class ProcessRunner:
         if self._parent is not None:
             self._parent.on_notice(self._on_notice)
         await self._status.start()
-        pauses = LoopLagMonitor(runtime.metrics)
-        keeping = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
+        loop_lag = LoopLagMonitor(runtime.metrics)
+        refresh = runtime.tasks.start(self._record_writer.keep_alive(), "process record")
         try:
             await runtime.clock.offload(self._deployment.create_folder)
             await self._publish_state("starting")
             stopped = runtime.stopping.wait
             await wait_for_first(self._set_up(main), stopped())
             await wait_for_first(self._become_ready(), stopped())
-            pauses.start()
+            loop_lag.start()
             await stopped()
             await self._announce_draining()
             await runtime.shutdown()
             if runtime.failure is not None:
                 raise runtime.failure
         finally:
-            pauses.stop()
-            keeping.cancel()
+            loop_lag.stop()
+            refresh.cancel()
             await self._status.stop()
             await self._record_writer.remove()
 
@@ -186,7 +187,7 @@ class ProcessRunner:
         self._runtime.health.set_healthy(STARTING_REASON)
 
     async def _become_ready(self) -> None:
-        """Wait until the process is well for the first time, and say so."""
+        """Wait until the process is healthy for the first time, and publish `ready`."""
         health = self._runtime.health
         changed = asyncio.Event()
         health.on_change(changed.set)
@@ -201,11 +202,12 @@ class ProcessRunner:
     async def _announce_draining(self) -> None:
         try:
             await self._publish_state("draining")
-        except (ConfigError, OSError) as error:  # a full disk keeps nobody from draining
-            log.warning("draining untold", extra={"fields": {"error": str(error)}})
+        except (ConfigError, OSError) as error:  # a full disk must not prevent draining
+            fields = {"error": str(error)}
+            log.warning("the state 'draining' could not be published", extra={"fields": fields})
 
     async def _publish_state(self, state: ProcessState) -> None:
-        """The same to the state folder, to discovery and to the supervisor."""
+        """Publish the state to the state folder, to discovery and to the supervisor."""
         runtime = self._runtime
         address = runtime.public_address or runtime.requests.address
         await self._record_writer.update(state=state, status_url=self._status.url, address=address)

@@ -1,4 +1,4 @@
-"""That a process lives, in its deployment's folder."""
+"""Writes the record of a process to its deployment's folder and refreshes it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dynamo.core.errors import ConfigError
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 
 REFRESH_INTERVAL_S = 15.0
-"""So often a living process looks whether it still stands in its folder."""
+"""Interval at which a process checks that its record still exists."""
 
 
 class ProcessRecordWriter:
-    """One process's record, from its first word to its last."""
+    """Writes, refreshes and removes the record of a process."""
 
     def __init__(self, deployment: Deployment, record: ProcessRecord, clock: Clock) -> None:
         self.record = record
@@ -26,25 +26,25 @@ class ProcessRecordWriter:
         self._clock = clock
         self._write_lock = threading.Lock()
 
-    async def update(self, **about: Any) -> None:
-        """Change these fields and write the record. Raises `ConfigError`."""
-        self.record = replace(self.record, **about)
+    async def update(self, **fields: Any) -> None:
+        """Change fields of the record and write it. Raises `ConfigError`."""
+        self.record = replace(self.record, **fields)
         await self._clock.offload(self._write)
 
-    async def keep_alive(self, beside: Callable[[], Awaitable[None]] | None = None) -> None:
-        """See to it until cancelled that the record stays, and call `beside` after each look."""
+    async def keep_alive(self, on_refresh: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Refresh the record until cancelled, and call `on_refresh` each time."""
         while True:
             await self._clock.sleep(REFRESH_INTERVAL_S)
-            with suppress(ConfigError, OSError):  # serving does not need it
+            with suppress(ConfigError, OSError):  # the process can serve without its record
                 await self._clock.offload(self._deployment.refresh_record, self.record)
-                if beside is not None:
-                    await beside()
+                if on_refresh is not None:
+                    await on_refresh()
 
     async def remove(self) -> None:
-        """Take the record away."""
+        """Delete the record."""
         await self._clock.offload(self._deployment.remove_record, self.record)
 
     def _write(self) -> None:
-        """What is so now: a write that was cancelled may come after the next."""
+        """Write the present record: a cancelled write may run after its successor."""
         with self._write_lock:
             self._deployment.write_record(self.record)

@@ -1,4 +1,4 @@
-"""Settings changed while a deployment serves: read again when the file changed, or when told to."""
+"""Reloads settings while a deployment serves, when their file changes or on SIGHUP."""
 
 from __future__ import annotations
 
@@ -21,71 +21,76 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 
 ReadSpecs = Callable[[], Sequence[ChildSpec]]
-"""The processes as the settings describe them now. Raises `DynamoError`. Blocks."""
+"""Reads the settings and returns the processes that they describe. Raises `DynamoError`. Blocks."""
 FileStamp = tuple[int, int, int]
+"""Modification time, size and inode of a file."""
 
 
 class SettingsReloader:
-    """Gives running processes what may change of their settings, and tells what may not; those that
-    replace them get it all. `file`: looked at now and then; "" = none."""
+    """Sends reloadable settings to running processes and logs which others need a restart.
 
-    def __init__(self, read: ReadSpecs, file: str = "") -> None:
-        self._read_specs = read
+    Replacements of running processes get all new settings. `file` is polled unless it is empty.
+    """
+
+    def __init__(self, read_specs: ReadSpecs, file: str = "") -> None:
+        self._read_specs = read_specs
         self._file = file
         self._last_stamp: FileStamp | None = None
         self._requested = asyncio.Event()
         self._lock = asyncio.Lock()
 
     def request_reload(self) -> None:
-        """Read again soon, whether the file changed or not."""
+        """Reload soon, whether the file changed or not."""
         self._requested.set()
 
-    async def watch(self, crew: ProcessGroup, clock: Clock) -> None:
-        """For ever."""
+    async def watch(self, group: ProcessGroup, clock: Clock) -> None:
+        """Reload after each change or request, until cancelled."""
         self._last_stamp = await clock.offload(file_stamp, self._file)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_INTERVAL_S if self._file else None):
                     await self._requested.wait()
-            await self.refresh(crew, clock)
+            await self.refresh(group, clock)
 
-    async def refresh(self, crew: ProcessGroup, clock: Clock) -> None:
-        """Read again, if somebody asked or the file changed."""
+    async def refresh(self, group: ProcessGroup, clock: Clock) -> None:
+        """Reload if it was requested or the file changed."""
         async with self._lock:
-            now = await clock.offload(file_stamp, self._file)
-            asked = self._requested.is_set()
+            stamp = await clock.offload(file_stamp, self._file)
+            requested = self._requested.is_set()
             self._requested.clear()
-            if asked or (now is not None and now != self._last_stamp):
-                self._last_stamp = now
-                await self._reload(crew, clock)
+            if requested or (stamp is not None and stamp != self._last_stamp):
+                self._last_stamp = stamp
+                await self._reload(group, clock)
 
-    async def _reload(self, crew: ProcessGroup, clock: Clock) -> None:
+    async def _reload(self, group: ProcessGroup, clock: Clock) -> None:
         try:
             specs = await clock.offload(self._read_specs)
         except DynamoError as error:
-            _log_error(error)
+            fields = {"error": error.message, "hint": error.hint}
+            text = "settings not reloaded; the old settings remain"
+            log.error(text, extra={"fields": fields})  # noqa: TRY400
             return
-        crew.update_specs(specs)
-        wanted = {(spec.role, spec.stop_order): spec for spec in specs}
+        group.update_specs(specs)
+        by_role = {(spec.role, spec.stop_order): spec for spec in specs}
         changes: dict[str, SettingChange] = {}
-        for child in crew.children:
-            spec = wanted.get((child.spec.role, child.spec.stop_order))
+        for child in group.children:
+            spec = by_role.get((child.spec.role, child.spec.stop_order))
             if spec is not None:
-                changes |= {one.key: one for one in _apply(child, spec)}
+                changes |= {change.key: change for change in _apply(child, spec)}
         _log_changes(list(changes.values()))
 
 
 def file_stamp(file: str) -> FileStamp | None:
-    """What differs when a file was written or replaced; None: it is not there. Blocks."""
+    """A value that changes when the file is written or replaced; None without a file. Blocks."""
     try:
-        found = Path(file).stat() if file else None
+        status = Path(file).stat() if file else None
     except OSError:
         return None
-    return found and (found.st_mtime_ns, found.st_size, found.st_ino)
+    return status and (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 def has_terminal() -> bool:
-    """Is there a terminal that could hang up?"""
+    """Whether the process has a controlling terminal, whose end sends SIGHUP."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -106,17 +111,12 @@ def _apply(child: ChildProcess, spec: ChildSpec) -> Sequence[SettingChange]:
     return changes
 
 
-def _log_error(error: DynamoError) -> None:
-    fields = {"error": error.message, "hint": error.hint}
-    log.error("settings cannot be read again; all stays as it was", extra={"fields": fields})
-
-
 def _log_changes(changes: Sequence[SettingChange]) -> None:
     if not changes:
-        log.info("settings read again: nothing changed")
-    for one in changes:
-        fields = {"setting": one.key, "before": one.before, "after": one.after}
-        if one.applied:
+        log.info("settings reloaded: nothing changed")
+    for change in changes:
+        fields = {"setting": change.key, "before": change.before, "after": change.after}
+        if change.applied:
             log.info("setting changed", extra={"fields": fields})
         else:
             log.warning("a changed setting needs a restart", extra={"fields": fields})

@@ -11,6 +11,7 @@ from dynamo.communication.http import HttpLimits, HttpServer, PortInUse, Request
 from dynamo.core.clock import Clock
 from dynamo.core.settings import Settings
 from dynamo.runtime.distributed import DistributedRuntime
+from dynamo.runtime.planes import bracket_ipv6
 from dynamo.telemetry import Registry
 from dynamo.telemetry.health import HealthReport
 from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE
@@ -19,11 +20,15 @@ from dynamo.telemetry.process_metrics import add_process_metrics
 JSON_HEADERS = (("content-type", "application/json"),)
 RETRY_AFTER_S = 1
 PORT_ATTEMPTS = 256
-"""How many are tried from `runtime.status_port` on."""
+"""Number of ports that are tried, from `runtime.status_port` upwards."""
 
 
 class StatusServer:
-    """`reasons`: why the process is not well, by name; `about`: what else /health tells."""
+    """Serves /health, /live and /metrics.
+
+    `reasons` returns why the process is unhealthy, by name. `details` returns the other fields of
+    /health.
+    """
 
     def __init__(
         self,
@@ -43,9 +48,9 @@ class StatusServer:
         add_process_metrics(metrics)
 
     async def start(self) -> None:
-        """Listen at `runtime.status_host`, on `runtime.status_port` or the next free port above it
-        (0: any free one); `url` says where. Raises `PortInUse`."""
-        self.url = f"http://{_bracket_ipv6(self._host)}:{await self._listen()}"
+        """Listen on `runtime.status_port` or the next free port above it (0: any free port), and
+        set `url`. Raises `PortInUse`."""
+        self.url = f"http://{bracket_ipv6(self._host)}:{await self._listen()}"
 
     async def _listen(self) -> int:
         for port in range(self._port, self._port + PORT_ATTEMPTS if self._port else 1):
@@ -67,24 +72,24 @@ class StatusServer:
         elif request.path == "/health":
             body = self._report.body()
             status = 503 if body["reasons"] else 200
-            again = (("retry-after", str(RETRY_AFTER_S)),) if status == 503 else ()
-            response.send(status, (*JSON_HEADERS, *again), msgspec.json.encode(body))
+            retry = (("retry-after", str(RETRY_AFTER_S)),) if status == 503 else ()
+            response.send(status, (*JSON_HEADERS, *retry), msgspec.json.encode(body))
         elif request.path == "/metrics":
             response.send(
                 200, (("content-type", PROMETHEUS_CONTENT_TYPE),), self._metrics.render().encode()
             )
         else:
-            response.send(404, JSON_HEADERS, b'{"error": "/health, /live and /metrics are here"}')
+            response.send(404, JSON_HEADERS, b'{"error": "use /health, /live or /metrics"}')
 
 
 def status_server_of(runtime: DistributedRuntime) -> StatusServer:
-    """The status port of a process with a runtime."""
+    """Create the status server of a process with a runtime."""
 
     def reasons() -> Mapping[str, str]:
         stopping = {"stopping": "the process is draining"} if runtime.stopping.cancelled else {}
         return {**runtime.health.reasons, **stopping}
 
-    def about() -> Mapping[str, Any]:
+    def details() -> Mapping[str, Any]:
         return {
             "state": str(runtime.lifecycle.state),
             "role": runtime.role,
@@ -98,9 +103,5 @@ def status_server_of(runtime: DistributedRuntime) -> StatusServer:
         }
 
     return StatusServer(
-        runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, details=about
+        runtime.settings, runtime.clock, runtime.metrics, reasons=reasons, details=details
     )
-
-
-def _bracket_ipv6(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

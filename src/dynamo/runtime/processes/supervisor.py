@@ -1,4 +1,4 @@
-"""The supervisor: keeps the processes of one deployment alive, and leaves none behind."""
+"""The supervisor: keeps the processes of a deployment alive and stops all of them at its end."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ log = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 
 Prepare = Callable[[Callable[[str], None]], Awaitable[None]]
-"""Work that some processes need done before they start; it tells how far it is. Raises DynamoError
-where it cannot be done, which ends the deployment."""
+"""Work that some processes need before they start. Its argument receives progress as text. A raised
+`DynamoError` ends the deployment."""
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class PrefixedLogWriter:
-    """Prefixes every line of a child with its name; coloured on a terminal. `bare`: without,
-    for lines that are JSON and say their component themselves."""
+    """Writes lines of children with the child's name as prefix, in colour on a terminal.
+
+    `bare` omits the prefix, for JSON lines that contain their component.
+    """
 
     def __init__(self, names: Sequence[str], out: LogStream, *, bare: bool = False) -> None:
         self._out = out
@@ -54,7 +56,7 @@ class PrefixedLogWriter:
             self._add_prefix(name)
 
     def __call__(self, name: str, line: bytes) -> None:
-        """Write one line; a reader that went away hears nothing."""
+        """Write a line of the child `name`. Errors of a closed output are ignored."""
         prefix = self._prefixes.get(name)
         if prefix is None:
             prefix = self._add_prefix(name)
@@ -72,11 +74,14 @@ class PrefixedLogWriter:
 
 
 class Supervisor:
-    """Starts `specs`, those that need it after `prepare`, restarts what dies, stops all on SIGTERM
-    or SIGINT: in order of `stop_order`, each with time to drain; a second signal kills. SIGHUP has
-    the settings read again, by `reload`; that of a terminal that is gone stops. `ready` is set when
-    every process serves; `failure` is the report of a process that can never start, which ends the
-    deployment."""
+    """Starts the processes of `specs` and restarts those that die.
+
+    Processes with `needs_preparation` start after `prepare`. SIGTERM or SIGINT stops all processes
+    in `stop_order`, each with time to drain; a second signal kills them. SIGHUP reloads the
+    settings, unless a closed terminal sent it: then it stops the deployment. `ready` is set when
+    every process serves. `failure` is the report of a process that can never start, which ends the
+    deployment.
+    """
 
     def __init__(
         self,
@@ -129,8 +134,8 @@ class Supervisor:
         self.children = self._group.children
 
     async def run(self) -> int:
-        """Until stopped. Returns the exit code: 0, or that of `failure`. When all have stopped, it
-        raises what `prepare` raised."""
+        """Run until stopped. Returns the exit code, 0 or that of `failure`. Raises the error of
+        `prepare` after all processes have stopped."""
         await self._clock.offload(self._deployment.create_folder)
         self._add_signal_handlers(asyncio.get_running_loop())
         await self._status.start()
@@ -138,17 +143,16 @@ class Supervisor:
             async with self._tasks as tasks:
                 self._group.start()
                 preparation = tasks.start(self._run_preparation(), PREPARATION_REASON)
-                standing = await self._update_record("starting")
+                record_writer = await self._update_record("starting")
                 await self._control.start()
-                beside = [
+                refresh = record_writer.keep_alive(self._control.refresh_socket)
+                side_tasks = [
                     preparation,
                     tasks.start(self._watch_settings(), "reload"),
-                    tasks.start(
-                        standing.keep_alive(self._control.refresh_socket), "process record"
-                    ),
+                    tasks.start(refresh, "process record"),
                 ]
                 await self._wait_for_stop()
-                for task in beside:
+                for task in side_tasks:
                     task.cancel()
                 await self._control.stop()
                 await self._announce_draining()
@@ -169,12 +173,12 @@ class Supervisor:
         return 0 if self.failure is None else self.failure.code
 
     def stop(self) -> None:
-        """Stop in order; called again, at once."""
+        """Stop the processes in order. A second call kills them."""
         (self._kill_requested if self._stop_requested.is_set() else self._stop_requested).set()
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Set from the first request to stop; others only wait for it."""
+        """Set by the first request to stop. Callers may only wait for it."""
         return self._stop_requested
 
     def _add_signal_handlers(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -208,7 +212,7 @@ class Supervisor:
         try:
             if self._prepare is not None:
                 await self._prepare(self._set_preparation_status)
-        except Exception as error:  # noqa: BLE001 - raised again when all have stopped
+        except Exception as error:  # noqa: BLE001 - `run` raises it after all have stopped
             if not self._stop_requested.is_set():
                 self._preparation_error = error
                 self._stop_requested.set()
@@ -233,12 +237,15 @@ class Supervisor:
         if self.failure is None and self._preparation_error is None:
             fields = {"drain_s": self._drain_s}
             log.info(
-                "stopping; a second Ctrl-C or signal ends it at once", extra={"fields": fields}
+                "stopping; a second Ctrl-C or signal kills the processes", extra={"fields": fields}
             )
         try:
             await self._update_record("draining")
-        except ConfigError as error:  # a full disk keeps nobody from draining
-            log.warning("draining untold", extra={"fields": {"error": error.message}})
+        except ConfigError as error:  # a full disk must not prevent draining
+            log.warning(
+                "the state 'draining' could not be published",
+                extra={"fields": {"error": error.message}},
+            )
 
     async def _stop_in_order(self) -> None:
         order = sorted(self.children, key=lambda child: child.spec.stop_order)
@@ -246,16 +253,17 @@ class Supervisor:
             await self._group.stop_children(list(group))
 
     def _unhealthy_reasons(self) -> Mapping[str, str]:
-        own = {PREPARATION_REASON: self._preparation_status} if self._preparation_status else {}
-        if self._stop_requested.is_set():
-            own["stopping"] = "the deployment is draining"
-        waiting = {
+        reasons = {
             child.spec.name: child.crash_loop_reason
             or (child.report.state if child.pid else "not running")
             for child in self.children
             if not child.ready
         }
-        return waiting | own
+        if self._preparation_status:
+            reasons[PREPARATION_REASON] = self._preparation_status
+        if self._stop_requested.is_set():
+            reasons["stopping"] = "the deployment is draining"
+        return reasons
 
     def _health_details(self) -> Mapping[str, object]:
         return {
@@ -282,12 +290,13 @@ class Supervisor:
         self._restarts.labels(child.spec.name).inc()
 
     def _on_child_change(self, child: ChildProcess) -> None:
-        serving = self.ready.is_set()  # who fails later was added to what serves without it
+        # A child that fails after that was added to a deployment that serves without it.
+        serving = self.ready.is_set()
         if child.report.fatal and not (child.ever_ready or serving) and self.failure is None:
             self.failure = child.report
             self._stop_requested.set()
         self._group.on_child_change()
-        if all(one.ready for one in self.children):
+        if all(child.ready for child in self.children):
             self.ready.set()
 
     async def _update_record(self, state: ProcessState) -> ProcessRecordWriter:
@@ -308,16 +317,15 @@ class Supervisor:
 
 
 def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
-    """Run it on an event loop of its own, and call `on_ready` once when all serve."""
+    """Run a supervisor on a new event loop, and call `on_ready` when all processes serve."""
 
-    async def announced() -> int:
+    async def announce() -> None:
+        await supervisor.ready.wait()
+        on_ready()
+
+    async def run() -> int:
         async with BackgroundTasks() as tasks:
-            tasks.start(_announce(supervisor, on_ready), "announce")
+            tasks.start(announce(), "announce")
             return await supervisor.run()
 
-    return asyncio.run(announced())
-
-
-async def _announce(supervisor: Supervisor, on_ready: Callable[[], None]) -> None:
-    await supervisor.ready.wait()
-    on_ready()
+    return asyncio.run(run())
