@@ -1,1 +1,1 @@
-"""scheduling"""
+"""Scheduling: the token pipeline from text requests to a worker."""

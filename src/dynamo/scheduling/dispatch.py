@@ -1,4 +1,4 @@
-"""The last stage: one request, as bytes, to the instance that was chosen."""
+"""The last stage of the pipeline: call the chosen instance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.runtime.calls.instances import Instance
 
 
 class Dispatch:
-    """Calls an instance of one endpoint and reads its answer into the Reply."""
+    """Calls instances of one endpoint and decodes their answers into the Reply."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -20,20 +20,23 @@ class Dispatch:
     async def send(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
-        """Returns when the answer is complete or the Reply had enough. Raises what the instance
-        raised; `InstanceGone` where it did nothing; `WorkerFailed` for an answer without an end."""
-        reader = ReplyDecoder(reply)
+        """Return when the answer is complete or the Reply wants no more.
+
+        Raises what the instance raised, `InstanceGone` when the instance does not serve the
+        endpoint, and `WorkerFailed` for an incomplete answer.
+        """
+        decoder = ReplyDecoder(reply)
         try:
-            await self._client.call(instance, encode_request(request), context, reader.feed)
+            await self._client.call(instance, encode_request(request), context, decoder.feed)
         except NotFound as error:
             gone = InstanceGone(f"instance {instance.id}: {error.message}")
             gone.instance = instance.id
             raise gone from error
         except WorkerFailed as error:
-            if not reader.complete:  # else only the end of the stream was lost
+            if not decoder.complete:  # after a complete answer only the stream's end was lost
                 error.instance = instance.id
                 raise
-        if not reader.complete:
-            cut = WorkerFailed(f"instance {instance.id} ended its stream before its answer")
-            cut.instance = instance.id
-            raise cut
+        if not decoder.complete:
+            incomplete = WorkerFailed(f"instance {instance.id} ended its stream before its answer")
+            incomplete.instance = instance.id
+            raise incomplete

@@ -1,5 +1,7 @@
-"""Goes on elsewhere when a worker dies: with the tokens already sent as part of the prompt, so that
-the reader notices nothing but a pause."""
+"""Migration: continue a request at another worker when its worker fails.
+
+The tokens sent so far become part of the prompt, so that the reader only notices a pause.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,17 @@ from dynamo.telemetry import Registry
 log = logging.getLogger(__name__)
 
 MAX_WORKER_DEATHS = 3
-"""So many workers may die of one request."""
+"""A request is poisoned when this many workers in a row fail while processing it."""
 REPLACEMENT_TIMEOUT_S = 30.0
-"""A request that lost its worker waits so long for another to be there."""
+"""A request that lost its worker waits this long for another worker."""
 INITIAL_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 ATTEMPT_STRIDE = 16
-"""A router below may number tries of its own between two of ours."""
+"""The router may use the attempt numbers in between for its own attempts."""
 
 
 class ResumableReply(Reply):
-    """What one request has been answered so far, by however many workers."""
+    """The answer of one request across attempts. `admitted`: the present worker has begun."""
 
     __slots__ = ("_reply", "admitted", "complete", "resumed_tokens", "started", "token_ids")
 
@@ -78,12 +80,12 @@ class ResumableReply(Reply):
         self._reply.finish(end)
 
     def finish_at_length(self) -> None:
-        """All that was wanted is there; who would have said so is not."""
+        """Finish an answer that has all its tokens but lost the worker that would finish it."""
         self._reply.finish(Finish("length", len(self.token_ids)))
 
 
 class FailureHistory:
-    """What one request has been through: whether it may go on, and after which pause."""
+    """The failed attempts of one request, which decide whether and when it is retried."""
 
     __slots__ = ("attempts", "attempts_without_progress", "avoided_workers", "worker_deaths")
 
@@ -94,8 +96,8 @@ class FailureHistory:
         self.avoided_workers: tuple[str, ...] = ()
 
     def record_failure(self, error: WorkerFailed, *, progress: bool, admitted: bool) -> None:
-        """An attempt ended. `admitted`: it was in the worker's running batch, as far as is known;
-        `progress`: it brought tokens."""
+        """Count a failed attempt. `progress`: it sent tokens. `admitted`: the request was probably
+        in the worker's running batch, so that it may have caused the failure."""
         self.attempts += 1
         self.attempts_without_progress = 0 if progress else self.attempts_without_progress + 1
         if progress:
@@ -106,7 +108,7 @@ class FailureHistory:
             self.avoided_workers = (*self.avoided_workers[-2:], error.instance)
 
     def draw_backoff_s(self, rng: Random) -> float:
-        """Nothing after a try that brought tokens, else full jitter under a bound that doubles."""
+        """Return 0 after progress, else a random time below a bound that doubles."""
         if not self.attempts_without_progress:
             return 0.0
         bound = INITIAL_BACKOFF_S * 2.0 ** min(self.attempts_without_progress, 10)
@@ -114,8 +116,7 @@ class FailureHistory:
 
 
 class Migration(Operator):
-    """Sends a request on until it is answered in full. `limit`: how often it may go on elsewhere;
-    0: never."""
+    """Retries a request at other workers until its answer is complete, at most `limit` times."""
 
     def __init__(
         self, clock: Clock, rng: Random, metrics: Registry | None = None, *, limit: int = 16
@@ -125,82 +126,86 @@ class Migration(Operator):
         self._limit = limit
         registry = metrics or Registry()
         self._migration_counter = registry.counter(
-            "dynamo_migrations_total", "Requests that went on at another worker", ("reason",)
+            "dynamo_migrations_total", "Requests continued at another worker", ("reason",)
         )
         self._failed_migration_counter = registry.counter(
-            "dynamo_migrations_failed_total", "Requests that could not go on", ("reason",)
+            "dynamo_migrations_failed_total", "Requests that could not be continued", ("reason",)
         )
 
     async def send(
         self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
-        """Raises `PoisonedRequest` when workers die of it, `WorkerFailed` when the limit is reached
-        or no worker comes back, `NoWorkers` only where there was none to begin with."""
+        """Send the request, and retry it after a `WorkerFailed`.
+
+        Raises `PoisonedRequest` after repeated worker deaths, `WorkerFailed` at the limit or
+        without a replacement, `NoWorkers` only when there was no worker at the first attempt.
+        """
         if not self._limit:
             return await call_next(request, context, reply)
-        said = ResumableReply(reply)
+        answer = ResumableReply(reply)
         try:
-            await call_next(request, context, said)
+            await call_next(request, context, answer)
         except WorkerFailed as error:
-            await self._migrate(request, context, said, call_next, error)
+            await self._migrate(request, context, answer, call_next, error)
 
     async def _migrate(
         self,
         request: GenerateRequest,
         context: Context,
-        said: ResumableReply,
+        answer: ResumableReply,
         call_next: SendRequest,
         error: WorkerFailed,
     ) -> None:
-        began = self._clock.now()
+        began_s = self._clock.now()
         failures = FailureHistory()
-        said.admitted = True  # what has not failed before does not say when it is admitted
-        while not said.complete:
-            self._record_failure(request, said, failures, error)
-            if len(said.token_ids) >= request.stops.max_tokens:
-                said.finish_at_length()
+        answer.admitted = True  # engines confirm the admission of later attempts only
+        while not answer.complete:
+            self._record_failure(request, answer, failures, error)
+            if len(answer.token_ids) >= request.stops.max_tokens:
+                answer.finish_at_length()
                 return
             await self._clock.sleep(failures.draw_backoff_s(self._rng))
             attempt = replace(
                 context,
                 attempt=context.attempt + failures.attempts * ATTEMPT_STRIDE,
-                timeout_s=_remaining_s(context.timeout_s, self._clock.now() - began),
+                timeout_s=_remaining_s(context.timeout_s, self._clock.now() - began_s),
                 avoid=failures.avoided_workers,
             )
-            said.resumed_tokens, said.admitted = len(said.token_ids), False
-            again = await self._retry(
-                resume_request(request, said.token_ids), attempt, said, call_next
+            answer.resumed_tokens, answer.admitted = len(answer.token_ids), False
+            failure = await self._retry(
+                resume_request(request, answer.token_ids), attempt, answer, call_next
             )
-            if again is None:
+            if failure is None:
                 return
-            error = again
+            error = failure
 
     async def _retry(
         self,
         request: GenerateRequest,
         context: Context,
-        said: ResumableReply,
+        answer: ResumableReply,
         call_next: SendRequest,
     ) -> WorkerFailed | None:
-        """One try, which waits while no worker is there: how its worker failed, if it did. Raises
-        `WorkerFailed` where no worker comes."""
-        since = self._clock.now()
+        """Send once there is a worker. Return the failure of that worker, or None. Raises
+        `WorkerFailed` when no worker appears in time."""
+        began_s = self._clock.now()
         while True:
             try:
-                await call_next(request, context, said)
+                await call_next(request, context, answer)
                 return None
             except WorkerFailed as error:
                 return error
             except NoWorkers as error:
-                if self._clock.now() - since >= REPLACEMENT_TIMEOUT_S:
+                if self._clock.now() - began_s >= REPLACEMENT_TIMEOUT_S:
                     self._failed_migration_counter.labels("no_workers").inc()
                     raise WorkerFailed(
-                        f"the worker was lost, and none came in {REPLACEMENT_TIMEOUT_S:g} s: {error.message}"
+                        "the worker was lost and there was no other worker for "
+                        f"{REPLACEMENT_TIMEOUT_S:g} s: {error.message}"
                     ) from error
             except ContextLengthExceeded:
-                if not said.token_ids:
+                if not answer.token_ids:
                     raise
-                said.finish_at_length()
+                answer.finish_at_length()
                 return None
             if context.avoid:
                 context = replace(context, avoid=())
@@ -210,40 +215,36 @@ class Migration(Operator):
     def _record_failure(
         self,
         request: GenerateRequest,
-        said: ResumableReply,
+        answer: ResumableReply,
         failures: FailureHistory,
         error: WorkerFailed,
     ) -> None:
-        """Count the failure. Raises where it was the last that this request may have."""
-        progress = len(said.token_ids) > said.resumed_tokens
-        failures.record_failure(error, progress=progress, admitted=said.admitted)
+        """Count the failure. Raises `PoisonedRequest` or `error` when no retry is left."""
+        progress = len(answer.token_ids) > answer.resumed_tokens
+        failures.record_failure(error, progress=progress, admitted=answer.admitted)
         if failures.worker_deaths >= MAX_WORKER_DEATHS:
             self._failed_migration_counter.labels(PoisonedRequest.code).inc()
             raise PoisonedRequest(
-                f"{failures.worker_deaths} workers failed one after the other while they had this request "
-                f"in work, the last one: {error.message}",
-                hint="this request seems to crash the engine; it is not tried again",
+                f"{failures.worker_deaths} workers in a row failed while processing this request; "
+                f"the last error: {error.message}",
+                hint="this request seems to crash the engine and is not retried",
             ) from error
         if failures.attempts > self._limit:
             self._failed_migration_counter.labels("limit").inc()
             raise error
         self._migration_counter.labels(error.code).inc()
-        log.debug(
-            "request goes on elsewhere",
-            extra={
-                "fields": {
-                    "request": request.request_id,
-                    "tokens": len(said.token_ids),
-                    "tries": failures.attempts,
-                    "error": error.message,
-                }
-            },
-        )
+        fields = {
+            "request": request.request_id,
+            "tokens": len(answer.token_ids),
+            "attempts": failures.attempts,
+            "error": error.message,
+        }
+        log.debug("request continues at another worker", extra={"fields": fields})
 
 
 def resume_request(request: GenerateRequest, ids: array[int]) -> GenerateRequest:
-    """`request` as a worker takes it up that is to continue after `ids`; ahead of its equals, for
-    its reader waits already."""
+    """Return the request that continues after the generated `ids`. Its priority is higher by one,
+    because its reader is already waiting."""
     count, stops = len(ids), request.stops
     return replace(
         request,

@@ -1,8 +1,7 @@
-"""Which workers are fit for requests: told by the requests themselves, and by a probe through the
-real path (an empty `generate`) at every worker from time to time.
+"""Health of the workers: failed requests and periodic probes eject a worker, a probe re-admits it.
 
-What is out of order is ejected, never more than half of the workers, and comes back when a probe is
-answered. Slowness is no reason: a worker that is late has work.
+A probe is an empty `generate` call on the path of real requests. At most half of the workers are
+ejected at a time. Slow answers do not count as failures: a slow worker is busy.
 """
 
 from __future__ import annotations
@@ -30,24 +29,27 @@ from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.attempt import AttemptListener
 from dynamo.telemetry import Registry
 
+log = logging.getLogger(__name__)
+
 SAME_INCIDENT_S = 0.1
-"""Requests that fail so close together failed of one cause."""
+"""Failures within this time have one cause and count once."""
 INITIAL_OPEN_S = 1.0
 MAX_OPEN_S = 30.0
+ENGINE_STALL_S = 60.0
+"""An engine that has requests and completes no step for this time is stuck."""
+FAILURE_THRESHOLD = 3
+"""This many failed requests in a row open a worker's breaker."""
+PROBE_REQUEST_ID = "probe"
+
+_decode_probe_reply = msgspec.msgpack.Decoder(ProbeResult).decode
 
 
 class Breaker:
-    """One instance's. It opens after `threshold` failures in a row; a success between them closes
-    it; half open, one failure opens it again, for twice as long."""
+    """The circuit breaker of one worker.
 
-    __slots__ = (
-        "_consecutive_trips",
-        "_last_failure_s",
-        "_threshold",
-        "consecutive_failures",
-        "half_open",
-        "open",
-    )
+    The breaker opens after `threshold` failures in a row. When it is half open, one failure opens
+    it again for twice as long, and a success closes it.
+    """
 
     def __init__(self, threshold: int) -> None:
         self._threshold = threshold
@@ -58,14 +60,14 @@ class Breaker:
         self.half_open = False
 
     def record_success(self) -> None:
-        """A request was answered, which says that all is well."""
+        """Record an answered request."""
         self.consecutive_failures = 0
         if self.half_open:
             self.half_open = False
             self._consecutive_trips = 0
 
     def record_failure(self, now: float) -> bool:
-        """A request failed. True: enough is enough, it is to be opened."""
+        """Record a failed request. Return whether the breaker should be tripped."""
         if self.open or now - self._last_failure_s < SAME_INCIDENT_S:
             return False
         self._last_failure_s = now
@@ -73,31 +75,20 @@ class Breaker:
         return self.half_open or self.consecutive_failures >= self._threshold
 
     def trip(self, rng: Random) -> float:
-        """Nothing is sent now. Seconds until it is tried: doubling, with jitter."""
+        """Open the breaker. Return the seconds until the next probe, which double, with jitter."""
         self.open, self.half_open = True, False
         bound = min(INITIAL_OPEN_S * 2.0**self._consecutive_trips, MAX_OPEN_S)
         self._consecutive_trips = min(self._consecutive_trips + 1, 16)
         return bound * (0.5 + 0.5 * rng.random())
 
     def enter_half_open(self) -> None:
-        """A probe was answered: requests may come again."""
+        """Allow requests again after a successful probe."""
         self.open, self.half_open = False, True
         self.consecutive_failures = 0
 
 
-log = logging.getLogger(__name__)
-
-ENGINE_STALL_S = 60.0
-"""An engine that has work and computes no step for so long will not."""
-FAILURE_THRESHOLD = 3
-"""So many failed requests in a row, none answered between them, open a worker's breaker."""
-PROBE_REQUEST_ID = "probe"
-
-_decode_probe_reply = msgspec.msgpack.Decoder(ProbeResult).decode
-
-
 class ProbedWorker(AttemptListener):
-    """The health of one worker. As a listener it follows every attempt at that worker."""
+    """The health of one worker. As a listener it follows every attempt at this worker."""
 
     __slots__ = ("_health", "breaker", "instance", "last_progress_s", "last_steps", "missed_probes")
 
@@ -118,16 +109,16 @@ class ProbedWorker(AttemptListener):
         ):
             self._health.record_failure(self, error)
 
-    def check_stalled(self, beat: ProbeResult, now: float) -> bool:
-        """It has had work and has computed nothing since `STUCK_S`."""
-        if beat.steps != self.last_steps or not beat.requests:
-            self.last_steps, self.last_progress_s = beat.steps, now
+    def check_stalled(self, result: ProbeResult, now: float) -> bool:
+        """Whether the engine has had requests and completed no step for `ENGINE_STALL_S`."""
+        if result.steps != self.last_steps or not result.requests:
+            self.last_steps, self.last_progress_s = result.steps, now
         return now - self.last_progress_s >= ENGINE_STALL_S
 
 
 class WorkerHealth:
-    """Follows the instances of one client: a probe each `interval_s`, ejected after `threshold`
-    probes without an answer."""
+    """Probe the instances of one client every `interval_s`, and eject those that miss `threshold`
+    probes in a row, fail requests or are stuck."""
 
     def __init__(
         self,
@@ -146,20 +137,19 @@ class WorkerHealth:
         self._threshold = threshold
         self._tasks = BackgroundTasks()
         self._workers: dict[str, ProbedWorker] = {}
-        registry = metrics or Registry()
-        self._ejection_counter = registry.counter(
+        self._ejection_counter = (metrics or Registry()).counter(
             "dynamo_workers_ejected_total",
-            "Workers left out because their requests or probes failed",
+            "Workers ejected because their requests or probes failed",
             ("reason",),
         )
         self._unsubscribe = client.on_instance_removed(self._on_instance_removed)
 
     def start(self) -> None:
-        """Probe from now on."""
+        """Start probing."""
         self._tasks.start(self._probe_loop(), "probe workers")
 
     async def close(self) -> None:
-        """Probe no more. Who is ejected stays so."""
+        """Stop probing. Ejected workers stay ejected."""
         self._unsubscribe()
         await self._tasks.close()
 
@@ -169,7 +159,7 @@ class WorkerHealth:
         return self._workers.get(instance.id) or self._get_worker(instance)
 
     def record_failure(self, worker: ProbedWorker, error: DynamoError) -> None:
-        """Count a failed request, and eject its worker when its breaker opens."""
+        """Count a failed request. Eject the worker when its breaker should trip."""
         if worker.breaker.record_failure(self._clock.now()):
             self._eject(worker, "failures", error.message)
 
@@ -180,31 +170,32 @@ class WorkerHealth:
                 self._tasks.start(self._check_worker(instance), f"probe {instance.id}")
 
     async def _check_worker(self, instance: Instance) -> None:
-        patient = self._get_worker(instance)
-        beat = await self._probe(instance)
-        if beat is None:
-            patient.missed_probes += 1
-            if patient.missed_probes >= self._threshold:
-                self._eject(patient, "probe", "does not answer probes")
-        elif patient.check_stalled(beat, self._clock.now()):
-            self._eject(patient, "stuck", "has work and computes nothing")
+        worker = self._get_worker(instance)
+        result = await self._probe(instance)
+        if result is None:
+            worker.missed_probes += 1
+            if worker.missed_probes >= self._threshold:
+                self._eject(worker, "probe", "does not answer probes")
+        elif worker.check_stalled(result, self._clock.now()):
+            self._eject(worker, "stuck", "has requests and completes no step")
             self._client.interrupt(
                 instance.id, WorkerFailed(f"the engine of instance {instance.id} is stuck")
             )
         else:
-            patient.missed_probes = 0
+            worker.missed_probes = 0
 
     async def _probe(self, instance: Instance) -> ProbeResult | None:
-        """None: it failed, or answered nothing in time."""
-        found: list[ProbeResult] = []
+        """Return the result, or None after an error or a timeout."""
+        results: list[ProbeResult] = []
 
-        def sink(payload: bytes) -> bool:
-            found.append(_decode_probe_reply(payload))
+        def on_payload(payload: bytes) -> bool:
+            results.append(_decode_probe_reply(payload))
             return True
 
+        context = Context(request_id=PROBE_REQUEST_ID)
         try:
             async with asyncio.timeout(self._interval_s):
-                await self._client.call(instance, b"", Context(request_id=PROBE_REQUEST_ID), sink)
+                await self._client.call(instance, b"", context, on_payload)
         except ProtocolError:
             return ProbeResult()  # an older worker, which knows no probes
         except (
@@ -217,37 +208,38 @@ class WorkerHealth:
             fields = {"worker": instance.id, "error": str(error) or type(error).__name__}
             log.warning("a probe failed", extra={"fields": fields})
             return None
-        return found[0] if found else None
+        return results[0] if results else None
 
-    def _eject(self, patient: ProbedWorker, reason: str, why: str) -> None:
-        instance = patient.instance
-        if patient.breaker.open or not self._client.eject(instance.id):
+    def _eject(self, worker: ProbedWorker, reason: str, description: str) -> None:
+        name = worker.instance.id
+        if worker.breaker.open or not self._client.eject(name):
             return
-        pause_s = patient.breaker.trip(self._rng)
+        pause_s = worker.breaker.trip(self._rng)
         self._ejection_counter.labels(reason).inc()
-        fields = {"worker": instance.id, "reason": why, "probe_s": round(pause_s, 2)}
+        fields = {"worker": name, "reason": description, "probe_s": round(pause_s, 2)}
         log.warning("worker ejected", extra={"fields": fields})
-        self._tasks.start(self._probe_until_healthy(patient, pause_s), f"heal {instance.id}")
+        self._tasks.start(self._probe_until_healthy(worker, pause_s), f"probe ejected {name}")
 
-    async def _probe_until_healthy(self, patient: ProbedWorker, pause_s: float) -> None:
-        """Open until a probe is answered, and that by an engine that gets on."""
-        instance = patient.instance
-        while self._workers.get(instance.id) is patient:
+    async def _probe_until_healthy(self, worker: ProbedWorker, pause_s: float) -> None:
+        """Probe an ejected worker until it answers and its engine makes progress."""
+        name = worker.instance.id
+        while self._workers.get(name) is worker:
             await self._clock.sleep(pause_s)
-            beat = await self._probe(instance)
-            if beat is not None and not patient.check_stalled(beat, self._clock.now()):
-                patient.breaker.enter_half_open()
-                patient.missed_probes = 0
-                self._client.readmit(instance.id)
-                log.info("worker readmitted", extra={"fields": {"worker": instance.id}})
+            result = await self._probe(worker.instance)
+            if result is not None and not worker.check_stalled(result, self._clock.now()):
+                worker.breaker.enter_half_open()
+                worker.missed_probes = 0
+                self._client.readmit(name)
+                log.info("worker readmitted", extra={"fields": {"worker": name}})
                 return
-            pause_s = patient.breaker.trip(self._rng)
+            pause_s = worker.breaker.trip(self._rng)
 
     def _get_worker(self, instance: Instance) -> ProbedWorker:
-        patient = self._workers.get(instance.id)
-        if patient is None:
-            patient = self._workers[instance.id] = ProbedWorker(instance, self, self._clock.now())
-        return patient
+        worker = self._workers.get(instance.id)
+        if worker is None:
+            worker = ProbedWorker(instance, self, self._clock.now())
+            self._workers[instance.id] = worker
+        return worker
 
     def _on_instance_removed(self, instance: Instance) -> None:
         self._workers.pop(instance.id, None)
