@@ -74,7 +74,7 @@ def test_a_token_lost_on_the_way_to_another_worker_is_noticed(
 ) -> None:
     real = migration.resume_request
     monkeypatch.setattr(migration, "resume_request", lambda request, ids: real(request, ids[:-1]))
-    result = bad_day(seed=1, hang_up=0.0)
+    result = bad_day(seed=1, disconnect_rate=0.0)
     assert result.correct < result.requests
     assert set(result.failed) <= {"altered", "lost or doubled", "ended wrongly"}
 

@@ -1,6 +1,6 @@
-"""What tests of a backend, an engine or an operator need: conformance suites and real fakes.
+"""Support for tests of backends, engines and operators: conformance suites and fakes.
 
-The suites are in `dynamo.testing.conformance.{discovery,requests,events}`; they need pytest.
+The suites `dynamo.testing.conformance.{discovery,engines,events,requests}` need pytest.
 """
 
 from dynamo.testing.fakes import CollectedReply, ScriptedEngine

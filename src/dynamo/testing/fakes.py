@@ -1,4 +1,4 @@
-"""Real fakes of the contract of `dynamo.core.reply`."""
+"""Fakes of the interfaces in `dynamo.core.reply`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.core.values import EngineInfo, Finish, GenerateRequest, Load, Starte
 
 
 class CollectedReply(Reply):
-    """Keeps what it is told; `enough`: answers False once it has so many tokens."""
+    """Collects the answer. `token_limit`: `tokens` answers False once this many have arrived."""
 
     def __init__(self, token_limit: int | None = None) -> None:
         self.started: Started | None = None
@@ -35,9 +35,8 @@ class CollectedReply(Reply):
 
 class ScriptedEngine(Engine):
     """Answers every request with the same tokens, one call each and a turn of the loop between.
-
-    `error`: raised after the tokens, in place of a finish. `endless`: waits to be cancelled then.
-    """
+    `error` is raised after the tokens in place of a finish. `endless` waits to be cancelled
+    instead."""
 
     def __init__(
         self,
@@ -75,12 +74,12 @@ class ScriptedEngine(Engine):
         return Load()
 
     async def stop(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     async def _play_script(self, reply: Reply) -> None:
         reply.begin(self._started)
-        for one in self._ids:
-            if not reply.tokens((one,)):
+        for token in self._ids:
+            if not reply.tokens((token,)):
                 return
             await asyncio.sleep(0)
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""A graph of services inside one process, for tests: `async with local(Root) as graph`."""
+"""Runs a graph of services inside one process, for tests: `async with local(Root) as graph`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ _graph_numbers = itertools.count()
 
 
 class LocalGraph:
-    """A graph that runs. `graph[Service]` is called as a handle is; `objects(Service)` are the
-    instances themselves, one a replica."""
+    """A running graph. `graph[Service]` is a handle of the service."""
 
-    def __init__(self, handles: Mapping[type[Any], Any], made: Mapping[type[Any], list[Any]]):
+    def __init__(self, handles: Mapping[type[Any], Any], instances: Mapping[type[Any], list[Any]]):
         self._handles = handles
-        self._instances = made
+        self._instances = instances
 
     def __getitem__(self, service: type[T]) -> T:
         return cast("T", self._handles[service])
 
     def instances(self, service: type[T]) -> list[T]:
-        """What answers for `service`."""
+        """Return the service's own objects, one for each replica."""
         return list(self._instances[service])
 
 
@@ -42,17 +41,20 @@ async def local(
     fakes: Mapping[type[Any], Any] | None = None,
     replicas: int = 1,
 ) -> AsyncIterator[LocalGraph]:
-    """Run `root` and all that it depends on or links to, each in a runtime of its own over memory
-    planes: the same calls, streams, credit and errors as between processes. `config`: sections by
-    service name. `fakes`: objects that answer in place of a service, with methods of its endpoints'
-    names; what only a fake needs is not started. `replicas`: of every service."""
-    place = f"memory:local-{next(_graph_numbers)}"
+    """Run `root` and all services that it depends on or links to, each in its own runtime.
+
+    The runtimes share memory planes, which have the same calls, streams, credit and errors as
+    planes between processes. `config` holds sections by service name. `fakes` replaces services by
+    objects with methods named after the endpoints; services that only a fake would call are not
+    started. `replicas` applies to every service.
+    """
+    discovery = f"memory:local-{next(_graph_numbers)}"
     settings = Settings(
-        runtime=RuntimeSettings(discovery=place, requests="memory:", events="memory:")
+        runtime=RuntimeSettings(discovery=discovery, requests="memory:", events="memory:")
     )
-    stand_ins = dict(fakes or {})
-    services = _reachable_services(root, stand_ins)
-    made: dict[type[Any], list[Any]] = {}
+    fake_services = dict(fakes or {})
+    services = _reachable_services(root, fake_services)
+    instances: dict[type[Any], list[Any]] = {}
     async with AsyncExitStack() as stack:
 
         async def open_runtime(role: str) -> DistributedRuntime:
@@ -62,18 +64,18 @@ async def local(
 
         for service in reversed(services):
             section = (config or {}).get(service.__name__, {})
-            for _ in range(1 if service in stand_ins else replicas):
+            for _ in range(1 if service in fake_services else replicas):
                 runtime = await open_runtime(service.__name__)
-                fake = stand_ins.get(service)
+                fake = fake_services.get(service)
                 attached = await start_service(service, runtime, section, service_object=fake)
-                made.setdefault(service, []).append(attached.service)
+                instances.setdefault(service, []).append(attached.service)
         caller = await open_runtime("test")
         handles = {service: await connect_service(service, caller) for service in services}
-        yield LocalGraph(handles, made)
+        yield LocalGraph(handles, instances)
 
 
 def _reachable_services(root: type[Any], fakes: Mapping[type[Any], Any]) -> list[type[Any]]:
-    """The graph in calling order, without what only fakes would call."""
+    """Return the graph in calling order, without the services that only fakes would call."""
     from dynamo.sdk.graph import direct_dependencies
 
     reached = {root}

@@ -1,5 +1,7 @@
-"""A deployment of simulated workers lives through a day of crashes and partitions, in virtual time:
-real processes' code over memory planes, and every answer checked token by token."""
+"""Runs a deployment of simulated workers through crashes and partitions in virtual time.
+
+The code is that of real processes, over memory planes. Every answer is checked token by token.
+"""
 
 from dynamo.testing.chaos.simulation import ChaosResult, ChaosScenario, run_chaos
 

@@ -1,4 +1,4 @@
-"""What befalls the workers of a day."""
+"""The faults of a chaos run: crashes, partitions and lost events."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedNetwork, 
 
 RESTART_DELAY_S = (2.0, 15.0)
 LEASE_END_DELAY_S = (0.0, 30.0)
-"""A dead worker stays listed so long: not at all where the kernel drops its lock, else until its
-lease ends."""
+"""Time for which a dead worker stays listed. The kernel may drop its lock at once; otherwise its
+lease has to end."""
 PARTITIONED_SHARE = (0.1, 0.5)
 LEASE_LOSS_S = 20.0
-"""Whom discovery, too, has not heard of for so long is taken off its list."""
+"""A partition from discovery that lasts longer than this ends the lease."""
 
 
 class FaultSchedule(msgspec.Struct, frozen=True):
-    """Seconds between two crashes of a worker, and between two partitions, on average; 0: never.
-    `partition_s`: the shortest and longest partition; `deaf_every_s`: a frontend hears no events
-    for as long as that."""
+    """Mean seconds between two faults of a kind; 0 means never. `crash_every_s` applies to each
+    worker. `partition_s` is the shortest and longest duration of a partition, and of the time in
+    which a frontend receives no events."""
 
     crash_every_s: float = 5 * 3600.0
     partition_every_s: float = 3600.0
@@ -31,13 +31,13 @@ class FaultSchedule(msgspec.Struct, frozen=True):
 
 
 async def drop_events_repeatedly(
-    ground: SimulatedNetwork,
+    network: SimulatedNetwork,
     faults: FaultSchedule,
     rng: Random,
     frontends: Sequence[SimulatedFrontend],
 ) -> None:
-    """Without end: one of them hears nothing for a while."""
-    clock = ground.clock
+    """Repeatedly cut a frontend off from events for a while. Runs until cancelled."""
+    clock = network.clock
     while True:
         await clock.sleep(rng.expovariate(1 / faults.event_loss_every_s))
         frontend = rng.choice(frontends)
@@ -49,15 +49,15 @@ async def drop_events_repeatedly(
 
 
 class SimulatedWorkers:
-    """The workers, who die and come back."""
+    """The workers of a run, which crash and restart."""
 
     def __init__(
-        self, ground: SimulatedNetwork, faults: FaultSchedule, rng: Random, number: int
+        self, network: SimulatedNetwork, faults: FaultSchedule, rng: Random, num_workers: int
     ) -> None:
-        self._network = ground
+        self._network = network
         self._faults = faults
         self._rng = rng
-        self._num_workers = number
+        self._num_workers = num_workers
         self._fault_tasks = BackgroundTasks()
         self._dead_worker_tasks = BackgroundTasks()
         self._starts = 0
@@ -65,20 +65,20 @@ class SimulatedWorkers:
         self.crashes = self.partitions = self.partitioned_workers = 0
 
     async def start(self) -> None:
-        """All serve; nothing befalls them yet."""
+        """Start all workers, without faults."""
         for number in range(self._num_workers):
             await self._start_worker(number)
 
     def start_faults(self) -> None:
-        """From now on they crash, and the network breaks."""
+        """Start the crashes and partitions."""
         if self._faults.crash_every_s:
             for number in range(self._num_workers):
-                self._fault_tasks.start(self._crash_repeatedly(number), f"life of worker {number}")
+                self._fault_tasks.start(self._crash_repeatedly(number), f"crashes of {number}")
         if self._faults.partition_every_s:
             self._fault_tasks.start(self._partition_repeatedly(), "partitions")
 
     async def stop_faults(self) -> None:
-        """No more faults: everybody is back, whom nobody hears of any more is buried."""
+        """Stop all faults, restart dead workers and end their leases."""
         await self._fault_tasks.close()
         for worker in self.workers.values():
             if worker.partitioned:
@@ -89,12 +89,12 @@ class SimulatedWorkers:
                 await self._start_worker(number)
 
     async def shutdown(self) -> None:
-        """Stop in good order."""
+        """Stop all workers regularly."""
         for worker in self.workers.values():
             await worker.shutdown()
 
     async def _start_worker(self, number: int) -> None:
-        """Those with even numbers keep their name over a restart, the others get a new one."""
+        """Start a worker. Workers with even numbers keep their name over a restart."""
         self._starts += 1
         name = f"w{number}" if number % 2 == 0 else f"w{number}-{self._starts}"
         self.workers[number] = await SimulatedWorker.start(self._network, name, self._starts)
@@ -107,11 +107,12 @@ class SimulatedWorkers:
             await self._start_worker(number)
 
     async def _crash_worker(self, number: int) -> None:
-        """It crashes; until it may come back. Who fell is not held beyond that."""
+        """Crash a worker and return when it may restart. This task keeps no reference to the dead
+        worker while it waits for the end of the lease."""
         clock, rng, worker = self._network.clock, self._rng, self.workers[number]
         self.crashes += 1
         self._dead_worker_tasks.start(
-            self._kill_worker(worker, rng.uniform(*LEASE_END_DELAY_S)), f"death of {worker.name}"
+            self._kill_worker(worker, rng.uniform(*LEASE_END_DELAY_S)), f"lease of {worker.name}"
         )
         await clock.sleep(rng.uniform(*RESTART_DELAY_S))
         while worker.partitioned:
@@ -131,17 +132,17 @@ class SimulatedWorkers:
     async def _partition(self) -> None:
         clock, rng = self._network.clock, self._rng
         alive = [worker for worker in self.workers.values() if worker.alive]
-        part = rng.sample(alive, round(len(alive) * rng.uniform(*PARTITIONED_SHARE)))
+        partitioned = rng.sample(alive, round(len(alive) * rng.uniform(*PARTITIONED_SHARE)))
         seconds, from_discovery = rng.uniform(*self._faults.partition_s), rng.random() < 0.5
         self.partitions += 1
-        self.partitioned_workers += len(part)
-        for worker in part:
+        self.partitioned_workers += len(partitioned)
+        for worker in partitioned:
             worker.partition()
         until = clock.now() + seconds
         if from_discovery and seconds > LEASE_LOSS_S:
             await clock.sleep(LEASE_LOSS_S)
-            for worker in part:
+            for worker in partitioned:
                 worker.expire_lease()
         await clock.sleep_until(until)
-        for worker in part:
+        for worker in partitioned:
             worker.rejoin()

@@ -1,27 +1,27 @@
-"""What must be empty, equal or whole when a day is over."""
+"""Checks at the end of a chaos run: what must be empty, equal or complete."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import cast
 
 from dynamo.communication.events import memory as event_places
 from dynamo.communication.requests import memory as request_places
 from dynamo.core.values import BlocksStored
 from dynamo.scheduling.index.cache_view import CacheView
-from dynamo.scheduling.router.policies.kv import KvPolicy
+from dynamo.scheduling.router.policy import Policy
 from dynamo.testing.chaos.processes import SimulatedFrontend, SimulatedWorker
 
 
 def find_leaks(frontend: SimulatedFrontend, workers: Iterable[SimulatedWorker]) -> list[str]:
-    """In words, everything that is left over, once nothing is asked any more."""
+    """Describe everything that is left over after the last request."""
     alive = {worker.name: worker for worker in workers}
-    found = [problem for worker in alive.values() for problem in _engine_leaks(worker)]
-    found += _client_leaks(frontend, alive)
-    if (policy := frontend.policy) is not None:
-        found += _policy_leaks(policy, alive)
-    return found
+    leaks = [problem for worker in alive.values() for problem in _engine_leaks(worker)]
+    leaks += _client_leaks(frontend, alive)
+    leaks += _policy_leaks(frontend.pipeline.policy)
+    if (view := frontend.pipeline.cache_view) is not None:
+        leaks += _index_mismatches(view, alive)
+    return leaks
 
 
 def _engine_leaks(worker: SimulatedWorker) -> Iterator[str]:
@@ -32,8 +32,8 @@ def _engine_leaks(worker: SimulatedWorker) -> Iterator[str]:
         yield f"{worker.name}: {error}"
     if scheduler.pool.active:
         yield f"{worker.name}: {scheduler.pool.active} blocks in use"
-    if left := len(scheduler.running) + len(scheduler.waiting):
-        yield f"{worker.name}: {left} sequences in its batch"
+    if count := len(scheduler.running) + len(scheduler.waiting):
+        yield f"{worker.name}: {count} sequences in its batch"
 
 
 def _client_leaks(
@@ -41,72 +41,68 @@ def _client_leaks(
 ) -> Iterator[str]:
     client = frontend.pipeline.client
     if set(client.instances) != set(alive):
-        yield f"not the workers that live: {sorted(set(client.instances) ^ set(alive))[:5]}"
-    if busy := [one.id for one in client.busy_instances()]:
-        yield f"calls under way at {busy[:5]}"
+        differences = sorted(set(client.instances) ^ set(alive))
+        yield f"the client's instances are not the running workers: {differences[:5]}"
+    if busy := [instance.id for instance in client.busy_instances()]:
+        yield f"calls in progress at {busy[:5]}"
 
 
-def _policy_leaks(policy: KvPolicy, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
-    placement = policy.solver
-    if len(placement):
-        yield f"{len(placement)} requests wait in the router"
-    for book in placement.worker_states.workers:
-        if (
-            book.active
-            or book.pending_prefills
-            or book.pending_prefill_tokens
-            or book.decode_context_tokens
-        ):
+def _policy_leaks(policy: Policy) -> Iterator[str]:
+    if policy.waiting:
+        yield f"{policy.waiting} requests wait in the router"
+    states = policy.worker_states
+    for worker in states.workers if states is not None else ():
+        prefills, tokens = worker.pending_prefills, worker.pending_prefill_tokens
+        if worker.active or prefills or tokens or worker.decode_context_tokens:
             yield (
-                f"the router's book of {book.name}: {len(book.active)} active, "
-                f"{book.pending_prefills} open ({book.pending_prefill_tokens} tokens), context {book.decode_context_tokens}"
+                f"the router's state of {worker.name}: {len(worker.active)} requests, {prefills} "
+                f"prefills ({tokens} tokens), context {worker.decode_context_tokens}"
             )
-    yield from _index_mismatches(cast("CacheView", placement.view), alive)
 
 
 def _index_mismatches(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> Iterator[str]:
-    if strangers := set(view.get_modes()) - set(alive):
-        yield f"the index knows dead workers: {sorted(strangers)[:5]}"
+    if dead := set(view.get_modes()) - set(alive):
+        yield f"the index knows dead workers: {sorted(dead)[:5]}"
     if inexact := [name for name in alive if view.get_mode(name) != "exact"]:
         yield f"{len(inexact)} workers' caches are not known exactly"
-    known: dict[str, set[int]] = {name: set() for name in alive}
+    indexed: dict[str, set[int]] = {name: set() for name in alive}
     for _, hashes, holders in view.device_index.iter_chains():
         for name, depth in holders.items():
-            known.setdefault(name, set()).update(hashes[:depth])
-    for name, blocks in known.items():
-        held = cached_hashes(alive[name]) if name in alive else set()
-        if blocks != held:
+            indexed.setdefault(name, set()).update(hashes[:depth])
+    for name, blocks in indexed.items():
+        cached = cached_hashes(alive[name]) if name in alive else set()
+        if blocks != cached:
             yield (
-                f"the index of {name}: {len(blocks - held)} blocks too many, "
-                f"{len(held - blocks)} too few, of {len(held)}"
+                f"the index of {name}: {len(blocks - cached)} blocks too many, "
+                f"{len(cached - blocks)} too few, of {len(cached)}"
             )
 
 
 def cached_hashes(worker: SimulatedWorker) -> set[int]:
-    """The blocks in its cache."""
-    changes = worker.engine.snapshot_kv_events()
-    return {one for change in changes if isinstance(change, BlocksStored) for one in change.hashes}
+    """Return the hashes of the blocks in a worker's cache."""
+    events = worker.engine.snapshot_kv_events()
+    return {h for event in events if isinstance(event, BlocksStored) for h in event.hashes}
 
 
 async def find_leaked_records(
     frontends: Sequence[SimulatedFrontend], workers: Iterable[SimulatedWorker]
 ) -> list[str]:
-    """Records in discovery of who is dead, and those that who lives has not."""
+    """Describe discovery records of dead workers, and missing records of running ones."""
     discovery = frontends[0].runtime.discovery
     counts = Counter(key.rsplit("/", 1)[-1] for key in await discovery.get("/"))
     for frontend in frontends:
         counts.pop(frontend.runtime.instance_id, None)
     names = {worker.name for worker in workers}
-    usual = max(counts.values(), default=0)
-    found = [f"{counts[name]} records of {name}, who is dead" for name in counts.keys() - names]
-    short = [name for name in names if counts[name] != usual]
-    return found + [f"{counts[name]} of {usual} records of {name}" for name in short]
+    expected = max(counts.values(), default=0)
+    leaks = [f"{counts[name]} records of the dead {name}" for name in counts.keys() - names]
+    incomplete = [name for name in names if counts[name] != expected]
+    return leaks + [f"{counts[name]} of {expected} records of {name}" for name in incomplete]
 
 
 def find_open_planes() -> list[str]:
-    """Memory planes that nobody closed."""
+    """Describe memory planes that were not closed."""
     counts = {
-        "request planes": len(request_places._planes),  # noqa: SLF001 - their own register
+        "request planes": len(request_places._planes),  # noqa: SLF001 - no public list exists
         "event places": len(event_places._buses),  # noqa: SLF001
     }
     return [f"{count} {name} left open" for name, count in counts.items() if count]

@@ -1,4 +1,4 @@
-"""The processes of the day: each has planes of its own, and is as alone as a real one."""
+"""Simulated worker and frontend processes, each with its own planes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ from dynamo.models.file_cache import FileRef
 from dynamo.runtime.calls.failure_detector import FailureDetector
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.leases import RepublishingDiscovery
-from dynamo.scheduling.router.policies.kv import KvPolicy
 from dynamo.services.model_pipeline import ModelPipeline, open_model_pipeline
 from dynamo.services.routing import ProcessRouting
 
 MODEL_NAME = "day"
 VOCAB_SIZE = 1 << 16
 MOCK_VOCABULARY = range(1_000, VOCAB_SIZE)
-"""What engines say; none of it ends an answer."""
+"""The ids that engines generate. None of them ends an answer."""
 
 
 class SimulatedNetwork(msgspec.Struct, frozen=True):
-    """What all processes of a day stand on. `place`: the name of their memory planes; `leaping`:
-    engines in the midst of many steps."""
+    """Shared by all processes of a run. `plane_name` names their memory planes. `fast_forwarding`
+    holds the engines that skip steps."""
 
     plane_name: str
     clock: VirtualClock
@@ -48,7 +47,7 @@ class SimulatedNetwork(msgspec.Struct, frozen=True):
 
     @property
     def card(self) -> ModelCard:
-        """The model that is served. Nobody asks for its files."""
+        """The card of the served model. Its files are never requested."""
         files = FileRef("tokenizer.json", "0" * 64, 0, "/nowhere")
         engine = self.engine
         return ModelCard(
@@ -62,8 +61,8 @@ class SimulatedNetwork(msgspec.Struct, frozen=True):
 
     async def create_runtime(
         self, role: str, name: str, seed: int
-    ) -> tuple[DistributedRuntime, LeasedDiscovery]:
-        """A process's runtime, and its lease."""
+    ) -> tuple[DistributedRuntime, MemoryDiscovery]:
+        """Return a process's runtime and the discovery that holds its lease."""
         settings = Settings()
         planes = {"discovery": self.plane_name, "requests": "memory:", "events": self.plane_name}
         settings = replace(
@@ -71,25 +70,22 @@ class SimulatedNetwork(msgspec.Struct, frozen=True):
             runtime=replace(settings.runtime, **planes),
             router=replace(settings.router, mode=self.mode),
         )
-        made = await DistributedRuntime.create(settings, role=role, name=name, clock=self.clock)
-        made.instance_id = name
-        made.rng = Random(seed)
-        lease = MemoryDiscovery(self.plane_name.partition(":")[2])
-        made.discovery = RepublishingDiscovery(lease)
-        return made, lease
-
-
-LeasedDiscovery = MemoryDiscovery
+        runtime = await DistributedRuntime.create(settings, role=role, name=name, clock=self.clock)
+        runtime.instance_id = name
+        runtime.rng = Random(seed)
+        leased_discovery = MemoryDiscovery(self.plane_name.partition(":")[2])
+        runtime.discovery = RepublishingDiscovery(leased_discovery)
+        return runtime, leased_discovery
 
 
 class SimulatedWorker:
-    """One worker's process, from start to its end. Make it by `start`."""
+    """A worker process. Create it with `start`."""
 
     def __init__(
         self,
         name: str,
         runtime: DistributedRuntime,
-        lease: LeasedDiscovery,
+        leased_discovery: MemoryDiscovery,
         worker: EngineWorker,
         engine: BatchedEngine,
         fast_forward: FastForward,
@@ -101,46 +97,46 @@ class SimulatedWorker:
         self._runtime = runtime
         self._requests = cast("MemoryRequests", runtime.requests)
         self._events = cast("MemoryEvents", runtime.events)
-        self._leased_discovery = lease
+        self._leased_discovery = leased_discovery
         self._worker = worker
         self._lease_expired = False
 
     @classmethod
-    async def start(cls, ground: SimulatedNetwork, name: str, seed: int) -> SimulatedWorker:
-        """Ready and announced."""
-        engine, leaper = make_simulated_engine(
-            ground.engine,
-            ground.timing,
-            ground.clock,
-            wait_until_quiescent=ground.clock.wait_until_idle,
+    async def start(cls, network: SimulatedNetwork, name: str, seed: int) -> SimulatedWorker:
+        """Start a worker and wait until it is announced."""
+        engine, fast_forward = make_simulated_engine(
+            network.engine,
+            network.timing,
+            network.clock,
+            wait_until_quiescent=network.clock.wait_until_idle,
             eviction="reuse",
             vocabulary=MOCK_VOCABULARY,
-            fast_forwarding=ground.fast_forwarding,
+            fast_forwarding=network.fast_forwarding,
         )
-        runtime, lease = await ground.create_runtime("worker", name, seed)
-        worker = EngineWorker(engine, ground.card)
+        runtime, leased_discovery = await network.create_runtime("worker", name, seed)
+        worker = EngineWorker(engine, network.card)
         await worker.attach(runtime)
-        return cls(name, runtime, lease, worker, engine, leaper)
+        return cls(name, runtime, leased_discovery, worker, engine, fast_forward)
 
     @property
     def partitioned(self) -> bool:
-        """Whether the network reaches it not."""
+        """Whether the network is cut."""
         return self._requests.severed
 
     def partition(self) -> None:
-        """The network reaches it no more."""
+        """Cut the worker off from the network."""
         self.fast_forward.catch_up()
         self._requests.sever()
         self._events.sever()
 
     def expire_lease(self) -> None:
-        """Its lease has ended."""
+        """End the worker's lease while it is partitioned."""
         if self.partitioned and self.alive and not self._lease_expired:
             self._lease_expired = True
             self._leased_discovery.expire_lease()
 
     def rejoin(self) -> None:
-        """The network reaches it again, or what is left of it."""
+        """Connect the worker to the network again. A dead one stays silent."""
         self._requests.rejoin()
         if not self.alive:
             return
@@ -150,8 +146,8 @@ class SimulatedWorker:
             self._leased_discovery.lose_lease()
 
     async def crash(self) -> None:
-        """As kill -9 does: it says nothing more, its connections break; discovery and the event
-        plane do not know yet."""
+        """Kill the process as kill -9 does. Its connections break. Discovery and the event plane do
+        not know yet."""
         self.fast_forward.catch_up()
         self.alive = False
         self._events.sever()
@@ -159,12 +155,12 @@ class SimulatedWorker:
         await self.engine.stop()
 
     async def end_lease(self) -> None:
-        """Its lease ends."""
+        """End the lease of a dead worker and release it."""
         await self._worker.close()
         await self.shutdown()
 
     async def shutdown(self) -> None:
-        """Stop in good order."""
+        """Stop the process regularly."""
         if self.alive:
             await self._worker.close()
         await self._runtime.shutdown(0.0)
@@ -172,48 +168,44 @@ class SimulatedWorker:
 
 
 class SimulatedFrontend:
-    """The process that routes. Make it by `start`."""
+    """A frontend process, which routes requests. Create it with `start`."""
 
     def __init__(
         self,
         runtime: DistributedRuntime,
         pipeline: ModelPipeline,
-        held: AsyncExitStack,
+        exit_stack: AsyncExitStack,
     ) -> None:
         self.runtime = runtime
         self._events = cast("MemoryEvents", runtime.events)
         self.pipeline = pipeline
         self.send = pipeline.send
-        self._exit_stack = held
+        self._exit_stack = exit_stack
 
     @classmethod
-    async def start(cls, ground: SimulatedNetwork, name: str, seed: int) -> SimulatedFrontend:
-        """Knows the workers that are there."""
-        async with AsyncExitStack() as held:
-            runtime, lease = await ground.create_runtime("frontend", name, seed)
-            held.push_async_callback(lease.close)
-            held.push_async_callback(runtime.shutdown, 0.0)
-            watch = FailureDetector(runtime.requests, runtime.clock, runtime.tasks, runtime.metrics)
-            pipeline = await open_model_pipeline(
-                runtime, watch, ProcessRouting(runtime), ground.card
+    async def start(cls, network: SimulatedNetwork, name: str, seed: int) -> SimulatedFrontend:
+        """Start a frontend and wait until it knows the workers."""
+        async with AsyncExitStack() as stack:
+            runtime, discovery = await network.create_runtime("frontend", name, seed)
+            stack.push_async_callback(discovery.close)
+            stack.push_async_callback(runtime.shutdown, 0.0)
+            failure_detector = FailureDetector(
+                runtime.requests, runtime.clock, runtime.tasks, runtime.metrics
             )
-            held.push_async_callback(pipeline.close)
-            return cls(runtime, pipeline, held.pop_all())
-
-    @property
-    def policy(self) -> KvPolicy | None:
-        """What chooses, in mode kv."""
-        policy = self.pipeline.policy
-        return policy if isinstance(policy, KvPolicy) else None
+            pipeline = await open_model_pipeline(
+                runtime, failure_detector, ProcessRouting(runtime), network.card
+            )
+            stack.push_async_callback(pipeline.close)
+            return cls(runtime, pipeline, stack.pop_all())
 
     def drop_events(self) -> None:
-        """No event reaches it any more, and none of its own gets out; its calls do."""
+        """Cut the event plane in both directions. Calls still work."""
         self._events.sever()
 
     def resume_events(self) -> None:
-        """Events come and go again."""
+        """Connect the event plane again."""
         self._events.rejoin()
 
     async def shutdown(self) -> None:
-        """Stop in good order."""
+        """Stop the process regularly."""
         await self._exit_stack.aclose()

@@ -1,4 +1,4 @@
-"""The day's requests, and whether their answers are right."""
+"""The requests of a chaos run and the checks of their answers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dynamo.testing.chaos.processes import MOCK_VOCABULARY, MODEL_NAME
 GREEDY = SamplingParams(temperature=0.0)
 COMMON_PREFIXES = 20
 SHARED_PREFIX_SHARE = 0.5
-"""So many of the prompts begin with one of the common prefixes, which are half a prompt long."""
+"""Share of the prompts that begin with a common prefix, which is half a prompt long."""
 STALL_S = 0.5
-"""A gap so long is none of an engine's own."""
+"""A longer gap between two tokens cannot come from the engine itself."""
 
 
 class SimulatedPrompts:
-    """Made up, half of them with a common beginning."""
+    """Random prompts, half of which share a common prefix."""
 
     def __init__(self, tokens: int, rng: Random) -> None:
         self._rng = rng
@@ -34,7 +34,7 @@ class SimulatedPrompts:
         self._common_prefixes = [self._random_ids(tokens // 2) for _ in range(COMMON_PREFIXES)]
 
     def make(self) -> array[int]:
-        """The ids of one."""
+        """Return the token ids of a prompt."""
         if self._rng.random() >= SHARED_PREFIX_SHARE:
             return self._random_ids(self._tokens)
         common = self._common_prefixes[self._rng.randrange(COMMON_PREFIXES)]
@@ -45,7 +45,7 @@ class SimulatedPrompts:
 
 
 class RecordedReply(Reply):
-    """Keeps what is said, and when."""
+    """Records the tokens and the longest gap between them."""
 
     __slots__ = ("_clock", "begin_count", "finishes", "ids", "last_token_s", "longest_gap_s")
 
@@ -73,71 +73,70 @@ class RecordedReply(Reply):
         self.finishes.append(end)
 
     def expected_ids(self, prompt: array[int]) -> list[int]:
-        """What should have been said, as far as something was."""
+        """Return the correct tokens, as many as have arrived."""
         return MockTokenGenerator(MOCK_VOCABULARY, prompt[:-1]).generate_tokens(
             prompt[-1], len(self.ids)
         )
 
     def find_fault(self, prompt: array[int], count: int) -> str:
-        """What is wrong with it; "" where nothing is."""
+        """Return the fault of a complete answer, or ""."""
         if len(self.ids) != count or list(self.ids) != self.expected_ids(prompt):
             return "altered" if len(self.ids) == count else "lost or doubled"
         if self.begin_count != 1:
-            return "begun not once"
+            return "not begun once"
         if self.finishes != [Finish("length", count)]:
             return "ended wrongly"
         return ""
 
 
 class SimulatedOutcome:
-    """What came of the requests."""
+    """The results of all requests so far."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.correct = 0
         self.failed: Counter[str] = Counter()
         self.failure_messages: list[str] = []
-        """The first few failures in words."""
         self.durations_s, self.stalls_s = array("d"), array("d")
         self.in_flight = 0
         self.disconnected = 0
 
 
 class SimulatedClients:
-    """Sends requests and judges what comes back."""
+    """Sends requests and checks the answers."""
 
     def __init__(
         self,
         send: SendRequest,
         clock: Clock,
-        tally: SimulatedOutcome,
+        outcome: SimulatedOutcome,
         answer_tokens: int,
         deadline_s: float,
     ) -> None:
         self._send = send
         self._clock = clock
-        self._outcome = tally
+        self._outcome = outcome
         self._stops = StopConditions(max_tokens=answer_tokens, ignore_eos=True)
         self._deadline_s = deadline_s
 
     async def send_and_disconnect(self, prompt: array[int], after_s: float) -> None:
-        """One request, whose client leaves; what was said until then must be right."""
-        tally = self._outcome
-        tally.disconnected += 1
-        answer, name = RecordedReply(self._clock), f"h{tally.disconnected}"
+        """Send a request and cancel it after `after_s`. The tokens until then must be correct."""
+        outcome = self._outcome
+        outcome.disconnected += 1
+        answer, name = RecordedReply(self._clock), f"h{outcome.disconnected}"
         request = GenerateRequest(name, MODEL_NAME, prompt.tobytes(), GREEDY, self._stops)
         with suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 await self._send(request, Context(name, timeout_s=self._deadline_s), answer)
         if answer.expected_ids(prompt) != list(answer.ids):
-            tally.failed["altered before the client left"] += 1
+            outcome.failed["altered before the client left"] += 1
 
     async def send_and_check(self, prompt: array[int]) -> None:
-        """One request, to its end."""
-        tally, clock = self._outcome, self._clock
-        tally.requests += 1
-        tally.in_flight += 1
-        name = f"r{tally.requests}"
+        """Send a request and check its whole answer."""
+        outcome, clock = self._outcome, self._clock
+        outcome.requests += 1
+        outcome.in_flight += 1
+        name = f"r{outcome.requests}"
         began, answer = clock.now(), RecordedReply(clock)
         request = GenerateRequest(name, MODEL_NAME, prompt.tobytes(), GREEDY, self._stops)
         try:
@@ -150,15 +149,15 @@ class SimulatedClients:
         else:
             fault = answer.find_fault(prompt, self._stops.max_tokens)
         finally:
-            tally.in_flight -= 1
+            outcome.in_flight -= 1
         if not fault:
-            tally.correct += 1
-            tally.durations_s.append(clock.now() - began)
+            outcome.correct += 1
+            outcome.durations_s.append(clock.now() - began)
         else:
-            tally.failed[fault.partition(":")[0]] += 1
-            if len(tally.failure_messages) < 20:
-                tally.failure_messages.append(
+            outcome.failed[fault.partition(":")[0]] += 1
+            if len(outcome.failure_messages) < 20:
+                outcome.failure_messages.append(
                     f"{name} at {began:.1f} s, {len(answer.ids)} tokens: {fault}"
                 )
         if answer.longest_gap_s > STALL_S:
-            tally.stalls_s.append(answer.longest_gap_s)
+            outcome.stalls_s.append(answer.longest_gap_s)

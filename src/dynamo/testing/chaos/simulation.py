@@ -1,4 +1,4 @@
-"""Runs a day."""
+"""Runs a chaos scenario and collects its result."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from dynamo.testing.chaos.requests import SimulatedClients, SimulatedOutcome, Si
 
 
 class ChaosResult(msgspec.Struct, frozen=True):
-    """`right`: answered within the deadline, every token as it should be; `failed`: the others by
-    what was wrong; `hit_gap_ms`: the longest pause of each answer that had one over half a second;
-    `leaks`: what was left over at the end; `resident_mb`: of the process, hour by hour."""
+    """The result of a run.
+
+    `correct` answers arrived within the deadline with exactly the right tokens. `failed` counts the
+    others by fault. `stall_ms` summarizes the longest gap of each answer with a gap over half a
+    second. `leaks` is what was left over at the end. `resident_mb` is measured every virtual hour.
+    """
 
     hours: float
     workers: int
@@ -52,23 +55,23 @@ class ChaosResult(msgspec.Struct, frozen=True):
 
 
 def resident_mb() -> float:
-    """Of this process, now."""
+    """Return the resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return round(pages * resource.getpagesize() / 1e6, 1)
 
 
 def parse_counters(rendered: str, names: Sequence[str]) -> dict[str, float]:
-    """The samples of those counters that are not 0, of a page of metrics."""
-    found = {}
+    """Return the non-zero samples of the counters `names` from a metrics page."""
+    samples = {}
     for line in rendered.splitlines():
         name, _, value = line.rpartition(" ")
         if name.partition("{")[0] in names and float(value):
-            found[name] = float(value)
-    return found
+            samples[name] = float(value)
+    return samples
 
 
 SETTLE_S = 90.0
-"""After the last fault; longer than any probe, lease or repair takes."""
+"""Time after the last fault. Probes, leases and repairs take less."""
 DELIVERY_INTERVAL_S = 0.05
 REPORTED_COUNTERS = (
     "dynamo_migrations_total",
@@ -81,12 +84,12 @@ REPORTED_COUNTERS = (
 _network_numbers = count()
 
 ChaosProgressCallback = Callable[[float, SimulatedOutcome, SimulatedWorkers], bool]
-"""Called every virtual hour with the hours that have gone; False: that was enough."""
+"""Called every virtual hour with the hours so far. False ends the run."""
 
 
 class ChaosScenario(msgspec.Struct, frozen=True):
-    """What is lived through. `rate`: requests a second; `hang_up`: beside them, clients a second
-    that leave before their answer is complete."""
+    """The settings of a run. `rate` is in requests a second. In addition `disconnect_rate` clients
+    a second leave before their answer is complete."""
 
     hours: float = 24.0
     workers: int = 100
@@ -104,163 +107,169 @@ class ChaosScenario(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-def run_chaos(day: ChaosScenario, progress: ChaosProgressCallback | None = None) -> ChaosResult:
-    """Hours in minutes. Raises `Deadlock`."""
+def run_chaos(
+    scenario: ChaosScenario, progress: ChaosProgressCallback | None = None
+) -> ChaosResult:
+    """Run the scenario in virtual time. Raises `Deadlock`."""
     wall, cpu = time.perf_counter(), time.process_time()
-    result = run_in_virtual_time(lambda clock: _run_scenario(day, clock, progress))
-    took = {
+    result = run_in_virtual_time(lambda clock: _run_scenario(scenario, clock, progress))
+    durations = {
         "wall_s": round(time.perf_counter() - wall, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
     }
-    return msgspec.structs.replace(result, leaks=[*result.leaks, *find_open_planes()], **took)
+    return msgspec.structs.replace(result, leaks=[*result.leaks, *find_open_planes()], **durations)
 
 
 async def _run_scenario(
-    day: ChaosScenario, clock: VirtualClock, progress: ChaosProgressCallback | None
+    scenario: ChaosScenario, clock: VirtualClock, progress: ChaosProgressCallback | None
 ) -> ChaosResult:
     engine = EngineInfo(
         engine="mock",
-        block_tokens=day.block_tokens,
-        num_blocks=day.num_blocks,
-        context_tokens=day.num_blocks * day.block_tokens,
+        block_tokens=scenario.block_tokens,
+        num_blocks=scenario.num_blocks,
+        context_tokens=scenario.num_blocks * scenario.block_tokens,
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
     )
-    ground = SimulatedNetwork(
-        f"memory:day-{next(_network_numbers)}", clock, engine, day.timing, day.mode, set()
+    network = SimulatedNetwork(
+        f"memory:day-{next(_network_numbers)}", clock, engine, scenario.timing, scenario.mode, set()
     )
-    rng, tally = Random(day.seed), SimulatedOutcome()
-    fleet = SimulatedWorkers(ground, day.faults, Random(rng.random()), day.workers)
-    await fleet.start()
+    rng, outcome = Random(scenario.seed), SimulatedOutcome()
+    workers = SimulatedWorkers(network, scenario.faults, Random(rng.random()), scenario.workers)
+    await workers.start()
     frontends = [
-        await SimulatedFrontend.start(ground, f"frontend-{number}", day.seed + number)
-        for number in range(day.frontends)
+        await SimulatedFrontend.start(network, f"frontend-{number}", scenario.seed + number)
+        for number in range(scenario.frontends)
     ]
-    clock.on_time_advanced(FastForwardDelivery(ground).on_clock_jump)
-    async with BackgroundTasks() as troubles:
-        if day.faults.event_loss_every_s:
-            deafening = drop_events_repeatedly(ground, day.faults, Random(rng.random()), frontends)
-            troubles.start(deafening, "deafen frontends")
+    clock.on_time_advanced(FastForwardDelivery(network).on_clock_jump)
+    async with BackgroundTasks() as event_faults:
+        if scenario.faults.event_loss_every_s:
+            event_loss = drop_events_repeatedly(
+                network, scenario.faults, Random(rng.random()), frontends
+            )
+            event_faults.start(event_loss, "event loss")
         memory = await _run_workload(
-            day, clock, rng, tally, fleet, RoundRobinFrontends(frontends).send, progress
+            scenario, clock, rng, outcome, workers, RoundRobinFrontends(frontends).send, progress
         )
     hours = clock.now() / 3600.0
-    await fleet.stop_faults()
+    await workers.stop_faults()
     await clock.sleep(SETTLE_S)
-    left = [leak for one in frontends for leak in find_leaks(one, fleet.workers.values())]
-    left += await find_leaked_records(frontends, fleet.workers.values())
-    if tally.in_flight:
-        left.append(f"{tally.in_flight} requests under way")
-    counted = Counter[str]()
+    leaks = [
+        leak for frontend in frontends for leak in find_leaks(frontend, workers.workers.values())
+    ]
+    leaks += await find_leaked_records(frontends, workers.workers.values())
+    if outcome.in_flight:
+        leaks.append(f"{outcome.in_flight} requests in progress")
+    counters = Counter[str]()
     for frontend in frontends:
-        counted.update(parse_counters(frontend.runtime.metrics.render(), REPORTED_COUNTERS))
+        counters.update(parse_counters(frontend.runtime.metrics.render(), REPORTED_COUNTERS))
         await frontend.shutdown()
-    await fleet.shutdown()
-    left += [f"task left: {name}" for name in _leaked_tasks()]
-    return _make_result(day, hours, tally, fleet, counted, left, memory)
+    await workers.shutdown()
+    leaks += [f"task left: {name}" for name in _leaked_tasks()]
+    return _make_result(scenario, hours, outcome, workers, counters, leaks, memory)
 
 
 async def _run_workload(
-    day: ChaosScenario,
+    scenario: ChaosScenario,
     clock: VirtualClock,
     rng: Random,
-    tally: SimulatedOutcome,
-    fleet: SimulatedWorkers,
+    outcome: SimulatedOutcome,
+    workers: SimulatedWorkers,
     send: SendRequest,
     progress: ChaosProgressCallback | None,
 ) -> list[float]:
-    """Requests come by chance until the day is over, and are answered. Resident memory by hour."""
-    asking = SimulatedClients(send, clock, tally, day.answer_tokens, day.deadline_s)
-    prompts = SimulatedPrompts(day.prompt_tokens, Random(rng.random()))
+    """Send requests at random times until the run ends. Returns the resident memory by hour."""
+    clients = SimulatedClients(send, clock, outcome, scenario.answer_tokens, scenario.deadline_s)
+    prompts = SimulatedPrompts(scenario.prompt_tokens, Random(rng.random()))
     memory: list[float] = []
     begin = clock.now()
-    end, told = begin + day.hours * 3600.0, begin
-    async with BackgroundTasks() as tasks, BackgroundTasks() as leavers:
-        fleet.start_faults()
-        if day.disconnect_rate:
-            leavers.start(
-                _run_disconnecting_clients(day, clock, Random(rng.random()), asking),
-                "clients that leave",
+    end, next_report = begin + scenario.hours * 3600.0, begin
+    async with BackgroundTasks() as tasks, BackgroundTasks() as disconnecting:
+        workers.start_faults()
+        if scenario.disconnect_rate:
+            disconnecting.start(
+                _run_disconnecting_clients(scenario, clock, Random(rng.random()), clients),
+                "disconnecting clients",
             )
         while clock.now() < end:
-            await clock.sleep(rng.expovariate(day.rate))
-            tasks.start(asking.send_and_check(prompts.make()))
-            if clock.now() >= told:
+            await clock.sleep(rng.expovariate(scenario.rate))
+            tasks.start(clients.send_and_check(prompts.make()))
+            if clock.now() >= next_report:
                 memory.append(resident_mb())
-                told += 3600.0
-                if progress and not progress((clock.now() - begin) / 3600.0, tally, fleet):
+                next_report += 3600.0
+                if progress and not progress((clock.now() - begin) / 3600.0, outcome, workers):
                     break
         await tasks.join()
     return memory
 
 
 async def _run_disconnecting_clients(
-    day: ChaosScenario, clock: VirtualClock, rng: Random, asking: SimulatedClients
+    scenario: ChaosScenario, clock: VirtualClock, rng: Random, clients: SimulatedClients
 ) -> None:
-    """Without end: one leaves after the other, at any moment of its answer."""
-    prompts = SimulatedPrompts(day.prompt_tokens, Random(rng.random()))
+    """Run one disconnecting client after the other. Runs until cancelled."""
+    prompts = SimulatedPrompts(scenario.prompt_tokens, Random(rng.random()))
     while True:
-        await clock.sleep(rng.expovariate(day.disconnect_rate))
-        await asking.send_and_disconnect(prompts.make(), rng.uniform(0.0, 3.0))
+        await clock.sleep(rng.expovariate(scenario.disconnect_rate))
+        await clients.send_and_disconnect(prompts.make(), rng.uniform(0.0, 3.0))
 
 
 class RoundRobinFrontends:
-    """Sends requests by one frontend after the other."""
+    """Sends each request through the next frontend."""
 
     def __init__(self, frontends: Sequence[SimulatedFrontend]) -> None:
         self._next = cycle(frontends)
 
     async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """A `Send`."""
+        """A `SendRequest`."""
         await next(self._next).send(request, context, reply)
 
 
 class FastForwardDelivery:
-    """Hands out the tokens of engines that take many steps at once, in small portions."""
+    """Delivers the tokens of engines that skip steps, in intervals of `DELIVERY_INTERVAL_S`."""
 
-    def __init__(self, ground: SimulatedNetwork) -> None:
-        self._network = ground
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self._network = network
         self._next_delivery_s = 0.0
 
     def on_clock_jump(self) -> None:
-        """It is later."""
+        """Deliver the tokens that are due after the clock has advanced."""
         now = self._network.clock.now()
         if now >= self._next_delivery_s:
             self._next_delivery_s = now + DELIVERY_INTERVAL_S
-            for leaper in tuple(self._network.fast_forwarding):
-                leaper.catch_up()
+            for engine in tuple(self._network.fast_forwarding):
+                engine.catch_up()
 
 
 def _leaked_tasks() -> list[str]:
-    mine = asyncio.current_task()
-    return sorted(task.get_name() for task in asyncio.all_tasks() if task is not mine)
+    current_task = asyncio.current_task()
+    return sorted(task.get_name() for task in asyncio.all_tasks() if task is not current_task)
 
 
 def _make_result(
-    day: ChaosScenario,
+    scenario: ChaosScenario,
     hours: float,
-    tally: SimulatedOutcome,
-    fleet: SimulatedWorkers,
-    counted: Mapping[str, float],
-    left: list[str],
+    outcome: SimulatedOutcome,
+    workers: SimulatedWorkers,
+    counters: Mapping[str, float],
+    leaks: list[str],
     memory: list[float],
 ) -> ChaosResult:
     return ChaosResult(
         hours=round(hours, 3),
-        workers=day.workers,
-        requests=tally.requests,
-        correct=tally.correct,
-        correct_share=tally.correct / max(1, tally.requests),
-        failed=dict(tally.failed),
-        failure_messages=tally.failure_messages,
-        stalled=len(tally.stalls_s),
-        stall_ms=summarize_latencies(tally.stalls_s),
-        duration_ms=summarize_latencies(tally.durations_s),
-        crashes=fleet.crashes,
-        partitions=fleet.partitions,
-        partitioned_workers=fleet.partitioned_workers,
-        counters=counted,
-        leaks=left,
+        workers=scenario.workers,
+        requests=outcome.requests,
+        correct=outcome.correct,
+        correct_share=outcome.correct / max(1, outcome.requests),
+        failed=dict(outcome.failed),
+        failure_messages=outcome.failure_messages,
+        stalled=len(outcome.stalls_s),
+        stall_ms=summarize_latencies(outcome.stalls_s),
+        duration_ms=summarize_latencies(outcome.durations_s),
+        crashes=workers.crashes,
+        partitions=workers.partitions,
+        partitioned_workers=workers.partitioned_workers,
+        counters=counters,
+        leaks=leaks,
         resident_mb=memory,
         wall_s=0.0,
         cpu_s=0.0,
