@@ -110,10 +110,8 @@ class AsyncChannel(asyncio.Protocol, Channel):
             self._waiter.set_result(None)
 
     def _set_deadline(self, timeout_s: float) -> None:
-        """Move the deadline of the present read.
-
-        Many reads share one timer, which compares the time with the deadline when it fires.
-        """
+        """Move the deadline of the present read. Many reads share one timer, which compares the
+        time with the deadline when it fires."""
         self._deadline = self._loop.time() + timeout_s
         if self._timer is not None:
             if self._timer.when() <= self._deadline:

@@ -13,10 +13,8 @@ from dynamo_client.streams import ChunkStream
 
 
 class DynamoClient:
-    """An asyncio client: `async with DynamoClient(config) as client`.
-
-    The constructor does no I/O. Many tasks may use one client at once.
-    """
+    """An asyncio client: `async with DynamoClient(config) as client`. The constructor does no I/O.
+    Many tasks may use one client at once."""
 
     def __init__(self, config: DynamoConfig | None = None) -> None:
         from dynamo_client.aio import AsyncNetworkBackend  # asyncio takes long to import
@@ -64,10 +62,8 @@ class DynamoClient:
         stream: bool = False,
         **options: Any,
     ) -> JsonObject | ChunkStream:
-        """Return the answer, or with `stream` its chunks. Raises `DynamoError`.
-
-        `options` are further fields of the request. `request_id` is sent as a header.
-        """
+        """Return the answer, or with `stream` its chunks. Raises `DynamoError`. `options` are
+        further fields of the request. `request_id` is sent as a header."""
         spec = api_requests.chat(
             messages, model, stream, max_tokens=max_tokens, temperature=temperature, **options
         )

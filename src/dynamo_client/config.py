@@ -11,11 +11,9 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class DynamoConfig:
-    """The configuration of a client. `base_url` may end with `/v1`.
-
-    `timeout` in seconds limits a whole reply, or each gap within a stream. A failed call is
-    repeated up to `max_retries` times, after `retry_delay` seconds that double each time.
-    """
+    """The configuration of a client. `base_url` may end with `/v1`. `timeout` in seconds limits a
+    whole reply, or each gap within a stream. A failed call is repeated up to `max_retries` times,
+    after `retry_delay` seconds that double each time."""
 
     base_url: str = "http://localhost:8000"
     api_key: str | None = field(default=None, repr=False)

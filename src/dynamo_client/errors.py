@@ -36,11 +36,9 @@ class DynamoTimeoutError(DynamoConnectionError):
 
 
 class DynamoAPIError(DynamoError):
-    """The server answered with an error.
-
-    `status` is the HTTP status (200 after the start of a stream), `body` the text of the response.
-    `code` identifies the error to programs. `retry_after_s` is the value of Retry-After.
-    """
+    """The server answered with an error. `status` is the HTTP status (200 after the start of a
+    stream), `body` the text of the response. `code` identifies the error to programs.
+    `retry_after_s` is the value of Retry-After."""
 
     def __init__(
         self,

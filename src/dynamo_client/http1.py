@@ -34,10 +34,8 @@ def request_bytes(method: str, path: str, headers: Mapping[str, str], body: byte
 
 
 class ResponseParser:
-    """Parses one response from bytes that may be split anywhere.
-
-    `head` is None until the headers are whole. `complete` is True when the body has ended.
-    """
+    """Parses one response from bytes that may be split anywhere. `head` is None until the headers
+    are whole. `complete` is True when the body has ended."""
 
     def __init__(self) -> None:
         self.head: ResponseHead | None = None

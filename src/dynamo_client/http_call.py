@@ -25,10 +25,8 @@ def idle_timeout(timeout_s: float) -> RemainingTime:
 
 
 class HttpCall:
-    """Owns the channel until `release_channel`.
-
-    `response_started` is True after the first byte of the response.
-    """
+    """Owns the channel until `release_channel`. `response_started` is True after the first byte of
+    the response."""
 
     def __init__(self, channel: Channel, remaining_time: RemainingTime) -> None:
         self.response_started = False

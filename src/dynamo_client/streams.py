@@ -76,10 +76,8 @@ class EventStreamReader:
         self._failure: DynamoError | None = None
 
     async def fill(self) -> bool:
-        """Wait until a chunk is ready; False at the end of the stream. Raises `DynamoError`.
-
-        A stream that fails, or whose reading is cancelled, closes its connection.
-        """
+        """Wait until a chunk is ready; False at the end of the stream. Raises `DynamoError`. A
+        stream that fails, or whose reading is cancelled, closes its connection."""
         while not self.ready_chunks:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
@@ -144,11 +142,8 @@ class _ChunkStreamBase:
 
 
 class ChunkStream(_ChunkStreamBase):
-    """A streamed answer: `async for chunk in stream`.
-
-    Leaving the loop closes an unreferenced stream. Keep a reference only with `async with` or
-    `aclose`.
-    """
+    """A streamed answer: `async for chunk in stream`. Leaving the loop closes an unreferenced
+    stream. Keep a reference only with `async with` or `aclose`."""
 
     def __aiter__(self) -> Self:
         return self
@@ -170,10 +165,8 @@ class ChunkStream(_ChunkStreamBase):
 
 
 class SyncChunkStream(_ChunkStreamBase):
-    """A streamed answer: `for chunk in stream`.
-
-    Leaving the loop closes an unreferenced stream. Keep a reference only with `with` or `close`.
-    """
+    """A streamed answer: `for chunk in stream`. Leaving the loop closes an unreferenced stream.
+    Keep a reference only with `with` or `close`."""
 
     def __iter__(self) -> Self:
         return self

@@ -15,10 +15,8 @@ from dynamo_client.streams import SyncChunkStream
 
 
 class SyncDynamoClient:
-    """A blocking client with the methods of `DynamoClient`.
-
-    The constructor does no I/O. Many threads may use one client at once.
-    """
+    """A blocking client with the methods of `DynamoClient`. The constructor does no I/O. Many
+    threads may use one client at once."""
 
     def __init__(self, config: DynamoConfig | None = None) -> None:
         self.config = config or DynamoConfig()

@@ -78,9 +78,7 @@ class ThreadBackground(Background):
 
 class Runtime:
     """The loops of a process: `primary` runs requests, `secondary` heartbeats and discovery I/O.
-
-    `cancellation_token` is cancelled when the process has to stop.
-    """
+    `cancellation_token` is cancelled when the process has to stop."""
 
     def __init__(
         self,

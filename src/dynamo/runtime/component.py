@@ -105,9 +105,7 @@ class Endpoint:
         self, handler: RequestHandler, *, capabilities: Mapping[str, Any] | None = None
     ) -> ServedEndpoint:
         """Answer calls, then announce this instance until `withdraw` or the end of the runtime.
-
-        Raises `ConfigError` if this process serves the endpoint already.
-        """
+        Raises `ConfigError` if this process serves the endpoint already."""
         served = ServedEndpoint(self, dict(capabilities or {}))
         self.runtime.add_served_endpoint(served)
         try:
@@ -124,10 +122,8 @@ class Endpoint:
         return await self.serve(item_handler(function), capabilities=capabilities)
 
     async def client(self, where: InstanceFilter | None = None) -> Client:
-        """Open a client that knows the present instances, filtered by `where`.
-
-        The client ends with `close` or with the runtime.
-        """
+        """Open a client that knows the present instances, filtered by `where`. The client ends with
+        `close` or with the runtime."""
         runtime = self.runtime
         prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
         view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
@@ -186,8 +182,4 @@ class ServedEndpoint:
         self._withdrawn.set()
 
     def _on_health_change(self) -> None:
-        if not self.lifecycle.stopping:
-            healthy = self.endpoint.runtime.health.healthy
-            self.lifecycle.transition_to(
-                LifecycleState.HEALTHY if healthy else LifecycleState.RUNNING
-            )
+        self.lifecycle.follow_health(self.endpoint.runtime.health.healthy)

@@ -32,11 +32,9 @@ _DEPLOYMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a live process, as `dynamo ps` shows it.
-
-    `address` is the address on the request plane or the HTTP URL. `start_ticks` distinguishes the
-    process from a later one with the same pid.
-    """
+    """The record of a live process, as `dynamo ps` shows it. `address` is the address on the
+    request plane or the HTTP URL. `start_ticks` distinguishes the process from a later one with the
+    same pid."""
 
     deployment: str
     role: str
@@ -88,9 +86,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
     def refresh_record(self, record: ProcessRecord) -> None:
         """Write a record again if it was deleted, otherwise update its modification time. Blocks.
-
-        The system deletes /run/user with the user's last session and old files in /tmp.
-        """
+        The system deletes /run/user with the user's last session and old files in /tmp."""
         try:
             os.utime(self._record_path(record.instance))
         except FileNotFoundError:
@@ -116,10 +112,8 @@ class Deployment(msgspec.Struct, frozen=True):
                     (self.folder / name).rmdir()
 
     def live_processes(self) -> Sequence[ProcessRecord]:
-        """Live processes: supervisors first, then by role and name. Blocks.
-
-        Records of dead processes are removed.
-        """
+        """Live processes: supervisors first, then by role and name. Blocks. Records of dead
+        processes are removed."""
         records = [
             record
             for path in self.folder.glob(f"{RECORDS_FOLDER}/*.json")

@@ -92,13 +92,8 @@ class DistributedRuntime:
         stopping: CancellationToken | None = None,
     ) -> Self:
         """Create a runtime and open the planes of `settings`. Raises `ConfigError`."""
-        runtime = cls(
-            settings or Settings(),
-            role,
-            name,
-            clock or SystemClock(),
-            stopping or CancellationToken(),
-        )
+        clock, stopping = clock or SystemClock(), stopping or CancellationToken()
+        runtime = cls(settings or Settings(), role, name, clock, stopping)
         await runtime._open_planes()
         return runtime
 
@@ -122,10 +117,8 @@ class DistributedRuntime:
         return tuple(self._served_endpoints)
 
     async def shutdown(self, drain_s: float | None = None) -> None:
-        """Withdraw the endpoints, wait for calls in flight, and close everything.
-
-        `drain_s` limits the wait, by default to `runtime.drain_s`. A second call does nothing.
-        """
+        """Withdraw the endpoints, wait for calls in flight, and close everything. `drain_s` limits
+        the wait, by default to `runtime.drain_s`. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -230,14 +223,12 @@ class DistributedRuntime:
 
     def unreachable_planes(self) -> Mapping[str, str]:
         """The connection errors by plane. Serving continues without the planes' servers."""
-        planes: dict[str, Discovery | Requests | Events] = {
-            "discovery": self.discovery,
-            "requests": self.requests,
-            "events": self.events,
+        errors = {
+            "discovery": self.discovery.connection_error,
+            "requests": self.requests.connection_error,
+            "events": self.events.connection_error,
         }
-        return {
-            name: plane.connection_error for name, plane in planes.items() if plane.connection_error
-        }
+        return {name: error for name, error in errors.items() if error}
 
     async def _open_discovery(self, opened: AsyncExitStack, planes: Planes) -> Background:
         """Open discovery on a background thread; a memory plane has no I/O and uses this loop."""
@@ -249,17 +240,13 @@ class DistributedRuntime:
         opened.push_async_callback(background.close)
         if planes.discovery.startswith("file:"):
             await self.clock.offload(deployment_of(self.settings).create_folder)
-        self.discovery = BackgroundDiscovery(
-            await background.run(_open_republishing(planes)), background
-        )
+        discovery = await background.run(_open_republishing(planes))
+        self.discovery = BackgroundDiscovery(discovery, background)
         opened.push_async_callback(self.discovery.close)
         return background
 
     def _on_health_change(self) -> None:
-        if not self.lifecycle.stopping:
-            self.lifecycle.transition_to(
-                LifecycleState.HEALTHY if self.health.healthy else LifecycleState.RUNNING
-            )
+        self.lifecycle.follow_health(self.health.healthy)
 
 
 async def _open_republishing(planes: Planes) -> RepublishingDiscovery:

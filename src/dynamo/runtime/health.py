@@ -29,10 +29,8 @@ class ProcessHealth:
             self._notify()
 
     def add_check(self, name: str, check: Callable[[], str]) -> None:
-        """Call `check()` at every read; it returns a reason, or "" when healthy.
-
-        A changed result does not call the listeners.
-        """
+        """Call `check()` at every read; it returns a reason, or "" when healthy. A changed result
+        does not call the listeners."""
         self._checks[name] = check
 
     def on_change(self, listener: Callable[[], None]) -> None:

@@ -45,8 +45,7 @@ class Lifecycle:
         self._listeners.append(listener)
 
     def transition_to(self, state: LifecycleState) -> None:
-        """Enter `state`; the present state is no change. Raises `InternalError` for a transition
-        that is not allowed."""
+        """Enter `state`. Raises `InternalError` for a transition that is not allowed."""
         if state is self.state:
             return
         if state not in TRANSITIONS[self.state]:
@@ -55,6 +54,11 @@ class Lifecycle:
         log.debug("lifecycle", extra={"fields": {"component": self.name, "state": str(state)}})
         for listener in self._listeners:
             listener(state)
+
+    def follow_health(self, healthy: bool) -> None:
+        """Enter Healthy or Running, unless the component is stopping."""
+        if not self.stopping:
+            self.transition_to(LifecycleState.HEALTHY if healthy else LifecycleState.RUNNING)
 
     @property
     def stopping(self) -> bool:

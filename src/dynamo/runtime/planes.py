@@ -20,10 +20,8 @@ DEFAULT_NATS_URL: Final = "nats://127.0.0.1:4222"
 
 
 class Planes(msgspec.Struct, frozen=True):
-    """The URLs of the three planes and the options to open them with.
-
-    `messaging_options` are those of the request plane and the event plane.
-    """
+    """The URLs of the three planes and the options to open them with. `messaging_options` are those
+    of the request plane and the event plane."""
 
     discovery: str
     requests: str
@@ -41,11 +39,9 @@ class Planes(msgspec.Struct, frozen=True):
 
 
 def planes_of(settings: Settings) -> Planes:
-    """The planes that the settings name. Raises `ConfigError`.
-
-    `runtime.discovery`, `.requests` and `.events` take precedence over the servers of
-    `discovery.etcd` and `messaging.nats`. Without either, the planes need no server.
-    """
+    """The planes that the settings name. Raises `ConfigError`. `runtime.discovery`, `.requests` and
+    `.events` take precedence over the servers of `discovery.etcd` and `messaging.nats`. Without
+    either, the planes need no server."""
     runtime = settings.runtime
     direct_url = f"tcp://{bracket_ipv6(runtime.plane_host)}:0"
     messaging = _nats_url(settings) or direct_url

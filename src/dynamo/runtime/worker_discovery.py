@@ -39,10 +39,8 @@ class ComponentRegistry:
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """The record of a worker. `nats_endpoint` is its address on any transport.
-
-    `lease_id` is the last part of its discovery key.
-    """
+    """The record of a worker. `nats_endpoint` is its address on any transport. `lease_id` is the
+    last part of its discovery key."""
 
     component_type: str
     endpoint: str
@@ -87,9 +85,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 class WorkerDiscovery:
     """Registers and discovers workers. `client` is an open discovery plane (`runtime.discovery`).
-
-    The plane's lease and heartbeat keep the records alive.
-    """
+    The plane's lease and heartbeat keep the records alive."""
 
     def __init__(self, client: Discovery, namespace: str = "dynamo") -> None:
         self._client = client

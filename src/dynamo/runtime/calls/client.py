@@ -23,11 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """Balances and makes calls over the live instances of one endpoint.
-
-    `instances` maps the id of each live instance to it. `on_instance_busy` is called when an
-    instance without a call of this client gets one.
-    """
+    """Balances and makes calls over the live instances of one endpoint. `instances` maps the id of
+    each live instance to it. `on_instance_busy` is called when an instance without a call of this
+    client gets one."""
 
     def __init__(
         self,
@@ -71,10 +69,8 @@ class Client:
         except TimeoutError:
             if not self._view.live:
                 raise self.no_workers_error() from None
-            raise NoWorkers(
-                f"{len(self._view.live)} of {count} instances of {self.path} are live "
-                f"after {timeout_s} s"
-            ) from None
+            live = f"{len(self._view.live)} of {count} instances of {self.path}"
+            raise NoWorkers(f"{live} are live after {timeout_s} s") from None
         finally:
             stop()
 
@@ -131,7 +127,9 @@ class Client:
             self._end_call(load)
 
     def _begin_call(self, instance: Instance) -> InstanceLoad:
-        load = self._loads.get(instance.id) or self._add_load(instance)
+        load = self._loads.get(instance.id)
+        if load is None:  # the instance is not a candidate any more
+            load = self._loads[instance.id] = InstanceLoad(instance)
         load.in_flight += 1
         if load.in_flight == 1 and self.on_instance_busy is not None:
             self.on_instance_busy()
@@ -149,10 +147,8 @@ class Client:
                 yield load.instance
 
     def interrupt(self, instance_id: str, error: DynamoError) -> int:
-        """Cancel this client's calls of the instance; each raises a copy of `error`.
-
-        The instance cancels its handlers. Returns the number of calls.
-        """
+        """Cancel this client's calls of the instance; each raises a copy of `error`. The instance
+        cancels its handlers. Returns the number of calls."""
         load = self._loads.get(instance_id)
         calls = tuple(load.calls) if load is not None else ()
         for call in calls:
@@ -217,11 +213,6 @@ class Client:
             await self.call(choose(), encode_item(request), call_context, sink, window=window)
 
         return ResponseStream(start)
-
-    def _add_load(self, instance: Instance) -> InstanceLoad:
-        """Add the load of an instance that is not a candidate for load balancing."""
-        load = self._loads[instance.id] = InstanceLoad(instance)
-        return load
 
     def _refresh(self) -> None:
         live = self._view.live

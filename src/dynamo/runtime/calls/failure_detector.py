@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dynamo.communication.requests import Requests
 from dynamo.core.clock import Clock
@@ -36,16 +37,16 @@ REMOVAL_GRACE_S = 0.1
 """A dead instance's connection breaks within this time after the instance left discovery."""
 
 
+@dataclass
 class PingState:
-    """The state of one worker that has calls."""
+    """The state of a worker that has calls. `frames_received` is the connection's total."""
 
-    def __init__(self, frames: int, now: float) -> None:
-        self.frames_received = frames
-        self.last_heard_at = now
-        self.ping_task: asyncio.Task[None] | None = None
-        self.direct_ping_task: asyncio.Task[bool] | None = None
-        self.pinged_at = 0.0
-        self.slowest_ping_s = 0.0
+    frames_received: int
+    last_heard_at: float
+    ping_task: asyncio.Task[None] | None = None
+    direct_ping_task: asyncio.Task[bool] | None = None
+    pinged_at: float = 0.0
+    slowest_ping_s: float = 0.0
 
     @property
     def reachable_directly(self) -> bool:
@@ -63,11 +64,6 @@ class PingState:
         """Seconds that the present ping may remain unanswered."""
         return max(PING_TIMEOUT_S, PING_TIMEOUT_FACTOR * self.slowest_ping_s)
 
-    def on_frames(self, frames: int, now: float) -> None:
-        """Record that the worker sent frames. `frames` is the connection's total."""
-        self.frames_received = frames
-        self.last_heard_at = now
-
     def on_ping_answered(self, now: float) -> None:
         """Record the end of the ping: an answer, an error, or a broken connection."""
         self.slowest_ping_s = max(0.9 * self.slowest_ping_s, now - self.pinged_at)
@@ -79,11 +75,8 @@ class PingState:
 
 class FailureDetector:
     """Watches the workers of several clients with one timer, which runs while a worker has calls.
-
-    The calls of a failed worker raise `WorkerFailed`, those of a worker that left discovery raise
-    `WorkerDraining`. Their callers retry on another worker. Without another live worker the calls
-    are not interrupted.
-    """
+    Calls of a failed worker raise `WorkerFailed`, those of a worker that left discovery raise
+    `WorkerDraining`, so that callers retry. Calls of the last live worker are not interrupted."""
 
     def __init__(
         self,
@@ -149,8 +142,8 @@ class FailureDetector:
             if state is None:
                 self._ping_states[address] = PingState(frames, now)
             elif late or frames != state.frames_received:
-                state.on_frames(frames, now)
-                state.pinged_at = now
+                state.frames_received = frames
+                state.last_heard_at = state.pinged_at = now
             elif state.ping_task is not None:
                 if now - state.pinged_at > state.ping_timeout_s():
                     self._on_ping_timeout(client, instance, state, now - state.last_heard_at)

@@ -107,11 +107,10 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
 
 
 class InstanceView:
-    """A live view of the instances under one discovery prefix.
+    """A live view of the instances under a discovery prefix that `accepts` returns True for.
 
     An instance whose connection broke is withheld until discovery announces it again or it answers
-    a probe. A dead worker would otherwise look idle and attract calls. Instances for which
-    `accepts` returns False are left out.
+    a probe. A dead worker would otherwise look idle and attract calls.
     """
 
     def __init__(
@@ -168,9 +167,7 @@ class InstanceView:
         broken = self._ids_at(address)
         if self._closed or not broken - self._unreachable:
             return
-        log.warning(
-            "instance withheld: its connection is broken", extra={"fields": {"address": address}}
-        )
+        log.warning("instance withheld", extra={"fields": {"address": address}})
         self._unreachable |= broken
         self._refresh()
         if address not in self._probing:
@@ -178,11 +175,9 @@ class InstanceView:
             self._tasks.start(self._probe(address), f"probe {address}")
 
     def eject(self, instance_id: str) -> bool:
-        """Exclude an unhealthy instance until `readmit`. Returns whether it was excluded.
-
-        An instance is not excluded if it is unknown or excluded already. At least half of the
-        instances and one live instance remain: some answer is better than none.
-        """
+        """Exclude an unhealthy instance until `readmit`. Returns whether it was excluded. An
+        instance is not excluded if it is unknown or excluded already. At least half of the
+        instances and one live instance remain: some answer is better than none."""
         if instance_id in self._ejected or instance_id not in self._known:
             return False
         if 2 * (len(self._ejected) + 1) > len(self._known) or len(self.live) <= 1:

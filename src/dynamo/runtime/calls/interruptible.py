@@ -7,11 +7,8 @@ from types import TracebackType
 
 
 class Interruptible:
-    """A context manager: `with Interruptible(calls): await ...`.
-
-    The object is a member of `calls` inside the `with` statement. `loop` is the running loop;
-    passing it saves a lookup.
-    """
+    """A context manager: `with Interruptible(calls): await ...`. The object is a member of `calls`
+    inside the `with` statement. `loop` is the running loop; passing it saves a lookup."""
 
     __slots__ = ("_calls", "_cancels_before", "_error", "_loop", "_task")
 

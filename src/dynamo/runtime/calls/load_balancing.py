@@ -18,9 +18,7 @@ MODE_ALIASES = {"basic": "round_robin", "weighted": "weighted_round_robin"}
 
 class InstanceLoad:
     """The load of one instance. `calls` are this client's calls in flight, `in_flight` counts them.
-
-    `live` is True while the instance is a candidate. `weight` comes from its capabilities.
-    """
+    `live` is True while the instance is a candidate. `weight` comes from its capabilities."""
 
     __slots__ = ("calls", "current_weight", "in_flight", "instance", "live", "weight")
 

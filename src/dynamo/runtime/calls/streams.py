@@ -130,11 +130,9 @@ class ResponseStream(AsyncIterator[Any]):
 
 
 def item_handler(function: ItemFunction) -> RequestHandler:
-    """Wrap `function(request)` as a handler of the request plane.
-
-    An async generator function streams its items, a coroutine function answers with one item.
-    Requests and items are msgpack values.
-    """
+    """Wrap `function(request)` as a handler of the request plane. An async generator function
+    streams its items, a coroutine function answers with one item. Requests and items are msgpack
+    values."""
 
     async def handle(payload: bytes, out: ResponseWriter) -> None:
         answer = function(decode_item(payload))

@@ -79,10 +79,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildProcess:
-    """Keeps a process alive until it is stopped.
-
-    `report` is its last report. `crash_loop_reason` is empty unless the process is in a crash loop.
-    """
+    """Keeps a process alive until it is stopped. `report` is its last report. `crash_loop_reason`
+    is empty unless the process is in a crash loop."""
 
     def __init__(
         self,

@@ -56,10 +56,8 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen, unless another supervisor of this deployment does.
-
-        In that case the processes of this supervisor join the running deployment.
-        """
+        """Listen, unless another supervisor of this deployment does. In that case the processes of
+        this supervisor join the running deployment."""
         if _has_listener(self._folder):
             log.warning(
                 "a deployment of this name runs already and is joined; its first supervisor "
@@ -126,9 +124,8 @@ class ControlServer:
 
 def send_control_request(request: ControlRequest, folder: Path, timeout_s: float) -> Iterator[str]:
     """Send a request to the deployment with this state folder and yield its progress. Blocks.
-
-    Raises the errors of the request, `NotFound` without a listening supervisor, and `TimeoutError`.
-    """
+    Raises the errors of the request, `NotFound` without a listening supervisor, and
+    `TimeoutError`."""
     with socket.socket(socket.AF_UNIX) as connection, _short_socket_path(folder) as path:
         connection.settimeout(timeout_s)
         try:

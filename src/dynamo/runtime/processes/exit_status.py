@@ -25,10 +25,8 @@ def describe_exit(code: int, *, out_of_memory: bool = False) -> str:
 
 
 def killed_by_oom(kills_before: int, peak_bytes: int) -> bool:
-    """Whether the out-of-memory killer probably killed a process with this peak memory.
-
-    The killer must have killed some process since `count_oom_kills` returned `kills_before`.
-    """
+    """Whether the out-of-memory killer probably killed a process with this peak memory. The killer
+    must have killed some process since `count_oom_kills` returned `kills_before`."""
     return (
         count_oom_kills() > kills_before
         and peak_bytes >= MIN_OOM_VICTIM_SHARE * _memory_limit_bytes()
@@ -36,10 +34,8 @@ def killed_by_oom(kills_before: int, peak_bytes: int) -> bool:
 
 
 def count_oom_kills() -> int:
-    """Count the out-of-memory kills of this host plus those of our control group.
-
-    Blocks for microseconds. Unreadable counters count as 0.
-    """
+    """Count the out-of-memory kills of this host plus those of our control group. Blocks for
+    microseconds. Unreadable counters count as 0."""
     return _read_counter(VMSTAT, "oom_kill") + _read_counter(
         _cgroup_folder() / "memory.events", "oom_kill"
     )

@@ -19,11 +19,9 @@ LAG_BUCKETS_S = (
 
 
 class LoopLagMonitor:
-    """Samples the delay of a timer 50 times a second, or 4 times a second in an idle process.
-
-    The delay is the time that any event at that moment had to wait. The loop's timers have a
-    resolution of one millisecond, so an idle loop shows up to 1 ms.
-    """
+    """Samples the delay of a timer 50 times a second, or 4 times a second in an idle process. The
+    delay is the time that any event at that moment had to wait. The loop's timers have a resolution
+    of one millisecond, so an idle loop shows up to 1 ms."""
 
     def __init__(self, metrics: Registry) -> None:
         histogram = metrics.histogram(

@@ -27,10 +27,8 @@ SUPERVISOR_ONLY_HINT = "only the supervisor starts this command; use `dynamo run
 
 
 class ChildStart(msgspec.Struct, frozen=True):
-    """The first message to a child. `supervisor` is the pid of the sender.
-
-    `task` is what the child's role needs beside the settings.
-    """
+    """The first message to a child. `supervisor` is the pid of the sender. `task` is what the
+    child's role needs beside the settings."""
 
     settings: Settings
     name: str
@@ -40,20 +38,16 @@ class ChildStart(msgspec.Struct, frozen=True):
 
 class ChildNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A later message to a child. `preparing` is what the deployment waits for, or empty.
-
-    `settings` are reloaded settings; None leaves those of the start message.
-    """
+    `settings` are reloaded settings; None leaves those of the start message."""
 
     preparing: str = ""
     settings: Settings | None = None
 
 
 class ChildReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of a child. `key` is the key of its process record in discovery.
-
-    `fatal` is the error of a child that cannot start, even if it is started again. `code` is the
-    exit code for the command in that case.
-    """
+    """A message of a child. `key` is the key of its process record in discovery. `fatal` is the
+    error of a child that cannot start, even if it is started again. `code` is the exit code for the
+    command in that case."""
 
     state: ProcessState = "starting"
     address: str = ""

@@ -63,10 +63,8 @@ def _find_process(port: int, owner: PortOwner | None) -> ProcessRecord | None:
 
 
 def check_port_free(host: str, port: int) -> int:
-    """Check that no process uses `host:port`, and return the port; a free port for 0.
-
-    Raises `PortInUse`, which names the owner, or `ConfigError`.
-    """
+    """Check that no process uses `host:port`, and return the port; a free port for 0. Raises
+    `PortInUse`, which names the owner, or `ConfigError`."""
     with reserve_port(host, port) as reservation:
         bound: int = reservation.getsockname()[1]
         return bound

@@ -204,7 +204,7 @@ class ProcessRunner:
             await self._publish_state("draining")
         except (ConfigError, OSError) as error:  # a full disk must not prevent draining
             fields = {"error": str(error)}
-            log.warning("the state 'draining' could not be published", extra={"fields": fields})
+            log.warning("the state 'draining' was not published", extra={"fields": fields})
 
     async def _publish_state(self, state: ProcessState) -> None:
         """Publish the state to the state folder, to discovery and to the supervisor."""

@@ -40,10 +40,8 @@ def check_replicas(kind: str, count: int) -> None:
 
 class ProcessGroup:
     """Starts, stops and replaces children. `children` holds all of them in order of their start.
-
     `run_child` starts a task that keeps a child alive. `refresh_specs` calls `update_specs` if the
-    settings changed.
-    """
+    settings changed."""
 
     def __init__(
         self,
@@ -92,10 +90,8 @@ class ProcessGroup:
             await asyncio.wait(pending)
 
     async def scale(self, kind: str, count: int, progress: ControlProgressCallback) -> None:
-        """Change the number of replicas of a kind.
-
-        Raises `NotFound`, `ConfigError`, and `ModelUnavailable` if a new replica cannot start.
-        """
+        """Change the number of replicas of a kind. Raises `NotFound`, `ConfigError`, and
+        `ModelUnavailable` if a new replica cannot start."""
         async with self._lock:
             replicas = self._children_of_kind(kind)
             check_replicas(kind, count)
@@ -115,11 +111,9 @@ class ProcessGroup:
             await self._stop_and_remove([self._child_named(name)], progress)
 
     async def restart(self, name: str, progress: ControlProgressCallback) -> None:
-        """Replace a process, or all of a kind one after the other, by the present settings.
-
-        Each process drains after its replacement serves. Raises `NotFound`, and `ModelUnavailable`
-        if a replacement cannot start.
-        """
+        """Replace a process, or all of a kind one after the other, by the present settings. Each
+        process drains after its replacement serves. Raises `NotFound`, and `ModelUnavailable` if a
+        replacement cannot start."""
         async with self._lock:
             await self._refresh_specs()
             named = [child for child in self.children if child.spec.name == name]

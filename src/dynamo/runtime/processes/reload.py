@@ -28,9 +28,7 @@ FileStamp = tuple[int, int, int]
 
 class SettingsReloader:
     """Sends reloadable settings to running processes and logs which others need a restart.
-
-    Replacements of running processes get all new settings. `file` is polled unless it is empty.
-    """
+    Replacements of running processes get all new settings. `file` is polled unless it is empty."""
 
     def __init__(self, read_specs: ReadSpecs, file: str = "") -> None:
         self._read_specs = read_specs

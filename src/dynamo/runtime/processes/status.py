@@ -24,11 +24,8 @@ PORT_ATTEMPTS = 256
 
 
 class StatusServer:
-    """Serves /health, /live and /metrics.
-
-    `reasons` returns why the process is unhealthy, by name. `details` returns the other fields of
-    /health.
-    """
+    """Serves /health, /live and /metrics. `reasons` returns why the process is unhealthy, by name.
+    `details` returns the other fields of /health."""
 
     def __init__(
         self,

@@ -41,10 +41,8 @@ COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class PrefixedLogWriter:
-    """Writes lines of children with the child's name as prefix, in colour on a terminal.
-
-    `bare` omits the prefix, for JSON lines that contain their component.
-    """
+    """Writes lines of children with the child's name as prefix, in colour on a terminal. `bare`
+    omits the prefix, for JSON lines that contain their component."""
 
     def __init__(self, names: Sequence[str], out: LogStream, *, bare: bool = False) -> None:
         self._out = out
@@ -57,9 +55,7 @@ class PrefixedLogWriter:
 
     def __call__(self, name: str, line: bytes) -> None:
         """Write a line of the child `name`. Errors of a closed output are ignored."""
-        prefix = self._prefixes.get(name)
-        if prefix is None:
-            prefix = self._add_prefix(name)
+        prefix = self._prefixes.get(name) or self._add_prefix(name)
         with contextlib.suppress(OSError):
             self._out.write(f"{prefix}{line.decode(errors='replace')}\n")
             self._out.flush()
@@ -76,11 +72,10 @@ class PrefixedLogWriter:
 class Supervisor:
     """Starts the processes of `specs` and restarts those that die.
 
-    Processes with `needs_preparation` start after `prepare`. SIGTERM or SIGINT stops all processes
-    in `stop_order`, each with time to drain; a second signal kills them. SIGHUP reloads the
-    settings, unless a closed terminal sent it: then it stops the deployment. `ready` is set when
-    every process serves. `failure` is the report of a process that can never start, which ends the
-    deployment.
+    SIGTERM or SIGINT stops all processes in `stop_order`, each with time to drain; a second signal
+    kills them. SIGHUP reloads the settings, or stops the deployment if its terminal was closed.
+    `ready` is set when every process serves. `failure` is the report of a process that can never
+    start, which ends the deployment.
     """
 
     def __init__(
@@ -113,17 +108,12 @@ class Supervisor:
         self._restarts = metrics.counter(
             "dynamo_supervisor_restarts_total", "Processes started again", ("name",)
         )
+        reasons, details = self._unhealthy_reasons, self._health_details
         self._status = StatusServer(
-            settings,
-            self._clock,
-            metrics,
-            reasons=self._unhealthy_reasons,
-            details=self._health_details,
+            settings, self._clock, metrics, reasons=reasons, details=details
         )
-        bare = settings.logging.format == "json"
-        self._log_writer = PrefixedLogWriter(
-            [spec.name for spec in specs], out or sys.stderr, bare=bare
-        )
+        names, bare = [spec.name for spec in specs], settings.logging.format == "json"
+        self._log_writer = PrefixedLogWriter(names, out or sys.stderr, bare=bare)
         self._tasks = BackgroundTasks()
         self._dead_records = DeadRecords(settings)
         self._drain_s = settings.runtime.drain_s
@@ -235,17 +225,13 @@ class Supervisor:
 
     async def _announce_draining(self) -> None:
         if self.failure is None and self._preparation_error is None:
-            fields = {"drain_s": self._drain_s}
-            log.info(
-                "stopping; a second Ctrl-C or signal kills the processes", extra={"fields": fields}
-            )
+            text = "stopping; a second Ctrl-C or signal kills the processes"
+            log.info(text, extra={"fields": {"drain_s": self._drain_s}})
         try:
             await self._update_record("draining")
         except ConfigError as error:  # a full disk must not prevent draining
-            log.warning(
-                "the state 'draining' could not be published",
-                extra={"fields": {"error": error.message}},
-            )
+            fields = {"error": error.message}
+            log.warning("the state 'draining' was not recorded", extra={"fields": fields})
 
     async def _stop_in_order(self) -> None:
         order = sorted(self.children, key=lambda child: child.spec.stop_order)
@@ -273,12 +259,9 @@ class Supervisor:
         }
 
     def _create_child(self, spec: ChildSpec) -> ChildProcess:
+        on_change, on_death = self._on_child_change, self._on_child_death
         return ChildProcess(
-            spec,
-            self._clock,
-            on_line=self._log_writer,
-            on_change=self._on_child_change,
-            on_death=self._on_child_death,
+            spec, self._clock, on_line=self._log_writer, on_change=on_change, on_death=on_death
         )
 
     def _start_child(self, child: ChildProcess) -> asyncio.Task[None]:
@@ -325,7 +308,7 @@ def run_supervisor(supervisor: Supervisor, on_ready: Callable[[], None]) -> int:
 
     async def run() -> int:
         async with BackgroundTasks() as tasks:
-            tasks.start(announce(), "announce")
+            tasks.start(announce())
             return await supervisor.run()
 
     return asyncio.run(run())
