@@ -1,7 +1,7 @@
 """The recipes of docs/how-to/extend.md, each done as the page says.
 
-Blocks with `file=` become files; those with `add=` and `after=` are inserted into a copy of the source
-behind the statement that begins with that text. Packages are installed as pip would do: their entry
+Blocks with `file=` become files. Blocks with `add=` change a copy of the source: they stand after,
+before or instead of the line that begins with the given text. Packages are installed as pip would do: their entry
 points stand in a dist-info folder.
 """
 
@@ -23,20 +23,24 @@ import pytest
 from tests.conftest import Deployment
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r'```\w+ (file|add)=(\S+)(?: after="([^"]+)")?\n(.*?)```', re.DOTALL)
+BLOCK = re.compile(
+    r'```\w+ (file|add)=(\S+)(?: (after|before|replace)="([^"]+)")?\n(.*?)```', re.DOTALL
+)
 
 
-def insert_after(text: str, beginning: str, added: str) -> str:
-    """Insert `added` behind the first line of code that begins with `beginning`.
+def edit(text: str, how: str, beginning: str, code: str) -> str:
+    """Put `code` after, before or instead of the first line that begins with `beginning`.
 
-    In a class it goes behind the docstring.
+    After the head of a class means after its docstring.
     """
     lines = text.split("\n")
     at = next(i for i, line in enumerate(lines) if line.strip().startswith(beginning))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef) and node.lineno == at + 1:
-            at = (node.body[0].end_lineno or at) - 1
-    return "\n".join([*lines[: at + 1], added.rstrip("\n"), *lines[at + 1 :]])
+    if how == "after":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.lineno == at + 1:
+                at = (node.body[0].end_lineno or at) - 1
+        at += 1
+    return "\n".join([*lines[:at], code.removesuffix("\n"), *lines[at + (how == "replace") :]])
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +49,12 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = tmp_path_factory.mktemp("extended")
     shutil.copytree(ROOT / "src", home / "src", ignore=shutil.ignore_patterns("__pycache__"))
     packages = home / "packages"
-    for kind, path, beginning, code in BLOCK.findall(
+    for kind, path, how, beginning, code in BLOCK.findall(
         (ROOT / "docs" / "how-to" / "extend.md").read_text()
     ):
         file = (home if path.startswith("src/") else packages) / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(code if kind == "file" else insert_after(file.read_text(), beginning, code))
+        file.write_text(code if kind == "file" else edit(file.read_text(), how, beginning, code))
     install(packages)
     path = os.pathsep.join([str(home / "src"), str(packages)])
     return {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(home)}
@@ -99,9 +103,16 @@ def test_the_engine_and_the_routing_policy_serve_a_request(deployment: Deploymen
         "/v1/completions", {"model": "default", "prompt": [5, 6, 7], "max_tokens": 9}
     )
     assert status == 200
-    _, text = deployment.post("/detokenize", {"model": "default", "tokens": [7, 6, 5]})
+    _, text = deployment.post("/detokenize", {"model": "default", "tokens": [7, 6]})
     assert whole["choices"][0]["text"] == text["prompt"]
-    assert whole["usage"]["completion_tokens"] == 3
+    assert whole["usage"]["completion_tokens"] == 2
+
+
+def test_the_operator_shortens_the_answer(deployment: Deployment) -> None:
+    _, whole = deployment.post(
+        "/v1/completions", {"model": "default", "prompt": [5, 6, 7, 8, 9], "max_tokens": 4}
+    )
+    assert whole["usage"]["completion_tokens"] == 2
 
 
 def test_the_plane_backend_is_opened_by_its_scheme(environ: dict[str, str]) -> None:

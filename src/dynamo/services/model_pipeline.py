@@ -235,7 +235,8 @@ async def _open_router(pipeline: ModelPipeline) -> None:
         observers=[routing.observer] if routing.records_decisions else [],
         listener_factories=[pipeline.health.track_attempt, pipeline.admission.track_attempt],
     )
-    pipeline.send = chain([pipeline.admission, pipeline.migration], pipeline.router.send)
+    operators = [getattr(pipeline, name) for name in OPERATORS]
+    pipeline.send = chain(operators, pipeline.router.send)
 
 
 class Stage(NamedTuple):
@@ -261,8 +262,11 @@ STAGES = (
 ROUTER_PROCESS_STAGES = tuple(row for row in STAGES if row.name in ("client", "policy", "loads"))
 """The stages of a router's own process, which chooses workers and sends no requests."""
 
-REQUEST_ORDER = ("admission", "migration", "router", "dispatch")
-"""The stages that a request passes, in order. `router` turns a `SendRequest` into a `SendTo`."""
+OPERATORS = ("admission", "migration")
+"""The stages that are token operators, in the order in which a request passes them."""
+
+REQUEST_ORDER = (*OPERATORS, "router", "dispatch")
+"""All stages that a request passes. `router` turns a `SendRequest` into a `SendTo`."""
 
 
 async def open_model_pipeline(
