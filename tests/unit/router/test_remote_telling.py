@@ -33,6 +33,6 @@ def test_a_router_that_comes_and_goes_is_told_of_twice_a_second_at_most(
     policy._log_availability(False)
     policy._log_availability(True)
     assert [(one.levelname, one.message) for one in caplog.records] == [
-        ("WARNING", "no router: picking alone"),
-        ("INFO", "the router answers again"),
+        ("WARNING", "no router answers: choosing workers in this process"),
+        ("INFO", "a router answers again"),
     ]

@@ -1,4 +1,4 @@
-"""One try of one request at one worker, and who follows it."""
+"""An attempt of a request at one worker, and the listeners that follow it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dynamo.scheduling.router.policy import Outcome
 
 
 class AttemptListener:
-    """Hears how one try goes, in this order. The tokens after the first pass it by."""
+    """Receives the events of one attempt in this order. Tokens after the first are not reported."""
 
     __slots__ = ()
 
     def on_started(self, started: Started) -> None:
-        """The engine took it."""
+        """Called when the engine has accepted the request."""
 
     def on_first_token(self) -> None:
-        """Its prompt is computed."""
+        """Called when the prompt is computed."""
 
     def on_finished(self, end: Finish) -> None:
-        """The engine ended by itself."""
+        """Called when the engine has finished the answer."""
 
     def on_ended(self, error: BaseException | None) -> None:
-        """The worker has it no more, however that came: with that error, or well."""
+        """Called once, last, when the request has left the worker; `error` is None on success."""
 
 
 ListenerFactory = Callable[[Instance, GenerateRequest], AttemptListener]
@@ -38,8 +38,11 @@ listener may follow many attempts."""
 
 
 class Attempt(Reply):
-    """Passes everything on, and tells the followers and the policy's `ticket`, on which tokens are
-    counted."""
+    """Forward one attempt's reply, and notify the listeners and the policy's `placement`.
+
+    Tokens are counted in the reply's token log; without a log, each call counts them on
+    `placement`.
+    """
 
     __slots__ = (
         "_clock",
@@ -56,35 +59,35 @@ class Attempt(Reply):
     def __init__(
         self,
         reply: Reply,
-        followers: Sequence[AttemptListener],
-        ticket: Placement | None,
+        listeners: Sequence[AttemptListener],
+        placement: Placement | None,
         clock: Clock,
     ) -> None:
         self._reply = reply
         self._tokens = reply.tokens
-        self._listeners = followers
+        self._listeners = listeners
         self._clock = clock
         self._placed_s = clock.now()
-        self.placement = ticket
-        kept = reply.token_log
-        if ticket is not None and kept is not None:
-            ticket.attach_token_log(kept)
-        self._counts_tokens = ticket is not None and kept is None
+        self.placement = placement
+        token_log = reply.token_log
+        if placement is not None and token_log is not None:
+            placement.attach_token_log(token_log)
+        self._counts_tokens = placement is not None and token_log is None
         self.cached_tokens = 0
         self.first_token_s: float | None = None
 
     def begin(self, started: Started) -> None:
         self.cached_tokens = started.cached_tokens
-        for follower in self._listeners:
-            follower.on_started(started)
+        for listener in self._listeners:
+            listener.on_started(started)
         self._reply.begin(started)
 
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         if self.first_token_s is None:
             self._on_first_token()
-        ticket = self.placement
-        if self._counts_tokens and ticket is not None:
-            ticket.emitted += len(ids)
+        placement = self.placement
+        if self._counts_tokens and placement is not None:
+            placement.emitted += len(ids)
         send = self._tokens  # calling a slot directly is slower in CPython 3.11
         return send(ids, logprobs)
 
@@ -97,25 +100,25 @@ class Attempt(Reply):
 
     def _on_first_token(self) -> None:
         self.first_token_s = self._clock.now()
-        for follower in self._listeners:
-            follower.on_first_token()
+        for listener in self._listeners:
+            listener.on_first_token()
         if self.placement is not None:
             self.placement.on_first_token()
 
     def finish(self, end: Finish) -> None:
-        for follower in self._listeners:
-            follower.on_finished(end)
+        for listener in self._listeners:
+            listener.on_finished(end)
         self._reply.finish(end)
 
     def close(self, error: BaseException | None) -> None:
-        """It is over."""
+        """End the attempt with `error`, or None on success."""
         if self.placement is not None:
             self.placement.end()
-        for follower in self._listeners:
-            follower.on_ended(error)
+        for listener in self._listeners:
+            listener.on_ended(error)
 
     def outcome(self, prompt_tokens: int, error: str) -> Outcome:
-        """What came of it, until now."""
+        """Return the result so far. `error` is an error code, "" on success."""
         first_s = None if self.first_token_s is None else self.first_token_s - self._placed_s
         return Outcome(
             ttft_s=first_s,

@@ -1,4 +1,4 @@
-"""The policy that the settings ask for, put together."""
+"""Build the policy, the solver and the cost that the settings name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dynamo.scheduling.router.worker_state import WorkerStates
 KV = "kv"
 KV_EVENTS_SUFFIX = ".kv_events"
 QUEUE_STARVATION_S = 10.0
-"""Who has waited so long goes first, whatever the order."""
+"""Wait after which a request goes before all others, whatever the queue order."""
 
 
 class PolicyInputs(msgspec.Struct, frozen=True):
@@ -66,35 +66,22 @@ def make_solver(
     rng: Random,
     worker_states: WorkerStates | None = None,
 ) -> PlacementSolver:
-    """What places, over `view`, as the settings say. Raises ConfigError."""
+    """Make the placement solver over `view` that the settings describe. Raises `ConfigError`."""
     queue: WaitingQueue[PendingRequest] = WaitingQueue(
         settings.queue_order, settings.queue_bound, QUEUE_STARVATION_S
     )
-    named = settings.selector
-    plain = named == SelectionStrategy.HighestScore
+    select = None
+    if settings.selector != SelectionStrategy.HighestScore:
+        select = adapt_selector(make_selector(settings.selector, settings.temperature, rng))
     return PlacementSolver(
         worker_states or WorkerStates(),
         view,
         make_cost(settings),
         rng,
-        select=None if plain else adapt_selector(make_selector(named, settings.temperature, rng)),
+        select=select,
         queue=queue,
         threshold=settings.queue_threshold,
     )
-
-
-def make_kv_policy(
-    client: Client,
-    placement: PlacementSolver,
-    clock: Clock,
-    *,
-    block_tokens: int,
-    name: str = "predicted",
-    read_prompt: PromptReader | None = None,
-) -> KvPolicy:
-    """The policy of mode `kv` over `placement`."""
-    reader = read_prompt or make_prompt_reader(block_tokens)
-    return KvPolicy(client, placement, reader, clock, block_tokens=block_tokens, name=name)
 
 
 async def open_policy(inputs: PolicyInputs) -> Policy:
@@ -126,13 +113,13 @@ async def open_kv_policy(inputs: PolicyInputs) -> Policy:
     if view is None:
         view = CacheView(clock, block_tokens=inputs.block_tokens)
         await view.subscribe(inputs.events, inputs.component + KV_EVENTS_SUFFIX)
-    policy = make_kv_policy(
+    policy = KvPolicy(
         client,
         make_solver(settings, view, client.rng),
+        inputs.read_prompt or make_prompt_reader(inputs.block_tokens),
         clock,
         block_tokens=inputs.block_tokens,
         name=settings.policy,
-        read_prompt=inputs.read_prompt,
     )
     policy.on_close = view.close
     if view.is_remote:

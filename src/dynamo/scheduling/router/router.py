@@ -1,4 +1,4 @@
-"""Chooses an instance for every request and sends it there; chooses again where nobody was."""
+"""The pipeline stage that sends each request to a chosen instance, and retries gone instances."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 
 SendTo = Callable[[Instance, GenerateRequest, Context, Reply], Awaitable[None]]
-"""`Send` with its destination: what stands behind the router."""
+"""Like `SendRequest`, with the destination instance as the first argument."""
 
 
 class WorkerRouter:
-    """The stage that turns a `Send` into a `SendTo`."""
+    """Send each request to the instance that `policy` chooses, by a `SendTo`."""
 
     def __init__(
         self,
@@ -55,9 +55,11 @@ class WorkerRouter:
         )
 
     async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """Answer by one instance, none of those that the context says to avoid. An instance that is
-        gone did nothing, so another is tried, up to `MAX_TRIES` in all. Raises `NoWorkers`, and
-        whatever the instance raised."""
+        """Send the request to one instance that is not in `context.avoid`.
+
+        A gone instance did no work, so another one is tried, up to MAX_ATTEMPTS in all. Raises
+        `NoWorkers` and the errors of the instance.
+        """
         tried = set(context.avoid)
         last = len(tried) + MAX_ATTEMPTS
         while True:
@@ -65,7 +67,7 @@ class WorkerRouter:
             self._routed.inc()
             rank = decision.rank
             sent = request if rank is None else replace(request, rank=rank)
-            if context.avoid:  # has been of use, and may be long
+            if context.avoid:  # not needed any more, and may be long
                 context = replace(context, avoid=())
             attempt = self._start_attempt(decision, sent, reply)
             error: BaseException | None = None
@@ -83,21 +85,21 @@ class WorkerRouter:
                 raise
             finally:
                 self._end_attempt(decision, sent, attempt, error)
-                del error  # it leads back to this frame
+                del error  # its traceback refers to this frame
             self._retried.inc()
             context = replace(context, attempt=context.attempt + 1)
 
     def _start_attempt(self, decision: Decision, request: GenerateRequest, reply: Reply) -> Attempt:
-        """Whoever wants to know hears how it goes."""
-        ticket = decision.placement
+        """Notify the observers and wrap `reply` in an Attempt with its listeners."""
+        placement = decision.placement
         if self._observers:
-            ticket = ticket or Placement()
+            placement = placement or Placement()
             for observer in self._observers:
                 observer.on_decision(request, decision)
         listeners: list[AttemptListener] = []
         for create_listener in self._listener_factories:  # a comprehension is a call in Python 3.11
             listeners.append(create_listener(decision.instance, request))  # noqa: PERF401
-        return Attempt(reply, listeners, ticket, self._clock)
+        return Attempt(reply, listeners, placement, self._clock)
 
     def _end_attempt(
         self,

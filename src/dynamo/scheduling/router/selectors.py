@@ -1,9 +1,11 @@
-"""How one worker is taken once all are scored; own ones are plain Python, found by entry point.
+"""Selectors: how one worker is chosen once all workers have a score.
+
+A selector of another package is a WorkerSelector that an entry point names:
 
     [project.entry-points."dynamo.router.selectors"]
     mine = "my_package:MySelector"
 
-and `router.selector: mine`.
+The setting `router.selector: mine` then chooses it.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import msgspec
 from dynamo.core.errors import ConfigError, DynamoError
 from dynamo.core.labels import LABELS_KEY, satisfies_constraints
 from dynamo.core.plugins import SELECTORS
+from dynamo.scheduling.router.costs.interface import lowest_indices
 from dynamo.scheduling.router.labels import Constraints, NoAvailableWorker
 from dynamo.scheduling.router.pending_request import PendingRequest
-from dynamo.scheduling.router.placement.regret import pick_lowest
 from dynamo.scheduling.router.placement.solver import SelectWorker
 from dynamo.scheduling.router.worker_state import WorkerState
 
@@ -31,14 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class RouterError:
-    """The seeds' name for what routing raises."""
+    """The seeds' namespace for routing errors."""
 
     NoAvailableWorker = NoAvailableWorker
 
 
 class SelectionStrategy(StrEnum):
-    """`HighestScore`; `WeightedRandom`: chances by softmax of the scores; `LoadBalanced`: the least
-    loaded of those whose score is near the best."""
+    """`HighestScore`; `WeightedRandom`: by a softmax over the scores; `LoadBalanced`: the least
+    loaded worker whose score is near the best."""
 
     HighestScore = "highest_score"
     WeightedRandom = "weighted_random"
@@ -46,8 +48,8 @@ class SelectionStrategy(StrEnum):
 
 
 class WorkerScore(msgspec.Struct, frozen=True):
-    """`total_score`: the highest wins; `expected_latency`: seconds; `load_factor`: 0 to 1;
-    `labels`: what constraints are about."""
+    """The score of one worker. The highest `total_score` wins; `expected_latency` is in seconds,
+    `load_factor` in 0 to 1; constraints are matched against `labels`."""
 
     total_score: float
     cache_hit_ratio: float = 0.0
@@ -57,15 +59,17 @@ class WorkerScore(msgspec.Struct, frozen=True):
 
 
 class WorkerSelector(ABC):
-    """Takes one worker by its score."""
+    """Choose one worker by its score."""
 
     @abstractmethod
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Constraints
     ) -> str:
-        """The id of one worker that satisfies `constraints`: the labels that the request asks for.
-        A frontend shows only workers that bear them. Raises `NoAvailableWorker`, which the request
-        is then answered."""
+        """Return the id of a worker that satisfies `constraints`, the labels of the request.
+
+        A frontend passes only workers that satisfy them. `NoAvailableWorker` may be raised to
+        refuse the request.
+        """
 
 
 class DefaultWorkerSelector(WorkerSelector):
@@ -79,8 +83,8 @@ class DefaultWorkerSelector(WorkerSelector):
         tolerance: float = 0.1,
         rng: Random | None = None,
     ) -> None:
-        """`temperature`: of the softmax over scores, scaled to the distance of best and worst (0 =
-        the best); `near`: the share of that distance within which scores count as equal."""
+        """`temperature` of the softmax applies to scores scaled to 0..1; 0 takes the best. Scores
+        within `tolerance`, a share of the distance of best and worst, count as near the best."""
         self._strategy = strategy
         self._temperature = temperature
         self._tolerance = tolerance
@@ -97,24 +101,21 @@ class DefaultWorkerSelector(WorkerSelector):
         if not names:
             raise NoAvailableWorker("no worker satisfies the constraints", retry_after_s=1.0)
         totals = [worker_scores[name].total_score for name in names]
-        if self._strategy is SelectionStrategy.WeightedRandom:
-            return names[softmax_pick(totals, self._temperature, self._rng)]
-        best = max(totals)
         if self._strategy is SelectionStrategy.LoadBalanced:
+            best = max(totals)
             limit = best - self._tolerance * (best - min(totals))
             near = [name for name, total in zip(names, totals, strict=True) if total >= limit]
             return min(near, key=lambda name: (worker_scores[name].load_factor, self._rng.random()))
-        equal = [name for name, total in zip(names, totals, strict=True) if total == best]
-        return self._rng.choice(equal)
+        weighted = self._strategy is SelectionStrategy.WeightedRandom
+        return names[softmax_pick(totals, self._temperature if weighted else 0.0, self._rng)]
 
 
 def softmax_pick(scores: Sequence[float], temperature: float, rng: Random) -> int:
-    """An index, with chances by the softmax of scores scaled to [0, 1]; temperature 0: a best."""
+    """Return an index by a softmax over scores scaled to 0..1; temperature 0 takes a best one."""
     best = max(scores)
     spread = best - min(scores)
     if temperature <= 0.0 or spread == 0.0:
-        equal = [index for index, score in enumerate(scores) if score == best]
-        return rng.choice(equal)
+        return rng.choice([index for index, score in enumerate(scores) if score == best])
     weights = [math.exp((score - best) / (spread * temperature)) for score in scores]
     return rng.choices(range(len(scores)), weights)[0]
 
@@ -134,42 +135,48 @@ def make_selector(name: str, temperature: float, rng: Random) -> WorkerSelector:
 
 
 def adapt_selector(selector: WorkerSelector) -> SelectWorker:
-    """`selector`, as a placement asks for it: a score is the negative of a cost. While it fails,
-    the best score wins; it may refuse a request by a DynamoError."""
+    """Return `selector` as a function over costs; a score is a negative cost.
+
+    A DynamoError of the selector refuses the request. After any other error the best score wins;
+    the first such error is logged.
+    """
     failing = False
 
     def select(
-        arrival: PendingRequest, books: Sequence[WorkerState], costs: Sequence[float], rng: Random
+        request: PendingRequest,
+        workers: Sequence[WorkerState],
+        costs: Sequence[float],
+        rng: Random,
     ) -> int:
         nonlocal failing
-        scores = score_workers(arrival, books, costs)
+        scores = score_workers(request, workers, costs)
         try:
-            at = list(scores).index(selector.select_worker(scores, arrival.constraints))
+            index = list(scores).index(selector.select_worker(scores, request.constraints))
         except DynamoError:
             raise
-        except Exception:  # somebody else's code
+        except Exception:  # a selector may be a user's code
             if not failing:
-                log.exception("the selector fails: the best score wins meanwhile")
+                log.exception("the selector failed; the best score wins until it works again")
             failing = True
-            return pick_lowest(costs, rng)
+            return rng.choice(lowest_indices(costs))
         failing = False
-        return at
+        return index
 
     return select
 
 
 def score_workers(
-    arrival: PendingRequest, books: Sequence[WorkerState], costs: Sequence[float]
+    request: PendingRequest, workers: Sequence[WorkerState], costs: Sequence[float]
 ) -> dict[str, WorkerScore]:
-    """Of every one of `books`, in order."""
-    tokens = max(1, arrival.prompt.tokens)
+    """Return the score of each worker by name, in the order of `workers`."""
+    tokens = max(1, request.prompt.tokens)
     return {
-        book.name: WorkerScore(
+        worker.name: WorkerScore(
             total_score=-cost,
-            cache_hit_ratio=arrival.overlaps.get(book.name, 0) * arrival.block_tokens / tokens,
-            expected_latency=book.predict_prefill_ms(arrival.uncached_tokens(book.name)) * 1e-3,
-            load_factor=book.load_factor(),
-            labels=book.instance.capabilities.get(LABELS_KEY) or {},
+            cache_hit_ratio=request.overlaps.get(worker.name, 0) * request.block_tokens / tokens,
+            expected_latency=worker.predict_prefill_ms(request.uncached_tokens(worker.name)) * 1e-3,
+            load_factor=worker.load_factor(),
+            labels=worker.instance.capabilities.get(LABELS_KEY) or {},
         )
-        for book, cost in zip(books, costs, strict=True)
+        for worker, cost in zip(workers, costs, strict=True)
     }

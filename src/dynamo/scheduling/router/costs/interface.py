@@ -118,6 +118,13 @@ class PairwiseCostMatrix(CostMatrix):
         )
 
 
+def lowest_indices(costs: Sequence[float], tolerance: float = TIE_TOLERANCE) -> list[int]:
+    """Return the indices of all costs within `tolerance`, a share of it, of the lowest."""
+    best = min(costs)
+    limit = best + abs(best) * tolerance
+    return [index for index, cost in enumerate(costs) if cost <= limit]
+
+
 def best_indices(costs: Sequence[float], chosen: int) -> list[int]:
     """Return up to TABLE_ROWS indices, lowest cost first, always with `chosen` among them."""
     order = sorted(range(len(costs)), key=costs.__getitem__)[:TABLE_ROWS]

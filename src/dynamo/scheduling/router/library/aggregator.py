@@ -1,4 +1,4 @@
-"""KvMetricsAggregator: what every worker of a component does now, for programs of one's own."""
+"""KvMetricsAggregator: the load of every worker of a component, as a library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.scheduling.router.load_view import LoadView
 
 
 class KvMetricsAggregator:
-    """`async with KvMetricsAggregator(component) as metrics`, or `start` and `close`."""
+    """Use as `async with KvMetricsAggregator(component)`, or call `start` and `close`."""
 
     def __init__(self, component: Component) -> None:
         self._runtime = component.namespace.runtime
@@ -20,23 +20,23 @@ class KvMetricsAggregator:
         self._loads = LoadView(self._runtime.clock)
 
     async def start(self) -> None:
-        """Hear the load reports of every worker, present and future."""
+        """Subscribe to the load reports of all present and future workers."""
         await self._loads.subscribe(self._runtime.events, self._component)
 
     def close(self) -> None:
-        """Hear no more."""
+        """End the subscription."""
         self._loads.close()
 
     def update_scores(self, event: Event) -> None:
-        """One `load_metrics` event; what `start` hears comes here by itself."""
+        """Apply one `load_metrics` event. Subscribed events are applied without this call."""
         self._loads.update_scores(event)
 
     def workers(self) -> Mapping[str, Load]:
-        """The last report of each worker."""
+        """Return the last report of each worker."""
         return dict(self._loads.loads)
 
     def total(self) -> Load:
-        """All of them together."""
+        """Return the sum of all last reports."""
         return sum_loads(self._loads.loads.values())
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,6 @@
-"""`KvRouter`: routing by the weighted score as a library, step by step and open to look into.
+"""`KvRouter`: routing by the weighted score, as a library with open steps.
 
-A frontend's own routing is `KvPolicy`; this is for programs that want to ask "which worker, and
-why" themselves.
+Frontends route by `KvPolicy`. This class is for programs that choose a worker themselves.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ OnRouted = Callable[["WorkerSelectionResult", "CacheHitAnalysis"], None]
 
 
 class PerformanceRequirements(msgspec.Struct, frozen=True):
-    """`max_latency`: seconds at which a latency scores nothing."""
+    """`max_latency`: latency in seconds that scores 0."""
 
     max_latency: float = 2.0
 
 
 class SchedulingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Either `token_ids`, or `prompt` where the router was given a tokenizer. `constraints`: labels
-    that the worker must bear."""
+    """A request with `token_ids`, or with `prompt` if the router has a tokenizer. The worker must
+    have the labels in `constraints`."""
 
     model: str = ""
     prompt: str = ""
@@ -54,7 +53,8 @@ class SchedulingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixAnalysis(msgspec.Struct, frozen=True):
-    """`prefix_patterns`: the lengths, in tokens, of the prefixes that `prefix_hashes` name."""
+    """A prompt's blocks. `prefix_patterns` are the lengths in tokens of the prefixes that
+    `prefix_hashes` name."""
 
     tokens: Sequence[int]
     prefix_patterns: Sequence[int]
@@ -63,8 +63,11 @@ class PrefixAnalysis(msgspec.Struct, frozen=True):
 
 
 class CacheHitAnalysis(msgspec.Struct, frozen=True):
-    """Share of the prompt, by worker; of all the best; whose that is ("" = nobody holds any). A
-    worker with data-parallel ranks stands there by rank, "instance/rank"."""
+    """The cached share of a prompt by worker, and the best of them.
+
+    `best_hit_worker` is "" if no worker holds any of it. Data-parallel ranks are listed as
+    "instance/rank".
+    """
 
     worker_hits: Mapping[str, float]
     global_hit_ratio: float
@@ -72,13 +75,13 @@ class CacheHitAnalysis(msgspec.Struct, frozen=True):
 
     @property
     def hit_ratio(self) -> float:
-        """The best that can be had."""
+        """The best share of all workers."""
         return self.global_hit_ratio
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """Shares between 0 and 1; `cpu_utilization`: the engine's load under the seeds' name;
-    `network_latency`: seconds until a prompt would begin to be computed."""
+    """Load and memory as shares, 0 to 1. `cpu_utilization` is the engine's load under the seeds'
+    name; `network_latency` is the time in seconds until a new prompt would start."""
 
     cpu_utilization: float = 0.0
     network_latency: float = 0.0
@@ -86,8 +89,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerSelectionResult(msgspec.Struct, frozen=True):
-    """`expected_latency`: seconds to the first token, as far as can be told; `rank`: the
-    data-parallel rank that was chosen, of a worker that has several."""
+    """The chosen worker. `expected_latency` is the predicted time to the first token in seconds;
+    `rank` is the data-parallel rank of a worker that has several."""
 
     worker: Instance
     cache_hit_ratio: float
@@ -96,8 +99,11 @@ class WorkerSelectionResult(msgspec.Struct, frozen=True):
 
 
 class KvRouter:
-    """`async with KvRouter(component, block_size, selector) as router: await
-    router.route_request(request)`. Follows the component's `generate` endpoint and its events."""
+    """Choose workers of a component's `generate` endpoint by its KV events and load reports.
+
+    Use as `async with KvRouter(component, block_size, selector) as router`, then call
+    `await router.route_request(request)`.
+    """
 
     def __init__(
         self,
@@ -137,27 +143,27 @@ class KvRouter:
             await self._client.close()
 
     async def route_request(self, request: SchedulingRequest) -> WorkerSelectionResult:
-        """The best worker now. Raises `RouterError.NoAvailableWorker`, `InvalidRequest`."""
+        """Return the best worker. Raises `RouterError.NoAvailableWorker`, `InvalidRequest`."""
         prefix = self.analyze_request_prefix(request)
         hits = self.query_cache_hits(prefix)
         scores = self.calculate_worker_scores(hits, request.performance_requirements)
-        chosen = self._selector.select_worker(scores, request.constraints)
-        score, book = scores[chosen], self._worker_states[chosen]
+        name = self._selector.select_worker(scores, request.constraints)
+        score, worker = scores[name], self._worker_states[name]
         result = WorkerSelectionResult(
-            book.instance, score.cache_hit_ratio, score.expected_latency, book.rank
+            worker.instance, score.cache_hit_ratio, score.expected_latency, worker.rank
         )
-        self._view.on_request_routed(chosen, prefix.prefix_hashes)
+        self._view.on_request_routed(name, prefix.prefix_hashes)
         self.update_routing_metrics(result, hits)
         return result
 
     def analyze_request_prefix(self, request: SchedulingRequest) -> PrefixAnalysis:
-        """The prompt's blocks. Raises `InvalidRequest` for a text without a tokenizer."""
+        """Return the prompt's blocks. Raises `InvalidRequest` for a text without a tokenizer."""
         tokens = request.token_ids
         if not tokens and request.prompt:
             if self._tokenizer is None:
                 raise InvalidRequest(
-                    "a prompt in words needs a tokenizer",
-                    hint="give token_ids, or KvRouter(..., tokenizer=...)",
+                    "a text prompt needs a tokenizer",
+                    hint="pass token_ids, or create KvRouter(..., tokenizer=...)",
                     param="prompt",
                 )
             tokens = self._tokenizer(request.prompt)
@@ -166,12 +172,12 @@ class KvRouter:
         return PrefixAnalysis(tokens, lengths, hashes, len(tokens))
 
     def query_cache_hits(self, prefix: PrefixAnalysis) -> CacheHitAnalysis:
-        """Who holds how much of it."""
+        """Return the share of the prompt that each worker holds."""
         overlaps = self._view.find_overlaps(prefix.prefix_hashes)
         tokens = max(1, prefix.sequence_length)
         hits = {
-            book.name: overlaps.get(book.name, 0) * self._block_size / tokens
-            for book in self._refresh_workers()
+            worker.name: overlaps.get(worker.name, 0) * self._block_size / tokens
+            for worker in self._refresh_workers()
         }
         best = max(hits, key=hits.__getitem__, default="")
         ratio = hits.get(best, 0.0)
@@ -180,31 +186,32 @@ class KvRouter:
     def calculate_worker_scores(
         self, hits: CacheHitAnalysis, requirements: PerformanceRequirements
     ) -> dict[str, WorkerScore]:
-        """The weighted score of every worker that is there."""
+        """Return the weighted score of every live worker."""
         return {
-            book.name: worker_score(
-                hits.worker_hits.get(book.name, 0.0),
-                status_from_load(book),
+            worker.name: worker_score(
+                hits.worker_hits.get(worker.name, 0.0),
+                status_from_load(worker),
                 requirements,
                 self._weights,
-                worker_labels(book.instance),
+                worker.instance.capabilities.get(LABELS_KEY),
             )
-            for book in self._refresh_workers()
+            for worker in self._refresh_workers()
         }
 
     def worker_status(self, worker: str) -> WorkerStatus:
-        """As its last load report says, by the name that `worker_hits` has; idle without one."""
+        """Return the status from the last load report; idle without a report. `worker` is a key of
+        `worker_hits`."""
         self._refresh_workers()
-        book = self._worker_states.get(worker)
-        return status_from_load(book) if book is not None else WorkerStatus()
+        state = self._worker_states.get(worker)
+        return status_from_load(state) if state is not None else WorkerStatus()
 
     def update_routing_metrics(self, result: WorkerSelectionResult, hits: CacheHitAnalysis) -> None:
-        """Tell whoever asked to hear of every choice."""
+        """Call `on_routed` with a choice."""
         if self._on_routed is not None:
             self._on_routed(result, hits)
 
     def _refresh_workers(self) -> Sequence[WorkerState]:
-        """Of all workers there are now, and of each rank of theirs, with their last reports."""
+        """Apply instances and load reports; return the state of each worker and rank."""
         if self._client is None:
             raise NoWorkers("the router is not open: use it as `async with KvRouter(...)`")
         self._worker_states.update_instances(self._client.instances)
@@ -215,22 +222,17 @@ class KvRouter:
         return self._worker_states.workers
 
 
-def worker_labels(instance: Instance) -> dict[str, str]:
-    """The labels that it bears."""
-    return dict(instance.capabilities.get(LABELS_KEY) or {})
-
-
-def status_from_load(book: WorkerState) -> WorkerStatus:
-    """What the load report in its book means for the score."""
-    load = book.load
+def status_from_load(worker: WorkerState) -> WorkerStatus:
+    """Return the status that the worker's last load report implies."""
+    load = worker.load
     if load is None:
         return WorkerStatus()
-    places = book.engine_info.max_num_seqs if book.engine_info else DEFAULT_MAX_SEQUENCES
+    slots = worker.engine_info.max_num_seqs if worker.engine_info else DEFAULT_MAX_SEQUENCES
     blocks = load.active_blocks / load.total_blocks if load.total_blocks else 0.0
-    waits_ms = book.predict_prefill_ms(load.prefill_tokens) if load.prefill_tokens else 0.0
+    wait_ms = worker.predict_prefill_ms(load.prefill_tokens) if load.prefill_tokens else 0.0
     return WorkerStatus(
-        cpu_utilization=min(1.0, (load.running + load.waiting) / places),
-        network_latency=waits_ms * 1e-3,
+        cpu_utilization=min(1.0, (load.running + load.waiting) / slots),
+        network_latency=wait_ms * 1e-3,
         available_memory_ratio=1.0 - min(1.0, blocks),
     )
 
@@ -242,7 +244,8 @@ def worker_score(
     weights: CostWeights,
     labels: Mapping[str, str] | None = None,
 ) -> WorkerScore:
-    """0.4 hit ratio + 0.3 (1 - load) + 0.2 latency score + 0.1 free memory, by default."""
+    """Return the weighted score; by default 0.4 hit ratio + 0.3 (1 - load) + 0.2 latency score +
+    0.1 free memory."""
     latency = latency_score(status.network_latency * 1e3, requirements.max_latency * 1e3)
     terms = composite_terms(
         weights, hit_ratio, status.cpu_utilization, latency, status.available_memory_ratio

@@ -1,5 +1,4 @@
-"""Requests that wait because every worker that could take them is busy: in which order they are
-looked at, and how many there may be."""
+"""The queue of requests that no worker can take yet: its order and its bound."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from dynamo.scheduling.router.pending_request import PendingRequest
 T = TypeVar("T")
 
 PRIORITY_STEP_S = 1.0
-"""What one step of priority is worth where age decides."""
+"""Time that one step of priority is worth in orders by time."""
 GAP_EWMA_WEIGHT = 0.1
-"""Of the newest gap between two departures in their running mean."""
+"""Weight of the newest gap between two departures in their running mean."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
 
 class QueueOrderable(Protocol):
-    """What an order needs to know. `work`: prompt tokens to compute; `deadline_s`: on the clock of
-    `arrived_s`; `priority`: higher goes first."""
+    """The properties that a queue order reads. `prefill_tokens` are prompt tokens to compute;
+    `deadline_s` is on the clock of `arrived_s`; a higher `priority` goes first."""
 
     @property
     def arrived_s(self) -> float: ...
@@ -38,7 +37,7 @@ class QueueOrderable(Protocol):
 
 
 class QueueOrderKey(msgspec.Struct, frozen=True):
-    """That, of what does not tell by itself."""
+    """A QueueOrderable for items that do not have these properties."""
 
     arrived_s: float
     prefill_tokens: int = 0
@@ -46,24 +45,21 @@ class QueueOrderKey(msgspec.Struct, frozen=True):
     deadline_s: float = inf
 
 
-def first_come_first_served(rank: QueueOrderable) -> float:
-    """By age; a step of priority counts as a second of it."""
-    return rank.arrived_s - PRIORITY_STEP_S * rank.priority
+def first_come_first_served(item: QueueOrderable) -> float:
+    """Order by arrival."""
+    return item.arrived_s - PRIORITY_STEP_S * item.priority
 
 
-def weighted_shortest_first(rank: QueueOrderable) -> float:
-    """Smith's rule: work over weight, which makes the weighted mean wait least."""
-    steps = rank.priority
-    return (
-        rank.prefill_tokens / (1 + steps)
-        if steps >= 0
-        else float(rank.prefill_tokens * (1 - steps))
-    )
+def weighted_shortest_first(item: QueueOrderable) -> float:
+    """Order by work over weight: Smith's rule, which minimises the weighted mean wait."""
+    if item.priority >= 0:
+        return item.prefill_tokens / (1 + item.priority)
+    return float(item.prefill_tokens * (1 - item.priority))
 
 
-def earliest_deadline_first(rank: QueueOrderable) -> float:
-    """By deadline; those without one come last, by age."""
-    return rank.deadline_s - PRIORITY_STEP_S * rank.priority
+def earliest_deadline_first(item: QueueOrderable) -> float:
+    """Order by deadline; items without a deadline come last, by arrival."""
+    return item.deadline_s - PRIORITY_STEP_S * item.priority
 
 
 QUEUE_ORDERS: dict[str, Callable[[QueueOrderable], float]] = {
@@ -76,14 +72,17 @@ _SortKey = tuple[float, float, int]
 
 
 class WaitingQueue(Generic[T]):
-    """Bounded. Whoever has waited `patience_s` goes before all that have not, oldest first, so that
-    no order starves anybody. Times are the caller's: no clock in here."""
+    """A bounded priority queue.
+
+    Items that have waited `starvation_s` go before all others, oldest first, so that no order
+    starves an item. The caller passes all times.
+    """
 
     def __init__(self, order: str = "fcfs", bound: int = 1024, starvation_s: float = inf) -> None:
-        """`order`: one of `ORDERS`. Raises `ConfigError`."""
+        """`order` is a key of QUEUE_ORDERS. Raises `ConfigError` for others."""
         if order not in QUEUE_ORDERS:
             raise ConfigError(
-                f"no order is called {order!r}", hint=f"known: {', '.join(QUEUE_ORDERS)}"
+                f"unknown queue order {order!r}", hint=f"known: {', '.join(QUEUE_ORDERS)}"
             )
         self.sort_key = QUEUE_ORDERS[order]
         self._bound = bound
@@ -102,69 +101,68 @@ class WaitingQueue(Generic[T]):
 
     @property
     def over_bound(self) -> bool:
-        """Whether more wait than may."""
+        """Whether the queue is longer than its bound."""
         return len(self._entries) > self._bound
 
-    def push(self, name: str, item: T, rank: QueueOrderable, *, bounded: bool = True) -> None:
-        """Wait as `name`, which is not there yet. Raises `Overloaded` past the bound."""
+    def push(self, name: str, item: T, key: QueueOrderable, *, bounded: bool = True) -> None:
+        """Add `item` as `name`, which must not be queued yet. Raises `Overloaded` when the queue is
+        full, unless `bounded` is False."""
         if bounded and len(self._entries) >= self._bound:
             raise self.overload_error()
         self._count += 1
-        key = (self.sort_key(rank), rank.arrived_s, self._count)
-        insort(self._sorted, (key, name))
-        self._entries[name] = (key, rank, item)
+        sort_key = (self.sort_key(key), key.arrived_s, self._count)
+        insort(self._sorted, (sort_key, name))
+        self._entries[name] = (sort_key, key, item)
 
     def overload_error(self) -> Overloaded:
-        """What is told to whom there is no room for: when a place should be free."""
+        """Return the error for an item that does not fit, with the time until a place is free."""
         return Overloaded(
-            f"{self._bound} requests wait for a worker already",
-            hint="router.queue_bound is the limit; more workers would take them",
+            f"the queue is full: {self._bound} requests wait for a worker",
+            hint="router.queue_bound is the limit; more workers shorten the queue",
             retry_after_s=self.estimate_wait_s(),
         )
 
-    def count_ahead(self, rank: QueueOrderable) -> int:
-        """How many one of that rank would find before it."""
-        return bisect_left(
-            self._sorted, ((self.sort_key(rank), rank.arrived_s, self._count + 1), "")
-        )
+    def count_ahead(self, key: QueueOrderable) -> int:
+        """Return the number of items that would be before a new item with this key."""
+        return bisect_left(self._sorted, ((self.sort_key(key), key.arrived_s, self._count + 1), ""))
 
     def pop(self, name: str, now: float | None = None) -> T | None:
-        """Leave; with `now`, because a worker was found, which tells how fast places become free.
-        None for who is not there."""
-        found = self._entries.pop(name, None)
-        if found is None:
+        """Remove and return an item; None if it is not queued. Pass `now` if a worker was found:
+        the times of such departures predict the wait."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
             return None
-        key, _, item = found
-        del self._sorted[bisect_left(self._sorted, (key, name))]
+        sort_key, _, item = entry
+        del self._sorted[bisect_left(self._sorted, (sort_key, name))]
         if now is not None:
             self._observe_departure(now)
         return item
 
     def ordered(self, now: float, limit: int | None = None) -> list[T]:
-        """The first `most` of those that wait (None: all)."""
-        late = self._starving(now)
-        if not late:
+        """Return the first `limit` items in order (None: all)."""
+        starving = self._starving(now)
+        if not starving:
             return [self._entries[name][2] for _, name in self._sorted[:limit]]
-        there = set(late)
-        names = late + [name for _, name in self._sorted if name not in there]
+        first = set(starving)
+        names = starving + [name for _, name in self._sorted if name not in first]
         return [self._entries[name][2] for name in names[:limit]]
 
     def iter_ordered(self, now: float) -> Iterator[T]:
-        """All that wait, each looked up when it is asked for: those before it may have left."""
+        """Iterate over all items in order. Items already yielded may be removed meanwhile."""
         if self._starving(now):
             return iter(self.ordered(now))
-        held = self._entries
-        return (held[name][2] for _, name in self._sorted.copy())
+        entries = self._entries
+        return (entries[name][2] for _, name in self._sorted.copy())
 
     def estimate_wait_s(self) -> float:
-        """About how long the last of the queue will wait, as places became free of late."""
+        """Return the predicted wait of the last item, from the recent departures."""
         return min(max(len(self._entries) * self._mean_gap_s, RETRY_MIN_S), RETRY_MAX_S)
 
     def _starving(self, now: float) -> list[str]:
-        """They came in order of arrival, and so they stand in the dict."""
+        """Return the starving items; the dict is in order of arrival."""
         latest = now - self._starvation_s
-        late = takewhile(lambda held: held[1][1].arrived_s <= latest, self._entries.items())
-        return [name for name, _ in late]
+        starving = takewhile(lambda entry: entry[1][1].arrived_s <= latest, self._entries.items())
+        return [name for name, _ in starving]
 
     def _observe_departure(self, now: float) -> None:
         if self._last_departure_s is not None:
@@ -176,8 +174,11 @@ class WaitingQueue(Generic[T]):
 
 
 class PendingRequestQueue:
-    """Who has just come costs nothing; who is still there after a round of placing stands in
-    `queue`, or is refused where that is full."""
+    """All pending requests of a solver.
+
+    A new request is not sorted until its first round ends without a worker for it. After that
+    round, the request enters `queue`, or is rejected if the queue is full.
+    """
 
     def __init__(self, queue: WaitingQueue[PendingRequest]) -> None:
         self._queue = queue
@@ -189,59 +190,59 @@ class PendingRequestQueue:
         return len(self._all)
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        """In order of arrival."""
+        """Iterate in order of arrival."""
         return iter(self._all.values())
 
-    def add(self, arrival: PendingRequest) -> None:
-        """It waits for the next round."""
-        self._new[arrival.id] = self._all[arrival.id] = arrival
+    def add(self, request: PendingRequest) -> None:
+        """Add a new request."""
+        self._new[request.id] = self._all[request.id] = request
 
-    def remove(self, arrival: PendingRequest, now: float | None = None) -> None:
-        """It waits no more; `now`: because it got a place. Who is not there: nothing."""
-        if self._all.get(arrival.id) is arrival:
-            del self._all[arrival.id]
-            self._new.pop(arrival.id, None)
-            self._queue.pop(arrival.id, now)
+    def remove(self, request: PendingRequest, now: float | None = None) -> None:
+        """Remove a request; unknown requests are ignored. Pass `now` if it was placed."""
+        if self._all.get(request.id) is request:
+            del self._all[request.id]
+            self._new.pop(request.id, None)
+            self._queue.pop(request.id, now)
 
     @property
     def new_requests(self) -> Collection[PendingRequest]:
-        """Those that have come since the round before."""
+        """The requests added since the last round."""
         return self._new.values()
 
     def ordered(self, now: float) -> Iterable[PendingRequest]:
-        """All that wait, first comes first, whether there is room for them or not: who finds a
-        worker needs none. Who was given may leave before the next is taken."""
+        """Return all requests in queue order, also those beyond the bound: a request that finds a
+        worker needs no place in the queue. Requests already yielded may be removed meanwhile."""
         if len(self._queue):
             self._push_new()
             return self._queue.iter_ordered(now)
-        fresh = list(self._new.values())
-        if len(fresh) > 1:
-            fresh.sort(key=self._queue.sort_key)
-        return fresh
+        new = list(self._new.values())
+        if len(new) > 1:
+            new.sort(key=self._queue.sort_key)
+        return new
 
     def enqueue_new(self) -> None:
-        """Whoever is still fresh queues, as far as there is room."""
+        """End a round: queue the new requests, and reject the latest of them beyond the bound."""
         self._push_new()
-        queue, late = self._queue, []
+        queue, excess = self._queue, []
         while queue.over_bound and self._new:
-            late.append(self._new.popitem()[1])
-            queue.pop(late[-1].id)
+            excess.append(self._new.popitem()[1])
+            queue.pop(excess[-1].id)
         self._new.clear()
-        for arrival in reversed(late):
-            del self._all[arrival.id]
-            self._rejected.append((arrival, queue.overload_error()))
+        for request in reversed(excess):
+            del self._all[request.id]
+            self._rejected.append((request, queue.overload_error()))
 
     def _push_new(self) -> None:
-        for arrival in self._new.values():
-            if arrival.id not in self._queue:
-                self._queue.push(arrival.id, arrival, arrival, bounded=False)
+        for request in self._new.values():
+            if request.id not in self._queue:
+                self._queue.push(request.id, request, request, bounded=False)
 
-    def reject(self, arrival: PendingRequest, error: DynamoError) -> None:
-        """It waits no more, and is told why."""
-        self.remove(arrival)
-        self._rejected.append((arrival, error))
+    def reject(self, request: PendingRequest, error: DynamoError) -> None:
+        """Remove a request and keep `error` for `pop_rejected`."""
+        self.remove(request)
+        self._rejected.append((request, error))
 
     def pop_rejected(self) -> list[tuple[PendingRequest, DynamoError]]:
-        """Those that were refused since the last call."""
-        refused, self._rejected = self._rejected, []
-        return refused
+        """Return the requests rejected since the last call."""
+        rejected, self._rejected = self._rejected, []
+        return rejected

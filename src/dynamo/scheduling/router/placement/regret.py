@@ -156,11 +156,3 @@ def _extend_overlap(request: PendingRequest, placed: PlacedRequest) -> bool:
         request.overlaps[name] = common_prefix_blocks(hashes, placed_hashes)
         return True
     return False
-
-
-def pick_lowest(costs: Sequence[float], rng: Random, tolerance: float = TIE_TOLERANCE) -> int:
-    """Return the index of the lowest cost; random among costs within `tolerance` of the best."""
-    best = min(costs)
-    limit = best + abs(best) * tolerance
-    equal = [index for index, cost in enumerate(costs) if cost <= limit]
-    return equal[0] if len(equal) == 1 else equal[int(rng.random() * len(equal))]

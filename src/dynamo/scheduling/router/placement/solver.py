@@ -17,10 +17,10 @@ from typing import Protocol
 import msgspec
 
 from dynamo.core.errors import DynamoError
-from dynamo.scheduling.router.costs.interface import Cost, CostMatrix
+from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
-from dynamo.scheduling.router.placement.regret import RegretRow, RegretStep, pick_lowest
+from dynamo.scheduling.router.placement.regret import RegretRow, RegretStep
 from dynamo.scheduling.router.policy import Candidate
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState, WorkerStates
 
@@ -264,7 +264,8 @@ class PlacementSolver:
         matrix = self._matrix_for(request, common, now)
         costs = matrix.row(request)
         if self._select is None:
-            index = pick_lowest(costs, self._rng, self.cost.tie_tolerance)
+            lowest = lowest_indices(costs, self.cost.tie_tolerance)
+            index = lowest[0] if len(lowest) == 1 else lowest[int(self._rng.random() * len(lowest))]
         else:
             try:
                 index = self._select(request, matrix.workers, costs, self._rng)

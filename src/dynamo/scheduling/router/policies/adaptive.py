@@ -1,4 +1,4 @@
-"""Mode `adaptive`: the adaptive balancer over what workers report and what was sent there since."""
+"""Mode adaptive: the adaptive balancer over load reports and the requests placed since."""
 
 from __future__ import annotations
 
@@ -34,110 +34,121 @@ DEFAULT_CAPACITY_TOKENS = 65_536.0
 
 
 class BalancerWorkerRef(msgspec.Struct, frozen=True):
-    """A worker to the balancer, which was told of it before."""
+    """A worker whose metrics the balancer already has."""
 
     id: str
 
 
 class AdaptivePolicy(Policy):
-    """Where none has room, the least loaded gets the request, which then waits in its queue.
-    Reports are late, so the books of what went where count beside them."""
+    """Choose the worker with the most capacity left.
+
+    If no worker has enough, the least loaded one gets the request and queues it. Load reports
+    arrive late, so requests that were placed since count as well.
+    """
 
     def __init__(
         self, client: Client, loads: LoadView, clock: Clock, tie_mode: str = "random"
     ) -> None:
-        """`ties`: the basic mode that decides between equals."""
+        """`tie_mode` is the load-balancing mode that decides between equal workers."""
         self._client = client
         self._loads = loads
         self._clock = clock
         self._tie_mode = tie_mode
-        self._worker_states = WorkerStates()
+        self._states = WorkerStates()
         self.balancer = AdaptiveLoadBalancer(tie_breaker=self._break_tie)
-        loads.add_listener(self._worker_states.on_load_report)
+        loads.add_listener(self._states.on_load_report)
         self._stop_listening = client.on_change(self._on_instances_changed)
         self._on_instances_changed()
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        instances = self._client.instances
-        out = excluded_workers(instances, context) | tried
-        books = [one for one in self._worker_states.workers if one.instance.id not in out]
-        if not books:
+        excluded = excluded_workers(self._client.instances, context) | tried
+        workers = [worker for worker in self._states.workers if worker.instance.id not in excluded]
+        if not workers:
             raise no_workers_error(self._client)
         now = self._clock.now()
-        self._worker_states.refresh_next(now)
-        best = self._assign(books, request)
-        table = self._build_cost_table(books)
+        self._states.refresh_next(now)
+        worker = self._choose_worker(workers, request)
+        table = self._build_cost_table(workers)
         prompt = Prompt(count_prompt_tokens(request), ())
-        name = f"{context.request_id}/{request.choice}/{context.attempt}"
-        active = PlacedRequest(name, best, prompt, prompt.tokens, now)
-        active.first_token_callback, active.end_callback = self._on_first_token, self._on_ended
-        best.place(active, now)
+        key = f"{context.request_id}/{request.choice}/{context.attempt}"
+        placed = PlacedRequest(key, worker, prompt, prompt.tokens, now)
+        placed.first_token_callback, placed.end_callback = self._on_first_token, self._on_ended
+        worker.place(placed, now)
         return Decision(
-            best.instance, ADAPTIVE, len(books), cost_table=table, placement=active, rank=best.rank
+            worker.instance,
+            ADAPTIVE,
+            len(workers),
+            cost_table=table,
+            placement=placed,
+            rank=worker.rank,
         )
 
     async def close(self) -> None:
         self._stop_listening()
         self._loads.close()
 
-    def _assign(self, books: list[WorkerState], request: GenerateRequest) -> WorkerState:
+    def _choose_worker(self, workers: list[WorkerState], request: GenerateRequest) -> WorkerState:
         balancer = self.balancer
-        for book in books:
-            balancer.update_metrics(book.name, balancer_metrics(book))
+        for worker in workers:
+            balancer.update_metrics(worker.name, balancer_metrics(worker))
         try:
-            name = balancer.assign(
-                [BalancerWorkerRef(book.name) for book in books], request
-            ).worker_id
+            assignment = balancer.assign(
+                [BalancerWorkerRef(worker.name) for worker in workers], request
+            )
         except LoadBalancingError:
-            return min(books, key=lambda book: balancer.worker_metrics[book.name].current_load)
-        return self._worker_states[name]
+            metrics = balancer.worker_metrics
+            return min(workers, key=lambda worker: metrics[worker.name].current_load)
+        return self._states[assignment.worker_id]
 
     def _break_tie(self, equal: Sequence[str]) -> str:
-        ids = {self._worker_states[name].instance.id: name for name in reversed(equal)}
+        ids = {self._states[name].instance.id: name for name in reversed(equal)}
         return ids[self._client.pick(self._tie_mode, ids).id]
 
-    def _on_first_token(self, active: PlacedRequest) -> None:
-        active.worker.on_first_token(active, self._clock.now())
+    def _on_first_token(self, placed: PlacedRequest) -> None:
+        placed.worker.on_first_token(placed, self._clock.now())
 
-    def _on_ended(self, active: PlacedRequest) -> None:
-        """How long its answer was teaches."""
-        active.worker.remove(active, self._clock.now())
-        if active.emitted:
-            self.balancer.prediction_model.observe(active.prompt_tokens, active.emitted)
+    def _on_ended(self, placed: PlacedRequest) -> None:
+        """Remove the request and learn the length of its answer."""
+        placed.worker.remove(placed, self._clock.now())
+        if placed.emitted:
+            self.balancer.prediction_model.observe(placed.prompt_tokens, placed.emitted)
 
-    def _build_cost_table(self, books: list[WorkerState]) -> tuple[Candidate, ...]:
+    def _build_cost_table(self, workers: list[WorkerState]) -> tuple[Candidate, ...]:
         rows = []
-        for book in books:
-            capacity = self.balancer.capacity(book.name)
+        for worker in workers:
+            capacity = self.balancer.capacity(worker.name)
             terms = {
                 "base": capacity.base,
                 "available": capacity.available,
                 "effective": capacity.effective,
             }
-            rows.append(Candidate(book.name, 0, -capacity.effective, terms))
+            rows.append(Candidate(worker.name, 0, -capacity.effective, terms))
         return tuple(sorted(rows, key=lambda row: row.cost))
 
     def _on_instances_changed(self) -> None:
-        for gone in self._worker_states.update_instances(self._client.instances):
-            self.balancer.remove_worker(gone)
+        for name in self._states.update_instances(self._client.instances):
+            self.balancer.remove_worker(name)
 
 
-def balancer_metrics(book: WorkerState) -> WorkerMetrics:
-    """As the worker reports, with what was sent there since. Its load is x / (1 + x), x being the
-    steps that its open prompts fill plus the share of its places that is taken: it never is full,
-    but whoever comes next gets a smaller part."""
-    info = book.engine_info
-    places = info.max_num_seqs if info else DEFAULT_MAX_SEQUENCES
-    prompts = book.pending_prefill_tokens + book.external_prefill_tokens
-    requests = len(book.active) + book.external_requests
-    work = prompts / book.token_budget + requests / places
+def balancer_metrics(worker: WorkerState) -> WorkerMetrics:
+    """Return the metrics of the last report plus the requests placed since.
+
+    The load is x / (1 + x), where x is the number of steps that pending prompts fill plus the
+    occupied share of sequence slots. A worker is therefore never full; each further request gets
+    a smaller part of it.
+    """
+    info = worker.engine_info
+    slots = info.max_num_seqs if info else DEFAULT_MAX_SEQUENCES
+    prompt_tokens = worker.pending_prefill_tokens + worker.external_prefill_tokens
+    requests = len(worker.active) + worker.external_requests
+    work = prompt_tokens / worker.token_budget + requests / slots
     return WorkerMetrics(
         current_load=work / (1.0 + work),
-        available_memory=1.0 - book.kv_cache_usage(),
+        available_memory=1.0 - worker.kv_cache_usage(),
         capacity_tokens=float(info.num_blocks * info.block_tokens)
         if info
         else DEFAULT_CAPACITY_TOKENS,
-        speed=DEFAULT_TOKENS_PER_S / book.slowdown.factor,
+        speed=DEFAULT_TOKENS_PER_S / worker.slowdown.factor,
     )

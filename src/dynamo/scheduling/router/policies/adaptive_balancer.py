@@ -1,5 +1,5 @@
-"""The adaptive balancer: predicts what a request will need, and gives it to the worker that has
-most left once it is there. It looks at no cache: for engines that publish nothing of theirs."""
+"""The adaptive balancer: predict the load of a request, and assign the worker with the most
+capacity left after it. Caches are not considered, so engines need not publish KV events."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import msgspec
 
 from dynamo.core.errors import Overloaded
 from dynamo.core.hashing import TOKEN_BYTES
+from dynamo.scheduling.router.costs.interface import lowest_indices
 
 EWMA_WEIGHT = 0.1
 """Weight of the newest observation in every running mean."""
 MEMORY_CONSTRAINED_BELOW = 0.8
-"""Below this share of free memory a worker is memory-constrained."""
+"""Share of free memory below which a worker counts as memory-constrained."""
 DEFAULT_TOKENS_PER_S = 1000.0
-"""Tokens a second of a worker that nothing is known of."""
+"""Speed of a worker before the first observation."""
 DEFAULT_OUTPUT_TOKENS = 256
 LOAD_HISTORY_LENGTH = 256
 RETRY_S = 1.0
-TIE_TOLERANCE = 1e-3
-"""Scores nearer than this share of the best are equal."""
 
 TieBreaker = Callable[[Sequence[str]], str]
-"""One of several equal workers."""
+"""Choose one of several equal workers by name."""
 
 
 class LoadBalancingError(Overloaded):
@@ -33,7 +32,8 @@ class LoadBalancingError(Overloaded):
 
 
 class PredictedLoad(msgspec.Struct, frozen=True):
-    """In tokens. `min_required`: without room for these the request cannot start."""
+    """The predicted load of a request, in tokens. A request cannot start without room for
+    `min_required` tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -41,12 +41,13 @@ class PredictedLoad(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """All that it will hold in the end."""
+        """Tokens that the request holds at its end."""
         return self.prompt_tokens + self.output_tokens
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a worker can take on, in tokens: of all, of what is free, of what memory allows."""
+    """The capacity of a worker in tokens: `base` in all, `available` after its load, `effective`
+    after its memory."""
 
     base: float
     available: float
@@ -55,8 +56,8 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class WorkerAssignment(msgspec.Struct, frozen=True):
-    """Who gets the request. `assignment_score`: higher is better; `expected_completion_time`:
-    seconds from now."""
+    """The worker for a request. A higher `assignment_score` is better; `expected_completion_time`
+    is in seconds from now."""
 
     worker_id: str
     predicted_load: PredictedLoad
@@ -65,8 +66,8 @@ class WorkerAssignment(msgspec.Struct, frozen=True):
 
 
 class WorkerMetrics(msgspec.Struct, frozen=True):
-    """Shares between 0 and 1; `capacity_tokens`: of its KV memory; `speed`: tokens a second, where
-    that is known better than from what completed."""
+    """Metrics of a worker. Load and memory are shares, 0 to 1. `capacity_tokens` is the size of its
+    KV memory. `speed` in tokens per second replaces the speed measured from completed requests."""
 
     current_load: float = 0.0
     available_memory: float = 1.0
@@ -75,22 +76,22 @@ class WorkerMetrics(msgspec.Struct, frozen=True):
 
 
 class BalancedWorker(Protocol):
-    """A worker: `id`, and optionally `metrics`, a mapping with the fields of `WorkerMetrics`."""
+    """A worker with an `id`, and optionally `metrics`: a mapping with WorkerMetrics' fields."""
 
     @property
     def id(self) -> str: ...
 
 
 class LoadPredictionModel:
-    """Learns how long answers are, by the length of the prompt (in octaves), and never predicts
-    more than a request allows."""
+    """Learn the mean answer length for each octave of prompt lengths. A prediction never exceeds
+    the request's limit."""
 
     def __init__(self) -> None:
         self._mean_output_tokens: dict[int, float] = {}
 
     def predict_request_load(self, request: Any) -> PredictedLoad:
-        """Of anything with `token_ids` (packed, or a sequence) or `prompt` (about four characters a
-        token), and a limit as `max_tokens` or `stops.max_tokens`."""
+        """Predict from `token_ids` (packed or a sequence) or `prompt` (about four characters per
+        token), and the limit in `max_tokens` or `stops.max_tokens`."""
         prompt = count_prompt_tokens(request)
         limit = getattr(getattr(request, "stops", request), "max_tokens", None)
         expected = self._mean_output_tokens.get(prompt.bit_length(), DEFAULT_OUTPUT_TOKENS)
@@ -98,19 +99,20 @@ class LoadPredictionModel:
         return PredictedLoad(prompt, output, prompt + 1)
 
     def observe(self, prompt: int, output: int) -> None:
-        """An answer to a prompt of `prompt` tokens had `output` of them."""
+        """Learn from an answer of `output` tokens to a prompt of `prompt` tokens."""
         octave = prompt.bit_length()
         mean = self._mean_output_tokens.get(octave, float(output))
         self._mean_output_tokens[octave] = mean + (output - mean) * EWMA_WEIGHT
 
 
 class AdaptiveLoadBalancer:
-    """Keeps what it knows of workers by their ids."""
+    """Assign requests to workers, whose metrics, history and speed are kept by id."""
 
     def __init__(self, config: Any = None, tie_breaker: TieBreaker | None = None) -> None:
-        """`config`: free for the caller's use; `pick`: between equals (the first)."""
+        """`config` is not read here. `tie_breaker` chooses between equal workers (default: the
+        first)."""
         self.config = config
-        self._tie_breaker = tie_breaker or _pick_first
+        self._tie_breaker = tie_breaker
         self.worker_metrics: dict[str, WorkerMetrics] = {}
         self.load_history: defaultdict[str, deque[PredictedLoad]] = defaultdict(
             lambda: deque(maxlen=LOAD_HISTORY_LENGTH)
@@ -121,15 +123,20 @@ class AdaptiveLoadBalancer:
     async def balance_load(
         self, workers: Sequence[BalancedWorker], new_request: Any
     ) -> WorkerAssignment:
-        """`assign`, as a coroutine."""
+        """Call `assign`."""
         return self.assign(workers, new_request)
 
     def assign(self, workers: Sequence[BalancedWorker], new_request: Any) -> WorkerAssignment:
-        """The worker with the most room left. Raises `LoadBalancingError` where none has enough."""
+        """Return the worker with the most room left. Raises `LoadBalancingError` if none has room.
+
+        Metrics that a worker carries are applied first.
+        """
         for worker in workers:
-            told = getattr(worker, "metrics", None)
-            if isinstance(told, Mapping):
-                self.update_metrics(worker.id, msgspec.convert(told, WorkerMetrics, strict=False))
+            metrics = getattr(worker, "metrics", None)
+            if isinstance(metrics, Mapping):
+                self.update_metrics(
+                    worker.id, msgspec.convert(metrics, WorkerMetrics, strict=False)
+                )
         predicted = self.prediction_model.predict_request_load(new_request)
         capacities = {worker.id: self.capacity(worker.id) for worker in workers}
         scores = {
@@ -148,13 +155,13 @@ class AdaptiveLoadBalancer:
         return WorkerAssignment(best, predicted, scores[best], self._completion_s(best, predicted))
 
     def update_metrics(self, worker_id: str, metrics: WorkerMetrics) -> None:
-        """What a worker says of itself."""
+        """Replace the metrics of a worker."""
         self.worker_metrics[worker_id] = metrics
         if metrics.speed is not None:
             self._speeds[worker_id] = metrics.speed
 
     def on_completed(self, worker_id: str, prompt: int, output: int, seconds: float) -> None:
-        """A request ended there: how long answers get and how fast the worker is."""
+        """Learn the answer's length and the worker's speed from a completed request."""
         self.prediction_model.observe(prompt, output)
         if seconds > 0 and output:
             speed = (prompt + output) / seconds
@@ -162,13 +169,13 @@ class AdaptiveLoadBalancer:
             self._speeds[worker_id] = before + (speed - before) * EWMA_WEIGHT
 
     def remove_worker(self, worker_id: str) -> None:
-        """The worker left."""
-        for known in (self.worker_metrics, self.load_history, self._speeds):
-            known.pop(worker_id, None)
+        """Drop everything known of a worker."""
+        for by_worker in (self.worker_metrics, self.load_history, self._speeds):
+            by_worker.pop(worker_id, None)
 
     def capacity(self, worker_id: str) -> Capacity:
-        """base x (1 - load) x share of memory that is free; the base is the worker's memory,
-        scaled by how fast it has been beside the others."""
+        """Return base * (1 - load) * share of free memory. The base is the worker's memory times
+        its speed relative to the other workers."""
         metrics = self.worker_metrics.get(worker_id, WorkerMetrics())
         base = metrics.capacity_tokens * self._relative_speed(worker_id)
         available = base * max(0.0, 1.0 - metrics.current_load)
@@ -180,13 +187,14 @@ class AdaptiveLoadBalancer:
         )
 
     def _best_worker(self, scores: Mapping[str, float]) -> str:
-        best = max(scores.values())
-        limit = best - abs(best) * TIE_TOLERANCE
-        equal = [name for name, score in scores.items() if score >= limit]
-        return equal[0] if len(equal) == 1 else self._tie_breaker(equal)
+        names = list(scores)
+        equal = [names[index] for index in lowest_indices([-score for score in scores.values()])]
+        if len(equal) == 1 or self._tie_breaker is None:
+            return equal[0]
+        return self._tie_breaker(equal)
 
     def _score(self, worker_id: str, predicted: PredictedLoad, capacity: Capacity) -> float:
-        """The share left with the request there, times how fast the worker is."""
+        """Return the share of capacity left after the request, times the relative speed."""
         left = (capacity.effective - predicted.total) / max(capacity.base, 1.0)
         return left * self._relative_speed(worker_id)
 
@@ -205,12 +213,8 @@ class AdaptiveLoadBalancer:
         )
 
 
-def _pick_first(names: Sequence[str]) -> str:
-    return names[0]
-
-
 def count_prompt_tokens(request: Any) -> int:
-    """How long a request's prompt is."""
+    """Return the number of prompt tokens, estimated if the request has a text only."""
     ids = getattr(request, "token_ids", None)
     if isinstance(ids, bytes):
         return len(ids) // TOKEN_BYTES

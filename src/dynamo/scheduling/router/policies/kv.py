@@ -1,4 +1,4 @@
-"""Routing by what the workers hold and do: arrivals of one turn of the loop are placed together."""
+"""Mode kv: place requests by predicted cost over what the workers hold and do."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ from dynamo.scheduling.router.replicas.sync import ReplicaSync
 from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerStates
 
 PrefetchOverlaps = Callable[[Sequence[int]], Awaitable[None]]
-"""Has what is known elsewhere of a prompt's blocks at hand before it is placed."""
+"""Fetch what a remote index knows of a prompt's blocks, before the prompt is placed."""
 
 
 class KvPolicy(Policy):
-    """Drives a Placement by the loop: runs it once a turn when something has come, and when a
-    worker may have become free for what waits."""
+    """Run a placement solver on the event loop.
+
+    Requests that arrive in one turn of the loop are placed together. Further rounds run when a
+    worker may have become free for the requests that are held.
+    """
 
     def __init__(
         self,
         client: Client,
-        placement: PlacementSolver,
-        read: PromptReader,
+        solver: PlacementSolver,
+        read_prompt: PromptReader,
         clock: Clock,
         *,
         block_tokens: int,
         name: str = "predicted",
     ) -> None:
-        """`replicas`, once set, is told of every request that goes out."""
-        self.solver = placement
+        """`name` is the mode in decisions. `replica_sync`, `prefetch` and `on_close` are optional
+        and set after construction."""
+        self.solver = solver
         self.replica_sync: ReplicaSync | None = None
+        self.prefetch: PrefetchOverlaps | None = None
+        self.on_close: Callable[[], None] | None = None
         self._client = client
-        self._read_prompt = read
+        self._read_prompt = read_prompt
         self._clock = clock
         self._block_tokens = block_tokens
         self._name = name
         self._placement_scheduled = False
         self._timer_due_s: float | None = None
         self._stop_timer: Callable[[], None] | None = None
-        self.prefetch: PrefetchOverlaps | None = None
-        self.on_close: Callable[[], None] | None = None
         self._stop_listening = client.on_change(self._on_instances_changed)
         self._on_instances_changed()
 
@@ -58,30 +62,30 @@ class KvPolicy(Policy):
     ) -> Decision:
         loop = asyncio.get_running_loop()
         instances = self._client.instances
-        out = frozenset(tried)
+        excluded = frozenset(tried)
         if context.metadata:
-            out |= excluded_workers(instances, context)
-        if not (instances.keys() - out if out else instances):
+            excluded |= excluded_workers(instances, context)
+        if not (instances.keys() - excluded if excluded else instances):
             raise no_workers_error(self._client)
-        name = f"{context.request_id}/{request.choice}/{context.attempt}"
+        key = f"{context.request_id}/{request.choice}/{context.attempt}"
         now = self._clock.now()
         prompt = self._read_prompt(request)
         if self.prefetch is not None:
             await self.prefetch(prompt.hashes)
-        arrival = PendingRequest(name, prompt, self._block_tokens, now, out)
-        arrival.decision_future = loop.create_future()
-        arrival.priority = request.priority
+        pending = PendingRequest(key, prompt, self._block_tokens, now, excluded)
+        pending.decision_future = loop.create_future()
+        pending.priority = request.priority
         if context.metadata:
-            arrival.constraints = read_constraints(context)
+            pending.constraints = read_constraints(context)
         if context.timeout_s is not None:
-            arrival.deadline_s = now + context.timeout_s
-        self.solver.submit(arrival)
+            pending.deadline_s = now + context.timeout_s
+        self.solver.submit(pending)
         self._schedule_placement()
         try:
-            return await arrival.decision_future
+            return await pending.decision_future
         except BaseException:
-            self.solver.cancel(arrival)
-            _release_unclaimed(arrival.decision_future)
+            self.solver.cancel(pending)
+            _release_unclaimed(pending.decision_future)
             raise
 
     async def close(self) -> None:
@@ -109,22 +113,21 @@ class KvPolicy(Policy):
         self.solver.cost.update_settings(settings)
 
     def on_worker_freed(self) -> None:
-        """A worker may have become freer, by what another router says."""
+        """Run a round soon, since a worker may have become free; another router may report it."""
         if not self._placement_scheduled and len(self.solver):
             self._schedule_placement()
 
     def _on_instances_changed(self) -> None:
-        fleet = self.solver.worker_states
-        fleet.update_instances(self._client.instances)
-        self.solver.view.set_cacheless_workers(fleet.cacheless)
+        states = self.solver.worker_states
+        states.update_instances(self._client.instances)
+        self.solver.view.set_cacheless_workers(states.cacheless)
         self._fail_unplaceable()
         if len(self.solver):
             self._schedule_placement()
 
     def _fail_unplaceable(self) -> None:
-        for arrival in self.solver.pop_unplaceable():
-            if arrival.decision_future is not None and not arrival.decision_future.done():
-                arrival.decision_future.set_exception(no_workers_error(self._client))
+        for pending in self.solver.pop_unplaceable():
+            _fail(pending, no_workers_error(self._client))
 
     def _schedule_placement(self) -> None:
         if not self._placement_scheduled:
@@ -134,57 +137,56 @@ class KvPolicy(Policy):
     def _run_placement(self) -> None:
         self._placement_scheduled = False
         now = self._clock.now()
-        gone = self.solver.place(now)
+        results = self.solver.place(now)
         waiting = len(self.solver)
-        for placed in gone:
-            self._resolve(placed, now, waiting)
-        for arrival, error in self.solver.pop_rejected():
-            if arrival.decision_future is not None and not arrival.decision_future.done():
-                arrival.decision_future.set_exception(error)
+        for result in results:
+            self._resolve(result, now, waiting)
+        for pending, error in self.solver.pop_rejected():
+            _fail(pending, error)
         self._set_timer(self.solver.next_run_s(now))
 
-    def _resolve(self, placed: PlacementResult, now: float, waiting: int) -> None:
-        active, arrival = placed.placed, placed.request
-        active.first_token_callback, active.end_callback = self._on_first_token, self._on_ended
-        decided = arrival.decision_future
-        if decided is None or decided.done():
-            self._on_ended(active)
+    def _resolve(self, result: PlacementResult, now: float, waiting: int) -> None:
+        placed, pending = result.placed, result.request
+        placed.first_token_callback, placed.end_callback = self._on_first_token, self._on_ended
+        future = pending.decision_future
+        if future is None or future.done():
+            self._on_ended(placed)
             return
-        book = active.worker
+        worker = placed.worker
         if self.replica_sync is not None:
-            self.replica_sync.publish_routed(book.name, active)
-        decided.set_result(
+            self.replica_sync.publish_routed(worker.name, placed)
+        future.set_result(
             Decision(
-                book.instance,
+                worker.instance,
                 self._name,
-                placed.candidates,
-                placed.cost_table,
-                overlap_blocks=arrival.overlaps.get(book.name, 0),
-                prompt_blocks=len(arrival.prompt.hashes),
-                best_overlap_blocks=max(arrival.overlaps.values(), default=0),
-                predicted_ttft_s=active.expected_first_token_s - now,
-                waited_s=now - arrival.arrived_s,
-                view=self.solver.view.get_mode(book.name),
-                placement=active,
-                rank=book.rank,
+                result.candidates,
+                result.cost_table,
+                overlap_blocks=pending.overlaps.get(worker.name, 0),
+                prompt_blocks=len(pending.prompt.hashes),
+                best_overlap_blocks=max(pending.overlaps.values(), default=0),
+                predicted_ttft_s=placed.expected_first_token_s - now,
+                waited_s=now - pending.arrived_s,
+                view=self.solver.view.get_mode(worker.name),
+                placement=placed,
+                rank=worker.rank,
                 queue_length=waiting,
             )
         )
 
-    def _on_first_token(self, active: PlacedRequest) -> None:
-        self.solver.on_first_token(active, self._clock.now())
+    def _on_first_token(self, placed: PlacedRequest) -> None:
+        self.solver.on_first_token(placed, self._clock.now())
         if self.replica_sync is not None:
-            self.replica_sync.publish_first_token(active.id)
+            self.replica_sync.publish_first_token(placed.id)
         self.on_worker_freed()
 
-    def _on_ended(self, active: PlacedRequest) -> None:
-        self.solver.on_ended(active, self._clock.now())
+    def _on_ended(self, placed: PlacedRequest) -> None:
+        self.solver.on_ended(placed, self._clock.now())
         if self.replica_sync is not None:
-            self.replica_sync.publish_ended(active.id)
+            self.replica_sync.publish_ended(placed.id)
         self.on_worker_freed()
 
     def _set_timer(self, due: float | None) -> None:
-        """One timer, for the earliest moment that is of interest."""
+        """Keep one timer, for the earliest time at which a round is due."""
         if due is None or (self._timer_due_s is not None and self._timer_due_s <= due):
             return
         if self._stop_timer is not None:
@@ -198,9 +200,14 @@ class KvPolicy(Policy):
             self._schedule_placement()
 
 
-def _release_unclaimed(decided: asyncio.Future[Decision]) -> None:
-    """Nobody will come for that place any more."""
-    if decided.done() and not decided.cancelled() and decided.exception() is None:
-        ticket = decided.result().placement
-        if ticket is not None:
-            ticket.end()
+def _fail(pending: PendingRequest, error: Exception) -> None:
+    if pending.decision_future is not None and not pending.decision_future.done():
+        pending.decision_future.set_exception(error)
+
+
+def _release_unclaimed(future: asyncio.Future[Decision]) -> None:
+    """Release the placement of a request that was cancelled after its decision."""
+    if future.done() and not future.cancelled() and future.exception() is None:
+        placement = future.result().placement
+        if placement is not None:
+            placement.end()

@@ -1,4 +1,4 @@
-"""Asks a router of its own which instance gets a request; picks by itself while none answers."""
+"""Ask a router process for each decision; choose in this process while no router answers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from dynamo.telemetry import Registry
 log = logging.getLogger(__name__)
 
 ACCEPT_TIMEOUT_S = 0.25
-"""A router that has not even taken a question by then is asked no more for `AWAY_S`."""
+"""Time within which a router must accept a query; a later one is ejected for EJECTION_S."""
 EJECTION_S = 2.0
 MIN_LOG_INTERVAL_S = 0.5
-"""Whether a router answers is told no more often."""
+"""Shortest time between two log lines about the availability of routers."""
 FALLBACK_MODE = "least_loaded"
 ROUTER_FAILURES = (
     WorkerFailed,
@@ -45,12 +45,15 @@ ROUTER_FAILURES = (
     TimeoutError,
     msgspec.DecodeError,
 )
-"""What says nothing of the request: another router, or none, may do better."""
+"""Failures of a router, not of the request: another router or the fallback may succeed."""
 
 
 class RemotePolicy(Policy):
-    """`routers`: a client of the endpoint `choose`; `replicas`: tells all routers what goes out,
-    so that they know of it whoever chose, and forget it when this process dies."""
+    """Query the routers behind `routers`, a client of the endpoint CHOOSE_ENDPOINT.
+
+    `replicas` publishes every request to all routers. They know of it whichever process chose,
+    and forget it when this process dies.
+    """
 
     def __init__(
         self,
@@ -78,34 +81,34 @@ class RemotePolicy(Policy):
         self._router_available = True
         self._logged_at_s = -math.inf
         self._fallback_total = (metrics or Registry()).counter(
-            "dynamo_router_unasked_total", "Requests routed without the router, which was away"
+            "dynamo_router_unasked_total", "Requests routed locally because no router answered"
         )
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
         prompt = self._read_prompt(request)
-        made = await self._query_routers(request, context, prompt, tried)
-        self._log_availability(made is not None)
-        if made is None:
+        decision = await self._query_routers(request, context, prompt, tried)
+        self._log_availability(decision is not None)
+        if decision is None:
             self._fallback_total.inc()
-            made = await self._fallback.choose(request, context, tried)
-        name = f"{context.request_id}/{request.choice}/{context.attempt}"
-        overlap = made.overlap_blocks * self._block_tokens
-        new_tokens = max(1, prompt.tokens - overlap)
-        ticket = RemotePlacement(name, prompt, new_tokens, self._replica_sync, self._clock)
-        self._replica_sync.publish_routed(made.worker, ticket)
-        return replace(made, placement=ticket)
+            decision = await self._fallback.choose(request, context, tried)
+        key = f"{context.request_id}/{request.choice}/{context.attempt}"
+        cached_tokens = decision.overlap_blocks * self._block_tokens
+        new_tokens = max(1, prompt.tokens - cached_tokens)
+        placement = RemotePlacement(key, prompt, new_tokens, self._replica_sync, self._clock)
+        self._replica_sync.publish_routed(decision.worker, placement)
+        return replace(decision, placement=placement)
 
     def router_states(self) -> dict[str, str]:
-        """Each router that is there: "answers", "fails", "away" (took no question in time), or "not
-        asked yet"."""
+        """Return the state of each live router: "answers", "fails", "away" (did not accept a query
+        in time) or "not asked yet"."""
         now = self._clock.now()
         return {name: self._router_state(name, now) for name in self._routers.instances}
 
     def cache_view_modes(self) -> dict[str, str]:
-        """How each worker's cache was known when a router last chose it; empty while none
-        answers."""
+        """Return how each worker's cache was known when a router last chose it; empty while no
+        router answers."""
         if "answers" not in self.router_states().values():
             return {}
         live = self._client.instances
@@ -125,13 +128,13 @@ class RemotePolicy(Policy):
         prompt: Prompt,
         tried: AbstractSet[str],
     ) -> Decision | None:
-        """What a router says; None where none can say."""
+        """Return a router's decision; None if no router gives a usable one."""
         failed: set[str] = set()
         while candidates := self._available_routers() - failed:
             router = self._routers.pick("round_robin", candidates)
-            ask = encode_query(request, prompt, tuple(tried))
+            query = encode_query(request, prompt, tuple(tried))
             try:
-                answer = await self._query_router(router, ask, context)
+                reply = await self._query_router(router, query, context)
             except ROUTER_FAILURES as error:
                 failed.add(router.id)
                 if isinstance(error, TimeoutError):
@@ -139,20 +142,20 @@ class RemotePolicy(Policy):
                 self._on_router_failure(router.id, str(error))
                 continue
             self._failing.discard(router.id)
-            instance = self._client.instances.get(answer.instance)
+            instance = self._client.instances.get(reply.instance)
             if instance is not None:
-                made = _decision(instance, answer)
-                if made.view:
-                    self._cache_views[made.worker] = made.view
-                return made
-            if answer.instance in tried:
+                decision = _decision(instance, reply)
+                if decision.view:
+                    self._cache_views[decision.worker] = decision.view
+                return decision
+            if reply.instance in tried:
                 return None
-            tried = {*tried, answer.instance}  # not known here, or withheld
+            tried = {*tried, reply.instance}  # not live in this process
         return None
 
     def _available_routers(self) -> AbstractSet[str]:
-        """Routers that may be asked. One that has answered nothing yet gets one question, as long
-        as there are others: it may still be busy with its start."""
+        """Return the routers that may be queried. A router that has answered nothing yet gets one
+        query at a time while there are others, since it may still be starting."""
         live: AbstractSet[str] = self._routers.instances.keys()
         if self._ejected_until:
             now = self._clock.now()
@@ -169,23 +172,23 @@ class RemotePolicy(Policy):
             return await self._call_router(router, payload, context)
         self._probing.add(router.id)
         try:
-            answer = await self._call_router(router, payload, context)
+            reply = await self._call_router(router, payload, context)
         finally:
             self._probing.discard(router.id)
         self._responsive &= self._routers.instances.keys()
         self._responsive.add(router.id)
-        return answer
+        return reply
 
     async def _call_router(self, router: Instance, payload: bytes, context: Context) -> RouteReply:
-        answers: list[bytes] = []
+        replies: list[bytes] = []
         try:
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S) as patience:
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S) as accept_timeout:
 
                 def sink(item: bytes) -> bool:
                     if item == QUERY_ACCEPTED:
-                        patience.reschedule(None)
+                        accept_timeout.reschedule(None)
                     else:
-                        answers.append(item)
+                        replies.append(item)
                     return True
 
                 await self._routers.call(router, payload, context, sink)
@@ -193,9 +196,9 @@ class RemotePolicy(Policy):
             raise TimeoutError(
                 f"router {router.id} did not answer in {ACCEPT_TIMEOUT_S} s"
             ) from None
-        if not answers:
+        if not replies:
             raise WorkerFailed(f"router {router.id} ended without an answer")
-        return decode_reply(answers[0])
+        return decode_reply(replies[0])
 
     def _router_state(self, router: str, now: float) -> str:
         if self._ejected_until.get(router, now) > now:
@@ -205,25 +208,25 @@ class RemotePolicy(Policy):
         return "answers" if router in self._responsive else "not asked yet"
 
     def _on_router_failure(self, router: str, error: str) -> None:
-        """Told once until it answers again, however many requests hear of it."""
+        """Log the first failure of a router until it answers again."""
         if router not in self._failing:
             self._failing.add(router)
             fields = {"router": router, "error": error}
-            log.warning("a router cannot say", extra={"fields": fields})
+            log.warning("router failed to choose a worker", extra={"fields": fields})
 
-    def _log_availability(self, asked: bool) -> None:
+    def _log_availability(self, available: bool) -> None:
         now = self._clock.now()
-        if asked == self._router_available or now - self._logged_at_s < MIN_LOG_INTERVAL_S:
+        if available == self._router_available or now - self._logged_at_s < MIN_LOG_INTERVAL_S:
             return
-        self._router_available, self._logged_at_s = asked, now
-        if asked:
-            log.info("the router answers again")
+        self._router_available, self._logged_at_s = available, now
+        if available:
+            log.info("a router answers again")
         else:
-            log.warning("no router: picking alone")
+            log.warning("no router answers: choosing workers in this process")
 
 
 class RemotePlacement(Placement):
-    """Tells all routers how the request fares."""
+    """Publish the progress of a request to all routers."""
 
     __slots__ = (
         "_clock",
@@ -260,16 +263,16 @@ class RemotePlacement(Placement):
         self._replica_sync.publish_ended(self.id)
 
 
-def _decision(instance: Instance, answer: RouteReply) -> Decision:
+def _decision(instance: Instance, reply: RouteReply) -> Decision:
     return Decision(
         instance,
-        answer.mode,
-        answer.candidates,
-        overlap_blocks=answer.overlap_blocks,
-        prompt_blocks=answer.prompt_blocks,
-        best_overlap_blocks=answer.best_overlap_blocks,
-        predicted_ttft_s=answer.predicted_ttft_s,
-        waited_s=answer.waited_s,
-        view=answer.cache_view,
-        rank=answer.rank,
+        reply.mode,
+        reply.candidates,
+        overlap_blocks=reply.overlap_blocks,
+        prompt_blocks=reply.prompt_blocks,
+        best_overlap_blocks=reply.best_overlap_blocks,
+        predicted_ttft_s=reply.predicted_ttft_s,
+        waited_s=reply.waited_s,
+        view=reply.cache_view,
+        rank=reply.rank,
     )

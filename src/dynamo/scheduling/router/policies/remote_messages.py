@@ -1,4 +1,4 @@
-"""What a frontend asks a router of its own, and what that answers, in msgpack."""
+"""The messages between a frontend and a router process, in msgpack."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from dynamo.scheduling.router.policy import Decision
 from dynamo.scheduling.router.prompt import Prompt
 
 CHOOSE_ENDPOINT = "choose"
-"""The endpoint."""
+"""The endpoint of router processes."""
 QUERY_ACCEPTED = b""
-"""The first thing that is answered: the router is there and thinks."""
+"""The first response item: the router has accepted the query and works on it."""
 
 
 class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
-    """Which instance? `hashes`: of the prompt's full blocks, packed u64; `tried`: not these. The
-    request's id and attempt come with the call."""
+    """The query for the instance of one request.
+
+    `hashes` are those of the prompt's full blocks, packed u64. `excluded` are instance ids. The
+    request's id and attempt come with the call.
+    """
 
     model: str
     choice: int
@@ -31,7 +34,7 @@ class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouteReply(msgspec.Struct, frozen=True, array_like=True):
-    """The decision, without its table, which stays with the router until somebody asks."""
+    """The decision without its cost table, which stays in the router's decision log."""
 
     instance: str
     mode: str
@@ -51,7 +54,7 @@ _reply_decode = msgspec.msgpack.Decoder(RouteReply).decode
 
 
 def encode_query(request: GenerateRequest, prompt: Prompt, tried: tuple[str, ...]) -> bytes:
-    """The question for one choice of a request."""
+    """Encode the query for one choice of a request."""
     return _encode(
         RouteQuery(
             request.model,
@@ -66,47 +69,48 @@ def encode_query(request: GenerateRequest, prompt: Prompt, tried: tuple[str, ...
 
 
 def decode_query(payload: bytes) -> RouteQuery:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a query. Raises `msgspec.DecodeError`."""
     return _query_decode(payload)
 
 
-def encode_reply(made: Decision) -> bytes:
-    """The answer."""
+def encode_reply(decision: Decision) -> bytes:
+    """Encode a decision."""
     return _encode(
         RouteReply(
-            made.instance.id,
-            made.mode,
-            made.candidates,
-            made.overlap_blocks,
-            made.prompt_blocks,
-            made.best_overlap_blocks,
-            made.predicted_ttft_s,
-            made.waited_s,
-            made.view,
-            made.rank,
+            decision.instance.id,
+            decision.mode,
+            decision.candidates,
+            decision.overlap_blocks,
+            decision.prompt_blocks,
+            decision.best_overlap_blocks,
+            decision.predicted_ttft_s,
+            decision.waited_s,
+            decision.view,
+            decision.rank,
         )
     )
 
 
 def decode_reply(payload: bytes) -> RouteReply:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a reply. Raises `msgspec.DecodeError`."""
     return _reply_decode(payload)
 
 
-def request_from_query(ask: RouteQuery, request_id: str) -> GenerateRequest:
-    """A request for a policy that reads its prompt by `read_asked`: hashes in place of tokens."""
+def request_from_query(query: RouteQuery, request_id: str) -> GenerateRequest:
+    """Return a request for a policy that reads prompts by `read_query_prompt`. Its `token_ids`
+    hold the prompt's length and block hashes instead of tokens."""
     return GenerateRequest(
         request_id,
-        ask.model,
-        array("Q", (ask.prompt_tokens,)).tobytes() + ask.hashes,
+        query.model,
+        array("Q", (query.prompt_tokens,)).tobytes() + query.hashes,
         SamplingParams(),
-        StopConditions(ask.max_tokens),
-        choice=ask.choice,
-        priority=ask.priority,
+        StopConditions(query.max_tokens),
+        choice=query.choice,
+        priority=query.priority,
     )
 
 
 def read_query_prompt(request: GenerateRequest) -> Prompt:
-    """The prompt of a request made by `request_of`."""
+    """Return the prompt of a request made by `request_from_query`."""
     tokens, *hashes = unpack_hashes(request.token_ids)
     return Prompt(tokens, hashes)
