@@ -1,1 +1,1 @@
-"""Routers that know what each other sends."""
+"""Synchronisation of several routers of one model."""

@@ -1,4 +1,4 @@
-"""Books what other routers send out as if it were one's own."""
+"""Requests that other routers placed, applied to this router's worker states."""
 
 from __future__ import annotations
 
@@ -14,89 +14,89 @@ from dynamo.scheduling.router.worker_state import PlacedRequest
 
 
 class PeerRequests:
-    """Keeps a placement's fleet and view in step with the other routers. `changed`: called when a
-    worker may have become freer."""
+    """Apply the requests of other routers to a solver's worker states, cost and cache view.
+    `on_change` is called when a worker may have become free."""
 
     def __init__(
-        self, placement: PlacementSolver, clock: Clock, changed: Callable[[], None]
+        self, solver: PlacementSolver, clock: Clock, on_change: Callable[[], None]
     ) -> None:
-        self._solver = placement
+        self._solver = solver
         self._clock = clock
-        self._on_change = changed
+        self._on_change = on_change
         self._active: defaultdict[str, dict[str, PlacedRequest]] = defaultdict(dict)
         self._reserved: dict[str, PlacedRequest] = {}
 
-    def reserve(self, active: PlacedRequest) -> None:
-        """A peer that asked for this place will say that it took it."""
-        before = self._reserved.pop(active.id, None)
+    def reserve(self, placed: PlacedRequest) -> None:
+        """Keep a request that was placed for a peer until the peer publishes it."""
+        before = self._reserved.pop(placed.id, None)
         if before is not None:
             self._end(before)
-        self._reserved[active.id] = active
+        self._reserved[placed.id] = placed
 
     @property
     def reserved_count(self) -> int:
-        """Places that nobody has taken yet."""
+        """The number of reservations that no peer has claimed yet."""
         return len(self._reserved)
 
     def expire_reservations(self, before: float) -> None:
-        """Places promised before a moment will not be taken any more."""
-        late = [one for one in self._reserved.values() if one.placed_s < before]
-        for active in late:
-            del self._reserved[active.id]
-            active.updates_model = False
-            self._end(active)
+        """End the reservations made before a time; their peers did not claim them."""
+        expired = [placed for placed in self._reserved.values() if placed.placed_s < before]
+        for placed in expired:
+            del self._reserved[placed.id]
+            placed.updates_model = False
+            self._end(placed)
 
-    def on_routed(self, peer: str, move: RequestRouted) -> None:
-        """Another router's request is at a worker; one that is not known here is left out."""
-        if move.request_key in self._active[peer]:
+    def on_routed(self, peer: str, event: RequestRouted) -> None:
+        """Add a peer's request, or claim its reservation. Unknown workers are ignored."""
+        if event.request_key in self._active[peer]:
             return
-        active = self._reserved.pop(move.request_key, None)
-        if active is not None and active.worker.name == move.worker:
-            self._active[peer][move.request_key] = active
+        placed = self._reserved.pop(event.request_key, None)
+        if placed is not None and placed.worker.name == event.worker:
+            self._active[peer][event.request_key] = placed
             return
-        if active is not None:
-            self._end(active)
-        book = self._solver.worker_states.get(move.worker)
-        if book is None:
+        if placed is not None:
+            self._end(placed)
+        worker = self._solver.worker_states.get(event.worker)
+        if worker is None:
             return
         now = self._clock.now()
-        prompt = Prompt(move.prompt_tokens, unpack_hashes(move.hashes))
-        active = PlacedRequest(f"{peer}/{move.request_key}", book, prompt, move.new_tokens, now)
-        self._active[peer][move.request_key] = active
-        if move.first_token_emitted:
-            book.add_decoding(active, move.emitted, now)
+        prompt = Prompt(event.prompt_tokens, unpack_hashes(event.hashes))
+        placed = PlacedRequest(f"{peer}/{event.request_key}", worker, prompt, event.new_tokens, now)
+        self._active[peer][event.request_key] = placed
+        if event.first_token_emitted:
+            worker.add_decoding(placed, event.emitted, now)
         else:
-            book.place(active, now)
-            self._solver.view.on_request_routed(book.name, prompt.hashes)
-        self._solver.cost.on_placed(active)
+            worker.place(placed, now)
+            self._solver.view.on_request_routed(worker.name, prompt.hashes)
+        self._solver.cost.on_placed(placed)
 
-    def on_first_token(self, peer: str, name: str) -> None:
-        """Its prompt is computed."""
-        active = self._active[peer].get(name)
-        if active is not None:
-            self._solver.on_first_token(active, self._clock.now())
+    def on_first_token(self, peer: str, request_key: str) -> None:
+        """Note that a peer's request has its first token."""
+        placed = self._active[peer].get(request_key)
+        if placed is not None:
+            self._solver.on_first_token(placed, self._clock.now())
             self._on_change()
 
-    def on_tokens(self, peer: str, counts: dict[str, int]) -> None:
-        """How far answers are."""
+    def on_tokens(self, peer: str, emitted: dict[str, int]) -> None:
+        """Update the number of emitted tokens by request key."""
         active = self._active[peer]
-        for name, count in counts.items():
-            if name in active:
-                active[name].emitted = count
+        for request_key, count in emitted.items():
+            if request_key in active:
+                active[request_key].emitted = count
 
-    def on_ended(self, peer: str, name: str, emitted: int) -> None:
-        """It left."""
-        active = self._active[peer].pop(name, None)
-        if active is not None:
-            active.emitted = emitted
-            self._end(active)
+    def on_ended(self, peer: str, request_key: str, emitted: int) -> None:
+        """Remove a peer's request."""
+        placed = self._active[peer].pop(request_key, None)
+        if placed is not None:
+            placed.emitted = emitted
+            self._end(placed)
 
     def remove_peer(self, peer: str) -> None:
-        """That router is gone, and its requests with it; or it will say all anew."""
-        for active in self._active.pop(peer, {}).values():
-            active.updates_model = False
-            self._end(active)
+        """Remove all requests of a peer that is gone or sends its state again."""
+        for placed in self._active.pop(peer, {}).values():
+            placed.updates_model = False
+            self._end(placed)
 
-    def _end(self, active: PlacedRequest) -> None:
-        self._solver.on_ended(active, self._clock.now())
+    def _end(self, placed: PlacedRequest) -> None:
+        self._solver.on_ended(placed, self._clock.now())
         self._on_change()

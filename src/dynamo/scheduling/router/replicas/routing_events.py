@@ -1,5 +1,4 @@
-"""What routers tell each other, once a turn of the loop, in msgpack: who was sent where, whose
-first token came, who left."""
+"""The events that routers publish to each other, batched once per turn of the loop, in msgpack."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ import msgspec
 
 
 class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
-    """A request was sent to a worker. `name`: unique per publisher; `hashes`: of the prompt's full
-    blocks, packed u64; `emitted`: tokens so far; `first`: its first token is out."""
+    """A request was sent to a worker. `request_key` is unique per publisher; `hashes` are those of
+    the prompt's full blocks, packed u64; `emitted` is the number of tokens so far."""
 
     request_key: str
     worker: str
@@ -22,26 +21,26 @@ class RequestRouted(msgspec.Struct, frozen=True, array_like=True, tag="routed"):
 
 
 class FirstTokenEmitted(msgspec.Struct, frozen=True, array_like=True, tag="first"):
-    """The first token came."""
+    """A request has its first token."""
 
     request_key: str
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """The request left its worker, answered or not."""
+    """A request left its worker, answered or not."""
 
     request_key: str
     emitted: int
 
 
 class TokensReported(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    """How many tokens have come, of those where it changed."""
+    """The number of emitted tokens by request key, where it changed."""
 
     emitted: dict[str, int]
 
 
 class RoutingStateReset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
-    """Forget all that this publisher said: the present state follows."""
+    """All earlier events of this publisher are void; its current state follows."""
 
 
 RoutingEvent = RequestRouted | FirstTokenEmitted | RequestEnded | TokensReported | RoutingStateReset
@@ -50,11 +49,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[RoutingEvent]).decode
 
 
-def encode_routing_events(moves: Sequence[RoutingEvent]) -> bytes:
-    """One event."""
-    return _encode(moves)
+def encode_routing_events(events: Sequence[RoutingEvent]) -> bytes:
+    """Encode a batch of events."""
+    return _encode(events)
 
 
 def decode_routing_events(payload: bytes) -> list[RoutingEvent]:
-    """What `encode_moves` wrote; an empty payload holds none. Raises `msgspec.DecodeError`."""
+    """Decode a batch; an empty payload is an empty batch. Raises `msgspec.DecodeError`."""
     return _decode(payload) if payload else []

@@ -1,6 +1,8 @@
-"""Routers that keep in step: each tells the others, over the event plane, what it sends where, and
-books what they send. None is needed by another: who dies is forgotten with all its requests, who
-joins gets the present state of each."""
+"""Replica synchronisation: each router publishes what it routes, and applies what others publish.
+
+No router depends on another one. The requests of a dead router are dropped, and a router that
+joins receives the current state of each other router.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,22 @@ from dynamo.scheduling.router.replicas.routing_events import (
 log = logging.getLogger(__name__)
 
 TOKEN_REPORT_INTERVAL_S = 0.5
-"""How often tokens are told of, which only weigh in costs."""
+"""Interval between reports of token counts, which have little effect on costs."""
 
 
 class RoutingEventListener(Protocol):
-    """Books what other routers do. `peer`: the one that says so."""
+    """Receive the events of other routers; `peer` is the publisher's instance id."""
 
-    def on_routed(self, peer: str, move: RequestRouted) -> None: ...
-    def on_first_token(self, peer: str, name: str) -> None: ...
-    def on_tokens(self, peer: str, counts: dict[str, int]) -> None: ...
-    def on_ended(self, peer: str, name: str, emitted: int) -> None: ...
+    def on_routed(self, peer: str, event: RequestRouted) -> None: ...
+    def on_first_token(self, peer: str, request_key: str) -> None: ...
+    def on_tokens(self, peer: str, emitted: dict[str, int]) -> None: ...
+    def on_ended(self, peer: str, request_key: str, emitted: int) -> None: ...
     def remove_peer(self, peer: str) -> None: ...
 
 
 class PublishedRequest(Protocol):
-    """The ticket of a request that this process sent out. `id`: unique in this process; `first_s`:
-    when its first token came; `emitted`: its tokens until now."""
+    """A request that this process routed. `id` is unique in this process; `first_token_s` is None
+    before the first token; `emitted` counts tokens so far."""
 
     id: str
     prompt_tokens: int
@@ -54,26 +56,32 @@ class PublishedRequest(Protocol):
     emitted: int
 
 
-def routed_event(worker: str, own: PublishedRequest) -> RequestRouted:
-    """As others are told of it; where the first token is out, events tell of its blocks."""
-    first = own.first_token_s is not None
-    hashes = b"" if first else pack_hashes(own.hashes)
+def routed_event(worker: str, request: PublishedRequest) -> RequestRouted:
+    """Return the event for a request. After the first token the hashes are left out, since the
+    worker's KV events report its blocks."""
+    first_token_emitted = request.first_token_s is not None
     return RequestRouted(
-        own.id, worker, own.prompt_tokens, own.new_tokens, hashes, own.emitted, first
+        request.id,
+        worker,
+        request.prompt_tokens,
+        request.new_tokens,
+        b"" if first_token_emitted else pack_hashes(request.hashes),
+        request.emitted,
+        first_token_emitted,
     )
 
 
 class ReplicaSync:
-    """Both directions for one model: own moves go out, those of others go to `follower`. While
-    there is no other router nothing is written."""
+    """Publish the requests of this process for one model, and pass those of others to `listener`.
+    Nothing is published while there is no other router."""
 
     def __init__(
-        self, clock: Clock, publisher: str, follower: RoutingEventListener | None = None
+        self, clock: Clock, publisher: str, listener: RoutingEventListener | None = None
     ) -> None:
-        """`publisher`: this process's instance id."""
+        """`publisher` is this process's instance id."""
         self._clock = clock
         self._publisher = publisher
-        self._listener = follower
+        self._listener = listener
         self._requests: dict[str, tuple[str, PublishedRequest]] = {}
         self._reported_tokens: dict[str, int] = {}
         self._pending_events: list[RoutingEvent] = []
@@ -85,64 +93,65 @@ class ReplicaSync:
         self.peers: set[str] = set()
 
     async def start(self, events: Events, subject: str) -> None:
-        """Tell and hear under `subject` until `close`."""
+        """Publish and subscribe under `subject` until `close`."""
         self._subject = subject
         self._source = await events.open_source(subject, self._publisher, self._snapshot)
         self._unsubscribe = await events.subscribe(subject, self._on_event)
         self._tasks.start(self._report_tokens(), "router progress")
 
     async def close(self) -> None:
-        """The others forget what was told."""
+        """End the subscription and the source; other routers then drop this process's requests."""
         if self._unsubscribe is not None:
             self._unsubscribe()
         await self._tasks.close()
         if self._source is not None:
             await self._source.close()
 
-    def publish_routed(self, worker: str, own: PublishedRequest) -> None:
-        """A request was sent out."""
-        self._requests[own.id] = worker, own
+    def publish_routed(self, worker: str, request: PublishedRequest) -> None:
+        """Publish that a request is sent to `worker`."""
+        self._requests[request.id] = worker, request
         if self.peers:
-            self._enqueue(routed_event(worker, own))
+            self._enqueue(routed_event(worker, request))
 
-    def publish_first_token(self, name: str) -> None:
-        """Its first token came."""
-        if self.peers and name in self._requests:
-            self._enqueue(FirstTokenEmitted(name))
+    def publish_first_token(self, request_key: str) -> None:
+        """Publish that a request has its first token."""
+        if self.peers and request_key in self._requests:
+            self._enqueue(FirstTokenEmitted(request_key))
 
-    def publish_ended(self, name: str) -> None:
-        """It left its worker."""
-        sent = self._requests.pop(name, None)
+    def publish_ended(self, request_key: str) -> None:
+        """Publish that a request left its worker."""
+        sent = self._requests.pop(request_key, None)
         if sent is not None and self.peers:
-            self._enqueue(RequestEnded(name, sent[1].emitted))
+            self._enqueue(RequestEnded(request_key, sent[1].emitted))
 
-    def _enqueue(self, move: RoutingEvent) -> None:
-        self._pending_events.append(move)
+    def _enqueue(self, event: RoutingEvent) -> None:
+        self._pending_events.append(event)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        moves, self._pending_events = self._pending_events, []
-        if self._source is not None and moves:
-            self._source.publish(encode_routing_events(moves))
+        events, self._pending_events = self._pending_events, []
+        if self._source is not None and events:
+            self._source.publish(encode_routing_events(events))
 
     def _snapshot(self) -> Sequence[bytes]:
-        """The state with all that was published; what is still in the queue says it again."""
+        """Return the state that includes all published events. Events that are still pending
+        repeat parts of it."""
         return [encode_routing_events(self._current_state())]
 
     def _current_state(self) -> list[RoutingEvent]:
-        return [routed_event(worker, own) for worker, own in self._requests.values()]
+        return [routed_event(worker, request) for worker, request in self._requests.values()]
 
     async def _report_tokens(self) -> None:
         while True:
             await self._clock.sleep(TOKEN_REPORT_INTERVAL_S)
             if not self.peers:
                 continue
-            counts = {name: own.emitted for name, (_, own) in self._requests.items()}
-            told, self._reported_tokens = self._reported_tokens, counts
-            changed = {name: count for name, count in counts.items() if count != told.get(name, 0)}
+            counts = {key: request.emitted for key, (_, request) in self._requests.items()}
+            before, self._reported_tokens = self._reported_tokens, counts
+            changed = {key: count for key, count in counts.items() if count != before.get(key, 0)}
             if changed:
                 self._enqueue(TokensReported(changed))
 
@@ -160,38 +169,39 @@ class ReplicaSync:
             self._remove_peer(peer)
         self._add_peer(peer)
         try:
-            moves = decode_routing_events(event.payload)
+            routing_events = decode_routing_events(event.payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"publisher": peer, "error": str(error)}
-            log.warning("bad moves of another router", extra={"fields": fields})
+            log.warning("invalid routing events skipped", extra={"fields": fields})
             return
-        for move in moves:
-            self._apply(peer, move)
+        for routing_event in routing_events:
+            self._apply(peer, routing_event)
 
     def _add_peer(self, peer: str) -> None:
-        """The first other router: it may have missed what was not written before."""
+        """Add a peer. The first one may have missed events that were not published before, so the
+        whole state is sent."""
         if peer not in self.peers:
             if not self.peers:
                 self._enqueue(RoutingStateReset())
-                for move in self._current_state():
-                    self._enqueue(move)
+                for event in self._current_state():
+                    self._enqueue(event)
             self.peers.add(peer)
 
     def _remove_peer(self, peer: str) -> None:
         if self._listener is not None:
             self._listener.remove_peer(peer)
 
-    def _apply(self, peer: str, move: RoutingEvent) -> None:
-        follower = self._listener
-        if follower is None:
+    def _apply(self, peer: str, event: RoutingEvent) -> None:
+        listener = self._listener
+        if listener is None:
             return
-        if isinstance(move, RequestRouted):
-            follower.on_routed(peer, move)
-        elif isinstance(move, FirstTokenEmitted):
-            follower.on_first_token(peer, move.request_key)
-        elif isinstance(move, RequestEnded):
-            follower.on_ended(peer, move.request_key, move.emitted)
-        elif isinstance(move, TokensReported):
-            follower.on_tokens(peer, move.emitted)
+        if isinstance(event, RequestRouted):
+            listener.on_routed(peer, event)
+        elif isinstance(event, FirstTokenEmitted):
+            listener.on_first_token(peer, event.request_key)
+        elif isinstance(event, RequestEnded):
+            listener.on_ended(peer, event.request_key, event.emitted)
+        elif isinstance(event, TokensReported):
+            listener.on_tokens(peer, event.emitted)
         else:
-            follower.remove_peer(peer)
+            listener.remove_peer(peer)
