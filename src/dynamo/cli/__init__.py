@@ -1,4 +1,4 @@
-"""Commands: parse, load settings, call one function."""
+"""The command line: each command parses its flags, loads settings and calls one function."""
 
 from dynamo.cli.entry import main
 

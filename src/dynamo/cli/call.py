@@ -1,4 +1,4 @@
-"""`dynamo call`: ask one endpoint of a running deployment, from a terminal."""
+"""`dynamo call`: call one endpoint of a running deployment."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """The endpoint, the request, and where it runs."""
-    made = Parser(
+    """Return the parser: the endpoint, the request and the deployment."""
+    parser = Parser(
         "dynamo call",
-        "Call one endpoint of a service and print what it answers: JSON, a line an item.",
+        "Call one endpoint of a service and print its response items, one JSON value a line.",
         EXAMPLES,
     )
-    made.add_argument("endpoint", metavar="[NAMESPACE.]SERVICE.ENDPOINT", help="what to call")
-    made.add_argument("request", nargs="?", help="JSON; - reads standard input")
-    made.add_argument(
-        "--deployment", metavar="NAME", help="its name or port, where several serve it"
+    parser.add_argument("endpoint", metavar="[NAMESPACE.]SERVICE.ENDPOINT", help="endpoint to call")
+    parser.add_argument("request", nargs="?", help="JSON; - reads standard input")
+    parser.add_argument(
+        "--deployment", metavar="NAME", help="name or port of the deployment, if several serve it"
     )
-    made.add_argument("--discovery", metavar="URL", help="a discovery plane of yours")
-    return made
+    parser.add_argument("--discovery", metavar="URL", help="discovery plane to use instead")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Call and print."""
-    found = parser().parse(arguments)
-    text = sys.stdin.read() if found.request == "-" else found.request or "null"
+    """Send the request and print the response items."""
+    args = parser().parse(arguments)
+    text = sys.stdin.read() if args.request == "-" else args.request or "null"
     try:
         request = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -53,12 +53,12 @@ def run(arguments: Sequence[str]) -> int:
             f"the request is not JSON: {error}", hint='e.g. \'{"name": "Ann"}\''
         ) from None
     settings = resolve_settings(environ=os.environ).settings
-    name = found.endpoint
+    name = args.endpoint
     if name.partition("/")[0].count(".") == 1:
         name = f"{settings.runtime.namespace}.{name}"
-    url = found.discovery or ("" if found.deployment else _configured_discovery_server(settings))
+    url = args.discovery or ("" if args.deployment else _configured_discovery_server(settings))
     asyncio.run(
-        _call(settings, url or _deployment_discovery_url(found.deployment, name), name, request)
+        _call(settings, url or _deployment_discovery_url(args.deployment, name), name, request)
     )
     return 0
 
@@ -75,64 +75,70 @@ async def _call(settings: Settings, url: str, name: str, request: Any) -> None:
             await client.wait_for_instances(timeout_s=INSTANCES_TIMEOUT_S)
         except NoWorkers as error:
             names = ", ".join(sorted(await _list_endpoints(runtime.discovery)))
-            hint = f"served: {names}" if names else "nothing is served there"
+            hint = f"served: {names}" if names else "no endpoint is served there"
             raise NoWorkers(error.message, hint=hint) from None
-        async with client.generate(request) as answers:
-            async for item in answers:
+        async with client.generate(request) as items:
+            async for item in items:
                 print(msgspec.json.encode(item).decode(), flush=True)
 
 
 async def _list_endpoints(discovery: Discovery) -> set[str]:
-    """What could be called there."""
+    """Return the full names of the registered endpoints."""
     from dynamo.runtime.calls.instances import decode_instance
 
     records = await discovery.get("/")
-    found = [
+    instances = [
         decode_instance(key, value)
         for key, value in records.items()
         if key.split("/")[2:3] == ["workers"]
     ]
-    return {f"{one.namespace}.{one.component}.{one.endpoint}" for one in found if one is not None}
+    return {
+        f"{instance.namespace}.{instance.component}.{instance.endpoint}"
+        for instance in instances
+        if instance is not None
+    }
 
 
 def _configured_discovery_server(settings: Settings) -> str:
-    """The discovery plane that the environment names, if it is a server."""
+    """Return the discovery URL of the environment if it names a server, else an empty string."""
     from dynamo.runtime.planes import planes_of
 
     url = planes_of(settings).discovery
     return "" if url.startswith("file:") else url
 
 
-def _deployment_discovery_url(which: str | None, name: str) -> str:
-    """The discovery plane of the deployment meant: where several run, of the one that serves
-    `name`. Raises `ConfigError`, `NotFound`."""
+def _deployment_discovery_url(deployment_name: str | None, endpoint: str) -> str:
+    """Return the discovery URL of the named deployment, else of the one that serves `endpoint`.
+    Raises `ConfigError` and `NotFound`."""
     from dynamo.cli.stop import select_deployments
     from dynamo.runtime.deployment import live_deployments
 
     running = live_deployments()
-    if which is None and len(running) > 1:
-        running = asyncio.run(_deployments_serving(running, name))
-    (deployment,) = select_deployments(running, which)
+    if deployment_name is None and len(running) > 1:
+        running = asyncio.run(_deployments_serving(running, endpoint))
+    (deployment,) = select_deployments(running, deployment_name)
     return deployment.discovery_url
 
 
-async def _deployments_serving(running: Sequence[Deployment], name: str) -> Sequence[Deployment]:
-    """Those that serve it. Raises `NoWorkers` where none does."""
+async def _deployments_serving(
+    running: Sequence[Deployment], endpoint: str
+) -> Sequence[Deployment]:
+    """Return the deployments that serve `endpoint`. Raises `NoWorkers` if there are none."""
     from dynamo.communication.discovery import open_discovery
 
-    found, names = [], set()
+    serving, endpoints = [], set()
     for deployment in running:
         discovery = await open_discovery(deployment.discovery_url)
         try:
             served = await _list_endpoints(discovery)
         finally:
             await discovery.close()
-        names |= served
-        if name in served:
-            found.append(deployment)
-    if not found:
+        endpoints |= served
+        if endpoint in served:
+            serving.append(deployment)
+    if not serving:
         raise NoWorkers(
-            f"none of the {len(running)} deployments that run serves {name}",
-            hint=f"served: {', '.join(sorted(names))}",
+            f"none of the {len(running)} running deployments serves {endpoint}",
+            hint=f"served: {', '.join(sorted(endpoints))}",
         )
-    return found
+    return serving

@@ -1,4 +1,4 @@
-"""What a chat says and keeps: messages, answers as they come, and commands."""
+"""A chat session: its messages, streamed answers and slash commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ChatMessage = dict[str, str]
 
 
 class SlashCommand(NamedTuple):
-    """What stands after a slash. `run(chat, argument)`; False ends the chat."""
+    """A command that is typed after a slash. `run(chat, argument)` returns False to end the
+    chat."""
 
     argument: str
     help: str
@@ -26,7 +27,7 @@ class SlashCommand(NamedTuple):
 
 
 class ChatSession:
-    """One conversation. Answers go to standard output, all else to standard error."""
+    """A conversation. Answers go to standard output, everything else to standard error."""
 
     def __init__(self, client: SyncDynamoClient, system: str, options: Mapping[str, Any]) -> None:
         self.model = ""
@@ -38,26 +39,27 @@ class ChatSession:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all but the system message."""
+        """Delete all messages but the system message."""
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def list_models(self) -> list[str]:
-        """What the server has. Raises `DynamoError`."""
-        return [str(one["id"]) for one in self._client.list_models()]
+        """Fetch the names of the server's models. Raises `DynamoError`."""
+        return [str(model["id"]) for model in self._client.list_models()]
 
     def select_model(self, name: str) -> None:
-        """Talk with `name`, or with the first there is. Raises `ConfigError` for another."""
+        """Use the model `name`, or the first of the server. Raises `ConfigError` for an unknown
+        name."""
         models = self.list_models()
         if not models:
-            raise ConfigError("the server has no model (yet)", hint="`dynamo ps` shows its state")
+            raise ConfigError("the server lists no models", hint="`dynamo ps` shows its state")
         if name and name not in models:
             near = difflib.get_close_matches(name, models, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(models)}"
+            hint = f"did you mean {near[0]}?" if near else f"models: {', '.join(models)}"
             raise ConfigError(f"the server has no model {name!r}", hint=hint)
         self.model = name or models[0]
 
     def handle_line(self, line: str) -> bool:
-        """One message or command; False: the end."""
+        """Send a message or run a slash command. Returns False if the chat ends."""
         if not line:
             return True
         try:
@@ -76,17 +78,17 @@ class ChatSession:
         command = SLASH_COMMANDS.get(name)
         if command is None:
             near = difflib.get_close_matches(name, SLASH_COMMANDS, n=1)
-            hint = f"did you mean /{near[0]}?" if near else "/help lists them"
-            raise ConfigError(f"there is no command /{name}", hint=hint)
+            hint = f"did you mean /{near[0]}?" if near else "/help lists the commands"
+            raise ConfigError(f"unknown command /{name}", hint=hint)
         return command.run(self, argument.strip())
 
     def _send_message(self, line: str) -> None:
-        """Ask and show. What has come when Ctrl-C stops it stays in the conversation; a question
-        without an answer does not."""
-        said = [*self.messages, {"role": "user", "content": line}]
+        """Send a message and print the answer. An answer that Ctrl-C stopped stays in the
+        conversation; a message without any answer is dropped."""
+        messages = [*self.messages, {"role": "user", "content": line}]
         answer = ChatAnswer()
         try:
-            answer.stream_reply(self._client, self.model, said, self._options)
+            answer.stream_reply(self._client, self.model, messages, self._options)
         except KeyboardInterrupt:
             answer.interrupted = True
         finally:
@@ -94,12 +96,12 @@ class ChatSession:
                 print(flush=True)
         text = "".join(answer.parts)
         if text or not answer.interrupted:
-            self.messages = [*said, {"role": "assistant", "content": text}]
+            self.messages = [*messages, {"role": "assistant", "content": text}]
         print_notice(answer.format_statistics())
 
 
 class ChatAnswer:
-    """One answer, and how fast it came."""
+    """A streamed answer and its timing."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -115,7 +117,7 @@ class ChatAnswer:
         messages: list[ChatMessage],
         options: Mapping[str, Any],
     ) -> None:
-        """Print it as it comes. Raises `DynamoError`."""
+        """Send the messages and print the answer as it arrives. Raises `DynamoError`."""
         usage = {"include_usage": True}
         with client.chat_completion(
             messages, model, stream=True, stream_options=usage, **options
@@ -135,21 +137,21 @@ class ChatAnswer:
         print(text, end="", flush=True)
 
     def format_statistics(self) -> str:
-        """A line."""
+        """Return a line with the number of tokens, their rate and the time to the first one."""
         tokens = self._tokens or self._chunks
-        took_s = self._last_text_s - self._first_text_s
+        duration_s = self._last_text_s - self._first_text_s
         parts = [f"{tokens} tokens"]
-        if tokens > 1 and took_s > 0:
-            parts.append(f"{(tokens - 1) / took_s:.1f} tokens/s")
+        if tokens > 1 and duration_s > 0:
+            parts.append(f"{(tokens - 1) / duration_s:.1f} tokens/s")
         if self._chunks:
-            parts.append(f"first after {self._first_text_s - self._sent_s:.2f} s")
+            parts.append(f"first token after {self._first_text_s - self._sent_s:.2f} s")
         if self.interrupted:
             parts.append("stopped")
         return f"[{', '.join(parts)}]"
 
 
 def print_notice(text: str) -> None:
-    """To the person, not into the answers; dim on a terminal."""
+    """Print a line to standard error, dim on a terminal."""
     dim = sys.stderr.isatty()
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 
@@ -157,18 +159,18 @@ def print_notice(text: str) -> None:
 def _model_command(chat: ChatSession, name: str) -> bool:
     if name:
         chat.select_model(name)
-        print_notice(f"talking with {chat.model}")
+        print_notice(f"model: {chat.model}")
     else:
-        for one in chat.list_models():
-            print_notice(f"{'*' if one == chat.model else ' '} {one}")
+        for model in chat.list_models():
+            print_notice(f"{'*' if model == chat.model else ' '} {model}")
     return True
 
 
 def _save_command(chat: ChatSession, name: str) -> bool:
     if not name:
-        raise ConfigError("/save needs a file's name")
-    whole = {"model": chat.model, "messages": chat.messages}
-    text = msgspec.json.format(msgspec.json.encode(whole), indent=2)
+        raise ConfigError("/save needs a file name")
+    conversation = {"model": chat.model, "messages": chat.messages}
+    text = msgspec.json.format(msgspec.json.encode(conversation), indent=2)
     try:
         Path(name).expanduser().write_bytes(text + b"\n")
     except OSError as error:
@@ -179,14 +181,14 @@ def _save_command(chat: ChatSession, name: str) -> bool:
 
 def _clear_command(chat: ChatSession, _: str) -> bool:
     chat.clear()
-    print_notice("all is forgotten")
+    print_notice("conversation cleared")
     return True
 
 
 def _help_command(_: ChatSession, __: str) -> bool:
     for name, command in SLASH_COMMANDS.items():
         print_notice(f"/{name + ' ' + command.argument:<14} {command.help}")
-    print_notice("A line is a message; one that ends with \\ goes on in the next.")
+    print_notice("Each line is a message. A line that ends with \\ continues on the next.")
     return True
 
 
@@ -196,10 +198,10 @@ def _exit_command(_: ChatSession, __: str) -> bool:
 
 SLASH_COMMANDS = {
     "model": SlashCommand(
-        "[NAME]", "list the server's models, or talk with another", _model_command
+        "[NAME]", "list the server's models, or switch to another", _model_command
     ),
     "save": SlashCommand("FILE", "write the conversation as JSON", _save_command),
-    "clear": SlashCommand("", "forget the conversation", _clear_command),
-    "help": SlashCommand("", "this list", _help_command),
-    "exit": SlashCommand("", "end, as Ctrl-D does", _exit_command),
+    "clear": SlashCommand("", "clear the conversation", _clear_command),
+    "help": SlashCommand("", "list the commands", _help_command),
+    "exit": SlashCommand("", "end the chat, like Ctrl-D", _exit_command),
 }

@@ -1,4 +1,4 @@
-"""`dynamo _child ROLE`: one process of a deployment, started by the supervisor."""
+"""`dynamo _child ROLE`: a process of a deployment, started by the supervisor."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dynamo.cli.parsing import Parser
 
 
 def parser() -> Parser:
-    """One word: the role."""
-    made = Parser("dynamo _child", "One process of a deployment; settings come on standard input.")
-    made.add_argument("role", help="frontend, router, worker or service")
-    return made
+    """Return the parser: the role."""
+    parser = Parser(
+        "dynamo _child", "Run a process of a deployment with settings from standard input."
+    )
+    parser.add_argument("role", help="frontend, router, worker or service")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run until the supervisor ends it."""
-    found = parser().parse(arguments)
+    """Run until the supervisor ends the process."""
+    args = parser().parse(arguments)
 
     from dynamo.services.deployment.launch import run_child
     from dynamo.services.deployment.user_service import USER_SERVICE_ROLE, run_user_service
 
-    if found.role == USER_SERVICE_ROLE:
+    if args.role == USER_SERVICE_ROLE:
         return run_user_service()
-    return run_child(found.role)
+    return run_child(args.role)

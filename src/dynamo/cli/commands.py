@@ -1,4 +1,4 @@
-"""The table of commands: each is loaded only when it runs."""
+"""The table of commands. A command's module is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ RunCommand = Callable[[Sequence[str]], int]
 
 
 class Command(msgspec.Struct, frozen=True):
-    """A command. The functions named `parser` (`() -> Parser`) and `run` (`(arguments) -> exit code`)
-    stand in `module`. A hidden command is not listed in the help."""
+    """A command. `run` and `parser` name functions of `module`: `run(arguments)` returns the exit
+    code, `parser()` a `Parser`. A hidden command is not listed in the help."""
 
     module: str
     help: str
@@ -24,42 +24,42 @@ class Command(msgspec.Struct, frozen=True):
 
 
 COMMANDS = {
-    "run": Command("dynamo.cli.run", "serve a model: frontend and workers, one command"),
-    "chat": Command("dynamo.cli.chat", "talk with a served model in the terminal"),
-    "serve": Command("dynamo.cli.serve", "serve a graph of services: yours and ready-made ones"),
+    "run": Command("dynamo.cli.run", "serve a model: frontend and workers in one command"),
+    "chat": Command("dynamo.cli.chat", "chat with a served model in the terminal"),
+    "serve": Command("dynamo.cli.serve", "serve a graph of services"),
     "indexer": Command("dynamo.cli.indexer", "keep one index of cached blocks for several routers"),
-    "call": Command("dynamo.cli.call", "call one endpoint of a service that runs"),
+    "call": Command("dynamo.cli.call", "call one endpoint of a running service"),
     "ps": Command("dynamo.cli.ps", "list the processes of every deployment of this user"),
     "stop": Command("dynamo.cli.stop", "stop a deployment"),
     "scale": Command(
         "dynamo.cli.control",
-        "more or fewer processes of a kind, while it serves",
+        "change the number of processes of a kind",
         run="run_scale",
         parser="scale_parser",
     ),
     "drain": Command(
         "dynamo.cli.control",
-        "take one process out of service; its work moves on",
+        "take one process out of service; its requests move to others",
         run="run_drain",
         parser="drain_parser",
     ),
     "restart": Command(
         "dynamo.cli.control",
-        "replace processes one by one, while it serves",
+        "replace processes one by one without downtime",
         run="run_restart",
         parser="restart_parser",
     ),
-    "explain": Command("dynamo.cli.explain", "why a request went to the worker that answered it"),
-    "router": Command("dynamo.cli.router", "how a deployment routes: page, picture, report"),
-    "doctor": Command("dynamo.cli.doctor", "check this machine and say what to mend"),
-    "config": Command("dynamo.cli.config", "explain a configuration; the schema of its files"),
+    "explain": Command("dynamo.cli.explain", "explain why a request was routed to its worker"),
+    "router": Command("dynamo.cli.router", "show how a deployment routes: page, picture, report"),
+    "doctor": Command("dynamo.cli.doctor", "check this machine and suggest fixes"),
+    "config": Command(
+        "dynamo.cli.config", "explain a configuration; print the schema of its files"
+    ),
     "bench": Command(
         "dynamo.cli.benchmark.bench", "measure a server: latency, throughput, goodput"
     ),
-    "replay": Command(
-        "dynamo.cli.benchmark.replay", "what a trace would do on a cluster: a simulation"
-    ),
-    "_child": Command("dynamo.cli.child", "one process of a deployment", hidden=True),
+    "replay": Command("dynamo.cli.benchmark.replay", "simulate a trace on a cluster"),
+    "_child": Command("dynamo.cli.child", "a process of a deployment", hidden=True),
 }
 
 

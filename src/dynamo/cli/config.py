@@ -1,4 +1,4 @@
-"""`dynamo config`: what a configuration comes to, and the schema of its files."""
+"""`dynamo config`: explain a configuration, or print the schema of configuration files."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from dynamo.core.settings.load import DEFAULT_ORIGIN
 
 EXAMPLES = """\
   dynamo config explain configs/agg.yaml               every setting
-  dynamo config explain configs/agg.yaml --changed     what differs from the defaults
-  dynamo config explain --json --http-port 8080        flags and environment count too
-  dynamo config schema > dynamo.schema.json            for editors"""
+  dynamo config explain configs/agg.yaml --changed     settings that differ from the defaults
+  dynamo config explain --json --http-port 8080        with flags and environment
+  dynamo config schema > dynamo.schema.json            schema for editors"""
 
 
 def parser() -> Parser:
-    """The words, `--json`, `--all`, and a flag for every setting that has one."""
-    made = Parser(
+    """Return the parser: explain or schema, the file, and the settings' flags."""
+    parser = Parser(
         "dynamo config",
-        "Explain a configuration: every effective value, where it came from and its unit; or print "
-        "the JSON Schema of configuration files.",
+        "Explain a configuration: every effective value with its unit and origin; or print the "
+        "JSON Schema of configuration files.",
         EXAMPLES,
         usage="explain [FILE] [--json] [--changed] [FLAGS of dynamo run] | schema",
     )
-    made.add_argument(
+    parser.add_argument(
         "what", choices=("explain", "schema"), metavar="explain|schema", help="what to print"
     )
-    made.add_argument("file", nargs="?", metavar="FILE", help="configuration file")
-    made.add_argument("--json", action="store_true", help="one JSON object, all settings")
-    made.add_argument(
-        "--changed", action="store_true", help="only what differs from the defaults, and notes"
+    parser.add_argument("file", nargs="?", metavar="FILE", help="configuration file")
+    parser.add_argument("--json", action="store_true", help="print all settings as a JSON object")
+    parser.add_argument(
+        "--changed", action="store_true", help="print only settings that differ from the defaults"
     )
-    add_settings_flags(made)
-    return made
+    add_settings_flags(parser)
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print."""
-    found = parser().parse(arguments)
-    print(_schema() if found.what == "schema" else _format_settings(found))
+    """Print the schema, or the effective settings."""
+    args = parser().parse(arguments)
+    print(_schema() if args.what == "schema" else _format_settings(args))
     return 0
 
 
@@ -54,46 +54,48 @@ def _schema() -> str:
     return msgspec.json.format(msgspec.json.encode(json_schema())).decode()
 
 
-def _format_settings(found: argparse.Namespace) -> str:
-    if found.file and found.config:
-        raise ConfigError("two files are named", hint="give FILE, or --config FILE")
-    found.config = found.file or found.config
-    loaded = read_settings(found)
+def _format_settings(args: argparse.Namespace) -> str:
+    if args.file and args.config:
+        raise ConfigError("two configuration files", hint="give either FILE or --config FILE")
+    args.config = args.file or args.config
+    loaded = read_settings(args)
     rows = list(effective_settings(loaded))
     services = {
-        service: {key: {"value": one.raw, "origin": one.origin} for key, one in options.items()}
+        service: {
+            key: {"value": value.raw, "origin": value.origin} for key, value in options.items()
+        }
         for service, options in loaded.services.items()
     }
-    if found.json:
-        whole = {"settings": rows, "services": services}
-        return msgspec.json.format(msgspec.json.encode(whole)).decode()
-    if found.changed:
-        rows = [one for one in rows if one.origin != DEFAULT_ORIGIN]
+    if args.json:
+        encoded = msgspec.json.encode({"settings": rows, "services": services})
+        return msgspec.json.format(encoded).decode()
+    if args.changed:
+        rows = [row for row in rows if row.origin != DEFAULT_ORIGIN]
     return "\n".join([*settings_table(rows), *_service_lines(services)])
 
 
 def settings_table(rows: Sequence[EffectiveSetting]) -> Iterator[str]:
-    """A line a setting, in sections."""
-    width = max((len(one.key) for one in rows), default=0)
-    values = {one.key: format_value_with_unit(one) for one in rows}
-    room = min(40, max(map(len, values.values()), default=0))
+    """Yield a line for each setting, with an empty line between sections."""
+    key_width = max((len(row.key) for row in rows), default=0)
+    values = {row.key: format_value_with_unit(row) for row in rows}
+    value_width = min(40, max(map(len, values.values()), default=0))
     section = ""
-    for one in rows:
-        head = one.key.partition(".")[0]
-        if section not in {"", head}:
+    for row in rows:
+        row_section = row.key.partition(".")[0]
+        if section not in {"", row_section}:
             yield ""
-        section = head
-        note = f"   ({one.note})" if one.note else ""
-        yield f"{one.key:<{width}}  {values[one.key]:<{room}}  {one.origin}{note}"
+        section = row_section
+        note = f"   ({row.note})" if row.note else ""
+        yield f"{row.key:<{key_width}}  {values[row.key]:<{value_width}}  {row.origin}{note}"
 
 
-def format_value_with_unit(one: EffectiveSetting) -> str:
-    """A value with its unit."""
-    return format_value(one.value) + (f" {one.unit}" if one.unit and one.value is not None else "")
+def format_value_with_unit(row: EffectiveSetting) -> str:
+    """Format a setting's value with its unit."""
+    return format_value(row.value) + (f" {row.unit}" if row.unit and row.value is not None else "")
 
 
 def format_value(value: Any) -> str:
-    """A value as one would write it in the file."""
+    """Format a value as in a configuration file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -106,5 +108,5 @@ def format_value(value: Any) -> str:
 def _service_lines(services: dict[str, Any]) -> Iterator[str]:
     for service, options in services.items():
         yield ""
-        for key, one in options.items():
-            yield f"{service}.{key}  {format_value(one['value'])}  {one['origin']}"
+        for key, option in options.items():
+            yield f"{service}.{key}  {format_value(option['value'])}  {option['origin']}"

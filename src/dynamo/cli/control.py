@@ -1,4 +1,4 @@
-"""What `dynamo scale`, `drain` and `restart` share: which deployment, and an order to it."""
+"""`dynamo scale`, `dynamo drain` and `dynamo restart`: control requests to a deployment."""
 
 from __future__ import annotations
 
@@ -13,66 +13,66 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 def add_deployment_flags(parser: Parser) -> None:
-    """The flags of all three."""
+    """Add the flags that all control commands have."""
     parser.add_argument(
-        "--deployment", metavar="NAME|PORT", help="which one, where several run (see `dynamo ps`)"
+        "--deployment", metavar="NAME|PORT", help="deployment, if several run (see `dynamo ps`)"
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"stop waiting after (default: {DEFAULT_TIMEOUT_S:g}); the order is carried out all the same",
+        help=f"wait so long (default: {DEFAULT_TIMEOUT_S:g}); the deployment completes the request "
+        "even after a timeout",
     )
 
 
 def send_control_request(
-    found: argparse.Namespace, do: Literal["scale", "drain", "restart"], name: str, count: int = 0
+    args: argparse.Namespace, do: Literal["scale", "drain", "restart"], name: str, count: int = 0
 ) -> int:
-    """Give it, and print what the deployment says until it is done."""
+    """Send a control request and print the deployment's messages until it is done."""
     from dynamo.cli.stop import select_deployments
     from dynamo.runtime.deployment import live_deployments
     from dynamo.runtime.processes.control import ControlRequest, send_control_request
 
-    (deployment,) = select_deployments(live_deployments(), found.deployment)
+    (deployment,) = select_deployments(live_deployments(), args.deployment)
     try:
-        for said in send_control_request(
-            ControlRequest(do, name, count), deployment.folder, found.timeout
-        ):
-            print(said, flush=True)
+        request = ControlRequest(do, name, count)
+        for message in send_control_request(request, deployment.folder, args.timeout):
+            print(message, flush=True)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"{deployment.id} is not done after {found.timeout:g} s",
-            hint="it goes on by itself; `dynamo ps` shows how it stands",
+            f"{deployment.id} is not done after {args.timeout:g} s",
+            hint="the deployment continues; `dynamo ps` shows its state",
         ) from None
     return 0
 
 
 SCALE_EXAMPLES = """\
   dynamo scale worker=5
-  dynamo scale worker=2 --deployment 8000     the one on this port"""
+  dynamo scale worker=2 --deployment 8000     the deployment on this port"""
 
 
 def scale_parser() -> Parser:
-    """What to scale, and where."""
-    made = Parser(
+    """Return the parser of `dynamo scale`."""
+    parser = Parser(
         "dynamo scale",
-        "Run so many processes of one kind. New ones serve before this returns; who leaves hands "
-        "its requests to the others.",
+        "Set the number of processes of one kind. The command returns when new processes serve. "
+        "Requests of stopped processes move to the others.",
         SCALE_EXAMPLES,
     )
-    made.add_argument("what", metavar="KIND=COUNT", help="e.g. worker=5")
-    add_deployment_flags(made)
-    return made
+    parser.add_argument("what", metavar="KIND=COUNT", help="e.g. worker=5")
+    add_deployment_flags(parser)
+    return parser
 
 
 def run_scale(arguments: Sequence[str]) -> int:
-    """Scale, and wait until it is so."""
-    found = scale_parser().parse(arguments)
-    kind, _, count = found.what.partition("=")
+    """Scale a kind of process and wait until the deployment has that many."""
+    args = scale_parser().parse(arguments)
+    kind, _, count = args.what.partition("=")
     if not (kind and count.isdecimal()):
-        raise ConfigError(f"{found.what!r} is no KIND=COUNT", hint="e.g. dynamo scale worker=5")
-    return send_control_request(found, "scale", kind, int(count))
+        raise ConfigError(f"{args.what!r} is not KIND=COUNT", hint="e.g. dynamo scale worker=5")
+    return send_control_request(args, "scale", kind, int(count))
 
 
 DRAIN_EXAMPLES = """\
@@ -80,46 +80,46 @@ DRAIN_EXAMPLES = """\
 
 
 def drain_parser() -> Parser:
-    """Which process, and where."""
-    made = Parser(
+    """Return the parser of `dynamo drain`."""
+    parser = Parser(
         "dynamo drain",
-        "Take one process out of service: it gets no new requests, those it has go on at others "
-        "(the last one finishes its own), and it is not started again.",
+        "Take one process out of service. The process gets no new requests and is not restarted. "
+        "Its requests in flight move to others; the last process of a kind finishes its own.",
         DRAIN_EXAMPLES,
     )
-    made.add_argument("name", metavar="PROCESS", help="its name, as `dynamo ps` shows it")
-    add_deployment_flags(made)
-    return made
+    parser.add_argument("name", metavar="PROCESS", help="name of the process in `dynamo ps`")
+    add_deployment_flags(parser)
+    return parser
 
 
 def run_drain(arguments: Sequence[str]) -> int:
-    """Drain, and wait until it has left."""
-    found = drain_parser().parse(arguments)
-    return send_control_request(found, "drain", found.name)
+    """Drain a process and wait until it has ended."""
+    args = drain_parser().parse(arguments)
+    return send_control_request(args, "drain", args.name)
 
 
 RESTART_EXAMPLES = """\
   dynamo restart                  every worker, one after the other
-  dynamo restart worker-2         this one
+  dynamo restart worker-2         one process
   dynamo restart frontend"""
 
 
 def restart_parser() -> Parser:
-    """Which processes, and where."""
-    made = Parser(
+    """Return the parser of `dynamo restart`."""
+    parser = Parser(
         "dynamo restart",
-        "Replace processes one by one: the old one leaves when the new one serves, and its "
-        "requests go on at others. There must be room for one more meanwhile.",
+        "Replace processes one by one. An old process ends when its replacement serves; its "
+        "requests move to others. The machine needs room for one more process meanwhile.",
         RESTART_EXAMPLES,
     )
-    made.add_argument(
+    parser.add_argument(
         "what", nargs="?", default="worker", metavar="PROCESS|KIND", help="default: worker"
     )
-    add_deployment_flags(made)
-    return made
+    add_deployment_flags(parser)
+    return parser
 
 
 def run_restart(arguments: Sequence[str]) -> int:
-    """Restart, and wait until all are replaced."""
-    found = restart_parser().parse(arguments)
-    return send_control_request(found, "restart", found.what)
+    """Restart processes and wait until all are replaced."""
+    args = restart_parser().parse(arguments)
+    return send_control_request(args, "restart", args.what)

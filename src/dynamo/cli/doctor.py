@@ -20,26 +20,26 @@ EXAMPLES = """\
 
 def parser() -> Parser:
     """Return the parser: `--json` and the settings of a deployment."""
-    made = Parser(
+    parser = Parser(
         "dynamo doctor",
         "Check whether this machine can run `dynamo run` with the same flags.",
         EXAMPLES,
         usage="[--json] [FLAGS of dynamo run]",
     )
-    made.add_argument("--json", action="store_true", help="one JSON array")
-    add_settings_flags(made)
-    return made
+    parser.add_argument("--json", action="store_true", help="one JSON array")
+    add_settings_flags(parser)
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the checks and print the findings. Returns 1 if a check failed."""
-    found = parser().parse(arguments)
-    settings = load_settings(found).settings
+    args = parser().parse(arguments)
+    settings = load_settings(args).settings
 
     from dynamo.operations.doctor import run_checks
 
     findings = list(run_checks(settings))
-    print(msgspec.json.encode(findings).decode() if found.json else format_findings(findings))
+    print(msgspec.json.encode(findings).decode() if args.json else format_findings(findings))
     return 1 if any(finding.verdict == "fail" for finding in findings) else 0
 
 

@@ -1,4 +1,4 @@
-"""`dynamo`: find the command, run it, tell what went wrong without a traceback."""
+"""The `dynamo` program: runs a command and prints its errors without a traceback."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import difflib
 import errno
 import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from dynamo import __version__
 from dynamo.cli.commands import COMMANDS, command_run
+from dynamo.cli.parsing import EXIT_INTERRUPTED
 from dynamo.core.errors import ConfigError, DynamoError, describe_os_error
 
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 USAGE_ERROR_CODES = (ConfigError.code, "unsupported")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command line. Returns the exit code: 0, 1 failure, 2 usage, 130 interrupted."""
+    """Run one command line. Returns the exit code: 0, 1 failure, 2 usage error, 130 interrupted."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that has not every character
+        sys.stdout.reconfigure(errors="replace")  # terminals without UTF-8
     try:
         return _dispatch(arguments)
     except DynamoError as error:
@@ -31,10 +30,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if error.code in USAGE_ERROR_CODES else 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output left (`dynamo ps | head`)
+    except BrokenPipeError:  # the reader of standard output has ended (`dynamo ps | head`)
         _discard_stdout()
         return 0
-    except OSError as error:  # what the machine does not let us: a full disk, a closed folder
+    except OSError as error:  # e.g. a full disk, missing permissions
         if error.errno == errno.ENOSPC:
             _discard_stdout()
         print(f"error: {describe_os_error(error)}", file=sys.stderr)
@@ -42,16 +41,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _discard_stdout() -> None:
-    """Nothing can be written to standard output: the interpreter must not flush it again."""
+    """Redirect standard output to /dev/null, so that the interpreter's final flush succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
     first = arguments[0] if arguments else "--help"
     if first in {"-h", "--help", "help"}:
-        of = arguments[1] if first == "help" and arguments[1:] else "--help"
-        if not of.startswith("-"):  # dynamo help run
-            return _dispatch([of, "--help"])
+        topic = arguments[1] if first == "help" and arguments[1:] else "--help"
+        if not topic.startswith("-"):  # dynamo help run
+            return _dispatch([topic, "--help"])
         print(overview())
         return 0
     if first in {"-V", "--version", "version"}:
@@ -69,7 +68,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """What `dynamo --help` prints."""
+    """Return the text of `dynamo --help`."""
     lines = [f"  {name:<10}{COMMANDS[name].help}" for name in _visible_commands()]
     return OVERVIEW.format("\n".join(lines))
 
@@ -82,15 +81,15 @@ Serve large language models, on one machine or many.
 commands:
 {}
 
-  dynamo COMMAND --help     what a command takes
+  dynamo COMMAND --help     arguments of a command
   dynamo --version
 
 examples:
   dynamo run                                   the default model on http://127.0.0.1:8000
-  dynamo run ./model.gguf --http-port 8080     a model of yours
+  dynamo run ./model.gguf --http-port 8080     a model from a file
   dynamo run out=mock ./model --workers 4      simulated workers
-  dynamo ps                                    what runs
-  dynamo stop                                  end it"""
+  dynamo ps                                    running processes
+  dynamo stop                                  stop the deployment"""
 
 
 def _visible_commands() -> list[str]:

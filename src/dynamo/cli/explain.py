@@ -1,4 +1,4 @@
-"""`dynamo explain`: why a request went to the worker that answered it."""
+"""`dynamo explain`: explain why a request was routed to its worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.cli.parsing import Parser
+from dynamo.cli.parsing import Parser, format_table
 from dynamo.cli.router import add_router_flags, make_router_client
 
 EXAMPLES = """\
@@ -18,64 +18,68 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """The request's id, and where to ask."""
-    made = Parser(
+    """Return the parser: the request id and the deployment."""
+    parser = Parser(
         "dynamo explain",
-        "Why did a request go to that worker? The table of candidates with every term of the\n"
-        "cost, and what came of it. Needs a deployment that runs with --router-mode kv.",
+        "Explain the routing of a request: the candidates with every term of their cost, and the\n"
+        "outcome. The deployment must run with --router-mode kv.",
         EXAMPLES,
     )
-    made.add_argument("request_id", nargs="?", default="", help="default: the last decisions")
-    made.add_argument("--json", action="store_true", help="as the server tells it")
-    add_router_flags(made)
-    return made
+    parser.add_argument("request_id", nargs="?", default="", help="default: the last decisions")
+    parser.add_argument("--json", action="store_true", help="print the server's JSON")
+    add_router_flags(parser)
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what is known."""
-    found = parser().parse(arguments)
-    decisions = make_router_client(found).explain(found.request_id)
-    if found.json:
+    """Fetch and print decisions."""
+    args = parser().parse(arguments)
+    decisions = make_router_client(args).explain(args.request_id)
+    if args.json:
         print(msgspec.json.encode(decisions).decode())
-    elif found.request_id:
-        print("\n\n".join(format_decision(one) for one in decisions))
+    elif args.request_id:
+        print("\n\n".join(map(format_decision, decisions)))
     else:
         print(format_decision_list(decisions) if decisions else "no request was routed yet")
     return 0
 
 
-def format_decision(one: Mapping[str, Any]) -> str:
-    """One decision in full."""
-    choice = f" choice {one['choice']}" if one["choice"] else ""
-    at = time.strftime("%H:%M:%S", time.localtime(one["at"]))
+def format_decision(decision: Mapping[str, Any]) -> str:
+    """Format a decision with its outcome and costs."""
+    choice = f" choice {decision['choice']}" if decision["choice"] else ""
+    request = f"{decision['request_id']}{choice}, model {decision['model']}"
     lines = [
-        f"request  {one['request_id']}{choice}, model {one['model']}, {at}, by {one['router']}",
-        f"mode     {one['mode']}" + (f", view {one['view']}" if one["view"] else ""),
-        f"why      {one['why']}",
-        f"outcome  {_format_outcome(one)}",
+        f"request  {request}, {_clock_time(decision)}, by {decision['router']}",
+        f"mode     {decision['mode']}" + (f", view {decision['view']}" if decision["view"] else ""),
+        f"why      {decision['why']}",
+        f"outcome  {_format_outcome(decision)}",
     ]
-    if one["costs"]:
-        lines += ["", *_format_cost_table(one)]
+    if decision["costs"]:
+        lines += ["", *_format_cost_table(decision)]
     return "\n".join(lines)
 
 
 def format_decision_list(decisions: Sequence[Mapping[str, Any]]) -> str:
-    """A line a decision."""
+    """Format each decision as a line."""
     return "\n".join(
-        f"{time.strftime('%H:%M:%S', time.localtime(one['at']))}  {one['request_id']}  {one['why']}"
-        for one in decisions
+        f"{_clock_time(decision)}  {decision['request_id']}  {decision['why']}"
+        for decision in decisions
     )
 
 
-def _format_outcome(one: Mapping[str, Any]) -> str:
-    outcome = one["outcome"]
+def _clock_time(decision: Mapping[str, Any]) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(decision["at"]))
+
+
+def _format_outcome(decision: Mapping[str, Any]) -> str:
+    outcome = decision["outcome"]
     if outcome is None:
-        return "still being answered"
+        return "in flight"
     parts = []
     if outcome["ttft_s"] is not None:
-        predicted = one["predicted_ttft_ms"]
-        about = f" (predicted {predicted:.1f})" if predicted is not None else ""
-        parts.append(f"first token after {outcome['ttft_s'] * 1e3:.1f} ms{about}")
+        predicted = decision["predicted_ttft_ms"]
+        prediction = f" (predicted {predicted:.1f})" if predicted is not None else ""
+        parts.append(f"first token after {outcome['ttft_s'] * 1e3:.1f} ms{prediction}")
         parts.append(f"{outcome['output_tokens']} tokens in {outcome['duration_s'] * 1e3:.1f} ms")
         parts.append(
             f"{outcome['cached_tokens']} of {outcome['prompt_tokens']} prompt tokens from the cache"
@@ -85,17 +89,15 @@ def _format_outcome(one: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _format_cost_table(one: Mapping[str, Any]) -> list[str]:
-    from dynamo.cli.serve import format_table
-
-    terms = list(one["costs"][0]["terms"])
+def _format_cost_table(decision: Mapping[str, Any]) -> list[str]:
+    terms = list(decision["costs"][0]["terms"])
     rows = [("", "WORKER", "BLOCKS HELD", "COST", *(term.upper() for term in terms))]
-    for row in one["costs"]:
-        chosen = "->" if row["worker"] == one["worker"] else ""
+    for row in decision["costs"]:
+        chosen = "->" if row["worker"] == decision["worker"] else ""
         values = (f"{row['terms'].get(term, 0.0):.2f}" for term in terms)
         rows.append(
             (chosen, row["worker"], str(row["overlap_blocks"]), f"{row['cost']:.2f}", *values)
         )
     lines = format_table(rows)
-    more = one["candidates"] - len(one["costs"])
-    return [*lines, f"   and {more} more that cost no less"] if more > 0 else lines
+    more = decision["candidates"] - len(decision["costs"])
+    return [*lines, f"   and {more} more with no lower cost"] if more > 0 else lines

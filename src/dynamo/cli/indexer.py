@@ -1,4 +1,4 @@
-"""`dynamo indexer`: one index of the workers' caches for several routers."""
+"""`dynamo indexer`: run an index of the workers' caches for several routers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """The settings of the deployment that it belongs to."""
-    made = Parser(
+    """Return the parser: the settings of the deployment."""
+    parser = Parser(
         "dynamo indexer",
-        "Keep one index of what the workers of a deployment have cached; routers that run with "
-        "--shared-index ask it. Its status port is in `dynamo ps`.",
+        "Keep an index of the workers' cached blocks for the routers of a deployment that run with "
+        "--shared-index. `dynamo ps` lists the status port.",
         EXAMPLES,
         usage="--deployment NAME [FLAGS of dynamo run]",
     )
-    add_settings_flags(made)
-    return made
+    add_settings_flags(parser)
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:

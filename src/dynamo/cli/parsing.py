@@ -1,10 +1,11 @@
-"""A parser whose complaints are ours: an error that names the nearest flag, and exit code 2."""
+"""Parts that commands share: the argument parser, common constants, output checks, tables."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import os
+import signal
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,25 +13,34 @@ from typing import NoReturn
 
 from dynamo.core.errors import ConfigError
 
+API_KEY_VARIABLE = "DYNAMO_API_KEY"
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+DESCRIPTION_WIDTH = 100
+"""Columns of a command's description. The flags follow the terminal's width."""
+
 
 def check_writable(*paths: str | None) -> None:
-    """Before the work, not after it; None and "-" (standard output) are no files. Raises
-    `ConfigError`."""
+    """Raise `ConfigError` if a file cannot be written. None and "-" (standard output) pass."""
     for path in paths:
         if path is None or path == "-":
             continue
         target = Path(path)
-        place = target if target.exists() else target.parent
-        if target.is_dir() or not os.access(place, os.W_OK):
-            raise ConfigError(f"cannot write {path}", hint="a file in a folder that is there")
+        existing = target if target.exists() else target.parent
+        if target.is_dir() or not os.access(existing, os.W_OK):
+            raise ConfigError(f"cannot write {path}", hint="name a file in a writable folder")
 
 
-DESCRIPTION_WIDTH = 100
-"""Of a description; the flags below it keep to the terminal's."""
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines with columns as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags and words in any order."""
+    """A parser for flags and words in any order. Its errors are `ConfigError` with a hint."""
 
     def __init__(self, prog: str, description: str, examples: str = "", usage: str = "") -> None:
         super().__init__(
@@ -43,21 +53,22 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Raises `ConfigError` for what is not understood; exits after `--help`."""
-        found, left = self.parse_known_intermixed_args(list(arguments))
-        if left:
-            raise ConfigError(f"unknown argument {left[0]!r}", hint=self._suggest_flag(left[0]))
-        return found
+        """Parse arguments. Raises `ConfigError` for wrong ones; `--help` exits."""
+        args, unknown = self.parse_known_intermixed_args(list(arguments))
+        if unknown:
+            hint = self._suggest_flag(unknown[0])
+            raise ConfigError(f"unknown argument {unknown[0]!r}", hint=hint)
+        return args
 
     def error(self, message: str) -> NoReturn:
-        """argparse's own complaint, as ours."""
+        """Raise argparse's error as `ConfigError`."""
         raise ConfigError(message, hint=f"see `{self.prog} --help`")
 
     def _suggest_flag(self, wrong: str) -> str:
         flag = wrong.partition("=")[0]
         if flag == "--url" and any(action.metavar == "URL" for action in self._actions):
-            return f"the URL stands by itself: `{self.prog} URL`"
-        flags = [one for action in self._actions for one in action.option_strings]
+            return f"the URL is an argument without a flag: `{self.prog} URL`"
+        flags = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(flag, flags, n=1)
         return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
 
@@ -67,13 +78,13 @@ def _wrap(line: str) -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Room for the flags of this program."""
+    """Formats help with a wide column for flags."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`-f, --config FILE`, as Python writes it from 3.13 on."""
+        """Return `-f, --config FILE`, the format of Python 3.13 and later."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))

@@ -1,4 +1,4 @@
-"""The bar of a long command, which logs do not garble."""
+"""A progress bar for long commands. Log lines appear above the bar."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def render_bar(share: float) -> str:
-    """So far, from 0 to 1."""
+    """Return a text bar for a `share` from 0 to 1."""
     return f"[{'#' * round(share * BAR_WIDTH):<{BAR_WIDTH}}]"
 
 
-def format_byte_progress(what: str, done: int, total: int) -> str:
-    """One line of what is counted in bytes."""
+def format_byte_progress(step: str, done: int, total: int) -> str:
+    """Format the progress of a step in bytes. `total` is 0 if it is unknown."""
     if not total:
-        return f"{what} ..."
+        return f"{step} ..."
     share = min(1.0, done / total)
-    return f"{what} {render_bar(share)} {share:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+    return f"{step} {render_bar(share)} {share:4.0%}  {done / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
 def terminal_columns(out: TextIO) -> int | None:
-    """What fits on one line, so that it can be drawn over; None: nobody knows."""
+    """Return the columns that fit on a line without wrapping; None if the width is unknown."""
     try:
         return max(os.get_terminal_size(out.fileno()).columns - 1, 0) or None
     except (OSError, ValueError):
@@ -37,9 +37,11 @@ def terminal_columns(out: TextIO) -> int | None:
 
 
 class ProgressBar:
-    """Progress on a terminal as one line that is redrawn, elsewhere a line now and then. What else
-    is to be seen there is written through this and appears above it. `as_logs`: log lines, for
-    programs. Safe from several threads."""
+    """Shows progress as a line that is redrawn on a terminal, elsewhere as a line every 5 s.
+
+    Other output to `out` must go through `write` and appears above the bar. With `as_logs`,
+    progress is logged instead. Methods may be called from several threads.
+    """
 
     def __init__(self, out: TextIO, *, as_logs: bool = False) -> None:
         self._out = out
@@ -50,44 +52,46 @@ class ProgressBar:
         self._line = ""
         self._lock = threading.Lock()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` bytes; total 0: unknown."""
-        if not self.should_redraw(what, last=done >= total):
+    def __call__(self, step: str, done: int, total: int) -> None:
+        """Show `done` of `total` bytes of a step. `total` is 0 if it is unknown."""
+        if not self.should_redraw(step, last=done >= total):
             return
         if self._as_logs:
-            fields = {"step": what, "done_bytes": done, "total_bytes": total}
-            log.info("getting the model ready", extra={"fields": fields})
+            fields = {"step": step, "done_bytes": done, "total_bytes": total}
+            log.info("preparing the model", extra={"fields": fields})
         elif self._is_terminal or total:
-            self.show(format_byte_progress(what, done, total))
+            self.show(format_byte_progress(step, done, total))
 
     def should_redraw(self, step: str = "", *, last: bool = False) -> bool:
-        """Is it time to show it again? Asked once for each time it is shown; a new step and the
-        last of one always are."""
+        """Return True, and start a new interval, if progress should be shown now.
+
+        A new step and the `last` progress of a step are always shown.
+        """
         now = time.monotonic()
-        told, when = self._last_shown
-        if step == told and now - when < self._interval_s and not last:
+        last_step, shown_s = self._last_shown
+        if step == last_step and now - shown_s < self._interval_s and not last:
             return False
         self._last_shown = (step, now)
         return True
 
     def show(self, line: str) -> None:
-        """This is how far it is."""
+        """Draw `line` as the bar."""
         with self._lock:
             self._line = line[: terminal_columns(self._out)] if self._is_terminal else ""
             self._out.write(f"{CLEAR_LINE}{self._line}" if self._is_terminal else f"{line}\n")
             self._out.flush()
 
     def write(self, text: str) -> None:
-        """Whole lines, above the bar."""
+        """Write complete lines above the bar."""
         with self._lock:
             self._out.write(f"{CLEAR_LINE}{text}{self._line}" if self._line else text)
 
     def flush(self) -> None:
-        """Let all be seen."""
+        """Flush the output stream."""
         self._out.flush()
 
     def isatty(self) -> bool:
-        """Does a person look at it?"""
+        """Return True if the bar is redrawn on a terminal."""
         return self._is_terminal
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""`dynamo ps`: every live process of every deployment of this user."""
+"""`dynamo ps`: list the live processes of this user's deployments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dynamo.cli.parsing import Parser
+from dynamo.cli.parsing import Parser, format_table
 
 if TYPE_CHECKING:
     from dynamo.runtime.deployment import ProcessRecord
@@ -20,40 +20,35 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """`--json`."""
-    made = Parser("dynamo ps", "List the live processes of every deployment of yours.", EXAMPLES)
-    made.add_argument("--json", action="store_true", help="one JSON array")
-    return made
+    """Return the parser: `--json`."""
+    parser = Parser("dynamo ps", "List the live processes of all your deployments.", EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print a table, or JSON."""
-    found = parser().parse(arguments)
+    """Print a table or JSON."""
+    args = parser().parse(arguments)
 
     from dynamo.runtime.deployment import live_processes
 
     records = live_processes()
-    if found.json:
+    if args.json:
         print(format_processes_json(records))
     elif records:
         print(format_processes_table(records))
     else:
-        print("no deployment runs; start one with `dynamo run`")
+        print("no deployment is running; start one with `dynamo run`")
     return 0
 
 
 def format_processes_json(records: Sequence[ProcessRecord]) -> str:
-    """One array of objects with the keys `COLUMNS`."""
+    """Return a JSON array of objects with the keys `COLUMNS`."""
     rows = [{key: getattr(record, key) for key in COLUMNS} for record in records]
     return msgspec.json.encode(rows).decode()
 
 
 def format_processes_table(records: Sequence[ProcessRecord]) -> str:
-    """Columns as wide as their longest entry."""
-    rows = [COLUMNS, *(tuple(str(getattr(one, key)) for key in COLUMNS) for one in records)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)
+    """Return a table with a row for each process."""
+    rows = [COLUMNS, *(tuple(str(getattr(record, key)) for key in COLUMNS) for record in records)]
+    return "\n".join(format_table(rows))

@@ -1,4 +1,4 @@
-"""`dynamo run`: fetch the model, start frontend and workers, serve until Ctrl-C."""
+"""`dynamo run`: fetch the model, start frontend and workers, and serve until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KNOWN_INPUTS = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
 UNSUPPORTED_INPUTS = ("endpoint",)
 
-REMOTE_MODELS_LABEL = "every model of workers elsewhere"
+REMOTE_MODELS_LABEL = "every model of remote workers"
 
 EXAMPLES = """\
   dynamo run                                     the default model on http://127.0.0.1:8000
@@ -35,42 +35,47 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """Words in=, out= and MODEL, and a flag for every setting that has one."""
-    made = Parser(
+    """Return the parser: the words in=, out= and MODEL, and the settings' flags."""
+    parser = Parser(
         "dynamo run",
-        "Serve a model: frontend and workers, each a process, all under this one.\n\n"
-        "Every setting can be given: --SECTION.KEY VALUE, $DYNAMO_SECTION__KEY, or in a file.\n"
-        "The list is in docs/reference/settings.md; those with a flag of their own are below.",
+        "Serve a model: starts a frontend and workers as child processes.\n\n"
+        "Every setting can be given as --SECTION.KEY VALUE, as $DYNAMO_SECTION__KEY or in a file.\n"
+        "docs/reference/settings.md lists all settings; those with a short flag are below.",
         EXAMPLES,
         usage="[in=http|text|batch:FILE|none] [out=native|mock|echo] [MODEL] [FLAGS]",
     )
-    made.add_argument(
+    parser.add_argument(
         "words",
         nargs="*",
         metavar="in= out= MODEL",
-        help="where requests come from (in=http; in=none: workers alone), what computes "
-        "(out=native), and a model folder, GGUF file or hub name (SmolLM2-135M-Instruct)",
+        help="source of requests (default: in=http; in=none runs workers only), engine (default: "
+        "out=native), and a model folder, GGUF file or hub name (default: SmolLM2-135M-Instruct)",
     )
-    add_batch_flags(made)
-    add_settings_flags(made)
-    return made
+    add_batch_flags(parser)
+    add_settings_flags(parser)
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
-    found = parser().parse(arguments)
-    source, extra = parse_words(found.words)
-    settings = checked_settings(load_settings(found, extra=extra))
+    args = parser().parse(arguments)
+    source, extra = parse_words(args.words)
+    settings = checked_settings(load_settings(args, extra=extra))
 
     if source.startswith(BATCH):
-        return serve_batch(settings, source.partition(":")[2], found)
+        from dynamo.cli.inputs.batch import run_batch
+
+        return run_batch(settings, parse_batch_options(source.partition(":")[2], args))
     if source == TEXT:
-        return serve_text(settings)
-    return serve_http(settings, found, extra, workers_only=source == NONE)
+        from dynamo.cli.inputs.text import run_text
+
+        return run_text(settings)
+    return serve_http(settings, args, extra, workers_only=source == NONE)
 
 
 def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
-    """Where requests come from, and the settings that words stand for. Raises `ConfigError`."""
+    """Return the input (http, text, none or batch:FILE) and the settings that the words give.
+    Raises `ConfigError`."""
     source = "http"
     extra: dict[str, SourcedValue] = {}
     for word in words:
@@ -79,8 +84,8 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
             source = _parse_input(value)
         elif equals and name == "out":
             extra["engine.kind"] = SourcedValue(value, word)
-        elif not word:  # "$MODEL", which is not set
-            raise ConfigError("the model is named by an empty word", hint="is a variable not set?")
+        elif not word:  # e.g. "$MODEL" without a value
+            raise ConfigError("empty word for the model", hint="is a shell variable not set?")
         elif "model.path" in extra:
             first = extra["model.path"].raw
             raise ConfigError(
@@ -92,7 +97,8 @@ def parse_words(words: Sequence[str]) -> tuple[str, Mapping[str, SourcedValue]]:
 
 
 def checked_settings(loaded: LoadedSettings) -> Settings:
-    """The settings, which are possible. Raises `ConfigError` and `Unsupported`."""
+    """Return the settings after checking engine and log level. Raises `ConfigError` and
+    `Unsupported`."""
     from dynamo.core.plugins import ENGINES
     from dynamo.telemetry.logs import parse_levels
 
@@ -104,13 +110,13 @@ def checked_settings(loaded: LoadedSettings) -> Settings:
 
 def serve_http(
     settings: Settings,
-    found: argparse.Namespace,
+    args: argparse.Namespace,
     extra: Mapping[str, SourcedValue],
     *,
     workers_only: bool = False,
 ) -> int:
-    """The whole deployment, on an HTTP port; `found` and `extra`: where its settings come from.
-    `workers_only`: without the port, for frontends that run elsewhere."""
+    """Serve a deployment until it is stopped. A reload reads the settings from `args` and `extra`
+    again. With `workers_only`, there is no HTTP port, and remote frontends use the workers."""
     from dynamo.cli.progress_bar import ProgressBar
     from dynamo.cli.served_model import served_model_names
     from dynamo.services.deployment.launch import (
@@ -127,47 +133,36 @@ def serve_http(
     names = served_model_names(settings) if settings.engine.workers else [REMOTE_MODELS_LABEL]
     bar = ProgressBar(sys.stderr, as_logs=as_json)
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
-    tell = partial(log_announcement if as_json else announce, names)
+    announce_ready = partial(log_announcement if as_json else announce, names)
     specs = worker_specs if workers_only else deployment_specs
 
-    def again() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
-        return checked_settings(read_settings(found, extra=extra)), specs
+    def reload() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
+        return checked_settings(read_settings(args, extra=extra)), specs
 
-    source = SettingsSource(again, config_path(found))
+    source = SettingsSource(reload, config_path(args))
     prepare = make_preparation(settings, bar)
     if workers_only:
-        return serve_without_http(settings, specs, tell, prepare=prepare, logs=bar, source=source)
-    return serve(settings, tell, prepare=prepare, logs=bar, source=source)
-
-
-def serve_text(settings: Settings) -> int:
-    """A conversation on standard input and output."""
-    from dynamo.cli.inputs.text import run_text
-
-    return run_text(settings)
-
-
-def serve_batch(settings: Settings, path: str, found: argparse.Namespace) -> int:
-    """Answer a file's lines."""
-    from dynamo.cli.inputs.batch import run_batch
-
-    return run_batch(settings, parse_batch_options(path, found))
+        return serve_without_http(
+            settings, specs, announce_ready, prepare=prepare, logs=bar, source=source
+        )
+    return serve(settings, announce_ready, prepare=prepare, logs=bar, source=source)
 
 
 def announce(names: Sequence[str], url: str) -> None:
-    """Tell that all serve, and how to try it; no `url`: to frontends that run elsewhere."""
-    if not url:
-        end = "end:  Ctrl-C, or `dynamo stop`\n"
-        print(f"\n{', '.join(names)} is served to frontends\n\n{end}", file=sys.stderr, flush=True)
-        return
-    print(f"\n{', '.join(names)} is served at {url}/v1\n", file=sys.stderr)
+    """Print that the models are served, with an example request. `url` is empty for workers
+    without an HTTP port."""
+    where, example = (
+        (f"at {url}/v1", f"try:  {curl_example(url)}\n") if url else ("to frontends", "")
+    )
     print(
-        f"try:  {curl_example(url)}\nend:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True
+        f"\n{', '.join(names)} is served {where}\n\n{example}end:  Ctrl-C, or `dynamo stop`\n",
+        file=sys.stderr,
+        flush=True,
     )
 
 
 def log_announcement(names: Sequence[str], url: str) -> None:
-    """The same as a log line, for programs."""
+    """Log that the models are served."""
     import logging
 
     fields = {"models": list(names), "url": url}
@@ -175,7 +170,7 @@ def log_announcement(names: Sequence[str], url: str) -> None:
 
 
 def curl_example(url: str) -> str:
-    """A request that works as it stands."""
+    """Return a shell command that sends a request to the server."""
     body = (
         '{"model": "default", "temperature": 0, "messages": '
         '[{"role": "user", "content": "What is the capital of France?"}]}'
@@ -186,7 +181,7 @@ def curl_example(url: str) -> str:
 def _parse_input(value: str) -> str:
     kind = value.partition(":")[0]
     if kind in UNSUPPORTED_INPUTS:
-        raise Unsupported(f"in={value} is not supported yet", hint=f"today: {KNOWN_INPUTS}")
+        raise Unsupported(f"in={value} is not supported yet", hint=f"supported: {KNOWN_INPUTS}")
     if value not in INPUTS and kind != BATCH:
         raise ConfigError(f"unknown input in={value}", hint=f"known: {KNOWN_INPUTS}")
     return value

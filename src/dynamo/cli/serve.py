@@ -1,4 +1,4 @@
-"""`dynamo serve MODULE:Service`: a graph of services, each in its processes, one command."""
+"""`dynamo serve MODULE:Service`: serve a graph of services, each in its own processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dynamo.cli.parsing import Parser
+from dynamo.cli.parsing import Parser, format_table
 from dynamo.cli.settings_flags import add_settings_flags, config_path, load_settings, read_settings
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings import LoadedSettings, Settings, SourcedValue
@@ -33,130 +33,131 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """MODULE:Service, how much of its graph, and a flag for every setting that has one."""
-    made = Parser(
+    """Return the parser: MODULE:Service, the part of the graph, and the settings' flags."""
+    parser = Parser(
         "dynamo serve",
-        "Serve a graph of services: the named one and all that it depends on or is linked to.\n\n"
-        "--SERVICE.OPTION=VALUE sets an option of one service, as its section of the file does;\n"
-        "SERVICE.workers is how many replicas it has.",
+        "Serve a graph: the named service and all services that it depends on or is linked to.\n\n"
+        "--SERVICE.OPTION=VALUE sets an option of one service, like its section of the file.\n"
+        "SERVICE.workers is its number of replicas.",
         EXAMPLES,
         usage="MODULE:Service [-f FILE] [--only] [--dry-run] [--SERVICE.OPTION=VALUE] [FLAGS]",
     )
-    made.add_argument("target", metavar="MODULE:Service", help="a class, found from this folder")
-    made.add_argument("--only", action="store_true", help="this service alone, not its graph")
-    made.add_argument(
-        "--dry-run", action="store_true", help="print which processes and planes it comes to"
+    parser.add_argument(
+        "target", metavar="MODULE:Service", help="a class, imported from this folder"
     )
-    add_settings_flags(made)
-    return made
+    parser.add_argument("--only", action="store_true", help="this service without its graph")
+    parser.add_argument("--dry-run", action="store_true", help="print the processes and planes")
+    add_settings_flags(parser)
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until stopped."""
     words, options = split_service_options(arguments)
-    found = parser().parse(words)
+    args = parser().parse(words)
 
     from dynamo.services.deployment.plan import plan_deployment
     from dynamo.services.deployment.user_service import load_service
 
-    root = load_service(found.target, str(Path.cwd()))
+    root = load_service(args.target, str(Path.cwd()))
 
     def load(extra: Mapping[str, SourcedValue]) -> LoadedSettings:
-        return read_settings(found, extra=extra)
+        return read_settings(args, extra=extra)
 
-    def planned(base: LoadedSettings) -> DeploymentPlan:
-        made = plan_deployment(root, base, load, options, only=found.only)
-        check_plan(made)
-        return made
+    def make_plan(base: LoadedSettings) -> DeploymentPlan:
+        plan = plan_deployment(root, base, load, options, only=args.only)
+        check_plan(plan)
+        return plan
 
-    made = planned(load_settings(found))
-    if found.dry_run:
-        print("\n".join(describe_plan(made)))
+    plan = make_plan(load_settings(args))
+    if args.dry_run:
+        print("\n".join(describe_plan(plan)))
         return 0
-    return serve_plan(made, lambda: planned(load({})), found)
+    return serve_plan(plan, lambda: make_plan(load({})), args)
 
 
 def split_service_options(arguments: Sequence[str]) -> tuple[list[str], ServiceOptions]:
-    """The arguments without `--Service.option=value`, and those. Raises `ConfigError`."""
+    """Split arguments into words and options of the form `--Service.option=value`. Raises
+    `ConfigError` for an option without a value."""
     words: list[str] = []
     options: dict[str, dict[str, SourcedValue]] = {}
-    left = iter(arguments)
-    for word in left:
+    remaining = iter(arguments)
+    for word in remaining:
         match = OPTION_PATTERN.match(word)
         if match is None:
             words.append(word)
             continue
         service, key, value = match.groups()
-        if value is None and (value := next(left, None)) is None:
-            raise ConfigError(f"{word} lacks its value", hint=f"write {word}=VALUE")
+        if value is None and (value := next(remaining, None)) is None:
+            raise ConfigError(f"{word} has no value", hint=f"write {word}=VALUE")
         options.setdefault(service, {})[key] = SourcedValue(value, f"flag --{service}.{key}")
     return words, options
 
 
-def check_plan(made: DeploymentPlan) -> None:
-    """What every start checks first. Raises `ConfigError`, `Unsupported`."""
+def check_plan(plan: DeploymentPlan) -> None:
+    """Check engines and log level. Raises `ConfigError` and `Unsupported`."""
     from dynamo.core.plugins import ENGINES
     from dynamo.telemetry.logs import parse_levels
 
-    for part in made.with_role("worker"):
+    for part in plan.with_role("worker"):
         ENGINES.check(part.settings.engine.kind)
-    parse_levels(made.settings.logging.level)
+    parse_levels(plan.settings.logging.level)
 
 
 def serve_plan(
-    made: DeploymentPlan, again: Callable[[], DeploymentPlan], found: argparse.Namespace
+    plan: DeploymentPlan, reload_plan: Callable[[], DeploymentPlan], args: argparse.Namespace
 ) -> int:
-    """Start all of it. `again` makes the plan anew, of what the settings have become."""
+    """Serve the plan until it is stopped. `reload_plan` makes a plan from the present settings."""
     from dynamo.cli.progress_bar import ProgressBar
     from dynamo.services.deployment.launch import SettingsSource
     from dynamo.services.deployment.plan import process_specs, serve_graph
     from dynamo.telemetry.logs import configure_logging
 
-    settings = made.settings
+    settings = plan.settings
     bar = ProgressBar(sys.stderr, as_logs=settings.logging.format == "json")
     configure_logging(settings.logging.level, settings.logging.format, "supervisor", bar)
 
     def read() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
-        now = again()
-        return now.settings, partial(process_specs, now, target=found.target)
+        reloaded = reload_plan()
+        return reloaded.settings, partial(process_specs, reloaded, target=args.target)
 
-    source = SettingsSource(read, config_path(found))
-    tell = partial(announce, made)
-    return serve_graph(made, source, tell, prepare=_prepare_models(made, bar), logs=bar)
+    source = SettingsSource(read, config_path(args))
+    prepare = _prepare_models(plan, bar)
+    return serve_graph(plan, source, partial(announce, plan), prepare=prepare, logs=bar)
 
 
-def announce(made: DeploymentPlan, url: str) -> None:
-    """Tell that all serve, and how to try it."""
+def announce(plan: DeploymentPlan, url: str) -> None:
+    """Print that the deployment serves, with an example command."""
     from dynamo.cli import run as run_command
     from dynamo.cli.served_model import served_model_names
 
-    settings = made.settings
-    workers = made.with_role("worker")
-    names = [name for part in workers for name in served_model_names(part.settings)] or [made.root]
+    settings = plan.settings
+    workers = plan.with_role("worker")
+    names = [name for part in workers for name in served_model_names(part.settings)] or [plan.root]
     if settings.logging.format == "json":
         run_command.log_announcement(names, url)
     elif url and workers:
         run_command.announce(names, url)
     else:
         where = f" at {url}" if url else ""
-        print(f"\n{made.root} serves{where}\n", file=sys.stderr)
-        for endpoint in _user_endpoints(made)[:1]:
+        print(f"\n{plan.root} serves{where}\n", file=sys.stderr)
+        for endpoint in _user_endpoints(plan)[:1]:
             print(f"try:  dynamo call {endpoint} JSON", file=sys.stderr)
         print("end:  Ctrl-C, or `dynamo stop`\n", file=sys.stderr, flush=True)
 
 
-def describe_plan(made: DeploymentPlan) -> list[str]:
-    """The plan, for people."""
+def describe_plan(plan: DeploymentPlan) -> list[str]:
+    """Return the plan as lines of text."""
     from dynamo.runtime.deployment import deployment_of
     from dynamo.runtime.planes import planes_of
     from dynamo.sdk.decorators import spec_of
     from dynamo.services.deployment.plan import with_deployment_name
 
-    settings = with_deployment_name(made)
+    settings = with_deployment_name(plan)
     deployment = deployment_of(settings)
     rows = [("PROCESS", "REPLICAS", "SERVICES", "ENDPOINTS")]
-    for part in made.processes:
-        specs = [spec_of(one) for one in part.services]
+    for part in plan.processes:
+        specs = [spec_of(service) for service in part.services]
         names = ", ".join(spec.name for spec in specs)
         endpoints = ", ".join(
             f"{spec.namespace or settings.runtime.namespace}.{spec.component}.{endpoint.name}"
@@ -167,9 +168,9 @@ def describe_plan(made: DeploymentPlan) -> list[str]:
         rows.append((part.name, str(part.replicas), names + needs, endpoints or "-"))
     lines = format_table(rows)
     lines += ["", f"deployment  {deployment.id}"]
-    if made.serves_http:
+    if plan.serves_http:
         lines.append(f"http        {_http_url(settings)}")
-    lines += [f"engine      {_engine_label(part.settings)}" for part in made.with_role("worker")]
+    lines += [f"engine      {_engine_label(part.settings)}" for part in plan.with_role("worker")]
     planes = planes_of(settings)
     lines.append(f"discovery   {planes.discovery}")
     lines.append(f"requests    {planes.requests}")
@@ -177,25 +178,16 @@ def describe_plan(made: DeploymentPlan) -> list[str]:
     return lines
 
 
-def _user_endpoints(made: DeploymentPlan) -> list[str]:
-    """Those of users' services, callers first."""
+def _user_endpoints(plan: DeploymentPlan) -> list[str]:
+    """Return the full names of the user services' endpoints, callers first."""
     from dynamo.sdk.decorators import spec_of
 
-    namespace = made.settings.runtime.namespace
+    namespace = plan.settings.runtime.namespace
     return [
         f"{spec.namespace or namespace}.{spec.component}.{endpoint.name}"
-        for part in made.with_role("service")
+        for part in plan.with_role("service")
         for spec in map(spec_of, part.services)
         for endpoint in spec.endpoints.values()
-    ]
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest entry."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
     ]
 
 
@@ -208,17 +200,17 @@ def _engine_label(settings: Settings) -> str:
     return f"{settings.engine.kind} {settings.model.path or '(the default model)'}"
 
 
-def _prepare_models(made: DeploymentPlan, bar: object) -> Prepare | None:
-    """Fetch the models of all workers, one after the other."""
+def _prepare_models(plan: DeploymentPlan, bar: object) -> Prepare | None:
+    """Return a function that fetches the workers' models one by one; None if all are present."""
     from dynamo.services.model_download import make_preparation
 
-    wanted = [make_preparation(part.settings, bar) for part in made.with_role("worker")]  # type: ignore[arg-type]
-    needed = [one for one in wanted if one is not None]
-    if not needed:
+    optional = [make_preparation(part.settings, bar) for part in plan.with_role("worker")]  # type: ignore[arg-type]
+    preparations = [prepare for prepare in optional if prepare is not None]
+    if not preparations:
         return None
 
-    async def all_of_them(tell: object) -> None:
-        for one in needed:
-            await one(tell)  # type: ignore[arg-type]
+    async def prepare_all(report: object) -> None:
+        for prepare in preparations:
+            await prepare(report)  # type: ignore[arg-type]
 
-    return all_of_them
+    return prepare_all

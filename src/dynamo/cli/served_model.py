@@ -1,4 +1,4 @@
-"""The model of a command: its files, and what it is served as."""
+"""The model that a command serves: its files and its names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dynamo.core.settings import Settings
 
 
 def served_model_names(settings: Settings) -> Sequence[str]:
-    """What the model will be served as. Raises `ModelUnavailable` for one that cannot be."""
+    """Return the names that the model is served under. Raises `ModelUnavailable`."""
     from dynamo.models.location import locate_model
 
     return settings.model.names or (locate_model(settings.model.path).name,)
 
 
 def fetch_model(settings: Settings) -> Sequence[str]:
-    """Find or fetch the model, and prove its encoder once. Returns the names it will be served
-    under. Raises `ModelUnavailable`. Blocks."""
+    """Find or download the model and verify its tokenizer once. Returns the names that the model is
+    served under. Raises `ModelUnavailable`. Blocks."""
     from dynamo.models.resolve import resolve_model_blocking
 
     with ProgressBar(sys.stderr) as bar:

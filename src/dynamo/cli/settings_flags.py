@@ -1,4 +1,4 @@
-"""The settings' flags, built from their declarations."""
+"""Flags for settings, built from the settings' declarations."""
 
 from __future__ import annotations
 
@@ -21,65 +21,67 @@ MAX_NAMED_SETTINGS = 4
 
 
 def add_settings_flags(parser: Parser, shown: Collection[str] | None = None) -> None:
-    """A flag for every setting that has one, in a group a section; `--section.key` for all. Help
-    tells of the sections in `shown` (None: of all)."""
-    for section, about in section_descriptions().items():
-        inside = [
-            one for one in setting_specs_by_key().values() if one.key.startswith(f"{section}.")
+    """Add the short flags of settings, in a group for each section, and `--section.key` for all.
+
+    The help lists the short flags of the sections in `shown` (None = all).
+    """
+    for section, description in section_descriptions().items():
+        specs = [
+            spec for spec in setting_specs_by_key().values() if spec.key.startswith(f"{section}.")
         ]
-        flagged = [one for one in inside if one.meta.flag]
+        flagged = [spec for spec in specs if spec.meta.flag]
         if flagged:
-            told = shown is None or section in shown
-            group = parser.add_argument_group(section, about) if told else parser
-            for declared in flagged:
-                text = flag_help(declared) if told else argparse.SUPPRESS
-                _add_flag(group, declared, declared.meta.flag, text)
-        for declared in inside:
-            _add_flag(parser, declared, f"--{declared.key}", argparse.SUPPRESS)
+            visible = shown is None or section in shown
+            group = parser.add_argument_group(section, description) if visible else parser
+            for spec in flagged:
+                text = flag_help(spec) if visible else argparse.SUPPRESS
+                _add_flag(group, spec, spec.meta.flag, text)
+        for spec in specs:
+            _add_flag(parser, spec, f"--{spec.key}", argparse.SUPPRESS)
     parser.add_argument(
         "-f",
         "--config",
         metavar="FILE",
-        help=f"configuration file, YAML (else ${CONFIG_PATH_VARIABLE})",
+        help=f"YAML configuration file (default: ${CONFIG_PATH_VARIABLE})",
     )
 
 
 def load_settings(
-    found: argparse.Namespace,
+    args: argparse.Namespace,
     environ: Mapping[str, str] = os.environ,
     extra: Mapping[str, SourcedValue] | None = None,
 ) -> LoadedSettings:
-    """The settings of parsed flags, the environment and the file that either names.
+    """Load the settings and print a note on standard error for settings without effect.
 
-    `extra`: what words of the command line say. Tells on standard error what of it is not in use.
-    Raises `ConfigError`.
+    Values come from parsed flags, the environment and the configuration file. `extra` holds
+    settings from words of the command line. Raises `ConfigError`.
     """
-    loaded = read_settings(found, environ, extra)
+    loaded = read_settings(args, environ, extra)
     if loaded.notes:
         print_unused_settings(loaded)
     return loaded
 
 
 def read_settings(
-    found: argparse.Namespace,
+    args: argparse.Namespace,
     environ: Mapping[str, str] = os.environ,
     extra: Mapping[str, SourcedValue] | None = None,
 ) -> LoadedSettings:
-    """`load_settings` without a word."""
-    flags = {key: value for key, value in vars(found).items() if isinstance(value, SourcedValue)}
-    path = config_path(found, environ)
+    """Load the settings like `load_settings`, without notes."""
+    flags = {key: value for key, value in vars(args).items() if isinstance(value, SourcedValue)}
+    path = config_path(args, environ)
     return resolve_settings(
         flags | dict(extra or {}), environ, _read_config_file(path) if path else None
     )
 
 
-def config_path(found: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
-    """The configuration file that a flag or the environment names; "" = none."""
-    return str(found.config or environ.get(CONFIG_PATH_VARIABLE, ""))
+def config_path(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the configuration file that a flag or the environment names, else an empty string."""
+    return str(args.config or environ.get(CONFIG_PATH_VARIABLE, ""))
 
 
 def print_unused_settings(loaded: LoadedSettings) -> None:
-    """What was given and has no effect, in a line or two."""
+    """Print notes about settings that were given but have no effect."""
     unused = [key for key, note in loaded.notes.items() if note == UNUSED_NOTE]
     for key, note in loaded.notes.items():
         if note.endswith(SUBSTITUTE_NOTE):
@@ -88,29 +90,28 @@ def print_unused_settings(loaded: LoadedSettings) -> None:
     if groups:
         verb = "is" if len(groups) == 1 else "are"
         count = loaded.settings.engine.workers
-        text = f"{' and '.join(groups)} {verb} not in use yet: --workers says how many ({count})"
+        text = f"{' and '.join(groups)} {verb} not in use yet; --workers sets the count ({count})"
         print(f"note: {text}", file=sys.stderr)
         unused = [key for key in unused if key not in groups]
     if unused:
         some = ", ".join(unused[:MAX_NAMED_SETTINGS]) + (
             ", ..." if len(unused) > MAX_NAMED_SETTINGS else ""
         )
-        text = f"not in use yet: {some} (`dynamo config explain` tells of all settings)"
+        text = f"not in use yet: {some} (`dynamo config explain` lists all settings)"
         print(f"note: {text}", file=sys.stderr)
 
 
-def flag_help(declared: SettingSpec) -> str:
-    """Help and default of one setting."""
-    default = declared.default
-    shown = ",".join(default) if isinstance(default, tuple) else str(default)
-    known = default not in ("", (), None, False)
-    unit = f" {declared.meta.unit}" if declared.meta.unit else ""
-    text = f"{declared.meta.help} (default: {shown}{unit})" if known else declared.meta.help
+def flag_help(spec: SettingSpec) -> str:
+    """Return the help text of a setting with its default."""
+    default = ",".join(spec.default) if isinstance(spec.default, tuple) else str(spec.default)
+    has_default = spec.default not in ("", (), None, False)
+    unit = f" {spec.meta.unit}" if spec.meta.unit else ""
+    text = f"{spec.meta.help} (default: {default}{unit})" if has_default else spec.meta.help
     return text.replace("%", "%%")
 
 
 class _SettingAction(argparse.Action):
-    """Keeps the text and the flag that gave it; a list collects."""
+    """Stores a value with the name of its flag. A repeated list flag appends."""
 
     def __call__(
         self,
@@ -120,13 +121,13 @@ class _SettingAction(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         del parser
-        before = getattr(namespace, self.dest, None)
+        previous = getattr(namespace, self.dest, None)
         raw: Any = values
         if self.nargs == 0:
             raw = not str(option_string).startswith("--no-")
         elif self.metavar == LIST_METAVAR:
             raw = [
-                *(before.raw if isinstance(before, SourcedValue) else ()),
+                *(previous.raw if isinstance(previous, SourcedValue) else ()),
                 *_parse_list(values, option_string),
             ]
         setattr(namespace, self.dest, SourcedValue(raw, f"flag {option_string}"))
@@ -142,18 +143,16 @@ def _parse_list(text: Any, flag: str | None) -> Sequence[Any]:
 LIST_METAVAR = "NAME"
 
 
-def _add_flag(
-    where: argparse._ActionsContainer, declared: SettingSpec, flag: str, text: str
-) -> None:
-    kind = type_name(declared)
+def _add_flag(group: argparse._ActionsContainer, spec: SettingSpec, flag: str, text: str) -> None:
+    kind = type_name(spec)
     names = [flag]
-    options: dict[str, Any] = {"metavar": _metavar(declared, kind)}
+    options: dict[str, Any] = {"metavar": _metavar(spec, kind)}
     if kind == "bool":
         names.append(f"--no-{flag[2:]}")
         options = {"nargs": 0}
-    where.add_argument(
+    group.add_argument(
         *names,
-        dest=declared.key,
+        dest=spec.key,
         action=_SettingAction,
         default=argparse.SUPPRESS,
         help=text,
@@ -161,12 +160,12 @@ def _add_flag(
     )
 
 
-def _metavar(declared: SettingSpec, kind: str) -> str:
-    if declared.meta.choices:
-        return "{" + ",".join(declared.meta.choices) + "}"
+def _metavar(spec: SettingSpec, kind: str) -> str:
+    if spec.meta.choices:
+        return "{" + ",".join(spec.meta.choices) + "}"
     if kind == "list":
         return LIST_METAVAR
-    return declared.meta.unit.upper() or {"int": "N", "float": "X"}.get(kind, "TEXT")
+    return spec.meta.unit.upper() or {"int": "N", "float": "X"}.get(kind, "TEXT")
 
 
 def _read_config_file(path: str) -> tuple[str, str]:
@@ -176,5 +175,5 @@ def _read_config_file(path: str) -> tuple[str, str]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(
             f"configuration file {path}: {reason}",
-            hint=f"named by --config or ${CONFIG_PATH_VARIABLE}",
+            hint=f"check --config and ${CONFIG_PATH_VARIABLE}",
         ) from None

@@ -1,4 +1,4 @@
-"""`dynamo stop`: end a deployment in good order, and wait until it is gone."""
+"""`dynamo stop`: stop a deployment and wait until its processes have ended."""
 
 from __future__ import annotations
 
@@ -19,71 +19,82 @@ if TYPE_CHECKING:
 STOP_HINT = "name one of: {}; or --all"
 
 EXAMPLES = """\
-  dynamo stop                  the only deployment that runs
-  dynamo stop 8000             the one on this port
-  dynamo stop http-8000        the one of this name
+  dynamo stop                  the only running deployment
+  dynamo stop 8000             the deployment on this port
+  dynamo stop http-8000        the deployment of this name
   dynamo stop --all --now      everything, without draining"""
 
 
 def parser() -> Parser:
-    """Which deployment, and how."""
-    made = Parser("dynamo stop", "Stop a deployment: no new requests, drain, end.", EXAMPLES)
-    made.add_argument("which", nargs="?", metavar="DEPLOYMENT|PORT", help="name or HTTP port")
-    made.add_argument("--all", action="store_true", help="every deployment of yours")
-    made.add_argument("--now", action="store_true", help="do not wait for requests in flight")
-    made.add_argument(
+    """Return the parser: the deployment and how to stop it."""
+    parser = Parser("dynamo stop", "Stop a deployment after its requests in flight.", EXAMPLES)
+    parser.add_argument(
+        "deployment", nargs="?", metavar="DEPLOYMENT|PORT", help="name or HTTP port"
+    )
+    parser.add_argument("--all", action="store_true", help="stop all your deployments")
+    parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
+    parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="give up after (default: 60)"
     )
-    return made
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Stop and wait."""
-    found = parser().parse(arguments)
+    """Stop the chosen deployments and wait."""
+    args = parser().parse(arguments)
 
     from dynamo.runtime.deployment import live_deployments
 
     running = live_deployments()
-    for deployment in running if found.all else select_deployments(running, found.which, STOP_HINT):
-        stop(deployment, now=found.now, timeout_s=found.timeout)
+    for deployment in (
+        running if args.all else select_deployments(running, args.deployment, STOP_HINT)
+    ):
+        stop(deployment, now=args.now, timeout_s=args.timeout)
         print(f"stopped {deployment.id}")
     return 0
 
 
 def select_deployments(
-    running: Sequence[Deployment], which: str | None, how: str = "--deployment names one of: {}"
+    running: Sequence[Deployment],
+    name_or_port: str | None,
+    hint: str = "--deployment names one of: {}",
 ) -> Sequence[Deployment]:
-    """The deployments meant. `how`: to say which. Raises `ConfigError` where that is not clear,
-    `NotFound`."""
-    names = ", ".join(one.id for one in running)
-    if which is None:
+    """Return the deployments with this name or port, or the only running one for None.
+
+    Raises `ConfigError` with `hint` if several run and none is named, else `NotFound`.
+    """
+    names = ", ".join(deployment.id for deployment in running)
+    if name_or_port is None:
         if len(running) > 1:
-            raise ConfigError("several deployments run", hint=how.format(names))
+            raise ConfigError("several deployments are running", hint=hint.format(names))
         if not running:
-            raise NotFound("no deployment runs", hint="`dynamo ps` lists what runs")
+            raise NotFound("no deployment is running", hint="`dynamo ps` lists deployments")
         return running
-    chosen = [one for one in running if which in {one.id, one.id.removeprefix("http-")}]
-    chosen = chosen or [one for one in running if _http_port(one) == which]
+    ids = {name_or_port, f"http-{name_or_port}"}
+    chosen = [deployment for deployment in running if deployment.id in ids] or [
+        deployment for deployment in running if _http_port(deployment) == name_or_port
+    ]
     if not chosen:
-        hint = f"running: {names}" if names else "no deployment runs"
-        raise NotFound(f"no deployment is called {which!r}", hint=hint)
+        hint = f"running: {names}" if names else "no deployment is running"
+        raise NotFound(f"no deployment {name_or_port!r}", hint=hint)
     return chosen
 
 
 def stop(deployment: Deployment, *, now: bool, timeout_s: float) -> None:
-    """Signal every process that none of the others started, and wait for the end of all."""
+    """Signal the processes that have no ancestor in the deployment, and wait until all have ended.
+    Raises `DeadlineExceeded`."""
     from dynamo.runtime.pids import ancestors
 
     processes = deployment.live_processes()
-    known = {one.pid for one in processes}
-    heads = [one for one in processes if known.isdisjoint(ancestors(one.pid))]
-    with contextlib.ExitStack() as watched:
-        ends = [end for one in processes if (end := _open_pidfd(one, watched)) is not None]
-        for head in heads:
-            _send_signal(head, signal.SIGTERM)
+    pids = {process.pid for process in processes}
+    roots = [process for process in processes if pids.isdisjoint(ancestors(process.pid))]
+    with contextlib.ExitStack() as stack:
+        opened = [_open_pidfd(process, stack) for process in processes]
+        for root in roots:
+            _send_signal(root, signal.SIGTERM)
             if now:
-                _send_signal(head, signal.SIGINT)
-        if not _wait_for_exits(ends, timeout_s):
+                _send_signal(root, signal.SIGINT)
+        if not _wait_for_exits([pidfd for pidfd in opened if pidfd is not None], timeout_s):
             raise DeadlineExceeded(
                 f"{deployment.id} still runs after {timeout_s:g} s",
                 hint="requests are in flight: wait longer with --timeout, or end them with --now",
@@ -96,7 +107,7 @@ def _send_signal(process: ProcessRecord, number: signal.Signals) -> None:
 
 
 def _open_pidfd(process: ProcessRecord, stack: contextlib.ExitStack) -> int | None:
-    """A descriptor that becomes readable when the process ends."""
+    """Return a descriptor that becomes readable when the process ends; None if it has ended."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -105,18 +116,18 @@ def _open_pidfd(process: ProcessRecord, stack: contextlib.ExitStack) -> int | No
     return descriptor
 
 
-def _wait_for_exits(ends: Iterable[int], timeout_s: float) -> bool:
-    """Whether all have become readable in time."""
+def _wait_for_exits(pidfds: Iterable[int], timeout_s: float) -> bool:
+    """Return True once all descriptors are readable, False after the timeout."""
     deadline = time.monotonic() + timeout_s
     poll = select.poll()
-    left = set(ends)
-    for end in left:
-        poll.register(end, select.POLLIN)
-    while left and (rest_s := deadline - time.monotonic()) > 0:
-        for end, _ in poll.poll(rest_s * 1000):
-            poll.unregister(end)
-            left.discard(end)
-    return not left
+    running = set(pidfds)
+    for pidfd in running:
+        poll.register(pidfd, select.POLLIN)
+    while running and (remaining_s := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poll.poll(remaining_s * 1000):
+            poll.unregister(pidfd)
+            running.discard(pidfd)
+    return not running
 
 
 def _http_port(deployment: Deployment) -> str:

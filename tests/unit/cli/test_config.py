@@ -16,22 +16,22 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
     assert main(["config", "explain", *arguments, "--json"]) == 0
-    return {one["key"]: one for one in json.loads(capsys.readouterr().out)["settings"]}
+    return {row["key"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_say_where_every_value_stands(
+def test_every_value_of_shipped_files_has_its_line_as_origin(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = explained(capsys, str(path))
+    rows = explain(capsys, str(path))
     lines = path.read_text().splitlines()
-    given = {key: one for key, one in rows.items() if one["origin"] != "default"}
+    changed = {key: row for key, row in rows.items() if row["origin"] != "default"}
 
-    assert len(given) >= 10
-    for key, one in given.items():
-        name, _, line = str(one["origin"]).rpartition(":")
+    assert len(changed) >= 10
+    for key, row in changed.items():
+        name, _, line = str(row["origin"]).rpartition(":")
         if key == "server.http_workers" and name.startswith("frontend.replicas, "):
             continue
         assert name == str(path)
@@ -62,15 +62,15 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_come_to_what_they_say(
+def test_shipped_files_have_the_expected_values(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = explained(capsys, str(path))
+    rows = explain(capsys, str(path))
 
     assert {key: rows[key]["value"] for key in EXPECTED[path.stem]} == EXPECTED[path.stem]
 
 
-def test_flag_environment_file_and_default_are_told_apart(
+def test_the_origin_is_flag_environment_file_or_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a.yaml"
@@ -88,7 +88,9 @@ def test_flag_environment_file_and_default_are_told_apart(
     assert f"Retriever.top_k 3 {file}:4" in lines
 
 
-def test_only_what_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_lists_only_settings_that_were_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("server: {port: 1}")
 
@@ -96,16 +98,16 @@ def test_only_what_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.split() == ["server.http_port", "1", f"{file}:1"]
 
 
-def test_a_wrong_key_is_usage_with_its_line(
+def test_an_unknown_key_is_a_usage_error_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("server:\n  prot: 1\n")
 
     assert main(["config", "explain", str(file)]) == 2
-    told = capsys.readouterr().err
-    assert f"unknown setting 'server.prot' ({file}:2)" in told
-    assert "did you mean 'server.port'?" in told
+    err = capsys.readouterr().err
+    assert f"unknown setting 'server.prot' ({file}:2)" in err
+    assert "did you mean 'server.port'?" in err
 
 
 def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +115,7 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["title"] == "Dynamo configuration"
 
 
-def test_what_has_no_effect_is_told_at_a_start(
+def test_settings_without_effect_are_noted_at_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dynamo.cli.run import parser
@@ -123,12 +125,12 @@ def test_what_has_no_effect_is_told_at_a_start(
     file.write_text("router: {type: kv_aware}\nnixl: {enable_rdma: true}\n")
     load_settings(parser().parse(["-f", str(file)]), {})
 
-    told = capsys.readouterr().err
-    assert "note: not in use yet: nixl.enable_rdma (" in told
-    assert "router" not in told
+    err = capsys.readouterr().err
+    assert "note: not in use yet: nixl.enable_rdma (" in err
+    assert "router" not in err
 
     file.write_text("workers: {decode: {replicas: 8, tensor_parallel_size: 2}}\n")
     load_settings(parser().parse(["-f", str(file), "--workers", "3"]), {})
-    told = capsys.readouterr().err
-    assert "note: workers.decode.replicas is not in use yet: --workers says how many (3)" in told
-    assert "note: not in use yet: workers.decode.tensor_parallel_size (" in told
+    err = capsys.readouterr().err
+    assert "note: workers.decode.replicas is not in use yet; --workers sets the count (3)" in err
+    assert "note: not in use yet: workers.decode.tensor_parallel_size (" in err

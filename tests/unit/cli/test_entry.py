@@ -27,7 +27,7 @@ def test_the_overview_lists_every_command_but_hidden_ones(
     assert main(["--help"]) == 0
 
     out = capsys.readouterr().out
-    assert all((f"  {name} " in out) is not about.hidden for name, about in COMMANDS.items())
+    assert all((f"  {name} " in out) is not command.hidden for name, command in COMMANDS.items())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "in=batch:x.jsonl"], "cannot read x.jsonl", ""),
         (["run", "in=htp"], "unknown input", "in=http"),
         (["run", "a", "b"], "two models: 'a' and 'b'", "one model"),
-        (["run", ""], "an empty word", "variable"),
+        (["run", ""], "empty word for the model", "variable"),
         (["config"], "required: explain|schema", "dynamo config --help"),
         (["run", "--config", "/nowhere.yaml"], "/nowhere.yaml: No such file", "--config"),
         (["run", "--log-level", "loud"], "unknown log level", "debug"),
@@ -57,18 +57,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--url=http://x"], "unknown argument '--url=", "`dynamo bench URL`"),
         (["bench", "http://127.0.0.1:99999"], "not a URL", "such as"),
         (["bench", "http://[::1"], "not a URL", "such as"),
-        (["explain", "--url", "http://127.0.0.1:99999"], "is no URL", "such as"),
+        (["explain", "--url", "http://127.0.0.1:99999"], "is not a URL", "such as"),
         (["bench", "--rate", "-1"], "--rate -1", "above 0"),
         (["bench", "--rate=0"], "--rate 0", "above 0"),
         (["bench", "--rate", "5..x"], "--rate 5..x", "5..50"),
         (["bench", "--rate", "5..0", "--duration", "1s"], "--rate 5..0", "above 0"),
         (["bench", "--rate", "nan"], "--rate nan", "above 0"),
-        (["bench", "--speed", "nan"], "--speed: above 0", ""),
+        (["bench", "--speed", "nan"], "--speed must be above 0", ""),
         (["bench", "--duration", "0"], "would never end", "--requests"),
         (["stop", "--timeout", "x"], "invalid float", "dynamo stop --help"),
     ],
 )
-def test_mistakes_of_usage_end_with_2_and_a_hint(
+def test_usage_errors_exit_with_2_and_a_hint(
     words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -80,7 +80,7 @@ def test_mistakes_of_usage_end_with_2_and_a_hint(
     assert hint in err.partition("hint:")[2]
 
 
-def test_a_failure_ends_with_1_and_an_interrupt_with_130(
+def test_a_failure_exits_with_1_and_an_interrupt_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing(_: object) -> int:
@@ -97,7 +97,7 @@ def test_a_failure_ends_with_1_and_an_interrupt_with_130(
     assert main(["run"]) == 130
 
 
-def test_what_the_machine_forbids_is_told_without_a_traceback(
+def test_an_os_error_is_printed_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forbidden(_: object) -> int:
@@ -137,30 +137,30 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
         f"try: main({words!r})\nexcept SystemExit: pass\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
     )
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
 
-    assert ended.stderr.strip() == "[]"
+    assert completed.stderr.strip() == "[]"
 
 
-def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m dynamo run --help | head -n 1 >/dev/null"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
 
-    assert ended.stderr == ""
+    assert completed.stderr == ""
 
 
 @pytest.mark.parametrize("words", ["--help", "ps", "config explain"])
-def test_a_full_disk_is_told_without_a_traceback(words: str) -> None:
+def test_a_full_disk_is_reported_without_a_traceback(words: str) -> None:
     command = f"{sys.executable} -m dynamo {words} > /dev/full"
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    completed = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
 
-    assert ended.returncode == 1
-    assert ended.stderr == "error: No space left on device\n"
+    assert completed.returncode == 1
+    assert completed.stderr == "error: No space left on device\n"
 
 
-def test_a_terminal_without_a_character_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr("dynamo.cli.entry.command_run", lambda name: lambda words: print("é") or 0)
@@ -169,10 +169,10 @@ def test_a_terminal_without_a_character_gets_another(monkeypatch: pytest.MonkeyP
     assert raw.getvalue() == b"?\n"
 
 
-def test_ctrl_c_amid_imports_is_no_traceback() -> None:
+def test_ctrl_c_during_imports_prints_no_traceback() -> None:
     program = (
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore it
         "from dynamo.__main__ import main\n"
         "class Interrupting:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
@@ -180,9 +180,9 @@ def test_ctrl_c_amid_imports_is_no_traceback() -> None:
         "sys.meta_path.insert(0, Interrupting())\n"
         "main()"
     )
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
 
-    assert ended.returncode == -signal.SIGINT
-    assert ended.stderr == ""
+    assert completed.returncode == -signal.SIGINT
+    assert completed.stderr == ""

@@ -18,18 +18,18 @@ Start = Callable[[str, str], subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """`start(deployment, role)`: a process that only waits, entered as part of a deployment."""
+    """Return `start(deployment, role)`, which starts and registers a process that only waits."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     running: list[subprocess.Popen[bytes]] = []
 
-    def begin(deployment: str, role: str) -> subprocess.Popen[bytes]:
+    def start_process(name: str, role: str) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(["sleep", "60"])
         running.append(child)
-        place = Deployment(deployment, tmp_path / "dynamo" / deployment)
-        place.create_folder()
-        place.write_record(
+        deployment = Deployment(name, tmp_path / "dynamo" / name)
+        deployment.create_folder()
+        deployment.write_record(
             ProcessRecord(
-                deployment=deployment,
+                deployment=name,
                 role=role,
                 name=role,
                 pid=child.pid,
@@ -42,7 +42,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         )
         return child
 
-    yield begin
+    yield start_process
     for child in running:
         child.kill()
         child.wait()
@@ -70,18 +70,18 @@ def test_stop_ends_a_deployment_and_waits(start: Start, capsys: pytest.CaptureFi
     assert main(["stop", "8123"]) == 0
 
     assert capsys.readouterr().out == "stopped chosen\n"
-    assert all(one.wait(1) != 0 for one in processes)
+    assert all(process.wait(1) != 0 for process in processes)
     assert other.poll() is None
 
 
-def test_stop_gives_up_in_time(
+def test_stop_fails_after_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(stop, "_send_signal", lambda process, number: None)
-    place = Deployment("stubborn", tmp_path / "dynamo" / "stubborn")
-    place.create_folder()
-    place.write_record(
+    deployment = Deployment("stubborn", tmp_path / "dynamo" / "stubborn")
+    deployment.create_folder()
+    deployment.write_record(
         ProcessRecord(
             deployment="stubborn",
             role="supervisor",
@@ -96,31 +96,31 @@ def test_stop_gives_up_in_time(
     assert "still runs after 0.01 s" in capsys.readouterr().err
 
 
-def test_which_deployment_is_meant() -> None:
-    one, two = (Deployment(name, Path("/nowhere")) for name in ("http-1", "two"))
+def test_a_deployment_is_selected_by_name_or_port() -> None:
+    first, second = (Deployment(name, Path("/nowhere")) for name in ("http-1", "two"))
 
-    assert stop.select_deployments([one], None) == [one]
-    assert stop.select_deployments([one, two], "1") == [one]
-    assert stop.select_deployments([one, two], "two") == [two]
+    assert stop.select_deployments([first], None) == [first]
+    assert stop.select_deployments([first, second], "1") == [first]
+    assert stop.select_deployments([first, second], "two") == [second]
     with pytest.raises(ConfigError, match="several") as caught:
-        stop.select_deployments([one, two], None)
-    assert caught.value.hint == f"--deployment names one of: {one.id}, {two.id}"
-    with pytest.raises(NotFound, match="no deployment is called 'x'"):
-        stop.select_deployments([one, two], "x")
-    with pytest.raises(NotFound, match="no deployment runs"):
+        stop.select_deployments([first, second], None)
+    assert caught.value.hint == f"--deployment names one of: {first.id}, {second.id}"
+    with pytest.raises(NotFound, match="no deployment 'x'"):
+        stop.select_deployments([first, second], "x")
+    with pytest.raises(NotFound, match="no deployment is running"):
         stop.select_deployments([], None)
 
 
-def test_where_several_run_each_command_says_how_to_name_one(
+def test_with_several_deployments_the_hint_lists_their_names(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start("http-8123", "frontend")
     start("other", "worker")
     assert main(["stop"]) == 2
-    told = capsys.readouterr().err
-    assert "hint: name one of: " in told
-    assert "other; or --all" in told
+    err = capsys.readouterr().err
+    assert "hint: name one of: " in err
+    assert "other; or --all" in err
     assert main(["scale", "worker=2"]) == 2
     assert "--deployment names one of: http-8123" in capsys.readouterr().err
     assert main(["call", "Greeter.gret"]) == 1
-    assert "deployments that run serves dynamo.Greeter.gret" in capsys.readouterr().err
+    assert "running deployments serves dynamo.Greeter.gret" in capsys.readouterr().err

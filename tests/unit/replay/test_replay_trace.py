@@ -1,4 +1,4 @@
-"""Traces as they are read."""
+"""Reading of traces for a replay."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ def write(tmp_path):
 
 
 def row(timestamp, blocks=(1,), **more):
-    about = {"input_length": 512, "output_length": 5, "hash_ids": list(blocks)}
-    return {"timestamp": timestamp, **about, **more}
+    fields = {"input_length": 512, "output_length": 5, "hash_ids": list(blocks)}
+    return {"timestamp": timestamp, **fields, **more}
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_rows_come_in_order_of_time_from_zero(write, name):
     path = write(row(5000), row(2000), row(3000), name=name)
-    found = read_trace(path, ArrivalOptions(speed=2.0))
-    assert [(one.start_s, one.requests[0].row) for one in found] == [(0, 1), (0.5, 2), (1.5, 0)]
+    conversations = read_trace(path, ArrivalOptions(speed=2.0))
+    starts = [
+        (conversation.start_s, conversation.requests[0].row) for conversation in conversations
+    ]
+    assert starts == [(0, 1), (0.5, 2), (1.5, 0)]
 
 
 def test_rows_of_a_session_follow_each_other(write):
@@ -52,12 +55,12 @@ def test_rows_of_a_session_follow_each_other(write):
     assert [turn.row for turn in second.requests] == [1]
 
 
-def test_a_file_that_was_cut_off_is_told(write, tmp_path):
-    whole = tmp_path / "trace.jsonl.gz"
-    write(*(row(at) for at in range(100)), name=whole.name)
-    whole.write_bytes(whole.read_bytes()[:60])
+def test_a_truncated_file_is_rejected(write, tmp_path):
+    path = tmp_path / "trace.jsonl.gz"
+    write(*(row(timestamp) for timestamp in range(100)), name=path.name)
+    path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ConfigError, match="ended before"):
-        read_trace(str(whole), ArrivalOptions())
+        read_trace(str(path), ArrivalOptions())
 
 
 @pytest.mark.parametrize("wrong", [{"input_length": -1}, {"output_length": -1}, {"delay": -5}])
@@ -66,23 +69,25 @@ def test_lengths_and_delays_are_not_negative(write, wrong):
         read_trace(write(row(0), row(0, **wrong)), ArrivalOptions())
 
 
-def test_smearing_delays_within_bounds_and_by_the_seed(write):
-    path = write(*(row(3000 * (at // 10)) for at in range(100)))
-    plain = read_trace(path, ArrivalOptions())
-    smeared = read_trace(path, ArrivalOptions(jitter_s=3.0, seed=1))
-    starts = {one.requests[0].row: one.start_s for one in plain}
-    late = [one.start_s - starts[one.requests[0].row] for one in smeared]
-    assert all(0 <= delay < 3 for delay in late)
-    assert len(set(late)) == 100
-    assert smeared == read_trace(path, ArrivalOptions(jitter_s=3.0, seed=1))
-    assert smeared != read_trace(path, ArrivalOptions(jitter_s=3.0, seed=2))
+def test_jitter_delays_conversations_within_bounds_by_the_seed(write):
+    path = write(*(row(3000 * (number // 10)) for number in range(100)))
+    exact = read_trace(path, ArrivalOptions())
+    delayed = read_trace(path, ArrivalOptions(jitter_s=3.0, seed=1))
+    starts = {conversation.requests[0].row: conversation.start_s for conversation in exact}
+    delays = [
+        conversation.start_s - starts[conversation.requests[0].row] for conversation in delayed
+    ]
+    assert all(0 <= delay < 3 for delay in delays)
+    assert len(set(delays)) == 100
+    assert delayed == read_trace(path, ArrivalOptions(jitter_s=3.0, seed=1))
+    assert delayed != read_trace(path, ArrivalOptions(jitter_s=3.0, seed=2))
 
 
-def test_a_block_s_name_stands_for_all_before_it():
-    names = PrefixBlockIds()
-    one, other = names.assign([1, 2, 3]), names.assign([9, 2, 3])
-    assert names.assign([1, 2, 4])[:2] == one[:2]
-    assert not set(one) & set(other)
+def test_a_block_id_identifies_the_whole_prefix():
+    block_ids = PrefixBlockIds()
+    first, second = block_ids.assign([1, 2, 3]), block_ids.assign([9, 2, 3])
+    assert block_ids.assign([1, 2, 4])[:2] == first[:2]
+    assert not set(first) & set(second)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +99,9 @@ def test_a_block_s_name_stands_for_all_before_it():
         (512, 64, 63, 0),
     ],
 )
-def test_blocks_are_cut_and_joined(trace, block, tokens, expected):
-    names = PrefixBlockIds().assign(range(-(-tokens // trace)))
-    hashes = TraceBlockConverter(trace, block).block_hashes(TraceRequest(0, tokens, 1, names))
+def test_blocks_are_split_and_joined(trace, block, tokens, expected):
+    block_ids = PrefixBlockIds().assign(range(-(-tokens // trace)))
+    hashes = TraceBlockConverter(trace, block).block_hashes(TraceRequest(0, tokens, 1, block_ids))
     assert len(hashes) == len(set(hashes)) == expected
     longer = PrefixBlockIds().assign(range(50))
     whole = TraceBlockConverter(trace, block).block_hashes(TraceRequest(0, 50 * trace, 1, longer))
@@ -104,12 +109,12 @@ def test_blocks_are_cut_and_joined(trace, block, tokens, expected):
     assert len(whole) == 50 * trace // block
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_block_sizes_that_are_no_multiples_are_rejected():
     with pytest.raises(ConfigError, match="500"):
         TraceBlockConverter(500, 64)
 
 
-def test_an_empty_or_broken_trace_is_refused(write):
+def test_an_empty_or_invalid_trace_is_rejected(write):
     with pytest.raises(ConfigError, match="no requests"):
         read_trace(write(), ArrivalOptions())
     with pytest.raises(ConfigError, match=":1:"):

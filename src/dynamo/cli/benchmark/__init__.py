@@ -1,1 +1,1 @@
-"""Benchmark."""
+"""The commands `dynamo bench` and `dynamo replay`."""

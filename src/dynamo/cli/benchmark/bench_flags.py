@@ -1,4 +1,4 @@
-"""What `dynamo bench` takes."""
+"""The flags of `dynamo bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dynamo.cli.parsing import Parser
+from dynamo.cli.parsing import API_KEY_VARIABLE, Parser
 from dynamo.core.errors import ConfigError
 from dynamo.core.settings.units import parse_seconds
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from dynamo.operations.bench.bench import BenchConfig
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-API_KEY_VARIABLE = "DYNAMO_API_KEY"
 PRESET_NAMES = ("benchmark_latency",)
 
 EXAMPLES = """\
@@ -29,52 +28,54 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """URL or a verb with files, and the flags."""
-    made = Parser(
+    """Return the parser: a URL or a subcommand with files, and the flags."""
+    parser = Parser(
         "dynamo bench",
-        "Measure an OpenAI-compatible server: time to first token, between tokens, whole answers, "
-        "throughput,\nand goodput under an objective. Prompts are made of words that are one token "
-        "each.",
+        "Measure an OpenAI-compatible server: time to first token, inter-token latency, end-to-end "
+        "latency,\nthroughput, and goodput under an objective. Prompts are made of words that are "
+        "one token each.",
         EXAMPLES,
         usage="[URL] [FLAGS] | compare A.json B.json | draw A.json ... --picture FILE.png",
     )
-    made.add_argument(
+    parser.add_argument(
         "words", nargs="*", metavar="URL", help=f"the server (default: {DEFAULT_URL})"
     )
-    _add_load_flags(made)
-    _add_request_flags(made)
-    _add_server_flags(made)
-    _add_result_flags(made)
-    return made
+    _add_load_flags(parser)
+    _add_request_flags(parser)
+    _add_server_flags(parser)
+    _add_result_flags(parser)
+    return parser
 
 
-def _add_load_flags(made: Parser) -> None:
-    group = made.add_argument_group("load")
+def _add_load_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("load")
     group.add_argument(
         "-c",
         "--concurrency",
         type=int,
         default=1,
         metavar="N",
-        help="requests in flight, each followed by the next (default: 1)",
+        help="requests in flight in a closed loop (default: 1)",
     )
     group.add_argument(
         "--rate",
         metavar="R|A..B",
-        help="instead: requests a second, by chance (Poisson); A..B grows evenly",
+        help="open loop with R requests per second (Poisson); A..B grows linearly",
     )
-    group.add_argument("--even", action="store_true", help="a rate without chance")
+    group.add_argument("--even", action="store_true", help="evenly spaced arrivals, not Poisson")
     group.add_argument(
-        "--duration", metavar="TIME", help="send for so long (default: 10s, without --requests)"
+        "--duration", metavar="TIME", help="time to send (default: 10s without --requests)"
     )
-    group.add_argument("--requests", type=int, default=0, metavar="N", help="send so many")
-    group.add_argument("--warmup", type=int, default=0, metavar="N", help="unmeasured ones first")
+    group.add_argument("--requests", type=int, default=0, metavar="N", help="requests to send")
+    group.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="unmeasured requests first"
+    )
     group.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="the same prompts again (default: fresh ones, which no cache knows)",
+        help="seed of the prompts (default: random, so that no cache has them)",
     )
     _add_trace_flags(group)
 
@@ -83,23 +84,23 @@ def _add_trace_flags(group: Any) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="a Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
-        "output_length, hash_ids; session_id and delay",
+        help="Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
+        "output_length, hash_ids; optional session_id and delay",
     )
     group.add_argument(
         "--block-tokens",
         type=int,
         default=512,
         metavar="N",
-        help="tokens that a hash id stands for (default: 512)",
+        help="tokens per hash id of the trace (default: 512)",
     )
     group.add_argument(
-        "--speed", type=float, default=1.0, metavar="X", help="a trace's times are divided by this"
+        "--speed", type=float, default=1.0, metavar="X", help="divide the trace's times by X"
     )
     group.add_argument(
-        "--closed", action="store_true", help="not at the trace's times: -c sessions at a time"
+        "--closed", action="store_true", help="ignore the trace's times: -c sessions at a time"
     )
-    group.add_argument("--sharegpt", metavar="FILE", help="conversations of a ShareGPT file")
+    group.add_argument("--sharegpt", metavar="FILE", help="conversations from a ShareGPT file")
     group.add_argument(
         "--preset",
         choices=PRESET_NAMES,
@@ -107,15 +108,15 @@ def _add_trace_flags(group: Any) -> None:
     )
 
 
-def _add_request_flags(made: Parser) -> None:
-    group = made.add_argument_group("requests")
+def _add_request_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("requests")
     group.add_argument(
         "--isl",
         "--input-tokens",
         type=int,
         default=128,
         metavar="N",
-        help="tokens of a prompt, without the chat template (default: 128)",
+        help="prompt tokens without the chat template (default: 128)",
     )
     group.add_argument(
         "--osl",
@@ -123,130 +124,130 @@ def _add_request_flags(made: Parser) -> None:
         type=int,
         default=64,
         metavar="N",
-        help="tokens of an answer (default: 64)",
+        help="output tokens (default: 64)",
     )
     group.add_argument(
         "--prefix-share",
         type=float,
         default=0.0,
         metavar="X",
-        help="share of a prompt that others have too",
+        help="share of each prompt that is a shared prefix",
     )
     group.add_argument(
         "--prefixes",
         type=int,
         default=1,
         metavar="N",
-        help="different shared beginnings (default: 1)",
+        help="number of shared prefixes (default: 1)",
     )
     group.add_argument(
         "--turns",
         type=int,
         default=1,
         metavar="N",
-        help="turns of a conversation (default: 1; with --sharegpt 0: all)",
+        help="turns per conversation (default: 1; 0 takes all of --sharegpt)",
     )
     group.add_argument(
         "--stop-at-eos",
         action="store_true",
-        help="answers may end early (without: ignore_eos is asked for)",
+        help="do not send ignore_eos, so that answers may end early",
     )
-    group.add_argument("--extra", default="{}", metavar="JSON", help="merged into every body")
+    group.add_argument("--extra", default="{}", metavar="JSON", help="fields for every body")
 
 
-def _add_server_flags(made: Parser) -> None:
-    group = made.add_argument_group("server")
+def _add_server_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
     group.add_argument("--model", default="default", help="model (default: default)")
-    group.add_argument("--completions", action="store_true", help="/v1/completions, not chat")
-    group.add_argument("--api-key", metavar="KEY", help=f"else ${API_KEY_VARIABLE}")
-    group.add_argument("--timeout", metavar="TIME", help="a request fails after (default: never)")
+    group.add_argument("--completions", action="store_true", help="use /v1/completions, not chat")
+    group.add_argument("--api-key", metavar="KEY", help=f"default: ${API_KEY_VARIABLE}")
+    group.add_argument("--timeout", metavar="TIME", help="limit per request (default: none)")
     group.add_argument(
         "--tokenizer",
         default="",
         metavar="FOLDER",
-        help="with tokenizer.json, for servers without /tokenize",
+        help="folder with tokenizer.json, for servers without /tokenize",
     )
 
 
-def _add_result_flags(made: Parser) -> None:
-    group = made.add_argument_group("result")
-    group.add_argument("--slo-ttft", metavar="TIME", help="good: first token within (ms, or units)")
-    group.add_argument("--slo-itl", metavar="TIME", help="good: mean gap between tokens within")
-    group.add_argument("--out", metavar="FILE", help="write all figures, JSON")
-    group.add_argument("--picture", metavar="FILE", help="draw them, PNG")
+def _add_result_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument("--slo-ttft", metavar="TIME", help="goodput: limit of TTFT (ms, or units)")
+    group.add_argument("--slo-itl", metavar="TIME", help="goodput: limit of the mean ITL")
+    group.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    group.add_argument("--picture", metavar="FILE", help="plot the result as PNG")
     group.add_argument("--json", action="store_true", help="print JSON")
-    group.add_argument("--name", default="", help="what the result is called")
+    group.add_argument("--name", default="", help="name of the result")
 
 
-def parse_bench_config(found: argparse.Namespace) -> BenchConfig:
-    """The measurement asked for. Raises `ConfigError`."""
+def parse_bench_config(args: argparse.Namespace) -> BenchConfig:
+    """Return the benchmark that the flags describe. Raises `ConfigError`."""
     from dynamo.operations.bench.bench import BenchConfig
     from dynamo.operations.bench.workload import LatencyObjectives, RequestShape
 
-    if len(found.words) > 1:
+    if len(args.words) > 1:
         raise ConfigError(
-            f"unknown argument {found.words[1]!r}", hint="one URL; or: compare A.json B.json"
+            f"unknown argument {args.words[1]!r}", hint="one URL; or: compare A.json B.json"
         )
-    _check_numbers(found)
+    _check_numbers(args)
     return BenchConfig(
-        target=_parse_target(found),
-        shape=RequestShape(found.isl, found.osl, found.prefix_share, found.prefixes, found.turns),
-        load=_parse_load(found),
+        target=_parse_target(args),
+        shape=RequestShape(args.isl, args.osl, args.prefix_share, args.prefixes, args.turns),
+        load=_parse_load(args),
         objectives=LatencyObjectives(
-            _parse_milliseconds(found.slo_ttft), _parse_milliseconds(found.slo_itl)
+            _parse_milliseconds(args.slo_ttft), _parse_milliseconds(args.slo_itl)
         ),
-        trace=found.trace or "",
-        block_tokens=found.block_tokens,
-        speed=found.speed,
-        closed=found.closed,
-        sharegpt=found.sharegpt or "",
-        tokenizer=found.tokenizer,
-        name=found.name,
+        trace=args.trace or "",
+        block_tokens=args.block_tokens,
+        speed=args.speed,
+        closed=args.closed,
+        sharegpt=args.sharegpt or "",
+        tokenizer=args.tokenizer,
+        name=args.name,
     )
 
 
-def _parse_target(found: argparse.Namespace) -> Any:
+def _parse_target(args: argparse.Namespace) -> Any:
     from dynamo.operations.bench.workload import BenchTarget
 
     try:
-        extra = msgspec.json.decode(found.extra, type=dict[str, Any])
+        extra = msgspec.json.decode(args.extra, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--extra {found.extra}: {error}", hint="wanted a JSON object") from None
-    url = found.words[0] if found.words else DEFAULT_URL
+        raise ConfigError(f"--extra {args.extra}: {error}", hint="give a JSON object") from None
+    url = args.words[0] if args.words else DEFAULT_URL
     return BenchTarget(
         url=url if "//" in url else f"http://{url}",
-        model=found.model,
-        api_key=found.api_key or os.environ.get(API_KEY_VARIABLE, ""),
-        completions=found.completions,
-        ignore_eos=not found.stop_at_eos,
-        timeout_s=_parse_seconds(found.timeout),
+        model=args.model,
+        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE, ""),
+        completions=args.completions,
+        ignore_eos=not args.stop_at_eos,
+        timeout_s=_parse_seconds(args.timeout),
         extra=extra,
     )
 
 
-def _parse_load(found: argparse.Namespace) -> Any:
+def _parse_load(args: argparse.Namespace) -> Any:
     from dynamo.operations.bench.workload import LoadProfile
 
-    rate, rate_to = _parse_rate(found.rate)
-    duration_s = _parse_seconds(found.duration) if found.duration or found.requests else 10.0
+    rate, rate_to = _parse_rate(args.rate)
+    duration_s = _parse_seconds(args.duration) if args.duration or args.requests else 10.0
     if rate_to and not duration_s:
-        raise ConfigError("--rate A..B grows over a time", hint="say it with --duration")
-    if not (duration_s or found.requests or found.trace):
-        raise ConfigError("--duration 0 would never end", hint="say --requests, or a duration")
+        raise ConfigError("--rate A..B needs a duration", hint="give --duration")
+    if not (duration_s or args.requests or args.trace):
+        raise ConfigError("--duration 0 would never end", hint="give --requests or a duration")
     return LoadProfile(
-        concurrency=found.concurrency,
+        concurrency=args.concurrency,
         rate=rate,
         rate_to=rate_to,
-        even=found.even,
+        even=args.even,
         duration_s=duration_s,
-        requests=found.requests,
-        warmup=found.warmup,
-        seed=found.seed,
+        requests=args.requests,
+        warmup=args.warmup,
+        seed=args.seed,
     )
 
 
 def _parse_rate(text: str | None) -> tuple[float, float]:
-    """The first and the last (0: there is none)."""
+    """Return the first rate and the last, 0 for a missing one."""
     if text is None:
         return 0.0, 0.0
     first, dots, last = text.partition("..")
@@ -255,19 +256,19 @@ def _parse_rate(text: str | None) -> tuple[float, float]:
     except ValueError:
         rates = [0.0]
     if not all(0 < rate < inf for rate in rates):
-        raise ConfigError(f"--rate {text}", hint="wanted 20, or 5..50: above 0")
+        raise ConfigError(f"--rate {text}", hint="give 20 or 5..50, above 0")
     return rates[0], rates[1] if dots else 0.0
 
 
-def _check_numbers(found: argparse.Namespace) -> None:
-    least = {"concurrency": 1, "isl": 1, "osl": 1, "requests": 0, "warmup": 0, "block_tokens": 1}
-    for name, bound in least.items():
-        if getattr(found, name) < bound:
-            raise ConfigError(f"--{name.replace('_', '-')}: at least {bound}")
-    if not 0 <= found.prefix_share <= 1 or found.prefixes < 1:
-        raise ConfigError("--prefix-share is 0 to 1, --prefixes at least 1")
-    if not 0 < found.speed < inf:
-        raise ConfigError("--speed: above 0")
+def _check_numbers(args: argparse.Namespace) -> None:
+    minimum = {"concurrency": 1, "isl": 1, "osl": 1, "requests": 0, "warmup": 0, "block_tokens": 1}
+    for name, bound in minimum.items():
+        if getattr(args, name) < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {bound}")
+    if not 0 <= args.prefix_share <= 1 or args.prefixes < 1:
+        raise ConfigError("--prefix-share must be 0 to 1, --prefixes at least 1")
+    if not 0 < args.speed < inf:
+        raise ConfigError("--speed must be above 0")
 
 
 def _parse_seconds(text: str | None) -> float:
@@ -275,12 +276,12 @@ def _parse_seconds(text: str | None) -> float:
         return 0.0
     try:
         return parse_seconds(text)
-    except ValueError as wanted:
-        raise ConfigError(f"{text!r}: {wanted}") from None
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from None
 
 
 def _parse_milliseconds(text: str | None) -> float:
-    """A bare number is milliseconds."""
+    """Parse a time; a number without a unit is milliseconds."""
     if text and text.replace(".", "", 1).isdigit():
         return float(text)
     return _parse_seconds(text) * 1000

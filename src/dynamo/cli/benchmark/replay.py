@@ -1,4 +1,4 @@
-"""`dynamo replay`: what a trace would do on a cluster, under virtual time."""
+"""`dynamo replay`: replay a trace on a simulated cluster in virtual time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dynamo.scheduling.admission import SloLimits
 
 ENGINE_DEFAULTS: dict[str, int] = {"workers": 8, "block_size": 64}
-"""Of the engine's settings, where nobody says otherwise: a replay is of a cluster."""
+"""Defaults of a replay that differ from those of the engine's settings."""
 
 UNSUPPORTED_SETTINGS = (
     "router.migration_limit",
@@ -36,9 +36,9 @@ UNSUPPORTED_SETTINGS = (
     "engine.threads",
     "engine.speedup_ratio",
 )
-"""Of the flags of both sections, those of parts that a replay has not."""
+"""Settings of the router and engine sections that a replay does not simulate."""
 SIMULATED_SETTINGS = ("router.", "engine.", "model.context_tokens")
-"""What else can be said goes by nothing here."""
+"""Prefixes of the settings that have an effect on a replay."""
 
 EXAMPLES = """\
   dynamo replay conversation.jsonl
@@ -49,22 +49,22 @@ EXAMPLES = """\
 
 
 def parser() -> Parser:
-    """The trace, flags of the replay, and the settings of router and workers."""
-    made = Parser(
+    """Return the parser: the trace, the replay's flags, and the router and engine settings."""
+    parser = Parser(
         "dynamo replay",
-        "What a trace would do on a cluster: router, caches and schedulers as they are, simulated "
-        "engines, virtual time.\nA trace is in Mooncake's form: a line {timestamp (ms), "
-        "input_length, output_length, hash_ids} a request; lines of one session_id run one after "
-        "the other, each `delay` ms after the one before ended.\nThe default here is 8 workers "
-        "and blocks of 64 tokens.",
+        "Replay a trace on a cluster with the real router, caches and schedulers, simulated "
+        "engines and virtual time.\nEach line of a Mooncake trace is a request {timestamp (ms), "
+        "input_length, output_length, hash_ids}. Lines of the same session_id run one after the "
+        "other, each `delay` ms after the end of the previous one.\nDefaults: 8 workers and "
+        "blocks of 64 tokens.",
         EXAMPLES,
         usage="TRACE [FLAGS]",
     )
-    made.add_argument("trace", metavar="TRACE", help="JSON lines, plain or .gz")
-    _add_arrival_flags(made.add_argument_group("replay"))
-    _add_output_flags(made.add_argument_group("output"))
-    add_settings_flags(made, shown=("router", "engine"))
-    return made
+    parser.add_argument("trace", metavar="TRACE", help="JSON lines, plain or .gz")
+    _add_arrival_flags(parser.add_argument_group("replay"))
+    _add_output_flags(parser.add_argument_group("output"))
+    add_settings_flags(parser, shown=("router", "engine"))
+    return parser
 
 
 def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
@@ -73,69 +73,67 @@ def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
         type=_positive_int,
         default=512,
         metavar="TOKENS",
-        help="tokens that one of the trace's hash_ids stands for (default: 512)",
+        help="tokens per hash id of the trace (default: 512)",
     )
     group.add_argument(
         "--speed",
         type=_positive_float,
         default=1.0,
         metavar="X",
-        help="requests come so many times as fast (default: 1)",
+        help="divide the trace's times by X (default: 1)",
     )
     group.add_argument(
         "--smear",
         type=_non_negative_float,
         default=0.0,
         metavar="SECONDS",
-        help="each comes later by chance, by up to so much of the trace's time",
+        help="delay each conversation by a random time up to this, in trace time",
     )
     group.add_argument(
         "--rows", type=_positive_int, default=0, metavar="N", help="only the first N lines"
     )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of all chance (default: 0)"
-    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
 
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", metavar="OUT", help="write the result there (-: print it)")
+    group.add_argument("--json", metavar="OUT", help="write the result as JSON (- prints it)")
     group.add_argument(
-        "--decisions", metavar="FILE", help="a line {request, worker, placed_ms} a request"
+        "--decisions", metavar="FILE", help="write {request, worker, placed_ms} of each request"
     )
-    group.add_argument("--plot", metavar="PNG", help="draw it")
+    group.add_argument("--plot", metavar="PNG", help="plot the result")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Replay; 1 if a request was not answered, though nobody asked to turn it away."""
-    found = parser().parse(arguments)
-    loaded = load_settings(found)
+    """Replay a trace. Returns 1 if a request failed other than by rejection."""
+    args = parser().parse(arguments)
+    loaded = load_settings(args)
 
     from dynamo.operations.plotting import check_matplotlib
     from dynamo.operations.replay.replay import Replay
     from dynamo.operations.replay.replay_plot import draw_replay
     from dynamo.operations.replay.trace import ArrivalOptions, read_trace
 
-    if found.plot:
+    if args.plot:
         check_matplotlib()
-    check_writable(found.json, found.decisions, found.plot)
-    plan = _make_plan(found, loaded)
-    arrivals = ArrivalOptions(found.speed, found.smear, found.seed)
-    conversations = read_trace(found.trace, arrivals, found.rows)
-    total = sum(len(one.requests) for one in conversations)
+    check_writable(args.json, args.decisions, args.plot)
+    plan = _make_plan(args, loaded)
+    arrivals = ArrivalOptions(args.speed, args.smear, args.seed)
+    conversations = read_trace(args.trace, arrivals, args.rows)
+    total = sum(len(conversation.requests) for conversation in conversations)
     with ProgressBar(sys.stderr) as bar:
         result, log = Replay(plan, ReplayProgress(bar, total)).run(conversations)
-    if found.decisions:
-        _write_lines(found.decisions, map(msgspec.json.encode, log.placements))
-    if found.json:
-        _write_lines(found.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
-    if found.plot:
-        draw_replay(result, log, found.plot)
-    if found.json != "-":
+    if args.decisions:
+        _write_lines(args.decisions, map(msgspec.json.encode, log.placements))
+    if args.json:
+        _write_lines(args.json, [msgspec.json.format(msgspec.json.encode(result), indent=1)])
+    if args.plot:
+        draw_replay(result, log, args.plot)
+    if args.json != "-":
         print(format_replay_result(result))
     return 0 if result.completed + result.rejected == result.requests else 1
 
 
-def _make_plan(found: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
+def _make_plan(args: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     from dynamo.inference.mock.engine import make_mock_engine_info
     from dynamo.inference.mock.timing import parse_timing
     from dynamo.operations.replay.cluster import ReplayWorkers
@@ -145,7 +143,7 @@ def _make_plan(found: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
     context_tokens = loaded.settings.model.context_tokens or sys.maxsize
     info = make_mock_engine_info(engine, context_tokens=context_tokens)
     routing = _router_settings(loaded)
-    promise = _slo_limits(loaded, routing)
+    slo = _slo_limits(loaded, routing)
     workers = ReplayWorkers(
         engine.workers,
         info,
@@ -155,36 +153,36 @@ def _make_plan(found: argparse.Namespace, loaded: LoadedSettings) -> ReplayPlan:
         prefix_caching=engine.prefix_caching,
     )
     return ReplayPlan(
-        trace=Path(found.trace).name,
+        trace=Path(args.trace).name,
         workers=workers,
         router_settings=routing,
-        trace_block_tokens=found.trace_block_size,
-        seed=found.seed,
-        slo=promise,
-        settings=_settings_summary(found, loaded, engine, info) | _router_summary(routing, promise),
+        trace_block_tokens=args.trace_block_size,
+        seed=args.seed,
+        slo=slo,
+        settings=_settings_summary(args, loaded, engine, info) | _router_summary(routing, slo),
     )
 
 
 def _router_settings(loaded: LoadedSettings) -> RouterSettings:
     routing = loaded.settings.router
     if loaded.origins["router.queue_bound"] == "default":
-        return replace(routing, queue_bound=sys.maxsize)  # nothing is refused unless asked
+        return replace(routing, queue_bound=sys.maxsize)  # a replay rejects nothing by default
     return routing
 
 
 def _slo_limits(loaded: LoadedSettings, routing: RouterSettings) -> SloLimits | None:
-    """What admission goes by; None where nobody asks for any."""
+    """Return the limits of admission; None if no setting asks for admission."""
     from dynamo.scheduling.admission import SloLimits
 
     limited = loaded.origins["router.max_queue_wait"] != "default"
     if not (limited or routing.ttft_slo or routing.max_worker_requests):
         return None
-    promise = SloLimits.from_settings(routing)
-    return promise if limited else replace(promise, max_queue_wait_s=math.inf)
+    slo = SloLimits.from_settings(routing)
+    return slo if limited else replace(slo, max_queue_wait_s=math.inf)
 
 
 def _settings_summary(
-    found: argparse.Namespace, loaded: LoadedSettings, engine: EngineSettings, info: EngineInfo
+    args: argparse.Namespace, loaded: LoadedSettings, engine: EngineSettings, info: EngineInfo
 ) -> dict[str, object]:
     return {
         "workers": engine.workers,
@@ -192,11 +190,11 @@ def _settings_summary(
         "eviction": engine.eviction,
         "prefix_caching": engine.prefix_caching,
         "timing": engine.timing,
-        "speed": found.speed,
-        "smear_s": found.smear,
-        "rows": found.rows or None,
-        "trace_block_size": found.trace_block_size,
-        "seed": found.seed,
+        "speed": args.speed,
+        "smear_s": args.smear,
+        "rows": args.rows or None,
+        "trace_block_size": args.trace_block_size,
+        "seed": args.seed,
         "num_blocks": info.num_blocks,
         "block_size": info.block_tokens,
         "max_num_seqs": info.max_num_seqs,
@@ -205,10 +203,10 @@ def _settings_summary(
     }
 
 
-def _router_summary(routing: RouterSettings, promise: SloLimits | None) -> dict[str, object]:
-    """None: there is no such bound."""
+def _router_summary(routing: RouterSettings, slo: SloLimits | None) -> dict[str, object]:
+    """Return the router settings for the result; None stands for a limit that is not set."""
     bounded = routing.queue_bound != sys.maxsize
-    wait_s = promise.max_queue_wait_s if promise is not None else math.inf
+    wait_s = slo.max_queue_wait_s if slo is not None else math.inf
     return {
         "router_mode": routing.mode,
         "router_policy": routing.policy if routing.mode == "kv" else "",
@@ -227,29 +225,29 @@ def _router_summary(routing: RouterSettings, promise: SloLimits | None) -> dict[
 
 def _engine_settings(loaded: LoadedSettings) -> EngineSettings:
     engine = loaded.settings.engine
-    unsaid = {
+    defaults = {
         name: value
         for name, value in ENGINE_DEFAULTS.items()
         if loaded.origins.get(f"engine.{name}", "default") == "default"
     }
-    engine = replace(engine, **unsaid)
+    engine = replace(engine, **defaults)
     if engine.workers < 1:
-        raise ConfigError("a replay wants at least one worker", hint="--workers N")
-    for key, said in loaded.origins.items():
-        if said.startswith("flag ") and (
+        raise ConfigError("a replay needs at least one worker", hint="--workers N")
+    for key, origin in loaded.origins.items():
+        if origin.startswith("flag ") and (
             key in UNSUPPORTED_SETTINGS or not key.startswith(SIMULATED_SETTINGS)
         ):
-            raise ConfigError(f"{said}: a replay has nothing that goes by it")
+            raise ConfigError(f"{origin} has no effect on a replay")
     return engine
 
 
 def _write_lines(path: str, lines: Iterable[bytes]) -> None:
-    whole = b"".join(line + b"\n" for line in lines)
+    content = b"".join(line + b"\n" for line in lines)
     if path == "-":
-        print(whole.decode(), end="")
+        print(content.decode(), end="")
         return
     try:
-        Path(path).write_bytes(whole)
+        Path(path).write_bytes(content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
@@ -257,18 +255,18 @@ def _write_lines(path: str, lines: Iterable[bytes]) -> None:
 def _positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("more than 0 is wanted")
+        raise argparse.ArgumentTypeError("must be above 0")
     return value
 
 
 def _positive_int(text: str) -> int:
     if int(text) <= 0:
-        raise argparse.ArgumentTypeError("more than 0 is wanted")
+        raise argparse.ArgumentTypeError("must be above 0")
     return int(text)
 
 
 def _non_negative_float(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError("a time that is not negative is wanted")
+        raise argparse.ArgumentTypeError("must not be negative")
     return value

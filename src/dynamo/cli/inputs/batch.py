@@ -1,4 +1,4 @@
-"""`dynamo run in=batch:FILE.jsonl`: answer every line of a file, and go on where one stopped."""
+"""`dynamo run in=batch:FILE.jsonl`: answer the lines of a file that have no answer yet."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dynamo.cli.inputs.batch_file import (
     plan_batch,
     read_pending_lines,
 )
+from dynamo.cli.parsing import EXIT_INTERRUPTED
 from dynamo.cli.progress_bar import ProgressBar, render_bar
 from dynamo.cli.served_model import served_model_names
 from dynamo.core.settings import Settings
@@ -30,14 +31,14 @@ RETRIES = 6
 RETRY_DELAY_S = 0.25
 DEFAULT_LOG_LEVEL = "info"
 BATCH_LOG_LEVEL = "warn"
-EXIT_INTERRUPTED = 130
 
 
 def run_batch(settings: Settings, options: BatchOptions) -> int:
-    """Run a deployment until all is answered. Returns 1 if a line failed, 130 if interrupted."""
-    work = plan_batch(options.source, options.output)
-    run = BatchRun(work, options, _client_config(settings))
-    if not work.pending_lines:
+    """Run a deployment until all lines are answered. Returns 1 if a line failed, 130 if
+    interrupted."""
+    plan = plan_batch(options.source, options.output)
+    run = BatchRun(plan, options, _client_config(settings))
+    if not plan.pending_lines:
         run.print_summary()
         return 0
 
@@ -59,10 +60,10 @@ def run_batch(settings: Settings, options: BatchOptions) -> int:
 
 
 class BatchRun:
-    """One pass over the lines that have no answer yet."""
+    """A pass over the lines that have no answer yet."""
 
-    def __init__(self, work: BatchPlan, options: BatchOptions, config: DynamoConfig) -> None:
-        self._plan = work
+    def __init__(self, plan: BatchPlan, options: BatchOptions, config: DynamoConfig) -> None:
+        self._plan = plan
         self._options = options
         self._config = config
         self._started_s = time.monotonic()
@@ -71,26 +72,26 @@ class BatchRun:
 
     @property
     def exit_code(self) -> int:
-        """Exit code."""
+        """Exit code: 130 if lines are left, 1 if a line failed, else 0."""
         if self.answered + self.failed < self._plan.pending_lines:
             return EXIT_INTERRUPTED
         return 1 if self.failed else 0
 
     async def send_all(self, bar: ProgressBar, url: str) -> int:
-        """Ask the deployment at `url` for all that is left."""
+        """Send the pending lines to the deployment at `url`."""
         self._started_s = time.monotonic()
-        lanes = min(self._options.concurrency, self._plan.pending_lines)
+        senders = min(self._options.concurrency, self._plan.pending_lines)
         with bar, await asyncio.to_thread(self._options.output.open, "ab", 0) as out:
             async with DynamoClient(dataclasses.replace(self._config, base_url=url)) as client:
-                tasks = read_pending_lines(self._options.source, self._plan.answered_ids)
-                await run_all(*(self._run_sender(client, tasks, out, bar) for _ in range(lanes)))
+                lines = read_pending_lines(self._options.source, self._plan.answered_ids)
+                await run_all(*(self._run_sender(client, lines, out, bar) for _ in range(senders)))
         return 0
 
     async def _run_sender(
-        self, client: DynamoClient, tasks: Iterator[BatchLine], out: BinaryIO, bar: ProgressBar
+        self, client: DynamoClient, lines: Iterator[BatchLine], out: BinaryIO, bar: ProgressBar
     ) -> None:
-        for task in tasks:
-            record = await self._send_line(client, task)
+        for line in lines:
+            record = await self._send_line(client, line)
             out.write(msgspec.json.encode(record) + b"\n")
             if bar.should_redraw("batch", last=self._completed == self._plan.pending_lines):
                 bar.show(self._progress_line())
@@ -99,29 +100,30 @@ class BatchRun:
     def _completed(self) -> int:
         return self.answered + self.failed
 
-    async def _send_line(self, client: DynamoClient, task: BatchLine) -> dict[str, Any]:
-        """The output line of one task. Raises `DynamoConnectionError`, which is no answer."""
-        if task.error:
-            return self._failed_record(task, 400, {"code": "invalid_line", "message": task.error})
+    async def _send_line(self, client: DynamoClient, line: BatchLine) -> dict[str, Any]:
+        """Send a line and return the record for the output file. Raises `DynamoConnectionError`, so
+        that the line stays pending."""
+        if line.error:
+            return self._failed_record(line, 400, {"code": "invalid_line", "message": line.error})
         try:
-            body = await client.post(task.path, task.body)
+            body = await client.post(line.path, line.body)
         except DynamoAPIError as error:
-            told = {"code": error.code, "message": error.message, "hint": error.hint}
-            return self._failed_record(task, error.status, told)
+            error_body = {"code": error.code, "message": error.message, "hint": error.hint}
+            return self._failed_record(line, error.status, error_body)
         except DynamoTimeoutError as error:
-            told = {"code": "timeout", "message": error.message, "hint": ""}
-            return self._failed_record(task, 408, told)
+            error_body = {"code": "timeout", "message": error.message, "hint": ""}
+            return self._failed_record(line, 408, error_body)
         self.answered += 1
         usage = body.get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens", 0)
         self.completion_tokens += usage.get("completion_tokens", 0)
         response = {"status_code": 200, "request_id": body.get("id"), "body": body}
-        return {"custom_id": task.custom_id, "response": response, "error": None}
+        return {"custom_id": line.custom_id, "response": response, "error": None}
 
-    def _failed_record(self, task: BatchLine, status: int, error: dict[str, str]) -> dict[str, Any]:
+    def _failed_record(self, line: BatchLine, status: int, error: dict[str, str]) -> dict[str, Any]:
         self.failed += 1
         response = {"status_code": status}
-        return {"custom_id": task.custom_id, "response": response, "error": error}
+        return {"custom_id": line.custom_id, "response": response, "error": error}
 
     def _progress_line(self) -> str:
         done, total = self._completed, self._plan.pending_lines
@@ -131,19 +133,19 @@ class BatchRun:
         )
 
     def print_summary(self) -> None:
-        """The summary, on standard error."""
-        took_s = max(time.monotonic() - self._started_s, 1e-9)
-        open_still = self._plan.pending_lines - self._completed
+        """Print a summary to standard error."""
+        duration_s = max(time.monotonic() - self._started_s, 1e-9)
+        pending = self._plan.pending_lines - self._completed
         parts = [f"{self.answered:,} answered", f"{self.failed:,} failed"]
         if before := self._plan.total_lines - self._plan.pending_lines:
             parts.append(f"{before:,} answered before")
-        if open_still:
-            parts.append(f"{open_still:,} left: the same command goes on with them")
+        if pending:
+            parts.append(f"{pending:,} pending: run the same command again to continue")
         lines = [f"{', '.join(parts)}; output: {self._options.output}"]
         if self._completed:
             lines.append(
-                f"{took_s:.1f} s: {self._completed / took_s:,.1f} requests/s, "
-                f"{self.completion_tokens / took_s:,.0f} tokens/s; "
+                f"{duration_s:.1f} s: {self._completed / duration_s:,.1f} requests/s, "
+                f"{self.completion_tokens / duration_s:,.0f} tokens/s; "
                 f"{self.prompt_tokens:,} prompt tokens, {self.completion_tokens:,} generated"
             )
         print("\n".join(lines), file=sys.stderr)

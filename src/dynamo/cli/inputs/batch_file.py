@@ -1,4 +1,7 @@
-"""The files of a batch: lines in, and the answers that are there already."""
+"""The flags and files of `in=batch`: input lines, and answers of earlier runs.
+
+This module does not import asyncio, since `dynamo run --help` loads it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ DEFAULT_CONCURRENCY = 64
 
 
 class BatchOptions(msgspec.Struct, frozen=True):
-    """Where lines come from, where answers go, and how many are asked at a time."""
+    """Options of a batch. Answers are appended to `output`."""
 
     source: Path
     output: Path
@@ -26,35 +29,35 @@ class BatchOptions(msgspec.Struct, frozen=True):
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that only `in=batch:` reads."""
+    """Add the flags of `in=batch:`."""
     group = parser.add_argument_group("batch", "Only for in=batch:FILE.jsonl.")
     group.add_argument(
         "--concurrency",
         type=int,
         default=DEFAULT_CONCURRENCY,
         metavar="N",
-        help=f"requests in work at a time (default: {DEFAULT_CONCURRENCY})",
+        help=f"requests in flight (default: {DEFAULT_CONCURRENCY})",
     )
     group.add_argument(
-        "--output", metavar="FILE", help="where answers are appended (default: FILE.out.jsonl)"
+        "--output", metavar="FILE", help="file for answers, appended (default: FILE.out.jsonl)"
     )
 
 
-def parse_batch_options(path: str, found: argparse.Namespace) -> BatchOptions:
-    """Raises `ConfigError`."""
+def parse_batch_options(path: str, args: argparse.Namespace) -> BatchOptions:
+    """Return the options for the input file `path`. Raises `ConfigError`."""
     if not path:
         raise ConfigError("in=batch needs a file", hint="in=batch:FILE.jsonl")
-    if found.concurrency < 1:
+    if args.concurrency < 1:
         raise ConfigError("--concurrency must be at least 1")
     source = Path(path)
-    output = Path(found.output) if found.output else source.with_suffix(".out.jsonl")
+    output = Path(args.output) if args.output else source.with_suffix(".out.jsonl")
     if output == source:
         raise ConfigError(f"{source} would be overwritten", hint="give --output FILE")
-    return BatchOptions(source=source, output=output, concurrency=found.concurrency)
+    return BatchOptions(source=source, output=output, concurrency=args.concurrency)
 
 
 class BatchLine(msgspec.Struct, frozen=True):
-    """One line. `wrong`: why it cannot be asked."""
+    """A line of the input. A line with an `error` cannot be sent."""
 
     custom_id: str
     path: str = ""
@@ -63,7 +66,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class BatchPlan(msgspec.Struct, frozen=True):
-    """How many lines there are, how many of them have no answer yet, and whose answers exist."""
+    """The number of input lines, of those without an answer, and the ids with an answer."""
 
     total_lines: int
     pending_lines: int
@@ -71,77 +74,77 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
 
 def plan_batch(source: Path, output: Path) -> BatchPlan:
-    """Compare input and output, and cut off what a crash left of the output's last line. Raises
-    `ConfigError`: no such file, or an id that stands twice."""
-    done = read_answered_ids(output)
-    seen: dict[str, int] = {}
-    left = 0
-    for number, task in _numbered_lines(source):
-        if task.custom_id in seen:
+    """Compare the input with the output of earlier runs. Truncates an incomplete last line of the
+    output. Raises `ConfigError` for a missing file or a repeated id."""
+    answered_ids = read_answered_ids(output)
+    line_numbers: dict[str, int] = {}
+    pending = 0
+    for number, line in _numbered_lines(source):
+        first = line_numbers.setdefault(line.custom_id, number)
+        if first != number:
             raise ConfigError(
-                f"{source}: id {task.custom_id!r} stands in lines {seen[task.custom_id]} and {number}",
-                hint="answers are found by their ids: give each line its own, or none",
+                f"{source}: id {line.custom_id!r} is in lines {first} and {number}",
+                hint="give every line a different id, or none",
             )
-        seen[task.custom_id] = number
-        left += task.custom_id not in done
-    return BatchPlan(total_lines=len(seen), pending_lines=left, answered_ids=done)
+        pending += line.custom_id not in answered_ids
+    return BatchPlan(len(line_numbers), pending, answered_ids)
 
 
-def read_pending_lines(source: Path, done: Container[str]) -> Iterator[BatchLine]:
-    """The lines whose ids are not in `done`."""
-    return (task for _, task in _numbered_lines(source) if task.custom_id not in done)
+def read_pending_lines(source: Path, answered_ids: Container[str]) -> Iterator[BatchLine]:
+    """Yield the lines whose ids are not in `answered_ids`."""
+    return (line for _, line in _numbered_lines(source) if line.custom_id not in answered_ids)
 
 
 def read_answered_ids(output: Path) -> frozenset[str]:
-    """Ids that have an answer which is no error. Raises `ConfigError` where the file holds
-    something else."""
+    """Return the ids with a successful answer. Raises `ConfigError` if the file is not the output
+    of a batch."""
     if not output.exists():
         return frozenset()
-    done = set()
-    whole = 0
+    answered_ids = set()
+    complete_bytes = 0
     with output.open("rb+") as lines:
         for line in lines:
             if not line.endswith(b"\n"):
-                lines.truncate(whole)
+                lines.truncate(complete_bytes)
                 break
-            whole += len(line)
+            complete_bytes += len(line)
             try:
-                found = msgspec.json.decode(line)
-                if found["error"] is None:
-                    done.add(str(found["custom_id"]))
+                record = msgspec.json.decode(line)
+                if record["error"] is None:
+                    answered_ids.add(str(record["custom_id"]))
             except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"{output} is not the output of a batch", hint="give another --output"
                 ) from error
-    return frozenset(done)
+    return frozenset(answered_ids)
 
 
 def parse_batch_line(line: bytes, number: int) -> BatchLine:
-    """One line in OpenAI's batch shape, or with `messages`, `prompt` or `text`; an id of its own
-    or its number."""
+    """Parse a line in OpenAI's batch format, or one with `messages`, `prompt` or `text`. Without an
+    id, the line's number is its id."""
     try:
-        found = msgspec.json.decode(line)
+        body = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return BatchLine(custom_id=f"line-{number}", error=f"line {number} is not JSON: {error}")
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         return BatchLine(custom_id=f"line-{number}", error=f"line {number} is not an object")
-    name = str(found.pop("custom_id", None) or found.pop("id", None) or f"line-{number}")
+    name = str(body.pop("custom_id", None) or body.pop("id", None) or f"line-{number}")
     path = ""
-    if isinstance(found.get("body"), dict):
-        path = str(found.get("url", CHAT_PATH))
-        found = found["body"]
-    if "text" in found and not path:
-        found["messages"] = [{"role": "user", "content": found.pop("text")}]
+    if isinstance(body.get("body"), dict):
+        path = str(body.get("url", CHAT_PATH))
+        body = body["body"]
+    if "text" in body and not path:
+        body["messages"] = [{"role": "user", "content": body.pop("text")}]
     path = path or (
-        CHAT_PATH if "messages" in found else COMPLETIONS_PATH if "prompt" in found else ""
+        CHAT_PATH if "messages" in body else COMPLETIONS_PATH if "prompt" in body else ""
     )
     if not path.startswith("/"):
         return BatchLine(
             custom_id=name, error=f"line {number} has none of body, messages, prompt, text"
         )
-    for unwanted in ("stream", "stream_options"):
-        found.pop(unwanted, None)
-    return BatchLine(custom_id=name, path=path, body={"model": DEFAULT_MODEL} | found)
+    for unsupported in ("stream", "stream_options"):
+        body.pop(unsupported, None)
+    return BatchLine(custom_id=name, path=path, body={"model": DEFAULT_MODEL} | body)
 
 
 def _numbered_lines(source: Path) -> Iterator[tuple[int, BatchLine]]:

@@ -1,4 +1,4 @@
-"""`dynamo run in=text`: a prompt on a terminal; without one, standard input is one message."""
+"""`dynamo run in=text`: a prompt on a terminal, else standard input as a single message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ_BYTES = 64 << 10
 
 
 def run_text(settings: Settings) -> int:
-    """Fetch the model, then talk until the end of input or Ctrl-C."""
+    """Fetch the model, then chat until the end of input or Ctrl-C."""
     from dynamo.services.deployment.conversation import converse
     from dynamo.telemetry.logs import configure_logging
 
@@ -25,7 +25,7 @@ def run_text(settings: Settings) -> int:
 
     if not sys.stdin.isatty():
         return asyncio.run(converse(settings, _read_single_message, _write))
-    print(f"{names[0]}: one line is one message; Ctrl-D ends.", file=sys.stderr)
+    print(f"{names[0]}: each line is a message; Ctrl-D ends.", file=sys.stderr)
     return asyncio.run(converse(settings, _read_typed_messages, _write))
 
 
@@ -49,8 +49,8 @@ async def _read_typed_messages() -> AsyncGenerator[str, None]:
 
 
 async def _read_stdin() -> AsyncGenerator[bytes, None]:
-    """Standard input as it comes. It is read on a daemon thread: a read that never returns must
-    not hold up the end of the process."""
+    """Yield the bytes of standard input as they arrive. A daemon thread reads them, since a blocked
+    read must not delay the end of the process."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[bytes] = asyncio.Queue()
 

@@ -16,12 +16,12 @@ from dynamo.core.settings import Settings
 
 
 def settings_of(line: str, environ: dict[str, str] | None = None) -> Settings:
-    found = run.parser().parse(line.split())
-    _, extra = run.parse_words(found.words)
-    return load_settings(found, environ or {}, extra).settings
+    args = run.parser().parse(line.split())
+    _, extra = run.parse_words(args.words)
+    return load_settings(args, environ or {}, extra).settings
 
 
-def test_words_and_flags_stand_in_any_order() -> None:
+def test_words_and_flags_may_come_in_any_order() -> None:
     settings = settings_of(
         "out=mock --workers 4 --speedup-ratio 1000000 --router-mode power-of-two "
         "--http-host 127.0.0.1 --http-port 20200 --model-name smol MODEL_DIR --model-name s2"
@@ -59,14 +59,14 @@ def test_a_list_is_repeated_or_has_commas_or_is_json() -> None:
         settings_of('--model-name ["a"')
 
 
-def test_a_flag_without_value_takes_no_word() -> None:
+def test_a_flag_without_value_does_not_consume_a_word() -> None:
     settings = settings_of("--log-requests MODEL_DIR")
 
     assert settings.server.log_requests is True
     assert settings.model.path == "MODEL_DIR"
 
 
-def test_a_word_beats_the_environment() -> None:
+def test_a_word_overrides_the_environment() -> None:
     environ = {"DYNAMO_ENGINE__KIND": "echo", "DYNAMO_MODEL__PATH": "elsewhere"}
 
     assert settings_of("", environ).engine.kind == "echo"
@@ -75,18 +75,18 @@ def test_a_word_beats_the_environment() -> None:
 
 
 def test_the_file_is_named_by_flag_or_environment(tmp_path: Path) -> None:
-    one = tmp_path / "one.yaml"
-    one.write_text("server: {http_port: 1}")
-    two = tmp_path / "two.yaml"
-    two.write_text("server: {http_port: 2}")
-    environ = {"DYNAMO_CONFIG_PATH": str(two)}
+    first = tmp_path / "first.yaml"
+    first.write_text("server: {http_port: 1}")
+    second = tmp_path / "second.yaml"
+    second.write_text("server: {http_port: 2}")
+    environ = {"DYNAMO_CONFIG_PATH": str(second)}
 
-    assert settings_of(f"-f {one}").server.http_port == 1
+    assert settings_of(f"-f {first}").server.http_port == 1
     assert settings_of("", environ).server.http_port == 2
-    assert settings_of(f"--config {one}", environ).server.http_port == 1
+    assert settings_of(f"--config {first}", environ).server.http_port == 1
 
 
-def test_the_announcement_is_a_request_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_announcement_has_an_example_request(capsys: pytest.CaptureFixture[str]) -> None:
     run.announce(["smol", "s2"], "http://127.0.0.1:8000")
 
     err = capsys.readouterr().err
@@ -94,13 +94,13 @@ def test_the_announcement_is_a_request_that_works(capsys: pytest.CaptureFixture[
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in err
 
 
-class Terminal(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
 def test_the_bar_is_redrawn_on_a_terminal_and_removed() -> None:
-    out = Terminal()
+    out = FakeTerminal()
     with ProgressBar(out) as bar:
         bar("fetching", 50_000_000, 100_000_000)
         bar("fetching", 50_000_001, 100_000_000)
@@ -111,7 +111,7 @@ def test_the_bar_is_redrawn_on_a_terminal_and_removed() -> None:
     assert out.getvalue().endswith(CLEAR_LINE)
 
 
-def test_the_bar_is_few_lines_elsewhere() -> None:
+def test_without_a_terminal_the_bar_is_a_few_lines() -> None:
     out = io.StringIO()
     with ProgressBar(out) as bar:
         bar("proving", 0, 0)
@@ -121,8 +121,8 @@ def test_the_bar_is_few_lines_elsewhere() -> None:
     assert out.getvalue().splitlines() == [format_byte_progress("fetching", 0, 2_000_000)]
 
 
-def test_what_is_written_meanwhile_stands_above_the_bar() -> None:
-    out = Terminal()
+def test_written_lines_appear_above_the_bar() -> None:
+    out = FakeTerminal()
     with ProgressBar(out) as bar:
         bar.write("before\n")
         bar("fetching", 50, 100)
@@ -135,8 +135,8 @@ def test_what_is_written_meanwhile_stands_above_the_bar() -> None:
     )
 
 
-def test_programs_read_progress_as_log_lines(caplog: pytest.LogCaptureFixture) -> None:
-    out = Terminal()
+def test_progress_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    out = FakeTerminal()
     with caplog.at_level("INFO"), ProgressBar(out, as_logs=True) as bar:
         bar("fetching", 1, 2)
 
@@ -145,16 +145,16 @@ def test_programs_read_progress_as_log_lines(caplog: pytest.LogCaptureFixture) -
     assert record.fields == {"step": "fetching", "done_bytes": 1, "total_bytes": 2}  # type: ignore[attr-defined]
 
 
-def test_a_bar_keeps_to_its_line_in_a_narrow_terminal() -> None:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (4, 12))
-    with os.fdopen(theirs, "w") as out, ProgressBar(out) as bar:
+def test_the_bar_is_cut_to_a_narrow_terminal() -> None:
+    primary, secondary = pty.openpty()
+    termios.tcsetwinsize(secondary, (4, 12))
+    with os.fdopen(secondary, "w") as out, ProgressBar(out) as bar:
         bar("fetching a model", 5, 10)
         bar.write("a line\n")
     fits = format_byte_progress("fetching a model", 5, 10)[:11]
-    wanted = f"{CLEAR_LINE}{fits}{CLEAR_LINE}a line\r\n{fits}{CLEAR_LINE}"
-    seen = ""
-    while len(seen) < len(wanted):
-        seen += os.read(ours, 1000).decode()
-    os.close(ours)
-    assert seen == wanted
+    expected = f"{CLEAR_LINE}{fits}{CLEAR_LINE}a line\r\n{fits}{CLEAR_LINE}"
+    output = ""
+    while len(output) < len(expected):
+        output += os.read(primary, 1000).decode()
+    os.close(primary)
+    assert output == expected

@@ -1,4 +1,4 @@
-"""`dynamo router` before servers that answer as a frontend does."""
+"""`dynamo router` and `dynamo explain` with fake servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from dynamo.cli.router import format_report, run
 from dynamo.core.errors import ConfigError, InvalidRequest
 
 
-class Refusing(BaseHTTPRequestHandler):
+class ErrorHandler(BaseHTTPRequestHandler):
+    """Answers 400 to a report and 401 to all else."""
+
     def do_GET(self) -> None:
         error = {"message": "seconds: a number, not 'nan'", "param": "seconds", "hint": None}
         body = json.dumps({"error": error}).encode()
@@ -29,80 +31,80 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
-Serving = Callable[[type[BaseHTTPRequestHandler]], str]
+ServeHandler = Callable[[type[BaseHTTPRequestHandler]], str]
 
 
 @pytest.fixture
-def serving() -> Iterator[Serving]:
-    """`url = serving(Handler)`."""
-    with ExitStack() as opened:
+def serve_handler() -> Iterator[ServeHandler]:
+    """Return a function that starts a server with a handler and returns its URL."""
+    with ExitStack() as stack:
 
-        def serve(handler: type[BaseHTTPRequestHandler]) -> str:
-            server = opened.enter_context(HTTPServer(("127.0.0.1", 0), handler))
+        def start(handler: type[BaseHTTPRequestHandler]) -> str:
+            server = stack.enter_context(HTTPServer(("127.0.0.1", 0), handler))
             thread = threading.Thread(target=server.serve_forever, args=(0.01,))
             thread.start()
-            opened.callback(thread.join)
-            opened.callback(server.shutdown)
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
             return f"http://127.0.0.1:{server.server_port}"
 
-        yield serve
+        yield start
 
 
 @pytest.fixture
-def refusing(serving: Serving) -> str:
-    return serving(Refusing)
+def error_url(serve_handler: ServeHandler) -> str:
+    return serve_handler(ErrorHandler)
 
 
-def test_what_the_server_says_is_told(refusing: str) -> None:
+def test_the_error_of_the_server_is_raised(error_url: str) -> None:
     with pytest.raises(InvalidRequest, match="a number, not 'nan'"):
-        run(["report", "--seconds", "nan", "--url", refusing])
+        run(["report", "--seconds", "nan", "--url", error_url])
 
 
-def test_who_has_no_key_is_told_how_to_give_one(
-    refusing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_hint_of_401_names_the_api_key_flag(
+    error_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DYNAMO_API_KEY", raising=False)
-    for command in (["explain", "--url", refusing], ["chat", refusing]):
+    for command in (["explain", "--url", error_url], ["chat", error_url]):
         assert main(command) == 1
         assert "hint: --api-key KEY, or $DYNAMO_API_KEY" in capsys.readouterr().err
 
 
-class Strange(BaseHTTPRequestHandler):
-    """Something else that speaks JSON."""
+class ForeignHandler(BaseHTTPRequestHandler):
+    """Answers with JSON of another application."""
 
     def do_GET(self) -> None:
         self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
 
 
-def test_an_answer_of_somebody_else_is_told_without_a_traceback(
-    serving: Serving, capsys: pytest.CaptureFixture[str]
+def test_a_response_of_another_application_is_an_error_without_a_traceback(
+    serve_handler: ServeHandler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strange = serving(Strange)
+    url = serve_handler(ForeignHandler)
     for command in (["explain"], ["router", "report"], ["router", "view"]):
-        assert main([*command, "--url", strange]) == 1
-        assert "is no answer of ours" in capsys.readouterr().err
+        assert main([*command, "--url", url]) == 1
+        assert "is not a response of dynamo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--html", "--picture"])
-def test_where_nothing_can_be_written_nobody_is_asked(flag: str, tmp_path: Path) -> None:
-    nobody = "http://127.0.0.1:1"
+def test_output_paths_are_checked_before_the_server_is_called(flag: str, tmp_path: Path) -> None:
+    unreachable = "http://127.0.0.1:1"
     for path in (tmp_path, tmp_path / "none" / "a.png"):
         with pytest.raises(ConfigError, match="cannot write"):
-            run(["view", flag, str(path), "--url", nobody])
+            run(["view", flag, str(path), "--url", unreachable])
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "nonsense://", "http:///v1"])
-def test_what_is_no_url_is_told(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no URL"):
+def test_an_invalid_url_is_rejected(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a URL"):
         run(["report", "--url", url])
 
 
-def test_a_report_of_nothing_says_so() -> None:
+def test_a_report_without_requests() -> None:
     parts: dict[str, dict[str, float]] = {"latency": {}, "cache_hit": {}, "load_balance": {}}
     report = {"aggregated_metrics": parts | {"throughput": {"requests": 0.0}}}
     assert format_report(report) == "no request was routed in that time"
 
 
-def test_a_url_may_lack_its_scheme(refusing: str) -> None:
+def test_a_url_may_lack_its_scheme(error_url: str) -> None:
     with pytest.raises(InvalidRequest, match="a number"):
-        run(["report", "--seconds", "nan", "--url", refusing.removeprefix("http://")])
+        run(["report", "--seconds", "nan", "--url", error_url.removeprefix("http://")])
