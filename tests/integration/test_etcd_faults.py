@@ -115,12 +115,12 @@ async def test_the_records_of_a_dead_process_go_before_its_lease_ends(
         await away(dead)
         await dead.close()  # nobody hears that it goes
         async with BackgroundTasks() as tasks:
-            burying = tasks.start(supervisor._inner.bury("/_processes/dead"))  # type: ignore[attr-defined]
+            burying = tasks.start(supervisor._inner.revoke_lease_of("/_processes/dead"))  # type: ignore[attr-defined]
             etcd.start()
             await burying
         await read_until(changes, "/w/dead", None)
     assert dict(await lives.get("/")) == {"/w/lives": b"3"}
-    await supervisor._inner.bury("/_processes/dead")  # type: ignore[attr-defined]
+    await supervisor._inner.revoke_lease_of("/_processes/dead")  # type: ignore[attr-defined]
 
 
 async def test_a_lost_lease_is_told_and_the_records_return(etcd: EtcdProcess, join: Join) -> None:

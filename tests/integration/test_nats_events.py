@@ -119,7 +119,7 @@ async def test_jetstream_keeps_events_for_who_comes_later(
     nats: NatsProcess, request: pytest.FixtureRequest
 ) -> None:
     place = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    plane = await open_events(nats.url, place, replace(QUICK, keep_events_s=60))
+    plane = await open_events(nats.url, place, replace(QUICK, event_retention_s=60))
     await state(plane, up=True)
     source = await plane.open_source("kept.worker.kv_events", "w")
     client = await connect(nats.url)

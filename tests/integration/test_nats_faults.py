@@ -116,7 +116,7 @@ async def endless(payload, out):
 async def main():
     plane = await open_requests(sys.argv[1])
     await plane.serve("e", endless)
-    while plane.trouble:
+    while plane.connection_error:
         await asyncio.sleep(0.01)
     print(plane.address, flush=True)
     await asyncio.Event().wait()
@@ -192,7 +192,7 @@ async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
     nats: NatsProcess, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as that end has not noticed: NATS goes on listening for it."""
-    monkeypatch.setattr("dynamo.communication.nats_client.SILENT_S", 60.0)
+    monkeypatch.setattr("dynamo.communication.nats_client.PING_TIMEOUT_S", 60.0)
     async with Relay(nats.port) as relay:
         server = await requests(nats, opened, relay.port)
         client = await requests(nats, opened)

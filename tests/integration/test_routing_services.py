@@ -196,8 +196,8 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     assert decision["outcome"]["output_tokens"] == 3
     assert (await ask(router.public_address, "/health"))[2]["workers"] == {"tiny": 2}
     model = router.service._models["tiny"]  # type: ignore[attr-defined]
-    assert model.follower.promised == 0
-    await until(lambda: not any(book.active for book in model.policy.placement.fleet.books))
+    assert model.peer_requests.reserved_count == 0
+    await until(lambda: not any(worker.active for worker in model.policy.worker_states.workers))
 
     await router.shutdown(0)
     house.opened.remove(router)
@@ -213,10 +213,10 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     late = await house.open("router", replicas=1)
     await until(lambda: late.health.healthy)
     model = late.service._models["tiny"]  # type: ignore[attr-defined]
-    books = model.policy.placement.fleet.books
-    await until(lambda: sum(len(book.active) for book in books) == 1)
+    workers = model.policy.worker_states.workers
+    await until(lambda: sum(len(worker.active) for worker in workers) == 1)
     long.cancel()
-    await until(lambda: not any(book.active for book in books))
+    await until(lambda: not any(worker.active for worker in workers))
     await ask(url, "/v1/chat/completions", chat(), "back")
     _, _, told = await ask(url, "/router/explain/back")
     assert told["decisions"][0]["router"] == late.name

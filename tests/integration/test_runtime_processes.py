@@ -167,5 +167,5 @@ def test_what_no_restart_can_mend_ends_the_deployment(
         env=os.environ | runtime_environ,
     )
     assert ended.returncode == 2
-    assert "unknown discovery backend 'bogus'" in ended.stderr
+    assert "unknown request backend 'bogus'" in ended.stderr
     assert "Traceback" not in ended.stderr
