@@ -1,4 +1,4 @@
-"""The OpenAI API: bodies checked, routes, admission, answers in text and server-sent events."""
+"""The OpenAI API over HTTP: routes, checked bodies, limits, JSON answers and event streams."""
 
 from dynamo.application.app import Application
 from dynamo.application.gateway import Gateway, ServedModel, TextProcessor

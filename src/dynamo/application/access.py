@@ -1,4 +1,4 @@
-"""Who may call, and from where."""
+"""API keys and cross-origin headers (CORS)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ EXPOSED_HEADERS = "x-request-id, x-dynamo-worker, retry-after"
 
 
 class ApiKeys:
-    """Bearer keys; none configured lets everybody in. Compared by digest, so that the time taken
-    tells nothing of a key."""
+    """The accepted bearer keys; without any, every request is accepted.
+
+    Keys are compared by digest, so that response times reveal nothing about a key.
+    """
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = {_digest(key) for key in keys}
 
     def check(self, request: Request) -> None:
-        """Raises `Unauthorized`."""
-        given = request.header(b"authorization") or ""
-        scheme, _, key = given.partition(" ")
+        """Raise `Unauthorized` unless the request carries a known key."""
+        authorization = request.header(b"authorization") or ""
+        scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Unauthorized(
-                "no API key was given", hint="send the header Authorization: Bearer KEY"
+                "the request has no API key", hint="send the header Authorization: Bearer KEY"
             )
         if _digest(key.strip()) not in self._digests:
-            raise Unauthorized("the API key is not known")
+            raise Unauthorized("the API key is unknown")
 
     def protect_routes(
         self, table: Mapping[str, Mapping[str, Route]]
     ) -> dict[str, dict[str, Route]]:
-        """The same routes, for who has a key."""
+        """Return the same routes behind the key check."""
         if not self._digests:
             return {path: dict(methods) for path, methods in table.items()}
         return {
@@ -60,14 +62,14 @@ def _digest(key: str) -> bytes:
 
 
 class Cors:
-    """Which web pages may read answers."""
+    """The origins whose web pages may read answers; `*` allows all."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._any_origin = "*" in origins
         self._origins = frozenset(origins)
 
     def response_headers(self, request: Request) -> Headers:
-        """What goes with an answer to a web page, which tells its origin."""
+        """Return the CORS headers of an answer to a request with an Origin header."""
         origin = request.header(b"origin") or ""
         if self._any_origin:
             return (
@@ -83,6 +85,8 @@ class Cors:
         )
 
     def preflight_headers(self, request: Request) -> Headers:
-        """What a browser wants to know before it asks."""
-        wanted = request.header(b"access-control-request-headers") or "authorization, content-type"
-        return (*PREFLIGHT_HEADERS, ("access-control-allow-headers", wanted))
+        """Return the headers that answer a browser's preflight request."""
+        requested = (
+            request.header(b"access-control-request-headers") or "authorization, content-type"
+        )
+        return (*PREFLIGHT_HEADERS, ("access-control-allow-headers", requested))

@@ -1,4 +1,4 @@
-"""The application: every request comes in here."""
+"""The HTTP applications of a frontend and of a router process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from dynamo.telemetry.metrics import Registry
 
 
 class RouterApplication:
-    """`handle` and `on_error` go to an `HttpServer`. `reasons`: why the process is not well;
-    `facts`: more for /health."""
+    """The HTTP application of a router's own process: /router/..., /health and /metrics.
+
+    `reasons` returns why the process is unhealthy, by name; `facts` returns more fields of /health.
+    """
 
     def __init__(
         self,
@@ -42,22 +44,22 @@ class RouterApplication:
     ) -> None:
         self.on_error = render_error
         self._request_ids = RequestIds()
-        explained = ApiKeys(server.api_keys).protect_routes(RoutingHandler(source).routes())
+        pages = ApiKeys(server.api_keys).protect_routes(RoutingHandler(source).routes())
         status = StatusHandler(clock, registry, reasons=reasons, facts=facts)
-        self._routes = RouteTable({**explained, **status.routes()})
+        self._routes = RouteTable({**pages, **status.routes()})
 
     async def handle(self, request: Request, response: Response) -> None:
-        """One request."""
-        given = sanitise_request_id(request.header(b"x-request-id"))
-        own = given or self._request_ids.generate()
-        exchange = Exchange(request, response, own, own, ())
+        """Answer one request."""
+        client_id = sanitise_request_id(request.header(b"x-request-id"))
+        own_id = client_id or self._request_ids.generate()
+        exchange = Exchange(request, response, own_id, own_id, ())
         try:
             await self._routes.find(request.method, request.path)(exchange)
         except DynamoError as error:
             exchange.send_error(error)
         except Exception:
-            log.exception("request failed", extra={"fields": {"request_id": own}})
-            exchange.send_error(InternalError("internal error", hint="the router's log says more"))
+            log.exception("request failed", extra={"fields": {"request_id": own_id}})
+            exchange.send_error(InternalError("internal error", hint="see the router's log"))
 
 
 log = logging.getLogger(__name__)
@@ -67,11 +69,11 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class Application:
-    """`handle` and `on_error` go to an `HttpServer`.
+    """The HTTP application of a frontend. An `HttpServer` calls `handle` and `on_error`.
 
-    `reasons`: why the process is not well, by name; `facts`: more for /health (workers, planes);
-    `metrics_text`: /metrics of all processes that share the port (default: this one's); `routing`:
-    who answers for /router.
+    `reasons` returns why the process is unhealthy, by name. `facts` returns more fields of /health
+    (workers, planes). `metrics_text` renders the metrics of all processes that share the port; the
+    default renders this process's. `routing` answers /router/...; None leaves these routes out.
     """
 
     def __init__(
@@ -89,16 +91,16 @@ class Application:
         self.on_error = render_error
         self.metrics = FrontendMetrics(registry)
         self.generation = GenerationHandler(server, gateway, clock, self.metrics)
-        admission = self.generation.concurrency
+        concurrency = self.generation.concurrency
         registry.gauge(
             "dynamo_frontend_inflight_requests",
-            "Generation requests being answered",
-            callback=lambda: admission.running,
+            "Generation requests in progress",
+            callback=lambda: concurrency.running,
         )
         registry.gauge(
             "dynamo_frontend_queued_requests",
-            "Generation requests waiting for a place",
-            callback=lambda: admission.waiting,
+            "Generation requests that wait for server.max_concurrent_requests",
+            callback=lambda: concurrency.waiting,
         )
         self._clock = clock
         self._log_requests = server.log_requests
@@ -119,26 +121,24 @@ class Application:
         )
 
     def update_settings(self, server: ServerSettings) -> None:
-        """From now on these limits hold, and this of `log_requests`."""
+        """Apply reloaded limits and the log_requests switch."""
         self.generation.update_settings(server)
         self._log_requests = server.log_requests
 
     def _authenticated_routes(
         self, server: ServerSettings, routing: RoutingSource | None
     ) -> dict[str, dict[str, Route]]:
-        models, tokens = (
-            ModelsHandler(self._gateway),
-            TokenizationHandler(self._gateway, server.unknown_roles),
-        )
-        generating: dict[str, dict[str, Route]] = {
+        models = ModelsHandler(self._gateway)
+        tokens = TokenizationHandler(self._gateway, server.unknown_roles)
+        generation: dict[str, dict[str, Route]] = {
             "/v1/chat/completions": {"POST": self.generation.chat},
             "/v1/completions": {"POST": self.generation.complete},
         }
-        self._generation_paths = frozenset(generating)
+        self._generation_paths = frozenset(generation)
         pages = RoutingHandler(routing).routes() if routing is not None else {}
         return ApiKeys(server.api_keys).protect_routes(
             {
-                **generating,
+                **generation,
                 "/v1/models": {"GET": models.list_models},
                 "/v1/models/": {"GET": models.get_model},
                 "/tokenize": {"POST": tokens.tokenize},
@@ -149,8 +149,8 @@ class Application:
 
     def _unhealthy_reasons(self) -> Mapping[str, str]:
         reason = self._gateway.not_ready_reason
-        unserved = {"models": reason} if reason else {}
-        return {**unserved, **self._reasons()}
+        models = {"models": reason} if reason else {}
+        return {**models, **self._reasons()}
 
     def _health_facts(self) -> Mapping[str, Any]:
         return {
@@ -161,17 +161,14 @@ class Application:
         }
 
     async def handle(self, request: Request, response: Response) -> None:
-        """One request."""
-        headers = request.headers
-        given = (
-            sanitise_request_id(request.header(b"x-request-id"))
-            if b"x-request-id" in headers
-            else ""
-        )
-        own = self._request_ids.make_unique(given) if given else self._request_ids.generate()
-        shared = self._cors.response_headers(request) if b"origin" in headers else ()
-        exchange = Exchange(request, response, own, given or own, shared)
-        request_id.set(own)
+        """Answer one request."""
+        headers, ids, client_id = request.headers, self._request_ids, ""
+        if b"x-request-id" in headers:
+            client_id = sanitise_request_id(request.header(b"x-request-id"))
+        own_id = ids.make_unique(client_id) if client_id else ids.generate()
+        cors_headers = self._cors.response_headers(request) if b"origin" in headers else ()
+        exchange = Exchange(request, response, own_id, client_id or own_id, cors_headers)
+        request_id.set(own_id)
         started = self._clock.now()
         status = CLIENT_CLOSED_REQUEST
         try:
@@ -183,13 +180,15 @@ class Application:
         except DynamoError as error:
             exchange.send_error(error)
         except asyncio.CancelledError:
-            if response.open:  # the client has not left: this server does
-                hint = "send it again; --drain gives requests in flight more time"
-                exchange.send_error(ServerStopped("the server stopped amid the answer", hint=hint))
+            if response.open:  # the client is still connected: this server stops
+                hint = "send the request again; --drain gives requests in flight more time"
+                exchange.send_error(
+                    ServerStopped("the server stopped during the answer", hint=hint)
+                )
             raise
         except Exception:
             log.exception("request failed")
-            exchange.send_error(InternalError("internal error", hint="the server's log says more"))
+            exchange.send_error(InternalError("internal error", hint="see the server's log"))
         finally:
             if response.ended:
                 status = exchange.error_status or response.status

@@ -1,4 +1,4 @@
-"""One request and its response, with what every route needs to know about them."""
+"""An HTTP request with its response, as every route sees it, and request ids."""
 
 from __future__ import annotations
 
@@ -17,69 +17,65 @@ MAX_REQUEST_ID_LENGTH = 128
 
 
 class RequestIds:
-    """Unique over processes: a random start, then a counter."""
+    """Generates ids that are unique over processes: a random prefix and a counter."""
 
     def __init__(self) -> None:
         self._process_prefix = os.urandom(8).hex()
         self._counter = count(1)
 
     def generate(self) -> str:
-        """A fresh id."""
+        """Return a new id."""
         return f"{self._process_prefix}{next(self._counter):08x}"
 
-    def make_unique(self, given: str) -> str:
-        """An id that begins with a client's own, which need not be unique."""
-        return f"{given}-{self._process_prefix[:8]}{next(self._counter):x}"
+    def make_unique(self, client_id: str) -> str:
+        """Return a unique id that begins with the client's own, which may repeat."""
+        return f"{client_id}-{self._process_prefix[:8]}{next(self._counter):x}"
 
 
-def sanitise_request_id(given: str | None) -> str:
-    """A client's x-request-id without what could hurt logs or headers; "" if nothing is left."""
-    return _FORBIDDEN_CHARACTERS.sub("", given)[:MAX_REQUEST_ID_LENGTH] if given else ""
+def sanitise_request_id(client_id: str | None) -> str:
+    """Return a client's x-request-id without characters that could break logs or headers."""
+    return _FORBIDDEN_CHARACTERS.sub("", client_id)[:MAX_REQUEST_ID_LENGTH] if client_id else ""
 
 
 JSON_CONTENT_TYPE = ("content-type", "application/json")
 
 
 class Exchange:
-    """`headers` go with every answer; `shown_id` is the id that the client sees; `failed`: the
-    status that tells how it ended, also in the middle of a stream."""
+    """A request, its response, and facts that are logged and counted when it ends.
 
-    __slots__ = (
-        "client_request_id",
-        "error_code",
-        "error_status",
-        "headers",
-        "model",
-        "request",
-        "request_id",
-        "response",
-        "streaming",
-    )
+    `headers` are sent with every answer. `client_request_id` is the id that the client sees.
+    `error_status` is the HTTP status of an error, also of one in the middle of a stream; 0: none.
+    """
 
     def __init__(
-        self, request: Request, response: Response, request_id: str, shown_id: str, headers: Headers
+        self,
+        request: Request,
+        response: Response,
+        request_id: str,
+        client_request_id: str,
+        headers: Headers,
     ) -> None:
         self.request = request
         self.response = response
         self.request_id = request_id
-        self.client_request_id = shown_id
-        self.headers = (("x-request-id", shown_id), *headers)
+        self.client_request_id = client_request_id
+        self.headers = (("x-request-id", client_request_id), *headers)
         self.model = ""
         self.streaming = False
         self.error_status = 0
         self.error_code = ""
 
     def send_json(self, status: int, body: bytes, extra: Headers = ()) -> None:
-        """The whole answer."""
+        """Send a complete JSON answer."""
         self.response.send(status, (JSON_CONTENT_TYPE, *self.headers, *extra), body)
 
     def start_stream(self, worker: str) -> None:
-        """The head of a stream of events."""
+        """Send the head of an event stream."""
         extra = (("x-dynamo-worker", worker),) if worker else ()
         self.response.start(200, (*STREAM_HEADERS, *self.headers, *extra))
 
     def send_error(self, error: DynamoError) -> None:
-        """End with `error`: by status while nothing was sent, by an event after that."""
+        """Answer with an error: by HTTP status if nothing was sent yet, otherwise by an event."""
         self.error_status, self.error_code = status_of(error), error.code
         body = error_body(error, self.client_request_id)
         if not self.response.started:

@@ -1,4 +1,4 @@
-"""What the frontend counts."""
+"""The metrics of a frontend's HTTP API."""
 
 from __future__ import annotations
 
@@ -6,57 +6,17 @@ from collections.abc import Callable, Mapping
 
 from dynamo.telemetry.metrics import Counter, Histogram, Registry
 
-TTFT_BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-)
-ITL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 DURATION_BUCKETS_S = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-    300,
-    600,
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 30, 60, 120, 300, 600),
 )
+TTFT_BUCKETS_S = (0.001, 0.0025, *DURATION_BUCKETS_S[:-2])
+ITL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 TOKEN_BUCKETS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 class ModelMetrics:
-    """One model's children of the labelled metrics."""
-
-    __slots__ = (
-        "cached_tokens",
-        "duration",
-        "input_length",
-        "inter_token_latency",
-        "output_length",
-        "time_to_first_token",
-    )
+    """The metrics of one model, with the label filled in."""
 
     def __init__(self, families: FrontendMetrics, model: str) -> None:
         self.time_to_first_token: Histogram = families.time_to_first_token.labels(model)
@@ -68,32 +28,34 @@ class ModelMetrics:
 
 
 class FrontendMetrics:
-    """Declared once a process. Models are labels only while they are served: a client cannot
-    make new ones."""
+    """The metrics of all models of one process.
+
+    Only models that are served become labels, so that clients cannot create time series.
+    """
 
     def __init__(self, registry: Registry) -> None:
         by_model = ("model",)
         self.requests = registry.counter(
             "dynamo_frontend_requests_total",
             "Generation requests answered, by route and HTTP status (499: the client left); "
-            "without a model where none was found",
+            "the model is empty where none was found",
             ("model", "endpoint", "status"),
         )
         self.time_to_first_token = registry.histogram(
             "dynamo_frontend_time_to_first_token_seconds",
-            "Request read to first text",
+            "From the request being read to the first text",
             TTFT_BUCKETS_S,
             by_model,
         )
         self.inter_token_latency = registry.histogram(
             "dynamo_frontend_inter_token_latency_seconds",
-            "Between texts of one choice",
+            "Between two texts of one choice",
             ITL_BUCKETS_S,
             by_model,
         )
         self.duration = registry.histogram(
             "dynamo_frontend_request_duration_seconds",
-            "Request read to answer complete",
+            "From the request being read to the end of the answer",
             DURATION_BUCKETS_S,
             by_model,
         )
@@ -107,13 +69,13 @@ class FrontendMetrics:
             "dynamo_frontend_input_tokens_total",
             "Prompt tokens",
             by_model,
-            callback=lambda: self._sums_by_model(lambda one: one.input_length),
+            callback=lambda: self._sums_by_model(lambda metrics: metrics.input_length),
         )
         registry.counter(
             "dynamo_frontend_output_tokens_total",
             "Generated tokens",
             by_model,
-            callback=lambda: self._sums_by_model(lambda one: one.output_length),
+            callback=lambda: self._sums_by_model(lambda metrics: metrics.output_length),
         )
         self.cached_tokens = registry.counter(
             "dynamo_frontend_cached_tokens_total", "Prompt tokens found in a KV cache", by_model
@@ -121,13 +83,13 @@ class FrontendMetrics:
         self._by_model: dict[str, ModelMetrics] = {}
 
     def _sums_by_model(
-        self, of: Callable[[ModelMetrics], Histogram]
+        self, histogram_of: Callable[[ModelMetrics], Histogram]
     ) -> Mapping[tuple[str, ...], float]:
-        return {(name,): of(one).sum for name, one in self._by_model.items()}
+        return {(name,): histogram_of(metrics).sum for name, metrics in self._by_model.items()}
 
     def for_model(self, name: str) -> ModelMetrics:
-        """The children of a served model."""
-        found = self._by_model.get(name)
-        if found is None:
-            found = self._by_model[name] = ModelMetrics(self, name)
-        return found
+        """Return the metrics of a served model."""
+        metrics = self._by_model.get(name)
+        if metrics is None:
+            metrics = self._by_model[name] = ModelMetrics(self, name)
+        return metrics

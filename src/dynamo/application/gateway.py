@@ -1,4 +1,4 @@
-"""Which models are served, and by whom."""
+"""The models that can be requested, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_NAMES_SHOWN = 20
 
 
 class TextProcessor(Protocol):
-    """What answers in text: `scheduling.processor`, or a fake of it."""
+    """Answers requests of one model in text, e.g. `scheduling.processor.ChatProcessor`."""
 
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Answer a conversation."""
@@ -30,18 +30,21 @@ class TextProcessor(Protocol):
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
     ) -> list[int]:
-        """Token ids of a text, or of messages as the model's template renders them."""
+        """Return the token ids of a text, or of messages rendered by the chat template."""
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token id by itself."""
+        """Return the text of each token id by itself."""
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model that can be asked for: under `names`, the first of which is its id. `derived`: it
-    is made of others, so that `default` means one of those where there is any."""
+    """A model that is served under `names`; the first one is its id.
+
+    `derived` models are built on other models. The name `default` prefers models that are not.
+    `context_tokens` is 0 where the length is unknown; `created` is Unix time.
+    """
 
     names: tuple[str, ...]
     processor: Any
@@ -52,7 +55,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Gateway:
-    """Models by name. `default` is always answered, by the first model that is not derived."""
+    """Served models by name. The name `default` finds the first model that is not derived."""
 
     def __init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
@@ -60,22 +63,22 @@ class Gateway:
         self._no_models_reason = "no model has been announced yet"
 
     def set_pending(self, name: str, reason: str) -> None:
-        """`name` will be served; `reason` says what it waits for."""
+        """Announce that `name` will be served; `reason` tells clients why it is not served yet."""
         self._pending[name] = reason
 
     def set_no_models_reason(self, reason: str) -> None:
-        """Why there is no model at all."""
+        """Set the reason that clients read while there is no model at all."""
         self._no_models_reason = reason
 
     def add(self, served: ServedModel) -> None:
-        """Serve a model; a name that is there is replaced. Derived ones stand behind the others."""
+        """Serve a model under its names, instead of earlier models of these names."""
         for name in served.names:
             self._pending.pop(name, None)
             self._models[name] = served
-        self._models = dict(sorted(self._models.items(), key=lambda one: one[1].derived))
+        self._models = dict(sorted(self._models.items(), key=lambda item: item[1].derived))
 
     def remove(self, name: str) -> None:
-        """Serve it no longer, under any of its names."""
+        """Stop serving a model, under all of its names."""
         self._pending.pop(name, None)
         served = self._models.get(name)
         if served is not None:
@@ -85,12 +88,12 @@ class Gateway:
 
     @property
     def models(self) -> dict[str, ServedModel]:
-        """Every served name, in order of arrival."""
+        """The served models by name, in order of arrival, derived models last."""
         return self._models
 
     @property
     def not_ready_reason(self) -> str:
-        """Why nothing is served; "" when something is."""
+        """Why no model is served; empty when one is."""
         if self._models:
             return ""
         if self._pending:
@@ -98,16 +101,16 @@ class Gateway:
         return self._no_models_reason
 
     def require_ready(self) -> None:
-        """Raises `NotReady` while there is no model."""
+        """Raise `ModelNotReady` while there is no model."""
         if not self._models:
             raise ModelNotReady(
                 f"no model is ready: {self.not_ready_reason}",
-                hint="try again in a moment; /health says more",
+                hint="try again in a moment; /health has details",
                 retry_after_s=RETRY_AFTER_S,
             )
 
     def find(self, name: str) -> tuple[str, ServedModel]:
-        """The name to show, and the model. Raises `ModelNotFound` or `NotReady`."""
+        """Return the name to show, and the model. Raises `ModelNotFound`, `ModelNotReady`."""
         served = self._models.get(name)
         if served is not None:
             return name, served
@@ -121,7 +124,7 @@ class Gateway:
             served = next(iter(self._models.values()))
             return served.names[0], served
         raise ModelNotFound(
-            f"there is no model {name[:200]!r}; there is {_format_names(self._models)}",
+            f"there is no model {name[:200]!r}; served: {_format_names(self._models)}",
             param="model",
         )
 
@@ -133,16 +136,18 @@ def _format_names(names: Mapping[str, ServedModel]) -> str:
 
 
 MODELS_HEALTH_KEY = "models"
-"""The health reason of a frontend that has none yet."""
+"""The key of the health reason of a frontend without models."""
 
 
 def find_worker_model(gateway: Gateway, name: str | None) -> tuple[str, ServedModel]:
-    """A model that workers serve: the one of that name; the first one where there is no name, or
-    the name is that of a service (whose request was passed on as it was). Raises `ModelNotFound`,
-    `NotReady`."""
+    """Return a model that workers serve, for a request that a service passes on.
+
+    Without a name, or with the name of a derived model, the default model is returned. Raises
+    `ModelNotFound`, `ModelNotReady`.
+    """
     shown, served = gateway.find(name or DEFAULT_MODEL)
     if served.derived:
         shown, served = gateway.find(DEFAULT_MODEL)
     if served.derived:
-        raise ModelNotReady("no model is ready yet that is not made of others", retry_after_s=1.0)
+        raise ModelNotReady("no model that workers serve is ready yet", retry_after_s=1.0)
     return shown, served

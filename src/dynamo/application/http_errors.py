@@ -1,4 +1,4 @@
-"""Errors become HTTP here, and only here."""
+"""HTTP statuses, headers and bodies of errors."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ ERROR_TYPE_BY_STATUS = {
     504: "timeout_error",
 }
 DEFAULT_RETRY_AFTER_S = 1.0
-RETRY_HINT = "nothing is wrong with the request: send it again"
+RETRY_HINT = "the request is valid: send it again"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's shape, plus `hint` and `request_id`."""
+    """OpenAI's error object, plus `hint` and `request_id`."""
 
     message: str
     type: str
@@ -62,7 +62,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def status_of(error: DynamoError) -> int:
-    """The HTTP status of an error; a code that is not listed takes its base class's."""
+    """Return the HTTP status of an error; an unlisted code has the status of its base class."""
     for cls in type(error).__mro__:
         status = STATUS_BY_CODE.get(getattr(cls, "code", ""))
         if status is not None:
@@ -71,7 +71,7 @@ def status_of(error: DynamoError) -> int:
 
 
 def error_body(error: DynamoError, request_id: str) -> bytes:
-    """`{"error": {...}}`."""
+    """Return the JSON body `{"error": {...}}`."""
     kind = ERROR_TYPE_BY_STATUS.get(status_of(error), "invalid_request_error")
     hint = error.hint or (RETRY_HINT if error.retryable else None)
     body = ErrorBody(error.message, kind, error.code, error.param, hint, request_id or None)
@@ -79,7 +79,7 @@ def error_body(error: DynamoError, request_id: str) -> bytes:
 
 
 class WrongMethod(MethodNotAllowed):
-    """`allowed`: the methods that the route has."""
+    """The route exists for other methods; `allowed` lists them, comma-separated."""
 
     def __init__(self, method: str, path: str, allowed: str) -> None:
         super().__init__(f"{path} does not take {method}", hint=f"use {allowed}")
@@ -87,19 +87,18 @@ class WrongMethod(MethodNotAllowed):
 
 
 def error_headers(error: DynamoError) -> Headers:
-    """What belongs to the status: when to come back, how to authenticate, which methods there
-    are."""
+    """Return the headers that belong to the status: allow, retry-after or www-authenticate."""
     status = status_of(error)
     if isinstance(error, WrongMethod):
         return (("allow", error.allowed),)
     if status in (429, 503):
-        wait = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
-        return (("retry-after", str(max(1, math.ceil(wait)))),)
+        wait_s = error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_AFTER_S
+        return (("retry-after", str(max(1, math.ceil(wait_s)))),)
     if status == 401:
         return (("www-authenticate", "Bearer"),)
     return ()
 
 
 def render_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
-    """The HTTP server's hook for what never reached a route."""
+    """Return status and body for requests that fail before they reach a route."""
     return status_of(error), error_body(error, request_id)

@@ -1,4 +1,4 @@
-"""/v1/models."""
+"""The route /v1/models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamo.application.gateway import Gateway, ServedModel
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """OpenAI's model, plus vLLM's `root` and `max_model_len`."""
+    """OpenAI's model object, plus vLLM's `root` and `max_model_len`."""
 
     id: str
     created: int
@@ -20,7 +20,7 @@ class ModelBody(msgspec.Struct, frozen=True):
 
 
 class ModelsHandler:
-    """Every served name is a model of its own; `root` tells an alias from its model."""
+    """Lists served models. Each alias is listed as a model whose `root` is the model's id."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -32,7 +32,7 @@ class ModelsHandler:
         exchange.send_json(200, msgspec.json.encode({"object": "list", "data": data}))
 
     async def get_model(self, exchange: Exchange) -> None:
-        """GET /v1/models/{id}; ids may hold slashes."""
+        """GET /v1/models/{id}; an id may contain slashes."""
         name = exchange.request.path.removeprefix("/v1/models/")
         name, served = self._gateway.find(name)
         exchange.send_json(200, msgspec.json.encode(_model_body(name, served)))

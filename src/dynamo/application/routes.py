@@ -1,4 +1,4 @@
-"""Which path is answered by whom."""
+"""The table of HTTP routes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_PATH_SHOWN = 100
 
 
 class RouteTable:
-    """Exact paths, and prefixes that end in a slash."""
+    """Finds routes by exact path, or by prefix for table keys that end in a slash."""
 
     def __init__(self, table: Mapping[str, Mapping[str, Route]]) -> None:
         self._exact = {path: methods for path, methods in table.items() if path[-1] != "/"}
         self._prefixes = {path: methods for path, methods in table.items() if path[-1] == "/"}
 
     def find(self, method: str, path: str) -> Route:
-        """The route. Raises `NotFound`, naming the nearest path, or `WrongMethod`."""
+        """Return the route. Raises `WrongMethod`, or `NotFound` with the nearest path as hint."""
         methods = self._exact.get(path) or self._by_prefix(path)
         if methods is None:
             raise self._not_found(method, path)
@@ -39,5 +39,5 @@ class RouteTable:
     def _not_found(self, method: str, path: str) -> NotFound:
         known = list(self._exact)
         near = difflib.get_close_matches(path[:MAX_PATH_SHOWN], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"known paths: {', '.join(known)}"
         return NotFound(f"there is no {method} {path[:MAX_PATH_SHOWN]}", hint=hint)

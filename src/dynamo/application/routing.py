@@ -1,4 +1,4 @@
-"""/router/...: why a request went where it went, and how routing does."""
+"""The routes /router/...: routing decisions, reports, samples and a page that shows them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def _page_template() -> bytes:
 
 
 def render_page(data: bytes, *, live: bool) -> bytes:
-    """`data`: a JSON object with `samples` and, if there is one, `report`. `live`: the page asks
-    its server for more."""
+    """Return the HTML page with `data` inside, a JSON object with `samples` and perhaps `report`.
+
+    A `live` page polls its server for newer samples.
+    """
     safe = data.replace(b"<", b"\\u003c")
     return (
         _page_template()
@@ -40,7 +42,7 @@ HTML_CONTENT_TYPE = ("content-type", "text/html; charset=utf-8")
 
 
 class RoutingSource(Protocol):
-    """Who knows: `services.routing_answers`."""
+    """The source of routing data: `services.routing_queries.RoutingQueries`."""
 
     @property
     def records_decisions(self) -> bool: ...
@@ -50,13 +52,13 @@ class RoutingSource(Protocol):
 
 
 class RoutingHandler:
-    """The routes; 404 with a reason in a mode that keeps nothing."""
+    """Answers /router/...; 404 in router modes that record no decisions."""
 
     def __init__(self, source: RoutingSource) -> None:
         self._source = source
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
-        """By path and method."""
+        """Return the routes by path and method."""
         return {
             "/router/explain/": {"GET": self.explain},
             "/router/explain": {"GET": self.recent},
@@ -69,34 +71,33 @@ class RoutingHandler:
         """GET /router/explain/{request_id}: every decision for a request."""
         self._require_decisions()
         name = exchange.request.path.removeprefix(EXPLAIN_PREFIX)
-        found = await self._source.explain(name)
-        if not found:
+        decisions = await self._source.explain(name)
+        if not decisions:
             raise NotFound(
-                f"nothing is known of a request {name[:100]!r}",
-                hint="the last thousand requests are remembered; the id is the answer's "
-                "x-request-id",
+                f"no decision is recorded for request {name[:100]!r}",
+                hint="use the answer's x-request-id; the last thousand requests are recorded",
             )
-        _send_json(exchange, {"request_id": name, "decisions": found})
+        _send_json(exchange, {"request_id": name, "decisions": decisions})
 
     async def recent(self, exchange: Exchange) -> None:
-        """GET /router/explain: the last decisions."""
+        """GET /router/explain: the decisions for the last requests."""
         self._require_decisions()
         _send_json(exchange, {"decisions": await self._source.explain("")})
 
     async def report(self, exchange: Exchange) -> None:
-        """GET /router/report?seconds=N: of the last N seconds, else of all that is remembered."""
+        """GET /router/report?seconds=N: a report on the last N seconds, or on all records."""
         self._require_decisions()
         seconds = _query_number(exchange, "seconds")
         _send_json(exchange, await self._source.report(seconds))
 
     async def timeline(self, exchange: Exchange) -> None:
-        """GET /router/timeline?since=UNIX: samples of every worker."""
+        """GET /router/timeline?since=UNIX: samples of all workers after a Unix time."""
         self._require_decisions()
         since = _query_number(exchange, "since") or 0.0
         _send_json(exchange, {"samples": await self._source.samples(since)})
 
     async def view(self, exchange: Exchange) -> None:
-        """GET /router/view: the same as a page, which keeps itself up to date."""
+        """GET /router/view: samples and report as a page that updates itself."""
         self._require_decisions()
         samples = await self._source.samples()
         report = await self._source.report(VIEW_REPORT_S)
@@ -106,7 +107,7 @@ class RoutingHandler:
     def _require_decisions(self) -> None:
         if not self._source.records_decisions:
             raise NotFound(
-                "this router mode looks at no worker, so there is nothing to explain",
+                "this router mode does not look at workers, so no decisions are recorded",
                 hint="start with --router-mode kv",
             )
 
@@ -116,13 +117,13 @@ def _send_json(exchange: Exchange, value: Any) -> None:
 
 
 def _query_number(exchange: Exchange, name: str) -> float | None:
-    given = parse_qs(exchange.request.query).get(name)
-    if not given:
+    values = parse_qs(exchange.request.query).get(name)
+    if not values:
         return None
     try:
-        value = float(given[-1])
+        value = float(values[-1])
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise InvalidRequest(f"{name}: a number, not {given[-1][:40]!r}", param=name)
+        raise InvalidRequest(f"{name}: a number, not {values[-1][:40]!r}", param=name)
     return value

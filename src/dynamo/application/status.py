@@ -1,4 +1,4 @@
-"""/health, /live, /version, /metrics."""
+"""The routes /health, /live, /version and /metrics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from dynamo.telemetry.metrics import PROMETHEUS_CONTENT_TYPE, Registry
 
 
 class StatusHandler:
-    """`reasons` says why this process is not well; `facts` adds what only others know;
-    `metrics_text` renders all processes that share the port (default: this one's)."""
+    """Reports the state of this process.
+
+    `reasons` returns why the process is unhealthy; `facts` returns more fields of /health.
+    `metrics_text` renders all processes that share the port; the default renders this one.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class StatusHandler:
         self._metrics_text = metrics_text
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
-        """By path and method."""
+        """Return the routes by path and method."""
         return {
             "/health": {"GET": self.health},
             "/live": {"GET": self.live},
@@ -42,13 +45,13 @@ class StatusHandler:
         }
 
     async def health(self, exchange: Exchange) -> None:
-        """GET /health: 200 when a request would be served."""
+        """GET /health: 200 if a request would be served, otherwise 503."""
         body = self._report.body()
         retry = (("retry-after", "1"),) if body["reasons"] else ()
         exchange.send_json(503 if retry else 200, msgspec.json.encode(body), retry)
 
     async def live(self, exchange: Exchange) -> None:
-        """GET /live: the process answers."""
+        """GET /live: 200 while the process answers."""
         exchange.send_json(200, b'{"status":"live"}')
 
     async def version(self, exchange: Exchange) -> None:
@@ -57,7 +60,7 @@ class StatusHandler:
 
     async def metrics(self, exchange: Exchange) -> None:
         """GET /metrics."""
-        tell = self._metrics_text
-        text = await tell() if tell is not None else self._registry.render()
+        render = self._metrics_text
+        text = await render() if render is not None else self._registry.render()
         headers = (("content-type", PROMETHEUS_CONTENT_TYPE), *exchange.headers)
         exchange.response.send(200, headers, text.encode())

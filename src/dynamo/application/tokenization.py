@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes."""
+"""The routes /tokenize and /detokenize, with vLLM's bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynamo.core.errors import InvalidRequest
 
 
 class TokenizeBody(msgspec.Struct):
-    """A text, or a conversation."""
+    """The body of /tokenize: a text in `prompt`, or a conversation in `messages`."""
 
     model: str = DEFAULT_MODEL
     prompt: str | None = None
@@ -32,14 +32,14 @@ class TokenizeBody(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
-    """Token ids."""
+    """The body of /detokenize."""
 
     tokens: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]]
     model: str = DEFAULT_MODEL
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """vLLM's answer."""
+    """The answer of /tokenize."""
 
     count: int
     max_model_len: int
@@ -61,7 +61,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenizationHandler:
-    """Text to ids and back, by the model's own tokenizer and template."""
+    """Converts text to token ids and back with the model's tokenizer and chat template."""
 
     def __init__(self, gateway: Gateway, unknown_roles: str) -> None:
         self._gateway = gateway
@@ -79,10 +79,8 @@ class TokenizationHandler:
             special = body.add_special_tokens is not False
             ids = await processor.tokenize(body.prompt, add_special=special)
         else:
-            raise InvalidRequest("prompt: required, and missing", param="prompt")
-        strings = None
-        if body.return_token_strs:
-            strings = await processor.texts(ids)
+            raise InvalidRequest("prompt: required, but missing", param="prompt")
+        strings = await processor.texts(ids) if body.return_token_strs else None
         answer = TokenizeResponse(len(ids), served.context_tokens, ids, strings)
         exchange.send_json(200, msgspec.json.encode(answer))
 

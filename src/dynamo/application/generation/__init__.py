@@ -1,1 +1,1 @@
-"""Generation."""
+"""Generation requests: limits, deadlines, replies and the token fast path."""

@@ -1,4 +1,4 @@
-"""How many requests are worked on at once; the rest waits, or is turned away."""
+"""The limit on generation requests in progress (`server.max_concurrent_requests`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamo.core.errors import Overloaded
 
 
 class ConcurrencyLimit:
-    """`limit` requests run, `waiting_limit` wait in order; the next is refused at once."""
+    """A semaphore whose waiters are served in order and limited to `waiting_limit`."""
 
     def __init__(self, limit: int, waiting_limit: int) -> None:
         self.limit = limit
@@ -19,52 +19,51 @@ class ConcurrencyLimit:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no place yet."""
+        """The number of requests that wait."""
         return len(self._waiting)
 
     def try_acquire(self) -> bool:
-        """Take a place if one is free and nobody waits for it."""
+        """Acquire a slot if one is free and no request waits."""
         if self._waiting or self.running >= self.limit:
             return False
         self.running += 1
         return True
 
     async def acquire(self) -> None:
-        """Take a place, waiting if need be. Raises `Overloaded`."""
+        """Acquire a slot, waiting if necessary. Raises `Overloaded` if too many wait already."""
         if self.try_acquire():
             return
         if len(self._waiting) >= self.waiting_limit:
             raise Overloaded(
                 f"{self.running} requests run and {len(self._waiting)} wait already",
-                hint="server.max_concurrent_requests and server.max_waiting_requests are the "
-                "limits",
+                hint="limits: server.max_concurrent_requests, server.max_waiting_requests",
                 retry_after_s=1,
             )
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if slot.done() and not slot.cancelled():
                 self.release()
-            elif place in self._waiting:  # not passed over since by one that left
-                self._waiting.remove(place)
+            elif slot in self._waiting:  # release() may have dropped the cancelled waiter
+                self._waiting.remove(slot)
             raise
 
     def update_limits(self, limit: int, waiting_limit: int) -> None:
-        """Other limits from now on. What runs goes on; what waits is not refused afterwards."""
+        """Apply other limits. Requests that run or wait already are not rejected."""
         self.limit, self.waiting_limit = limit, waiting_limit
         self._admit_waiting()
 
     def release(self) -> None:
-        """Give the place to whoever waits longest."""
+        """Release a slot; the request that waits longest gets it."""
         self.running -= 1
         if self._waiting:
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
         while self._waiting and self.running < self.limit:
-            place = self._waiting.popleft()
-            if not place.done():
+            slot = self._waiting.popleft()
+            if not slot.done():
                 self.running += 1
-                place.set_result(None)
+                slot.set_result(None)

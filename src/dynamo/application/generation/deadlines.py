@@ -1,4 +1,4 @@
-"""One timer for all requests: their limit is the same, so they fall due in the order they came."""
+"""Request timeouts: one timer for all requests, which expire in the order of arrival."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dynamo.core.errors import DeadlineExceeded, InvalidRequest
 from dynamo.core.settings.units import parse_seconds
 
 TIMEOUT_HEADER = b"x-dynamo-timeout"
-"""The client's own limit of the whole request, in seconds."""
+"""The client's own limit for the whole request, in seconds."""
 
 
 def parse_timeout_header(header: str) -> float:
-    """What a client asks for by that header, a duration as settings have them. Raises
+    """Return the seconds of a timeout header, a duration like in settings. Raises
     `InvalidRequest`."""
     try:
         seconds = parse_seconds(header)
@@ -22,40 +22,40 @@ def parse_timeout_header(header: str) -> float:
         seconds = nan
     if not 0.0 < seconds < inf:
         raise InvalidRequest(
-            f"{TIMEOUT_HEADER.decode()} {header!r}: wanted a positive number of seconds",
+            f"{TIMEOUT_HEADER.decode()} {header!r}: expected a positive number of seconds",
             hint="e.g. 2.5, 10s or 500ms",
         )
     return seconds
 
 
 class Deadline:
-    """One request's limit. `expired`: its task was cancelled for it, not by the client."""
+    """The deadline of one request. `expired`: the deadline cancelled the task, not the client."""
 
     __slots__ = ("expired", "expires_at", "task")
 
-    def __init__(self, task: asyncio.Task[object], when: float) -> None:
+    def __init__(self, task: asyncio.Task[object], expires_at: float) -> None:
         self.task = task
-        self.expires_at = when
+        self.expires_at = expires_at
         self.expired = False
 
 
 class Deadlines:
-    """Cancels the task of a request that takes longer than `limit_s`."""
+    """Cancels the tasks of requests that take longer than `timeout_s`."""
 
-    def __init__(self, clock: Clock, limit_s: float) -> None:
-        self.timeout_s = limit_s
+    def __init__(self, clock: Clock, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._clock = clock
         self._active: dict[int, Deadline] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, now: float) -> Deadline:
-        """Watch the current task from `now` on."""
+        """Start the deadline of the current task at `now`."""
         if self._loop is None:
-            self._loop = asyncio.get_running_loop()  # asks the kernel, every time
+            self._loop = asyncio.get_running_loop()  # costs a system call each time
         task = asyncio.current_task(self._loop)
         if task is None:
-            raise RuntimeError("a deadline needs a task")
+            raise RuntimeError("a deadline must be started in a task")
         deadline = Deadline(task, now + self.timeout_s)
         self._active[id(deadline)] = deadline
         if self._timer is None:
@@ -63,21 +63,21 @@ class Deadlines:
         return deadline
 
     def stop(self, deadline: Deadline) -> None:
-        """The task is done with it; a cancelled task's traceback must not lead back to the task."""
+        """End the deadline and drop its task, which a traceback must not keep alive."""
         self._active.pop(id(deadline), None)
         del deadline.task
 
     def raise_if_expired(self, deadline: Deadline) -> None:
-        """In an `except CancelledError`: raise `DeadlineExceeded` if that is why."""
+        """Raise `DeadlineExceeded` if the deadline caused the CancelledError being handled."""
         if deadline.expired:
             deadline.task.uncancel()
             raise DeadlineExceeded(
                 f"the request took longer than {self.timeout_s:g} s",
-                hint="server.request_timeout or the request's x-dynamo-timeout is the limit",
+                hint="limits: server.request_timeout and the request's x-dynamo-timeout header",
             ) from None
 
     def close(self) -> None:
-        """Forget the timer."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

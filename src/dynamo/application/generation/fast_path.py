@@ -1,4 +1,4 @@
-"""The shortest way of a token: from its id to the connection."""
+"""The token fast path of event streams (see `core/fast_path.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.core.fast_path import FastPath, TextTable
 
 
 class EventTemplate(NamedTuple):
-    """An event: what stands before a text's JSON string, where that is found, what follows it."""
+    """The parts of a text event: prefix, JSON string of the text, suffix."""
 
     prefix: bytes
     json_strings: JsonStringCache
@@ -20,8 +20,11 @@ class EventTemplate(NamedTuple):
 
 
 class StreamFastPath(FastPath):
-    """One choice of a stream of events. It touches as few objects as can be: from one token of a
-    paced stream to the next the processor's caches forget, and what is touched is fetched anew."""
+    """Writes single tokens of one choice as events.
+
+    A token touches as few objects as possible. Between two tokens of a stream the CPU caches lose
+    them, so every touched object is fetched from memory again.
+    """
 
     __slots__ = (
         "_append_token",
@@ -43,52 +46,48 @@ class StreamFastPath(FastPath):
         self,
         choice: int,
         response: Response,
-        form: EventTemplate,
-        pace: TokenTiming,
-        words: TextTable,
-        kept: array[int],
+        template: EventTemplate,
+        timing: TokenTiming,
+        text_table: TextTable,
+        token_log: array[int],
     ) -> None:
         super().__init__()
         self._response = response
         self._pending_events, self._schedule_flush = response.get_event_buffer()
-        self._prefix, self._json_strings, self._suffix = form
-        self._texts, self._find_unsafe = words.texts, words.may_begin_stop
-        self._json_by_token = form.json_strings.token_table(words.texts)
-        self._timing = pace
-        self._now, self._timestamps = pace.now, pace.timestamps[choice]
-        self._append_token = kept.append
+        self._prefix, self._json_strings, self._suffix = template
+        self._texts, self._find_unsafe = text_table.texts, text_table.may_begin_stop
+        self._json_by_token = template.json_strings.token_table(text_table.texts)
+        self._timing = timing
+        self._now, self._timestamps = timing.now, timing.timestamps[choice]
+        self._append_token = token_log.append
 
     def send_token(self, token: int) -> bool | None:
         response = self._response
         if not self.buffer_empty or response.congested or not response.open:
             return None
         try:
-            piece = self._json_by_token[token]
+            json_text = self._json_by_token[token]
         except IndexError:
             return None
-        if piece is None or self._find_unsafe is not None:
-            piece = self._encode_token(token)
-            if piece is None:
+        if json_text is None or self._find_unsafe is not None:
+            json_text = self._encode_token(token)
+            if json_text is None:
                 return None
         self.tokens_sent += 1
-        keep, now, times, events = (
-            self._append_token,
-            self._now,
-            self._timestamps,
-            self._pending_events,
-        )
-        keep(token)  # calling a slot directly is slower in CPython 3.11
-        times.append(now())
-        if len(times) == MAX_PENDING_TIMESTAMPS:
+        append_token, now = self._append_token, self._now  # calling a slot directly is slower
+        timestamps, events = self._timestamps, self._pending_events
+        append_token(token)
+        timestamps.append(now())
+        if len(timestamps) == MAX_PENDING_TIMESTAMPS:
             self._timing.flush()
         if not events:
             self._schedule_flush()
-        events.append(self._prefix + piece + self._suffix)
+        events.append(self._prefix + json_text + self._suffix)
         return True
 
     def _encode_token(self, token: int) -> bytes | None:
         text = self._texts[token]
         if text is None or (self._find_unsafe is not None and self._find_unsafe(text) is not None):
             return None
-        piece = self._json_by_token[token] = self._json_strings[text]
-        return piece
+        json_text = self._json_by_token[token] = self._json_strings[text]
+        return json_text

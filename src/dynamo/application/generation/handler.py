@@ -1,4 +1,4 @@
-"""A generation request from its body to its last byte: admission, deadline, counting."""
+"""The routes that generate text: limits, deadline, answer and metrics of each request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from dynamo.application.openai.completions import (
     read_completion,
 )
 from dynamo.application.openai.generation_body import include_usage
-from dynamo.application.openai.response_encoder import JsonStringCache, ResponseEncoder
+from dynamo.application.openai.response_encoder import (
+    JsonStringCache,
+    ResponseEncoder,
+    ResponseTemplate,
+)
 from dynamo.application.openai.usage import UsageCounter
 from dynamo.core.clock import Clock
 from dynamo.core.context import Context
@@ -35,15 +39,14 @@ from dynamo.core.text import CompletionRequest, TextReply
 log = logging.getLogger(__name__)
 
 LABELS_HEADER = b"x-dynamo-labels"
-"""Labels that the worker must bear, e.g. `zone=a,gpu=h100`."""
-
+"""The labels that the worker must have, e.g. `zone=a,gpu=h100`."""
 
 ProcessorCall = Callable[[Context, TextReply], Awaitable[None]]
-"""What answers."""
+"""Answers one HTTP request by a processor."""
 
 
 class GenerationHandler:
-    """/v1/chat/completions and /v1/completions."""
+    """Answers /v1/chat/completions and /v1/completions."""
 
     def __init__(
         self, server: ServerSettings, gateway: Gateway, clock: Clock, metrics: FrontendMetrics
@@ -60,8 +63,8 @@ class GenerationHandler:
         self.deadlines = Deadlines(clock, server.request_timeout)
 
     def update_settings(self, server: ServerSettings) -> None:
-        """From now on these limits hold, and this of `log_prompts`; a request's deadline is that of
-        its beginning."""
+        """Apply reloaded limits and the log_prompts switch. Requests in flight keep their
+        deadlines."""
         self._log_prompts = server.log_prompts
         self.concurrency.update_limits(server.max_concurrent_requests, server.max_waiting_requests)
         if server.request_timeout != self.deadlines.timeout_s:
@@ -75,13 +78,10 @@ class GenerationHandler:
         request = chat_request(body, model, self._unknown_roles)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"messages": request.messages}})
-        usage = include_usage(body)
-        form = ResponseEncoder(
-            CHAT_RESPONSE, exchange.request_id, model, int(self._clock.wall()), include_usage=usage
-        )
         exchange.streaming = bool(body.stream)
-        work = partial(served.processor.chat, request)
-        return self._generate(exchange, form, work, (request.options.n, 1, usage))
+        call = partial(served.processor.chat, request)
+        shape = (request.options.n, 1, include_usage(body))
+        return self._generate(exchange, CHAT_RESPONSE, model, call, shape)
 
     def complete(self, exchange: Exchange) -> Awaitable[None]:
         """POST /v1/completions."""
@@ -91,59 +91,48 @@ class GenerationHandler:
         requests = completion_requests(body, model)
         if self._log_prompts:
             log.info("prompt", extra={"fields": {"prompt": body.prompt}})
-        usage = include_usage(body)
-        form = ResponseEncoder(
-            COMPLETION_RESPONSE,
-            exchange.request_id,
-            model,
-            int(self._clock.wall()),
-            include_usage=usage,
-        )
         exchange.streaming = bool(body.stream)
-        work = partial(_complete_all, served, requests)
-        shape = (requests[0].options.n, len(requests), usage)
-        return self._generate(exchange, form, work, shape)
+        call = partial(_complete_all, served, requests)
+        shape = (requests[0].options.n, len(requests), include_usage(body))
+        return self._generate(exchange, COMPLETION_RESPONSE, model, call, shape)
 
     async def _generate(
         self,
         exchange: Exchange,
-        form: ResponseEncoder,
-        work: ProcessorCall,
+        template: ResponseTemplate,
+        model: str,
+        call: ProcessorCall,
         shape: tuple[int, int, bool],
     ) -> None:
-        """`shape`: choices a prompt, prompts, and whether the stream ends with usage."""
+        """`shape`: choices of a prompt, number of prompts, whether the stream ends with usage."""
         per_prompt, prompts, usage = shape
+        encoder = ResponseEncoder(
+            template, exchange.request_id, model, int(self._clock.wall()), include_usage=usage
+        )
         headers = exchange.request.headers
-        everybodys = deadlines = self.deadlines
+        shared_deadlines = deadlines = self.deadlines
         if TIMEOUT_HEADER in headers:
-            deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or everybodys
+            deadlines = self._client_deadlines(headers[TIMEOUT_HEADER]) or shared_deadlines
         choices = per_prompt * prompts
         metrics = self._metrics.for_model(exchange.model)
-        tally = UsageCounter(per_prompt)
+        usage_counter = UsageCounter(per_prompt)
         started = self._clock.now()
-        pace = TokenTiming(metrics, self._clock.now, started, choices)
+        timing = TokenTiming(metrics, self._clock.now, started, choices)
         reply: StreamReply | UnaryReply
         if exchange.streaming:
-            reply = StreamReply(
-                exchange,
-                form,
-                tally,
-                pace,
-                self._json_strings,
-                choices=choices,
-                include_usage=usage,
-            )
+            parts = (exchange, encoder, usage_counter, timing, self._json_strings)
+            reply = StreamReply(*parts, choices=choices, include_usage=usage)
         else:
-            reply = UnaryReply(exchange, form, tally, pace, choices=choices)
+            reply = UnaryReply(exchange, encoder, usage_counter, timing, choices=choices)
         deadline = deadlines.start(started)
         try:
             if not self.concurrency.try_acquire():
                 await self.concurrency.acquire()
             try:
-                left_s = deadline.expires_at - self._clock.now()
-                answered = work(_make_context(exchange, left_s), reply)
-                del work  # a conversation need not be kept while it is answered
-                await answered
+                remaining_s = deadline.expires_at - self._clock.now()
+                answer = call(_make_context(exchange, remaining_s), reply)
+                del call  # frees the conversation while it is answered
+                await answer
             finally:
                 self.concurrency.release()
             reply.check_complete()
@@ -152,39 +141,44 @@ class GenerationHandler:
             raise
         finally:
             deadlines.stop(deadline)
-            if deadlines is not everybodys:
+            if deadlines is not shared_deadlines:
                 deadlines.close()
-            _record_metrics(
-                metrics, tally, pace, reply.remaining_choices, self._clock.now() - started
-            )
+            duration_s = self._clock.now() - started
+            _record_metrics(metrics, usage_counter, timing, reply.remaining_choices, duration_s)
 
-    def _client_deadlines(self, asked: bytes) -> Deadlines | None:
-        """Where the client wants less than everybody's. Raises `InvalidRequest`."""
-        asked_s = parse_timeout_header(asked.decode("latin-1"))
-        return Deadlines(self._clock, asked_s) if asked_s < self.deadlines.timeout_s else None
+    def _client_deadlines(self, header: bytes) -> Deadlines | None:
+        """Return None unless the client's timeout is shorter. Raises `InvalidRequest`."""
+        timeout_s = parse_timeout_header(header.decode("latin-1"))
+        return Deadlines(self._clock, timeout_s) if timeout_s < self.deadlines.timeout_s else None
 
 
 def _make_context(exchange: Exchange, timeout_s: float) -> Context:
     headers = exchange.request.headers
     trace = headers.get(b"traceparent", b"").decode("latin-1")
     labels = headers.get(LABELS_HEADER, b"").decode("latin-1")
-    about = {LABELS_KEY: labels} if labels else {}
-    return Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=about)
+    metadata = {LABELS_KEY: labels} if labels else {}
+    return Context(exchange.request_id, timeout_s=timeout_s, trace=trace, metadata=metadata)
 
 
 def _record_metrics(
-    metrics: ModelMetrics, tally: UsageCounter, pace: TokenTiming, left: int, seconds: float
+    metrics: ModelMetrics,
+    usage: UsageCounter,
+    timing: TokenTiming,
+    remaining_choices: int,
+    duration_s: float,
 ) -> None:
-    """`left`: choices that have not ended; of their tokens only the texts are known."""
-    metrics.duration.observe(seconds)
-    pace.flush()
-    if not tally.prompt_tokens:
+    """Record one request. Choices that did not end have no token counts, only texts."""
+    metrics.duration.observe(duration_s)
+    timing.flush()
+    if not usage.prompt_tokens:
         return
-    if tally.cached_tokens:
-        metrics.cached_tokens.inc(tally.cached_tokens)
-    metrics.input_length.observe(tally.prompt_tokens)
-    ended = tally.completion_tokens
-    metrics.output_length.observe(max(ended, pace.recorded_texts) if left else ended)
+    if usage.cached_tokens:
+        metrics.cached_tokens.inc(usage.cached_tokens)
+    metrics.input_length.observe(usage.prompt_tokens)
+    tokens = usage.completion_tokens
+    if remaining_choices:
+        tokens = max(tokens, timing.recorded_texts)
+    metrics.output_length.observe(tokens)
 
 
 async def _complete_all(

@@ -1,4 +1,4 @@
-"""Where the processor's text goes: a stream of events, or one JSON answer."""
+"""Replies that turn the processor's text into an event stream or one JSON answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 
-CompletionTokenLogprobs = Sequence[DecodedTokenLogprob]
+TokenLogprobs = Sequence[DecodedTokenLogprob]
 
 
 class PendingText:
-    """Text of one choice that a congested connection could not take."""
+    """Text of one choice that waits for a congested connection; `size` counts bytes roughly."""
 
     __slots__ = ("logprobs", "size", "texts")
 
@@ -30,10 +30,10 @@ class PendingText:
 
 
 class StreamReply(TextReply):
-    """Every text is an event of its own; only while the client does not read, texts are merged.
+    """Writes every text as one event; texts are merged only while the client does not read.
 
-    The head leaves with the first text, so that whatever fails before has its own status.
-    `left`: choices that have not ended.
+    The response head is sent with the first text, so that errors before it keep their status.
+    `remaining_choices` counts the choices that have not ended.
     """
 
     __slots__ = (
@@ -54,23 +54,23 @@ class StreamReply(TextReply):
     def __init__(
         self,
         exchange: Exchange,
-        form: ResponseEncoder,
-        tally: UsageCounter,
-        pace: TokenTiming,
-        escapes: JsonStringCache,
+        encoder: ResponseEncoder,
+        usage_counter: UsageCounter,
+        timing: TokenTiming,
+        json_strings: JsonStringCache,
         *,
         choices: int,
         include_usage: bool,
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
-        self._encoder = form
-        self._usage_counter = tally
-        self._timing = pace
-        self._json_strings = escapes
+        self._encoder = encoder
+        self._usage_counter = usage_counter
+        self._timing = timing
+        self._json_strings = json_strings
         self._include_usage = include_usage
         self.remaining_choices = choices
-        self._suffix = form.text_suffix
+        self._suffix = encoder.text_suffix
         self._prefixes: list[bytes | None] = [None] * choices
         self._pending: dict[int, PendingText] = {}
         self._pending_bytes = 0
@@ -81,9 +81,7 @@ class StreamReply(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self._usage_counter.on_started(choice, started)
 
-    def text(
-        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None = None
-    ) -> bool:
+    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
         prefix = self._prefixes[choice] or self._start_choice(choice)
         response = self._response
@@ -100,33 +98,31 @@ class StreamReply(TextReply):
         if prefix is None:
             return None
         token_log = array("I") if token_log is None else token_log
-        form = EventTemplate(prefix, self._json_strings, self._suffix)
-        return StreamFastPath(choice, self._response, form, self._timing, text_table, token_log)
+        template = EventTemplate(prefix, self._json_strings, self._suffix)
+        return StreamFastPath(choice, self._response, template, self._timing, text_table, token_log)
 
     def finish(self, choice: int, end: TextFinish) -> None:
         if self._prefixes[choice] is None:
             self._start_choice(choice)
-        held = self._pending.pop(choice, None)
-        if held is not None:
-            self._pending_bytes -= held.size
-            self._write_pending(choice, held)
+        pending = self._pending.pop(choice, None)
+        if pending is not None:
+            self._pending_bytes -= pending.size
+            self._write_pending(choice, pending)
         self._usage_counter.completion_tokens += end.completion_tokens
         self._response.write(self._encoder.encode_finish_chunk(choice, end))
         self.remaining_choices -= 1
         if self.remaining_choices == 0 and not self._response.overrun:
-            usage = (
-                self._encoder.encode_usage_chunk(self._usage_counter)
-                if self._include_usage
-                else b""
-            )
-            self._response.end(usage + DONE_EVENT)
+            tail = DONE_EVENT
+            if self._include_usage:
+                tail = self._encoder.encode_usage_chunk(self._usage_counter) + tail
+            self._response.end(tail)
 
     def check_complete(self) -> None:
-        """The processor returned. Raises what ended the stream early."""
+        """Raise an error if the processor returned before the end: the client's or the server's."""
         if self._response.overrun:
             raise SlowReader(
-                "the stream's backlog ran over: the client reads too slowly",
-                hint="server.stream_backlog_bytes and server.stall_s are the limits",
+                "the stream's backlog overflowed because the client reads too slowly",
+                hint="limits: server.stream_backlog_bytes, server.stall_s",
             )
         if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
@@ -134,25 +130,23 @@ class StreamReply(TextReply):
     def _start_choice(self, choice: int) -> bytes:
         if not self._response.started:
             self._exchange.start_stream(self._usage_counter.worker)
-        opening = self._encoder.encode_first_chunk(choice)
-        if opening:
-            self._response.write(opening)
+        first_chunk = self._encoder.encode_first_chunk(choice)
+        if first_chunk:
+            self._response.write(first_chunk)
         prefix = self._prefixes[choice] = self._encoder.text_prefix(choice)
         return prefix
 
-    def _buffer_text(
-        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None
-    ) -> bool:
+    def _buffer_text(self, choice: int, delta: str, logprobs: TokenLogprobs | None) -> bool:
         response = self._response
-        held = self._pending.get(choice)
-        if held is None:
-            held = self._pending[choice] = PendingText()
-        held.texts.append(delta)
+        pending = self._pending.get(choice)
+        if pending is None:
+            pending = self._pending[choice] = PendingText()
+        pending.texts.append(delta)
         size = len(delta)
         if logprobs is not None:
-            held.logprobs += logprobs
+            pending.logprobs += logprobs
             size += 64 * len(logprobs)
-        held.size += size
+        pending.size += size
         self._pending_bytes += size
         response.on_writable = self._flush_pending
         if self._pending_bytes + response.backlog_bytes > response.backlog_limit:
@@ -160,51 +154,40 @@ class StreamReply(TextReply):
         return response.open
 
     def _flush_pending(self) -> None:
-        for choice, held in self._pending.items():
-            self._write_pending(choice, held)
+        for choice, pending in self._pending.items():
+            self._write_pending(choice, pending)
         self._pending.clear()
         self._pending_bytes = 0
 
-    def _write_pending(self, choice: int, held: PendingText) -> None:
-        text = "".join(held.texts)
-        if held.logprobs:
-            self._response.write(self._encoder.encode_text_chunk(choice, text, held.logprobs))
+    def _write_pending(self, choice: int, pending: PendingText) -> None:
+        text, encoder = "".join(pending.texts), self._encoder
+        if pending.logprobs:
+            self._response.write(encoder.encode_text_chunk(choice, text, pending.logprobs))
         else:
-            self._response.write(
-                self._encoder.text_prefix(choice) + self._json_strings[text] + self._suffix
-            )
+            prefix = encoder.text_prefix(choice)
+            self._response.write(prefix + self._json_strings[text] + self._suffix)
 
 
 class UnaryReply(TextReply):
-    """Gathers everything; the answer leaves with the last choice's end. `left`: choices that have
-    not ended."""
+    """Collects all text and sends one JSON answer when the last choice has ended.
 
-    __slots__ = (
-        "_encoder",
-        "_ends",
-        "_exchange",
-        "_logprobs",
-        "_response",
-        "_texts",
-        "_timing",
-        "_usage_counter",
-        "remaining_choices",
-    )
+    `remaining_choices` counts the choices that have not ended.
+    """
 
     def __init__(
         self,
         exchange: Exchange,
-        form: ResponseEncoder,
-        tally: UsageCounter,
-        pace: TokenTiming,
+        encoder: ResponseEncoder,
+        usage_counter: UsageCounter,
+        timing: TokenTiming,
         *,
         choices: int,
     ) -> None:
         self._exchange = exchange
         self._response = exchange.response
-        self._encoder = form
-        self._usage_counter = tally
-        self._timing = pace
+        self._encoder = encoder
+        self._usage_counter = usage_counter
+        self._timing = timing
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
         self._ends: list[TextFinish | None] = [None] * choices
@@ -216,16 +199,14 @@ class UnaryReply(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self._usage_counter.on_started(choice, started)
 
-    def text(
-        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None = None
-    ) -> bool:
+    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
         self._texts[choice].append(delta)
         if logprobs is not None:
-            gathered = self._logprobs[choice]
-            if gathered is None:
-                gathered = self._logprobs[choice] = []
-            gathered += logprobs
+            collected = self._logprobs[choice]
+            if collected is None:
+                collected = self._logprobs[choice] = []
+            collected += logprobs
         return self._response.open
 
     def finish(self, choice: int, end: TextFinish) -> None:
@@ -235,28 +216,26 @@ class UnaryReply(TextReply):
         if self.remaining_choices:
             return
         texts = ["".join(parts) for parts in self._texts]
-        ends = [one for one in self._ends if one is not None]
-        worker = self._usage_counter.worker
-        self._exchange.send_json(
-            200,
-            self._encoder.encode_response(texts, self._logprobs, ends, self._usage_counter),
-            (("x-dynamo-worker", worker),) if worker else (),
-        )
+        ends = [end for end in self._ends if end is not None]
+        usage = self._usage_counter
+        body = self._encoder.encode_response(texts, self._logprobs, ends, usage)
+        headers = (("x-dynamo-worker", usage.worker),) if usage.worker else ()
+        self._exchange.send_json(200, body, headers)
 
     def check_complete(self) -> None:
-        """The processor returned. Raises if the answer is not complete."""
+        """Raise `InternalError` if the processor returned before all choices had ended."""
         if self.remaining_choices and self._response.open:
             raise InternalError("the answer ended early")
 
 
 class OffsetReply(TextReply):
-    """One prompt of several: its choices are counted on from `first`."""
+    """Passes one of several prompts on to `reply`, with its choices numbered from `offset`."""
 
     __slots__ = ("_offset", "_reply")
 
-    def __init__(self, reply: TextReply, first: int) -> None:
+    def __init__(self, reply: TextReply, offset: int) -> None:
         self._reply = reply
-        self._offset = first
+        self._offset = offset
 
     def prompt(self, prompt_tokens: int) -> None:
         self._reply.prompt(prompt_tokens)
@@ -264,9 +243,7 @@ class OffsetReply(TextReply):
     def begin(self, choice: int, started: Started) -> None:
         self._reply.begin(self._offset + choice, started)
 
-    def text(
-        self, choice: int, delta: str, logprobs: CompletionTokenLogprobs | None = None
-    ) -> bool:
+    def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         return self._reply.text(self._offset + choice, delta, logprobs)
 
     def finish(self, choice: int, end: TextFinish) -> None:

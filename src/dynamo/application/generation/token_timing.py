@@ -1,4 +1,4 @@
-"""When one request's texts came, into the histograms."""
+"""Token timing of one request: time to first token and inter-token latency."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from operator import sub
 from dynamo.application.frontend_metrics import ModelMetrics
 
 MAX_PENDING_TIMESTAMPS = 64
-"""So many are counted together: one by one would cost a call a token."""
+"""Intervals are recorded in batches of this size, to save a call for each token."""
 
 
 class TokenTiming:
-    """`times` of each choice's texts that are not counted yet, and of the last one that is. Who
-    appends to them without `mark`, from the second text on, calls `count` when one is `TIMES` long.
-    `events`: texts that are counted."""
+    """Records when the texts of one request are written.
+
+    `timestamps` holds, for each choice, the last recorded time and the times after it. The fast
+    path appends to them without `on_text`, from the second text on, and calls `flush` when a list
+    has MAX_PENDING_TIMESTAMPS entries. `recorded_texts` counts the texts that are recorded.
+    """
 
     __slots__ = ("_metrics", "_started", "now", "recorded_texts", "timestamps")
 
@@ -28,20 +31,21 @@ class TokenTiming:
         self.recorded_texts = 0
 
     def on_text(self, choice: int) -> None:
-        """Text of `choice` came now."""
-        now, times = self.now(), self.timestamps[choice]
-        if not times:
+        """Note that text of `choice` is written now."""
+        now, timestamps = self.now(), self.timestamps[choice]
+        if not timestamps:
             self.recorded_texts += 1
             if not any(self.timestamps):
                 self._metrics.time_to_first_token.observe(now - self._started)
-        times.append(now)
-        if len(times) >= MAX_PENDING_TIMESTAMPS:
+        timestamps.append(now)
+        if len(timestamps) >= MAX_PENDING_TIMESTAMPS:
             self.flush()
 
     def flush(self) -> None:
-        """Count what is not counted yet."""
-        for times in self.timestamps:
-            if len(times) > 1:
-                self._metrics.inter_token_latency.observe_all(map(sub, times[1:], times))
-                self.recorded_texts += len(times) - 1
-                del times[:-1]
+        """Record all intervals that are not recorded yet."""
+        for timestamps in self.timestamps:
+            if len(timestamps) > 1:
+                intervals = map(sub, timestamps[1:], timestamps)
+                self._metrics.inter_token_latency.observe_all(intervals)
+                self.recorded_texts += len(timestamps) - 1
+                del timestamps[:-1]

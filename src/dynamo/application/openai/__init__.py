@@ -1,1 +1,1 @@
-"""Openai."""
+"""Bodies and answers of the OpenAI API."""

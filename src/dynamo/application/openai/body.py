@@ -1,4 +1,4 @@
-"""From a body's bytes to a typed value, with errors that name the field."""
+"""Decoding of JSON bodies, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
 
 
 class BodyDecoder(Protocol[T_co]):
-    """`msgspec.json.Decoder`."""
+    """The interface of `msgspec.json.Decoder`."""
 
     def decode(self, buf: bytes, /) -> T_co:
         """Raises msgspec.DecodeError."""
 
 
 def decode_body(decoder: BodyDecoder[T_co], request: Request) -> T_co:
-    """The body as the decoder's type. Raises `InvalidRequest`."""
+    """Return the body as the decoder's type. Raises `InvalidRequest`."""
     body = request.body
     if b"content-encoding" in request.headers:
         _check_content_encoding(request.header(b"content-encoding"))
@@ -31,7 +31,7 @@ def decode_body(decoder: BodyDecoder[T_co], request: Request) -> T_co:
         raise InvalidRequest("the body is empty", hint="send a JSON object")
     try:
         if not body.isascii():
-            body.decode()  # skipped fields are not looked into by the JSON decoder
+            body.decode()  # the JSON decoder does not validate text in skipped fields
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid_field_error(str(error)) from None
@@ -48,14 +48,14 @@ def _check_content_encoding(coding: str | None) -> None:
         raise InvalidRequest(f"content-encoding {coding!r} is not supported")
 
 
-def invalid_field_error(told: str) -> InvalidRequest:
-    """msgspec's message, turned round: the field first, then what was expected."""
-    at = _FIELD_PATH.search(told)
-    said = told[: at.start()] if at else told
-    path = at[1] if at else ""
-    missing = _MISSING_FIELD.search(said)
+def invalid_field_error(message: str) -> InvalidRequest:
+    """Return an error for a message of msgspec: the field first, then the expectation."""
+    suffix = _FIELD_PATH.search(message)
+    reason = message[: suffix.start()] if suffix else message
+    path = suffix[1] if suffix else ""
+    missing = _MISSING_FIELD.search(reason)
     if missing:
         field = f"{path}.{missing[1]}".lstrip(".")
-        return InvalidRequest(f"{field}: required, and missing", param=field)
-    said = said[:1].lower() + said[1:].replace("`", "").replace(" | null", "")
-    return InvalidRequest(f"{path or 'the body'}: {said}", param=path or None)
+        return InvalidRequest(f"{field}: required, but missing", param=field)
+    reason = reason[:1].lower() + reason[1:].replace("`", "").replace(" | null", "")
+    return InvalidRequest(f"{path or 'the body'}: {reason}", param=path or None)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the body, and the JSON of its answers."""
+"""The body of /v1/chat/completions and the template of its answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynamo.core.text import ChatRequest
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """OpenAI's chat request."""
+    """OpenAI's chat request, with vLLM's additions."""
 
     messages: list[dict[str, Any]]
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
@@ -69,12 +69,12 @@ _unsupported = UnsupportedFields(
 
 
 def read_chat(request: Request) -> ChatBody:
-    """The body of a request. Raises `InvalidRequest`."""
+    """Return the body of a request. Raises `InvalidRequest`."""
     return decode_body(_decoder, request)
 
 
 def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
-    """The request for the processor. Raises `InvalidRequest`."""
+    """Return the request for the processor. Raises `InvalidRequest`, `Unsupported`."""
     _unsupported.check(body)
     messages = normalise_messages(body.messages, unknown_roles)
     if body.top_logprobs and not body.logprobs:
@@ -82,10 +82,10 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
     template_args = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         template_args = {"reasoning_effort": body.reasoning_effort} | template_args
-    wanted = body.max_completion_tokens
+    max_tokens = body.max_completion_tokens
     options = text_options(
         body,
-        wanted if wanted is not None else body.max_tokens,
+        body.max_tokens if max_tokens is None else max_tokens,
         (body.top_logprobs or 0) if body.logprobs else None,
     )
     return ChatRequest(
@@ -99,8 +99,10 @@ def chat_request(body: ChatBody, model: str, unknown_roles: str) -> ChatRequest:
 
 
 def _check_tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
-    """Templates may show tools; calls are not parsed out of the answer yet, so an answer that
-    could hold one is refused rather than leaked as text."""
+    """Return the tools for the chat template. Raises `Unsupported` where the model may call one.
+
+    Tool calls are not parsed out of answers yet; such a call would reach the client as text.
+    """
     choice = body.tool_choice
     if choice is not None and not body.tools and choice not in ("none", "auto"):
         raise InvalidRequest("tool_choice: only with tools", param="tool_choice")
@@ -129,4 +131,4 @@ CHAT_RESPONSE = ResponseTemplate(
     make_text_field=_message_field,
     make_logprobs=chat_logprobs,
 )
-"""Its answers."""
+"""The template of chat answers."""

@@ -1,4 +1,4 @@
-"""Messages as clients send them -> messages as chat templates read them."""
+"""Conversion of clients' chat messages to messages for chat templates."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ _TEXT_PART_FIELDS = {
 def normalise_messages(
     messages: list[dict[str, Any]], unknown_roles: str
 ) -> tuple[dict[str, Any], ...]:
-    """Every message with `content` as one string. `unknown_roles`: "reject" or "warn" (drop).
+    """Return the messages with `content` as one string.
 
-    Raises `InvalidRequest` naming the message and field.
+    `unknown_roles`: "reject", or "warn" to drop messages with unknown roles. Raises
+    `InvalidRequest` with the message and field.
     """
     if not messages:
-        raise InvalidRequest("messages: at least one is needed", param="messages")
-    kept = []
+        raise InvalidRequest("messages: at least one is required", param="messages")
+    normalised = []
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in KNOWN_ROLES:
             content = message.get("content")
             if type(content) is str and "tool_calls" not in message:
-                kept.append(message)
+                normalised.append(message)
             else:
-                kept.append(_flatten_content(message, content, index))
+                normalised.append(_flatten_content(message, content, index))
         else:
             _handle_unknown_role(role, index, unknown_roles)
-    if not kept:
-        raise InvalidRequest("messages: none with a known role", param="messages")
-    return tuple(kept)
+    if not normalised:
+        raise InvalidRequest("messages: none has a known role", param="messages")
+    return tuple(normalised)
 
 
 def _handle_unknown_role(role: Any, index: int, unknown_roles: str) -> None:
     field = f"messages[{index}].role"
     if role is None:
-        raise InvalidRequest(f"{field}: required, and missing", param=field)
+        raise InvalidRequest(f"{field}: required, but missing", param=field)
     if not isinstance(role, str):
         raise InvalidRequest(f"{field}: expected str", param=field)
     known = ", ".join(KNOWN_ROLES)
@@ -63,16 +64,15 @@ def _flatten_content(message: dict[str, Any], content: Any, index: int) -> dict[
     field = f"messages[{index}].content"
     calls = message.get("tool_calls")
     if calls:
-        message = message | {
-            "tool_calls": _decode_tool_calls(calls, f"messages[{index}].tool_calls")
-        }
-    elif "tool_calls" in message:  # null or none at all: templates ask whether it is there
+        tool_calls = _decode_tool_calls(calls, f"messages[{index}].tool_calls")
+        message = message | {"tool_calls": tool_calls}
+    elif "tool_calls" in message:  # null or empty: templates check whether the key exists
         message = {key: value for key, value in message.items() if key != "tool_calls"}
     if isinstance(content, str):
         return message
     if content is None:
         if not calls and message.get("refusal") is None:
-            raise InvalidRequest(f"{field}: required, and missing", param=field)
+            raise InvalidRequest(f"{field}: required, but missing", param=field)
         return message | {"content": message.get("refusal") or ""}
     if not isinstance(content, list):
         raise InvalidRequest(f"{field}: expected str or a list of parts", param=field)
@@ -102,10 +102,10 @@ def _part_text(part: Any, field: str) -> str:
 
 
 def _decode_tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: templates write them out again."""
+    """Return tool calls with arguments as objects, which templates serialise again."""
     if not isinstance(calls, list):
         raise InvalidRequest(f"{field}: expected a list", param=field)
-    read = []
+    decoded = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -116,8 +116,8 @@ def _decode_tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             function = function | {"arguments": _decode_arguments(arguments)}
-        read.append(call | {"function": function})
-    return read
+        decoded.append(call | {"function": function})
+    return decoded
 
 
 def _decode_arguments(text: str) -> Any:

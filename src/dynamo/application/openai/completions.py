@@ -1,4 +1,4 @@
-"""/v1/completions: the body, and the JSON of its answers."""
+"""The body of /v1/completions and the template of its answers."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ _unsupported = UnsupportedFields(
 
 
 def read_completion(request: Request) -> CompletionBody:
-    """The body of a request. Raises `InvalidRequest`."""
+    """Return the body of a request. Raises `InvalidRequest`."""
     return decode_body(_decoder, request)
 
 
 def completion_requests(body: CompletionBody, model: str) -> list[CompletionRequest]:
-    """One request for the processor per prompt. Raises `InvalidRequest`."""
+    """Return one processor request for each prompt. Raises `InvalidRequest`, `Unsupported`."""
     _unsupported.check(body)
     options: TextOptions = text_options(body, body.max_tokens, body.logprobs)
     prompts = _split_prompts(body.prompt)
     if len(prompts) * options.n > MAX_TOTAL_CHOICES:
         raise InvalidRequest(
-            f"prompt: {len(prompts)} prompts times n {options.n} is over {MAX_TOTAL_CHOICES}",
+            f"prompt: {len(prompts)} prompts times n {options.n} exceed {MAX_TOTAL_CHOICES}",
             param="prompt",
         )
     echo = bool(body.echo)
     if echo and body.logprobs is not None:
         raise Unsupported(
-            "echo: a prompt's logprobs are not supported yet",
+            "echo: logprobs of the prompt are not supported yet",
             hint="leave echo or logprobs out",
             param="echo",
         )
@@ -75,7 +75,7 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("prompt: at least one is needed", param="prompt")
+        raise InvalidRequest("prompt: at least one is required", param="prompt")
     first, *others = set(map(type, prompt))
     if others:
         raise InvalidRequest(
@@ -91,11 +91,13 @@ def _split_prompts(prompt: str | list[Any]) -> list[str | bytes]:
 
 
 def pack_token_ids(ids: list[int]) -> bytes:
-    """Token ids as little-endian u32. Raises `InvalidRequest` for what is none."""
+    """Return token ids packed as little-endian u32. Raises `InvalidRequest`."""
     try:
         return struct.pack(f"<{len(ids)}I", *ids)
     except struct.error:
-        raise InvalidRequest("token ids are whole numbers from 0", param="prompt") from None
+        raise InvalidRequest(
+            "token ids must be whole numbers from 0 to 2**32 - 1", param="prompt"
+        ) from None
 
 
 def _text_field(text: str) -> dict[str, Any]:
@@ -113,4 +115,4 @@ COMPLETION_RESPONSE = ResponseTemplate(
     make_text_field=_text_field,
     make_logprobs=completion_logprobs,
 )
-"""Its answers."""
+"""The template of completion answers."""

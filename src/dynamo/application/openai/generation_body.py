@@ -1,4 +1,4 @@
-"""The fields that chat and completion requests share: OpenAI's, and vLLM's beside them."""
+"""The fields that chat and completion bodies share: OpenAI's and vLLM's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries beside text."""
+    """The field `stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """Fields of both kinds of request; None = not given."""
+    """The fields of both kinds of request; None means absent."""
 
     model: str
     stream: bool | None = None
@@ -54,7 +54,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     user: str | None = None
 
-    # known, and not supported: any value that changes the answer is refused
+    # known but unsupported: values that would change the answer are rejected
     best_of: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -94,22 +94,21 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class UnsupportedFields:
-    """Known fields that are not supported, each with the values that change nothing."""
+    """Known but unsupported fields, each with the values that do not change the answer."""
 
-    def __init__(self, harmless: dict[str, tuple[Any, ...]]) -> None:
-        self._neutral_values = harmless
-        self._read_fields = attrgetter(*harmless)
-        self._all_unset = (None,) * len(harmless)
+    def __init__(self, neutral_values: dict[str, tuple[Any, ...]]) -> None:
+        self._neutral_values = neutral_values
+        self._read_fields = attrgetter(*neutral_values)
+        self._all_unset = (None,) * len(neutral_values)
 
     def check(self, body: msgspec.Struct) -> None:
-        """Raises `Unsupported`, naming the field."""
+        """Raise `Unsupported` for a field with a value that would change the answer."""
         values = self._read_fields(body)
         if values == self._all_unset:
             return
-        for (name, harmless), value in zip(self._neutral_values.items(), values, strict=True):
-            if value is not None and not any(
-                value == one and type(value) is type(one) for one in harmless
-            ):
+        for (name, neutral), value in zip(self._neutral_values.items(), values, strict=True):
+            same = (value == item and type(value) is type(item) for item in neutral)
+            if value is not None and not any(same):
                 raise Unsupported(
                     f"{name} is not supported yet", hint=f"leave {name} out", param=name
                 )
@@ -118,7 +117,7 @@ class UnsupportedFields:
 def text_options(
     body: GenerationBody, max_tokens: int | None, top_logprobs: int | None
 ) -> TextOptions:
-    """What the processor needs to know. Raises `InvalidRequest`."""
+    """Return the options for the processor. Raises `InvalidRequest`, `Unsupported`."""
     if body.stream_options is not None:
         _check_stream_options(body)
     return TextOptions(
@@ -138,7 +137,7 @@ def text_options(
 
 
 def include_usage(body: GenerationBody) -> bool:
-    """Does the stream end with a usage chunk?"""
+    """Return whether the stream ends with a usage chunk."""
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
@@ -162,7 +161,7 @@ def _stop_strings(stop: str | list[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"stop: at most {MAX_STOP_STRINGS} strings", param="stop")
     if "" in stops:
-        raise InvalidRequest("stop: an empty string would stop at once", param="stop")
+        raise InvalidRequest("stop: an empty string would end every answer at once", param="stop")
     return stops
 
 

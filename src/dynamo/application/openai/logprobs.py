@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes."""
+"""Logprobs in the formats of OpenAI's chat and completion answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """`choices[].logprobs` of a completion: parallel lists, offsets in characters."""
+    """`choices[].logprobs` of a completion: parallel lists; offsets count characters."""
 
     text_offset: list[int]
     token_logprobs: list[float]
@@ -39,37 +39,37 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 def chat_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> ChatLogprobs:
-    """One entry a token."""
+    """Return one entry for each token."""
     return ChatLogprobs(
         [
             ChatTokenLogprob(
-                one.token,
-                one.logprob,
-                list(one.raw),
-                [TopLogprob(text, logprob, list(raw)) for text, raw, logprob in one.top],
+                token.token,
+                token.logprob,
+                list(token.raw),
+                [TopLogprob(text, logprob, list(raw)) for text, raw, logprob in token.top],
             )
-            for one in tokens
+            for token in tokens
         ]
     )
 
 
 def completion_logprobs(tokens: Sequence[DecodedTokenLogprob]) -> CompletionLogprobs:
-    """The token itself is among its `top_logprobs`, as one more where it is none of the best."""
-    names = [_token_string(one.token, one.raw) for one in tokens]
+    """Return parallel lists. `top_logprobs` always contains the chosen token itself."""
+    names = [_token_string(token.token, token.raw) for token in tokens]
     return CompletionLogprobs(
-        [one.offset for one in tokens],
-        [one.logprob for one in tokens],
+        [token.offset for token in tokens],
+        [token.logprob for token in tokens],
         names,
         [
-            {_token_string(text, raw): logprob for text, raw, logprob in one.top}
-            | {name: one.logprob}
-            for name, one in zip(names, tokens, strict=True)
+            {_token_string(text, raw): logprob for text, raw, logprob in token.top}
+            | {name: token.logprob}
+            for name, token in zip(names, tokens, strict=True)
         ],
     )
 
 
 def _token_string(text: str, raw: bytes) -> str:
-    """As OpenAI has it: `bytes:\\xf0\\x9f` where bytes alone are no text."""
+    """Return OpenAI's token string: `bytes:\\xf0\\x9f` for bytes that are no valid text."""
     if "\ufffd" not in text or text.encode() == raw:
         return text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,4 +1,4 @@
-"""The JSON of chat and completion answers, in events or whole."""
+"""The JSON of chat and completion answers, as server-sent events or complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SSE_HEADERS = (
 
 
 class JsonStringCache(dict[str, bytes]):
-    """delta -> JSON string, remembered: tokens repeat. `escapes[delta]` is one C look-up."""
+    """Caches the JSON string of each text, because tokens repeat. A lookup is one C call."""
 
     def __init__(self, capacity: int = 1 << 16, max_text_length: int = 64) -> None:
         super().__init__()
@@ -28,27 +28,29 @@ class JsonStringCache(dict[str, bytes]):
         self._token_tables: dict[int, tuple[list[str | None], list[bytes | None]]] = {}
         self._max_text_length = max_text_length
 
-    def __missing__(self, delta: str) -> bytes:
-        escaped = msgspec.json.encode(delta)
-        if len(delta) <= self._max_text_length:
+    def __missing__(self, text: str) -> bytes:
+        json_text = msgspec.json.encode(text)
+        if len(text) <= self._max_text_length:
             if len(self) >= self._capacity:
                 self.clear()
-            self[delta] = escaped
-        return escaped
+            self[text] = json_text
+        return json_text
 
     def token_table(self, texts: list[str | None]) -> list[bytes | None]:
-        """As long as `texts`: the JSON strings of those that were said, for a look-up by token. One
-        for each such list, of a few."""
-        known = self._token_tables.get(id(texts))
-        if known is None:
+        """Return a list parallel to `texts` for JSON strings by token id, None where not filled in.
+
+        All requests of a vocabulary share the list, so the list object `texts` is the key.
+        """
+        entry = self._token_tables.get(id(texts))
+        if entry is None:
             if len(self._token_tables) >= MAX_TOKEN_TABLES:
                 self._token_tables.clear()
-            known = self._token_tables[id(texts)] = texts, [None] * len(texts)
-        return known[1]
+            entry = self._token_tables[id(texts)] = texts, [None] * len(texts)
+        return entry[1]
 
 
 def error_event(error: bytes) -> bytes:
-    """An error in the middle of a stream, and its end."""
+    """Return the events of an error that ends a stream."""
     return b"data: %b\n\n%b" % (error, DONE_EVENT)
 
 
@@ -57,12 +59,12 @@ _UNFINISHED = b',"logprobs":null,"finish_reason":null}]'
 
 
 class ResponseTemplate(msgspec.Struct, frozen=True):
-    """What tells the answers of one route from those of others.
+    """The JSON that differs between the answers of two routes.
 
-    `event`, `whole`: the `object` of an event, and of a whole answer. `before`, `after`: JSON
-    around a text in an event; `opening` stands for both and the text in the event before the first
-    (b"": there is none), `nothing` in the last. `said`: the field of a whole answer with the text.
-    `logprobs(tokens)`: theirs.
+    `chunk_object`, `response_object`: the field `object` of an event and of a complete answer.
+    `before_text`, `after_text`: JSON around a text in an event. `first_delta`: the delta of the
+    event before the first text (b"": there is no such event). `empty_delta`: that of the last one.
+    `make_text_field(text)` and `make_logprobs(tokens)` return fields of a choice.
     """
 
     id_prefix: str
@@ -77,112 +79,93 @@ class ResponseTemplate(msgspec.Struct, frozen=True):
 
 
 class ResponseEncoder:
-    """The JSON of one request's answer. Prepared once; a token costs the joining of three pieces:
-    `prefix`, its text as a JSON string, `suffix`. `usage`: events name it, as null but in the
-    last."""
+    """Encodes the answer of one request.
 
-    __slots__ = (
-        "_chunk_end",
-        "_chunk_start",
-        "_created",
-        "_model",
-        "_response_id",
-        "_template",
-        "text_suffix",
-    )
+    All constant parts are encoded once. The event of a text is `text_prefix(choice)`, its JSON
+    string and `text_suffix`. With `include_usage`, all events but the last have a null `usage`.
+    """
 
     def __init__(
         self,
-        kind: ResponseTemplate,
+        template: ResponseTemplate,
         request_id: str,
         model: str,
         created: int,
         *,
         include_usage: bool,
     ) -> None:
-        answer_id = kind.id_prefix + request_id
-        self._template = kind
-        self._response_id, self._created, self._model = answer_id, created, model
+        response_id = template.id_prefix + request_id
+        self._template = template
+        self._response_id, self._created, self._model = response_id, created, model
         self._chunk_start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
-            _encode(answer_id),
-            _encode(kind.chunk_object),
+            _encode(response_id),
+            _encode(template.chunk_object),
             created,
             _encode(model),
         )
         self._chunk_end = b',"usage":null}\n\n' if include_usage else b"}\n\n"
-        self.text_suffix = kind.after_text + _UNFINISHED + self._chunk_end
+        self.text_suffix = template.after_text + _UNFINISHED + self._chunk_end
 
     def text_prefix(self, choice: int) -> bytes:
-        """What stands before the JSON string of a text."""
+        """Return the bytes before the JSON string of a text."""
         return self._chunk_start + b'{"index":%d,%b' % (choice, self._template.before_text)
 
     def encode_first_chunk(self, choice: int) -> bytes:
-        """The event before the first text; b"" where there is none."""
-        opening = self._template.first_delta
-        return (
-            self._chunk_start + b'{"index":%d,%b%b' % (choice, opening, self.text_suffix)
-            if opening
-            else b""
-        )
+        """Return the event before the first text; b"" where the route has none."""
+        delta = self._template.first_delta
+        if not delta:
+            return b""
+        return self._chunk_start + b'{"index":%d,%b%b' % (choice, delta, self.text_suffix)
 
     def encode_text_chunk(
         self, choice: int, text: str, logprobs: Sequence[DecodedTokenLogprob]
     ) -> bytes:
-        """One text with its tokens' logprobs."""
-        kind = self._template
-        form = b'{"index":%d,%b%b%b,"logprobs":%b,"finish_reason":null}]%b'
-        told = _encode(kind.make_logprobs(logprobs))
-        said = _encode(text)
-        return self._chunk_start + form % (
+        """Return the event of a text with the logprobs of its tokens."""
+        template = self._template
+        return self._chunk_start + b'{"index":%d,%b%b%b,"logprobs":%b,"finish_reason":null}]%b' % (
             choice,
-            kind.before_text,
-            said,
-            kind.after_text,
-            told,
+            template.before_text,
+            _encode(text),
+            template.after_text,
+            _encode(template.make_logprobs(logprobs)),
             self._chunk_end,
         )
 
     def encode_finish_chunk(self, choice: int, end: TextFinish) -> bytes:
-        """The last event of a choice."""
-        form = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
-        reason, stop = _encode(end.reason), _encode(end.stop)
-        return self._chunk_start + form % (
-            choice,
-            self._template.empty_delta,
-            reason,
-            stop,
-            self._chunk_end,
-        )
+        """Return the last event of a choice."""
+        chunk = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b'
+        delta, reason, stop = self._template.empty_delta, _encode(end.reason), _encode(end.stop)
+        return self._chunk_start + chunk % (choice, delta, reason, stop, self._chunk_end)
 
-    def encode_usage_chunk(self, tally: UsageCounter) -> bytes:
-        """The event that carries nothing but usage."""
-        return self._chunk_start + b'],"usage":%b}\n\n' % _encode(tally.to_dict())
+    def encode_usage_chunk(self, usage: UsageCounter) -> bytes:
+        """Return the event that contains only the usage."""
+        return self._chunk_start + b'],"usage":%b}\n\n' % _encode(usage.to_dict())
 
     def encode_response(
         self,
         texts: Sequence[str],
         logprobs: Sequence[Sequence[DecodedTokenLogprob] | None],
         ends: Sequence[TextFinish],
-        tally: UsageCounter,
+        usage: UsageCounter,
     ) -> bytes:
-        """The unary answer."""
-        kind = self._template
+        """Return the complete answer."""
+        template = self._template
         choices = [
             {
                 "index": index,
-                **kind.make_text_field(text),
-                "logprobs": None if tokens is None else kind.make_logprobs(tokens),
+                **template.make_text_field(text),
+                "logprobs": None if tokens is None else template.make_logprobs(tokens),
                 "finish_reason": end.reason,
                 "stop_reason": end.stop,
             }
             for index, (text, tokens, end) in enumerate(zip(texts, logprobs, ends, strict=True))
         ]
-        answer = {
+        response = {
             "id": self._response_id,
-            "object": kind.response_object,
+            "object": template.response_object,
             "created": self._created,
             "model": self._model,
             "choices": choices,
-            "usage": tally.to_dict(),
+            "usage": usage.to_dict(),
         }
-        return _encode(answer)
+        return _encode(response)

@@ -1,4 +1,4 @@
-"""Chat between services: OpenAI's request and chunks as plain values, to and from text."""
+"""Chat between services: OpenAI's requests and chunks as plain values, and as text replies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _OPENAI_FIELD_NAMES = {"include_stop": "include_stop_str_in_output", "salt": "ca
 
 
 def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
-    """What was asked, as OpenAI's body has it; what was not given is left out."""
+    """Return a request as OpenAI's body; absent options are left out."""
     options = msgspec.to_builtins(request.options)
     sampling = options.pop("sampling", {})
-    given = {key: value for key, value in sampling.items() if value is not None}
+    overrides = {key: value for key, value in sampling.items() if value is not None}
     logprobs = options.pop("top_logprobs", None)
-    body = {_OPENAI_FIELD_NAMES.get(key, key): value for key, value in options.items()} | given
+    body = {_OPENAI_FIELD_NAMES.get(key, key): value for key, value in options.items()}
+    body |= overrides
     if logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": logprobs}
     if request.tools:
@@ -41,9 +42,9 @@ def chat_request_to_dict(request: ChatRequest) -> dict[str, Any]:
 
 
 def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRequest:
-    """The request for a processor of `model`, out of such a body. Raises `InvalidRequest`."""
+    """Return the request for a processor of `model`. Raises `InvalidRequest`, `Unsupported`."""
     if not isinstance(value, Mapping):
-        raise InvalidRequest("a chat request is a mapping with `messages`")
+        raise InvalidRequest("a chat request must be a mapping with `messages`")
     try:
         body = msgspec.convert({**value, "model": model}, ChatBody)
     except msgspec.ValidationError as error:
@@ -54,7 +55,7 @@ def chat_request_from_dict(value: Any, model: str, unknown_roles: str) -> ChatRe
 
 
 class ChatChunkReply(TextReply):
-    """Text as chunks: `send(chunk)` each; False when nobody wants more."""
+    """Sends text as OpenAI's chunks. `send(chunk)` returns False when the caller has enough."""
 
     def __init__(self, send: Callable[[dict[str, Any]], bool], head: dict[str, Any], n: int):
         self._send = send
@@ -86,12 +87,12 @@ class ChatChunkReply(TextReply):
     def _send_chunk(
         self, choice: int, delta: dict[str, str], reason: str | None = None, **more: Any
     ) -> bool:
-        one = {"index": choice, "delta": delta, "finish_reason": reason}
-        return self._send({**self._common_fields, "choices": [one], **more})
+        item = {"index": choice, "delta": delta, "finish_reason": reason}
+        return self._send({**self._common_fields, "choices": [item], **more})
 
 
 class ChatAnswerReply(ChatChunkReply):
-    """All of one choice's text, its end and the usage."""
+    """Collects the text, finish reason and usage of one choice in `answer`."""
 
     def __init__(self) -> None:
         super().__init__(self._collect, {}, 1)
@@ -99,23 +100,22 @@ class ChatAnswerReply(ChatChunkReply):
         self.answer: dict[str, Any] = {}
 
     def _collect(self, chunk: dict[str, Any]) -> bool:
-        one = chunk["choices"][0]
-        self._parts.append(one["delta"].get("content", ""))
-        if one["finish_reason"]:
-            reason, usage = one["finish_reason"], chunk["usage"]
-            text = "".join(self._parts)
+        choice = chunk["choices"][0]
+        self._parts.append(choice["delta"].get("content", ""))
+        if reason := choice["finish_reason"]:
+            text, usage = "".join(self._parts), chunk["usage"]
             self.answer = {"content": text, "finish_reason": reason, "usage": usage}
         return True
 
 
 class ChunkText(msgspec.Struct, frozen=True):
-    """Text of one choice."""
+    """The text of one choice."""
 
     content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """What a chunk or a completion says of one choice."""
+    """A choice of a chunk or of a completion."""
 
     index: int = 0
     delta: ChunkText | None = None
@@ -124,22 +124,24 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Tokens, as far as they are known."""
+    """Token counts; 0 where unknown."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class CompletionChunk(msgspec.Struct, frozen=True):
-    """What is read of OpenAI's chunk or completion."""
+    """The fields that are read from OpenAI's chunk or completion."""
 
     choices: list[ChunkChoice] = []
     usage: TokenUsage | None = None
 
 
 class ChatChunkReader:
-    """What a service answers, into a reply: texts, OpenAI's chunks or a whole completion. A choice
-    ends with the answer, for the service may say more after the model's end."""
+    """Passes a service's answer to a reply: texts, OpenAI's chunks or a complete completion.
+
+    A choice ends with the whole answer, because a service may add text after the model's end.
+    """
 
     def __init__(self, reply: TextReply) -> None:
         self._reply = reply
@@ -147,34 +149,33 @@ class ChatChunkReader:
         self._prompt_reported = False
         self._reasons: dict[int, FinishReason] = {}
 
-    def receive(self, piece: Any) -> bool:
-        """One item of the answer. False: the reader is gone. Raises `ProtocolError`."""
-        if isinstance(piece, str):
-            return self._forward_text(0, piece)
+    def receive(self, item: Any) -> bool:
+        """Pass one item on. Returns False if the reader is gone. Raises `ProtocolError`."""
+        if isinstance(item, str):
+            return self._forward_text(0, item)
         try:
-            chunk = msgspec.convert(piece, CompletionChunk)
+            chunk = msgspec.convert(item, CompletionChunk)
         except msgspec.ValidationError as error:
-            raise ProtocolError(
-                f"a chat answers with texts or with OpenAI's chunks: {error}"
-            ) from None
+            message = f"a chat must answer with texts or with OpenAI's chunks: {error}"
+            raise ProtocolError(message) from None
         self._usage = chunk.usage or self._usage
-        wanted = True
-        for one in chunk.choices:
-            said = one.delta or one.message or ChunkText()
-            wanted = self._forward_text(one.index, said.content or "") and wanted
-            if one.finish_reason:
-                self._reasons[one.index] = FINISH_REASONS.get(one.finish_reason, "stop")
-        return wanted
+        reader_open = True
+        for choice in chunk.choices:
+            text = choice.delta or choice.message or ChunkText()
+            reader_open = self._forward_text(choice.index, text.content or "") and reader_open
+            if choice.finish_reason:
+                self._reasons[choice.index] = FINISH_REASONS.get(choice.finish_reason, "stop")
+        return reader_open
 
     def end(self) -> None:
-        """The answer is complete."""
+        """End all choices: the answer is complete."""
         if not self._reasons:
             self._begin_choice(0)
         self._report_prompt()
         tokens = self._usage.completion_tokens
         for choice, reason in self._reasons.items():
             self._reply.finish(choice, TextFinish(reason, tokens))
-            tokens = 0  # the usage is that of all choices
+            tokens = 0  # the first choice carries the usage of all
 
     def _forward_text(self, choice: int, text: str) -> bool:
         self._begin_choice(choice)
@@ -189,7 +190,6 @@ class ChatChunkReader:
         self._reply.begin(choice, Started())
 
     def _report_prompt(self) -> None:
-        """The prompt's length, as soon as anybody said it."""
         if not self._prompt_reported:
             self._prompt_reported = True
             self._reply.prompt(self._usage.prompt_tokens)

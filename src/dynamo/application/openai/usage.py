@@ -1,4 +1,4 @@
-"""What one request used."""
+"""Token usage of one HTTP request."""
 
 from __future__ import annotations
 
@@ -8,32 +8,24 @@ from dynamo.core.values import Started
 
 
 class UsageCounter:
-    """Counts of one HTTP request. A prompt's `n` choices share its tokens."""
+    """Counts the tokens of all prompts and choices. The choices of a prompt share its tokens."""
 
-    __slots__ = (
-        "_choices_per_prompt",
-        "cached_tokens",
-        "completion_tokens",
-        "prompt_tokens",
-        "worker",
-    )
-
-    def __init__(self, per_prompt: int) -> None:
-        self._choices_per_prompt = per_prompt
+    def __init__(self, choices_per_prompt: int) -> None:
+        self._choices_per_prompt = choices_per_prompt
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.worker = ""
 
     def on_started(self, choice: int, started: Started) -> None:
-        """A worker took the choice; the first of a prompt says what was cached."""
+        """Note the worker of a choice. The first choice of a prompt counts its cached tokens."""
         if not self.worker:
             self.worker = started.worker
         if choice % self._choices_per_prompt == 0:
             self.cached_tokens += started.cached_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
+        """Return OpenAI's `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
