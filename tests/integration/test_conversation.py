@@ -52,7 +52,7 @@ def test_a_terminal_is_a_conversation(tiny_model: Path, environ: dict[str, str])
 
     assert child.returncode == 0, err.decode()
     assert out.decode().count("> ") >= 3
-    assert b"one line is one message" in err
+    assert b"each line is a message" in err
 
 
 def test_a_message_beyond_the_context_is_an_error(

@@ -170,7 +170,7 @@ def test_a_users_service_gets_its_section() -> None:
         (["--Helpr.x=1"], "did you mean 'Helper'"),
         (["--Engines.kid=mock"], "did you mean 'kind'"),
         (["--Helper.workers=0"], "at least 1"),
-        (["--Helper.workers"], "lacks its value"),
+        (["--Helper.workers"], "has no value"),
     ],
 )
 def test_wrong_options_are_told(words: list[str], told: str) -> None:
