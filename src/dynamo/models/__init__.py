@@ -1,1 +1,1 @@
-"""Model cards, files, download, and the readers of tokenizers, templates and weights."""
+"""Models: location, download, metadata, tokenizers, chat templates and weights."""

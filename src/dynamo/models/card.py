@@ -1,4 +1,4 @@
-"""What a model is, for everybody who serves it: published by workers, read by frontends."""
+"""Model cards: descriptions of models that workers publish and frontends read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from dynamo.models.file_cache import FileRef
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One model. `names[0]` is its id, the rest are aliases; `created` is Unix time;
-    `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...);
-    `hashing`: how its KV blocks are named."""
+    """Description of a served model.
+
+    - `names`: its id, then aliases.
+    - `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...).
+    - `created`: Unix time.
+    - `hashing`: the scheme of the hashes of its KV blocks.
+    """
 
     names: tuple[str, ...]
     context_tokens: int
@@ -33,33 +37,32 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The id under which it is listed."""
+        """The id under which the model is listed."""
         return self.names[0]
 
 
 class BlockIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What two processes must have in common for the same prompt to have the same KV blocks.
-    None: not told."""
+    """Properties that must be equal for two processes to share the hashes of KV blocks.
+
+    None: unknown.
+    """
 
     tokenizer: str | None = None
     block_tokens: int | None = None
     hashing: str | None = None
 
     def describe_differences(self, other: BlockIdentity) -> str:
-        """What `other` has that is different, in words; "" where nothing is."""
-        pairs = zip(
-            self.__struct_fields__, self._field_values(), other._field_values(), strict=True
-        )
+        """Return a text on the known properties of `other` that differ; "" if none do."""
+        own_values, other_values = map(msgspec.structs.astuple, (self, other))
         return ", ".join(
             f"{name.replace('_', ' ')} {theirs!r} instead of {ours!r}"
-            for name, ours, theirs in pairs
+            for name, ours, theirs in zip(
+                self.__struct_fields__, own_values, other_values, strict=True
+            )
             if ours is not None and theirs is not None and ours != theirs
         )
 
-    def _field_values(self) -> tuple[Any, ...]:
-        return msgspec.structs.astuple(self)
-
 
 def block_identity(card: ModelCard) -> BlockIdentity:
-    """Of the blocks of a card's model."""
+    """Return the block identity of a card's model."""
     return BlockIdentity(card.tokenizer.sha256, card.block_tokens, card.hashing)

@@ -1,6 +1,6 @@
-"""Chat templates: messages to prompt text, as `transformers` renders them.
+"""Chat templates: messages to prompt text, rendered as in `transformers`.
 
-A template is the model's, so it runs in jinja2's immutable sandbox.
+A template comes with the model, so it runs in jinja2's immutable sandbox.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FALLBACK_LABELS = {
 
 
 class ChatTemplate:
-    """A template, compiled once. Without a source: `System: …\\nUser: …\\nAssistant: `."""
+    """A compiled template. Without a source the format is `System: …\\nUser: …\\nAssistant: `."""
 
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
         self._template = _compile(source) if source else None
-        known = self._template.globals if self._template else {}
-        self._globals = {**known, "bos_token": bos_token, "eos_token": eos_token}
+        template_globals = self._template.globals if self._template else {}
+        self._globals = {**template_globals, "bos_token": bos_token, "eos_token": eos_token}
 
     def render(
         self,
@@ -44,9 +44,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **args: Any,
     ) -> str:
-        """The prompt. `args` are further variables for the template.
+        """Return the prompt. `args` are further variables for the template.
 
-        Raises InvalidRequest with the template's own message when it refuses the messages.
+        Raises `InvalidRequest` with the template's message if the template refuses the messages.
         """
         if self._template is None:
             return _render_fallback(messages, add_generation_prompt)
@@ -60,8 +60,8 @@ class ChatTemplate:
         }
         template = self._template
         try:
-            # `render` would copy the environment's globals through a ChainMap, every time, and
-            # collect their names for templates that import others
+            # Template.render would copy the environment's globals through a ChainMap on each call,
+            # and collect their names for templates that import others.
             context = template.environment.context_class(
                 template.environment, variables, None, template.blocks
             )
@@ -98,8 +98,8 @@ def _compile(source: str) -> Template:
         return environment.from_string(source)
     except TemplateError as error:
         raise ModelUnavailable(
-            f"the model's chat template is broken: {error}",
-            hint="correct chat_template in its tokenizer_config.json, or its chat_template.jinja",
+            f"the model's chat template is invalid: {error}",
+            hint="correct chat_template in tokenizer_config.json, or chat_template.jinja",
         ) from error
 
 
@@ -108,7 +108,7 @@ def _sandbox_class() -> type[ImmutableSandboxedEnvironment]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """Knows that what every template reads of `loop` is safe, which is costly to find out."""
+        """A sandbox that skips the costly safety check for common attributes of `loop`."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             if type(obj) is LoopContext and attribute in SAFE_LOOP_ATTRIBUTES:
@@ -119,7 +119,7 @@ def _sandbox_class() -> type[ImmutableSandboxedEnvironment]:
 
 
 def _generation_tag() -> type[Any]:
-    """`{% generation %}…{% endgeneration %}`, which marks training text, is its content."""
+    """Return an extension that renders the content of `{% generation %}…{% endgeneration %}`."""
     from jinja2.ext import Extension
     from jinja2.nodes import Node
     from jinja2.parser import Parser
@@ -141,7 +141,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML."""
+    """Return plain JSON. The filter of jinja2 escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -151,5 +151,5 @@ def _raise_exception(message: str) -> None:
     raise InvalidRequest(str(message), param="messages")
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
+def _strftime_now(date_format: str) -> str:
+    return datetime.now().astimezone().strftime(date_format)

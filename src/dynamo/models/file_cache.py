@@ -1,4 +1,4 @@
-"""Files known by their content: references, the user's cache, hashes that are remembered."""
+"""Files identified by SHA-256: references, the user's cache and stored hashes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import msgspec
 from dynamo.core.errors import ModelUnavailable
 
 ProgressCallback = Callable[[str, int, int], None]
-"""What is being done, bytes done, bytes in all (0: unknown). Called from any thread."""
+"""Called from any thread with activity, bytes done and bytes in all (0: unknown)."""
 
 
 class FileRef(msgspec.Struct, frozen=True):
-    """A file by content. `path` is where its publisher has it; another host may not."""
+    """A file identified by content. `path` is its place on the host of its publisher."""
 
     name: str
     sha256: str
@@ -28,19 +28,22 @@ class FileRef(msgspec.Struct, frozen=True):
 
 
 class _HashRecord(msgspec.Struct, frozen=True):
-    """A hash that was computed once, valid while size and mtime stay."""
+    """A stored hash. The record is valid while size and mtime are unchanged."""
 
     sha256: str
     size_bytes: int
     mtime_ns: int
 
 
-def ignore_progress(what: str, done: int, total: int) -> None:
-    """Tells nobody."""
+def ignore_progress(activity: str, done: int, total: int) -> None:
+    """Ignore progress."""
 
 
 def cache_dir(*parts: str) -> Path:
-    """A folder of this user's cache (`$XDG_CACHE_HOME/dynamo`, else `~/.cache/dynamo`), made."""
+    """Return a folder of the user's cache, and create it.
+
+    The cache is `$XDG_CACHE_HOME/dynamo`, else `~/.cache/dynamo`.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     folder = root.joinpath("dynamo", *parts)
@@ -52,43 +55,43 @@ def cache_dir(*parts: str) -> Path:
 
 
 def hash_file(path: Path, progress: ProgressCallback = ignore_progress) -> str:
-    """SHA-256 of a file's content, read in parts."""
+    """Return the SHA-256 of a file's content, which is read in chunks."""
     digest = hashlib.sha256()
     total = path.stat().st_size
     with path.open("rb") as source:
-        while part := source.read(1 << 20):
-            digest.update(part)
+        while chunk := source.read(1 << 20):
+            digest.update(chunk)
             progress(f"checking {path.name}", source.tell(), total)
     return digest.hexdigest()
 
 
 def store_hash(path: Path, sha256: str) -> None:
-    """Write down that `path`, as it is now, has this hash."""
+    """Store the hash of the present content of `path`."""
     stat = path.stat()
-    note = _HashRecord(sha256, stat.st_size, stat.st_mtime_ns)
-    write_atomically(_hash_record_path(path), msgspec.json.encode(note))
+    record = _HashRecord(sha256, stat.st_size, stat.st_mtime_ns)
+    write_atomically(_hash_record_path(path), msgspec.json.encode(record))
 
 
 def stored_hash(path: Path) -> str | None:
-    """The hash written down for `path`, unless the file has changed since."""
+    """Return the stored hash of `path`, or None if the file has changed since."""
     try:
-        note = msgspec.json.decode(_hash_record_path(path).read_bytes(), type=_HashRecord)
+        record = msgspec.json.decode(_hash_record_path(path).read_bytes(), type=_HashRecord)
         stat = path.stat()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
-    same = (note.size_bytes, note.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    return note.sha256 if same else None
+    unchanged = (record.size_bytes, record.mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    return record.sha256 if unchanged else None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write so that readers see the old file or the whole new one."""
+    """Replace a file. Readers see either the old or the new content."""
     with atomic_replacement(path) as part:
         part.write_bytes(content)
 
 
 @contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; takes the place of `path` when the block ends well."""
+    """Yield a temporary file beside `path`, which replaces `path` if the block succeeds."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
@@ -104,7 +107,7 @@ def atomic_replacement(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` against every other process (blocks; freed when a holder dies)."""
+    """Hold an exclusive lock on the file `path`. Blocks. The lock ends with its process."""
     try:
         handle = path.open("a")
     except OSError as error:
@@ -115,7 +118,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def file_ref(path: Path) -> FileRef:
-    """A reference to a file as it is now. Raises ModelUnavailable when it cannot be read."""
+    """Return a reference to a file's present content. Raises `ModelUnavailable`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -124,7 +127,7 @@ def file_ref(path: Path) -> FileRef:
 
 
 def find_file(ref: FileRef) -> Path | None:
-    """Where this host has the content of `ref`: the publisher's path, or the cache."""
+    """Return the path of the content of `ref` on this host: the publisher's path, or the cache."""
     for candidate in (Path(ref.path), _cache_path(ref)):
         if _has_content(candidate, ref):
             return candidate
@@ -132,7 +135,7 @@ def find_file(ref: FileRef) -> Path | None:
 
 
 def store_file(ref: FileRef, content: bytes) -> Path:
-    """Put fetched content into the cache. Raises ModelUnavailable unless it is what `ref` says."""
+    """Store fetched content in the cache. Raises `ModelUnavailable` if its hash is wrong."""
     if hashlib.sha256(content).hexdigest() != ref.sha256:
         raise ModelUnavailable(
             f"{ref.name} arrived damaged: its hash is not {ref.sha256[:12]}…", hint="try again"
@@ -146,7 +149,7 @@ def store_file(ref: FileRef, content: bytes) -> Path:
 def _not_writable_error(path: Path, error: OSError) -> ModelUnavailable:
     return ModelUnavailable(
         f"{path} cannot be written: {error.strerror}",
-        hint="set XDG_CACHE_HOME to a folder that you may write to",
+        hint="set XDG_CACHE_HOME to a writable folder",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a user's word for a model means, and whether the model is on this host already."""
+"""Location of a model that a user names: default model, file, folder or hub name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ LocationKind = Literal["default", "file", "folder", "hub"]
 
 
 class ModelLocation(msgspec.Struct, frozen=True):
-    """`name`: what the model is called unless the user names it; `path`: where it is; None: where
-    it will be is known once it is fetched. `source`: what it came from."""
+    """A located model.
+
+    `name` is its default name. `source` is the path or package it comes from. `path` is None for a
+    model that must be fetched first.
+    """
 
     kind: LocationKind
     name: str
@@ -24,8 +27,11 @@ class ModelLocation(msgspec.Struct, frozen=True):
 
 
 def locate_model(spec: str) -> ModelLocation:
-    """`spec`: "" for the default model, a GGUF file, a folder in Hugging Face's layout, or a hub
-    name. Looks at names alone: nothing is read or fetched. Raises ModelUnavailable."""
+    """Locate a model without reading or fetching it. Raises `ModelUnavailable`.
+
+    `spec` is "" for the default model, a GGUF file, a folder in Hugging Face's layout, or a hub
+    name.
+    """
     if not spec:
         model = default_model.DEFAULT_MODEL
         return ModelLocation(
@@ -46,7 +52,7 @@ def locate_model(spec: str) -> ModelLocation:
 
 
 def check_model_folder(path: Path) -> None:
-    """Raises ModelUnavailable for a folder that can be no model."""
+    """Raise `ModelUnavailable` for a folder without tokenizer.json."""
     if not (path / "tokenizer.json").is_file():
         raise ModelUnavailable(
             f"{path} holds no tokenizer.json",

@@ -1,4 +1,4 @@
-"""What a model's own files say of it: context, end tokens, template, sampling defaults."""
+"""Metadata from a model's files: context, end tokens, chat template, sampling defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a model's makers would have it answer; None: not said."""
+    """Sampling defaults of the model's authors. None: not specified."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -28,7 +28,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelMetadata(msgspec.Struct, frozen=True):
-    """Read once when the model is resolved."""
+    """Metadata of a model."""
 
     context_tokens: int
     vocab_size: int
@@ -40,67 +40,69 @@ class ModelMetadata(msgspec.Struct, frozen=True):
 
 
 def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
-    """From a GGUF file's metadata."""
+    """Read the metadata of a GGUF file."""
     kind = file.get("general.architecture", "")
     words = file.get_list("tokenizer.ggml.tokens", str)
-    said = file.get(f"{kind}.vocab_size")
+    vocab_size = file.get(f"{kind}.vocab_size")
 
-    def word(key: str) -> str:
+    def token_text(key: str) -> str:
         number = file.get(f"tokenizer.ggml.{key}")
         return words[number] if isinstance(number, int) and 0 <= number < len(words) else ""
 
-    ends = (file.get(f"tokenizer.ggml.{key}") for key in _END_TOKEN_KEYS)
-    found = {
+    end_ids = (file.get(f"tokenizer.ggml.{key}") for key in _END_TOKEN_KEYS)
+    values = {
         "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT_TOKENS),
-        "vocab_size": max(len(words), said if isinstance(said, int) else 0),
-        "eos_token_ids": _unique_ids(ends),
-        "bos_token": word("bos_token_id"),
-        "eos_token": word("eos_token_id"),
+        "vocab_size": max(len(words), vocab_size if isinstance(vocab_size, int) else 0),
+        "eos_token_ids": _unique_ids(end_ids),
+        "bos_token": token_text("bos_token_id"),
+        "eos_token": token_text("eos_token_id"),
         "chat_template": file.get("tokenizer.chat_template"),
     }
-    return _build_metadata(found, file.path)
+    return _build_metadata(values, file.path)
 
 
 def metadata_from_folder(folder: Path) -> ModelMetadata:
-    """From config.json, generation_config.json, tokenizer_config.json and chat_template.jinja;
-    each may be missing."""
+    """Read the JSON files and the chat template of a Hugging Face folder.
+
+    Only tokenizer.json is required.
+    """
     config = _read_json(folder / "config.json")
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        config |= inner
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config |= text_config
     generation = _read_json(folder / "generation_config.json")
     tokens = _read_json(folder / "tokenizer_config.json")
-    added = read_tokenizer_file(folder / "tokenizer.json")
+    tokenizer = read_tokenizer_file(folder / "tokenizer.json")
     eos = _token_text(tokens.get("eos_token"))
-    named = [token.id for token in added.added_tokens if token.content == eos]
-    ends = _as_id_list(generation.get("eos_token_id")) or _as_id_list(config.get("eos_token_id"))
-    highest = max((token.id for token in added.added_tokens), default=-1)
-    if isinstance(added.model.vocab, dict):
-        highest = max(highest, *added.model.vocab.values())
-    said = config.get("vocab_size")
-    found = {
+    eos_ids = [token.id for token in tokenizer.added_tokens if token.content == eos]
+    end_ids = _as_id_list(generation.get("eos_token_id")) or _as_id_list(config.get("eos_token_id"))
+    highest = max((token.id for token in tokenizer.added_tokens), default=-1)
+    if isinstance(tokenizer.model.vocab, dict):
+        highest = max(highest, *tokenizer.model.vocab.values())
+    vocab_size = config.get("vocab_size")
+    values = {
         "context_tokens": _context_tokens(config, tokens),
-        "vocab_size": max(said if isinstance(said, int) else 0, highest + 1),
-        "eos_token_ids": _unique_ids([*ends, *named]),
+        "vocab_size": max(vocab_size if isinstance(vocab_size, int) else 0, highest + 1),
+        "eos_token_ids": _unique_ids([*end_ids, *eos_ids]),
         "bos_token": _token_text(tokens.get("bos_token")),
         "eos_token": eos,
         "chat_template": _read_chat_template(folder, tokens),
         "generation": generation,
     }
-    return _build_metadata(found, folder)
+    return _build_metadata(values, folder)
 
 
-def _build_metadata(found: dict[str, Any], path: Path) -> ModelMetadata:
+def _build_metadata(values: dict[str, Any], path: Path) -> ModelMetadata:
     try:
-        return msgspec.convert(found, ModelMetadata, strict=False)  # 20.0 is a whole number, too
+        return msgspec.convert(values, ModelMetadata, strict=False)  # accepts 20.0 as an int
     except msgspec.ValidationError as error:
         raise ModelUnavailable(f"{path} does not describe a usable model: {error}") from error
 
 
 def _context_tokens(config: dict[str, Any], tokens: dict[str, Any]) -> int:
-    for found in (config.get("max_position_embeddings"), tokens.get("model_max_length")):
-        if isinstance(found, int) and 0 < found < 1 << 30:
-            return found
+    for length in (config.get("max_position_embeddings"), tokens.get("model_max_length")):
+        if isinstance(length, int) and 0 < length < 1 << 30:
+            return length
     return _DEFAULT_CONTEXT_TOKENS
 
 
@@ -111,12 +113,12 @@ def _read_chat_template(folder: Path, tokens: dict[str, Any]) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelUnavailable(f"{path} cannot be read: {error}") from error
-    found = tokens.get("chat_template")
-    if isinstance(found, list):  # several by name
-        entries = (one for one in found if isinstance(one, dict))
-        named = {str(one.get("name")): one.get("template") for one in entries}
-        found = named.get("default") or next(iter(named.values()), None)
-    return found if isinstance(found, str) else None
+    template = tokens.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        entries = (entry for entry in template if isinstance(entry, dict))
+        by_name = {str(entry.get("name")): entry.get("template") for entry in entries}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template if isinstance(template, str) else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -129,15 +131,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str:
-    """A token in tokenizer_config.json is its text, or an object with it."""
+    """Return the text of a token in tokenizer_config.json, which is a string or an object."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
 
 
 def _as_id_list(ids: Any) -> list[int]:
-    return [one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)]
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
 
 
-def _unique_ids(found: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(one for one in found if isinstance(one, int) and one >= 0))
+def _unique_ids(ids: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(i for i in ids if isinstance(i, int) and i >= 0))

@@ -1,4 +1,4 @@
-"""From what a user wrote (nothing, a folder, a file, a hub name) to a model's files."""
+"""Resolution of a model: find or fetch its files and read their metadata."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from dynamo.models.tokenization.gguf_tokenizer import converted_tokenizer_json
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """One model on this host. `path`: the GGUF file or the folder; `tokenizer`: a tokenizer.json
-    (for GGUF a converted one, in the user's cache)."""
+    """A model on this host.
+
+    `path` is the GGUF file or the folder. `tokenizer` is a tokenizer.json, for GGUF a converted one
+    in the user's cache.
+    """
 
     path: Path
     name: str
@@ -34,7 +37,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     source: str = ""
 
     def open_weights(self) -> ModelWeights:
-        """The weights, mapped and read when asked for. Raises ModelUnavailable."""
+        """Map the weights. Tensors are read on demand. Raises `ModelUnavailable`."""
         return open_weights(self.path)
 
     def build_card(
@@ -46,19 +49,19 @@ class ModelFiles(msgspec.Struct, frozen=True):
         engine: EngineInfo | None = None,
         created: int | None = None,
     ) -> ModelCard:
-        """The model's card. `names` and `context_tokens` replace what the model says of itself."""
-        facts = self.metadata
+        """Return the model's card. `names` and `context_tokens` override the metadata."""
+        metadata = self.metadata
         return ModelCard(
             names=tuple(names) or (self.name,),
-            context_tokens=context_tokens or facts.context_tokens,
-            vocab_size=facts.vocab_size,
+            context_tokens=context_tokens or metadata.context_tokens,
+            vocab_size=metadata.vocab_size,
             tokenizer=self.tokenizer,
             block_tokens=block_tokens,
-            eos_token_ids=facts.eos_token_ids,
-            bos_token=facts.bos_token,
-            eos_token=facts.eos_token,
-            chat_template=facts.chat_template,
-            generation=msgspec.to_builtins(facts.generation),
+            eos_token_ids=metadata.eos_token_ids,
+            bos_token=metadata.bos_token,
+            eos_token=metadata.eos_token,
+            chat_template=metadata.chat_template,
+            generation=msgspec.to_builtins(metadata.generation),
             created=int(time.time()) if created is None else created,
             engine=engine,
             source=self.source,
@@ -73,10 +76,10 @@ async def resolve_model(
     ensure_verified: bool = True,
     clock: Clock | None = None,
 ) -> ModelFiles:
-    """Find or fetch a model, off the loop. `spec`: "" for the default model, a GGUF file, a folder
-    in Hugging Face's layout, or a hub name. `proven`: also prove its encoder (once, seconds).
+    """Find or fetch a model off the event loop. See `locate_model` for `spec`.
 
-    Cancelling it ends a download. Raises ModelUnavailable with what to do.
+    `ensure_verified`: also verify its fast encoder, which takes seconds once. Cancellation stops a
+    download. Raises `ModelUnavailable`.
     """
     stopped = Event()
     try:
@@ -101,27 +104,27 @@ def resolve_model_blocking(
     ensure_verified: bool = True,
     stopped: Event | None = None,
 ) -> ModelFiles:
-    """`resolve_model`, blocking."""
-    found = _locate_and_fetch(spec, progress, with_weights, stopped)
-    halted = stopped is not None and stopped.is_set()
-    if ensure_verified and not halted and cached_verification(found.tokenizer) is None:
-        progress("proving the tokenizer's fast encoder", 0, 0)
-        verify_encoder(found.tokenizer)
-    return found
+    """Like `resolve_model`, but blocking. `stopped` ends a download."""
+    files = _locate_and_fetch(spec, progress, with_weights, stopped)
+    cancelled = stopped is not None and stopped.is_set()
+    if ensure_verified and not cancelled and cached_verification(files.tokenizer) is None:
+        progress("verifying the tokenizer's fast encoder", 0, 0)
+        verify_encoder(files.tokenizer)
+    return files
 
 
 def _locate_and_fetch(
     spec: str, progress: ProgressCallback, with_weights: bool, stopped: Event | None
 ) -> ModelFiles:
-    at = locate_model(spec)
-    if at.kind == "default":
-        path = at.path or default_model.fetch_default_model(
+    location = locate_model(spec)
+    if location.kind == "default":
+        path = location.path or default_model.fetch_default_model(
             default_model.DEFAULT_MODEL, progress, stopped
         )
     else:
-        path = at.path or hub.fetch_hub_model(at.name, with_weights)
-    make = _files_from_gguf if path.is_file() else _files_from_folder
-    return make(path, at.name, at.source)
+        path = location.path or hub.fetch_hub_model(location.name, with_weights)
+    read_files = _files_from_gguf if path.is_file() else _files_from_folder
+    return read_files(path, location.name, location.source)
 
 
 def _files_from_gguf(path: Path, name: str, source: str) -> ModelFiles:

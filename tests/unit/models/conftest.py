@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""Tiny models, written from the formats' descriptions and by hand."""
+"""Fixtures that write tiny models in GGUF and safetensors format."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ GENERATION = {"temperature": 0.2, "top_k": 7, "eos_token_id": [2, 0]}
 
 
 def alphabet() -> list[str]:
-    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
-    return [chr(n if n in kept else next(others)) for n in range(256)]
+    return [chr(n if n in printable else next(others)) for n in range(256)]
 
 
 def merges(words: list[str]) -> list[tuple[str, str]]:
-    """For every word the first way to make it of two others that exist."""
+    """Return for each word its first split into two other words."""
     known = set(words)
-    found = []
+    pairs = []
     for word in words:
         for cut in range(1, len(word)):
             if word[:cut] in known and word[cut:] in known:
-                found.append((word[:cut], word[cut:]))
+                pairs.append((word[:cut], word[cut:]))
                 break
-    return found
+    return pairs
 
 
 def vocabulary() -> list[str]:
@@ -92,7 +92,7 @@ def _gguf_value(value: Any) -> tuple[int, bytes]:
         return 6, struct.pack("<f", value)
     if isinstance(value, str):
         return 8, _gguf_string(value)
-    kinds, packed = zip(*(_gguf_value(one) for one in value), strict=True)
+    kinds, packed = zip(*(_gguf_value(item) for item in value), strict=True)
     return 9, struct.pack("<IQ", kinds[0], len(value)) + b"".join(packed)
 
 
@@ -104,7 +104,7 @@ def _gguf_string(text: str) -> bytes:
 def gguf_bytes(
     values: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]
 ) -> bytes:
-    """`tensors`: name -> (GGML type, shape with rows first, data)."""
+    """Return a GGUF file. `tensors`: name -> (GGML type, shape with rows first, data)."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
     for key, value in values.items():
         kind, packed = _gguf_value(value)
@@ -154,7 +154,7 @@ def hf_arrays() -> dict[str, np.ndarray]:
         "model.norm.weight": (32,),
     }
     for layer in range(2):
-        own = {
+        layer_shapes = {
             "input_layernorm": (32,),
             "post_attention_layernorm": (32,),
             "self_attn.q_proj": (32, 32),
@@ -165,7 +165,9 @@ def hf_arrays() -> dict[str, np.ndarray]:
             "mlp.up_proj": (64, 32),
             "mlp.down_proj": (32, 64),
         }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()
+        }
     return {
         name: chance.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
     }
@@ -185,7 +187,7 @@ _LAYER_NAMES = {
 
 
 def _permuted(array: np.ndarray, heads: int) -> np.ndarray:
-    """As llama.cpp's converter stores q and k."""
+    """Return rows of q or k in the order of llama.cpp's converter."""
     split = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(array.shape)
 
@@ -216,18 +218,18 @@ def gguf_model() -> tuple[dict[str, Any], dict[str, tuple[int, tuple[int, ...], 
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
             heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2}.get(rest)
-            kept = _permuted(array, heads) if heads else array
-            stored = f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+            data = _permuted(array, heads) if heads else array
+            gguf_name = f"blk.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
         else:
-            kept = array
-            stored = "token_embd.weight" if "embed" in name else "output_norm.weight"
-        tensors[stored] = (0, kept.shape, kept.tobytes())
+            data = array
+            gguf_name = "token_embd.weight" if "embed" in name else "output_norm.weight"
+        tensors[gguf_name] = (0, data.shape, data.tobytes())
     return values, tensors
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test sees or touches the user's cache."""
+    """Give every test an empty cache instead of the user's."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return cache / "dynamo"
@@ -242,7 +244,7 @@ def tokenizer_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def edited_tokenizer(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the tiny tokenizer with top-level parts replaced, and added tokens appended."""
+    """Writes the tiny tokenizer with replaced top-level parts and further added tokens."""
 
     def write(*extra: str, **parts: Any) -> Path:
         document = tokenizer_document() | parts
@@ -264,7 +266,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the tiny model as GGUF; arguments replace values (None: left out) and tensors."""
+    """Writes the tiny model as GGUF. Arguments replace values (None: omitted) and tensors."""
 
     def write(values: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
         own_values, own_tensors = gguf_model()
@@ -286,7 +288,7 @@ def write_safetensors() -> Callable[..., None]:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder without weights."""
+    """A Hugging Face folder without weights."""
     folder = tmp_path / "tiny-model"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_document()))

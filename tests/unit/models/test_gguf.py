@@ -1,3 +1,5 @@
+"""GGUF files: values, tensors and damaged files."""
+
 from pathlib import Path
 from random import Random
 
@@ -34,7 +36,7 @@ def read_all(path: Path) -> None:
             file.get(key)
 
 
-def test_a_file_cut_anywhere_is_refused(write_gguf, tmp_path):
+def test_truncated_files_are_refused(write_gguf, tmp_path):
     whole = write_gguf().read_bytes()
     chance = Random(1)
     cut = tmp_path / "cut.gguf"
@@ -44,46 +46,46 @@ def test_a_file_cut_anywhere_is_refused(write_gguf, tmp_path):
             read_all(cut)
 
 
-def test_a_damaged_head_never_raises_anything_else(write_gguf, tmp_path):
+def test_a_damaged_header_raises_only_model_unavailable(write_gguf, tmp_path):
     whole = write_gguf().read_bytes()
     chance = Random(2)
-    hurt = tmp_path / "hurt.gguf"
+    damaged = tmp_path / "damaged.gguf"
     for _ in range(300):
         raw = bytearray(whole)
         for _ in range(3):
             raw[chance.randrange(6000)] = chance.randrange(256)
-        hurt.write_bytes(raw)
+        damaged.write_bytes(raw)
         try:
-            read_all(hurt)
+            read_all(damaged)
         except ModelUnavailable:
             continue
 
 
 @pytest.mark.parametrize(
-    ("raw", "why"),
+    ("raw", "message"),
     [
         (b"no model at all, just text", "not a GGUF file"),
         (b"GGUF" + b"\x09\0\0\0" + b"\0" * 32, "version 9"),
     ],
 )
-def test_other_files_are_named(tmp_path, raw, why):
+def test_files_of_other_formats_are_refused(tmp_path, raw, message):
     path = tmp_path / "other.gguf"
     path.write_bytes(raw)
-    with pytest.raises(ModelUnavailable, match=why):
+    with pytest.raises(ModelUnavailable, match=message):
         GgufFile(path)
 
 
-def test_a_tensor_without_dimensions_has_no_blocks(write_gguf):
+def test_a_block_tensor_needs_dimensions(write_gguf):
     with pytest.raises(ModelUnavailable, match="t has shape"):
         GgufFile(write_gguf({}, {"t": (3, (), b"\0" * 20)}))
 
 
-def test_an_unsupported_type_is_named_when_opened(write_gguf):
+def test_an_unsupported_tensor_type_is_refused_at_open(write_gguf):
     path = write_gguf({}, {"t": (14, (1, 256), b"\0" * 210)})
     with pytest.raises(ModelUnavailable, match="Q6_K"):
         GgufFile(path)
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         GgufFile(tmp_path / "none.gguf")

@@ -1,4 +1,4 @@
-"""Against ggml's reference, written out value by value."""
+"""Dequantization, compared with ggml's reference value by value."""
 
 import struct
 from random import Random
@@ -39,36 +39,36 @@ def block(kind: int, chance: Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", sorted(REFERENCE))
-def test_blocks_give_the_reference_values(kind):
+def test_blocks_have_the_reference_values(kind):
     chance = Random(kind)
     blocks = [block(kind, chance) for _ in range(40)]
     expected = [REFERENCE[kind](raw, j) for raw in blocks for j in range(32)]
-    found = dequantize(kind, np.frombuffer(b"".join(blocks), np.uint8))
-    assert found.dtype == np.float32
-    assert np.array_equal(found, np.array(expected, np.float32))
+    result = dequantize(kind, np.frombuffer(b"".join(blocks), np.uint8))
+    assert result.dtype == np.float32
+    assert np.array_equal(result, np.array(expected, np.float32))
 
 
-def test_many_blocks_cross_the_chunks():
+def test_many_blocks_are_dequantized_in_chunks():
     raw = block(3, Random(0))
-    found = dequantize(3, np.frombuffer(raw * 40_000, np.uint8)).reshape(-1, 32)
-    assert (found == found[0]).all()
+    result = dequantize(3, np.frombuffer(raw * 40_000, np.uint8)).reshape(-1, 32)
+    assert (result == result[0]).all()
 
 
-def test_bfloat16():
+def test_bfloat16_is_widened():
     values = np.array([1.0, -2.5, 3e38, 0.0], np.float32)
     raw = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
-    found = dequantize(30, np.frombuffer(raw, np.uint8))
-    assert np.allclose(found, values, rtol=1e-2)
-    assert found[:2].tolist() == [1.0, -2.5]
+    result = dequantize(30, np.frombuffer(raw, np.uint8))
+    assert np.allclose(result, values, rtol=1e-2)
+    assert result[:2].tolist() == [1.0, -2.5]
 
 
 def test_the_result_is_a_copy():
     raw = bytearray(np.ones(4, np.float32).tobytes())
-    found = dequantize(0, np.frombuffer(raw, np.uint8))
+    result = dequantize(0, np.frombuffer(raw, np.uint8))
     raw[:] = bytes(16)
-    assert found.tolist() == [1.0] * 4
+    assert result.tolist() == [1.0] * 4
 
 
-def test_unsupported():
+def test_unsupported_types_are_refused():
     with pytest.raises(ModelUnavailable, match="Q4_K"):
         block_layout(12)

@@ -1,3 +1,5 @@
+"""Resolution of models from folders, files and the hub."""
+
 import asyncio
 import json
 
@@ -16,10 +18,10 @@ from dynamo.models.resolve import resolve_model, resolve_model_blocking
 
 
 async def test_a_folder_without_weights(model_folder):
-    found = await resolve_model(str(model_folder), ensure_verified=False)
+    files = await resolve_model(str(model_folder), ensure_verified=False)
     with pytest.raises(ModelUnavailable, match="no weights"):
-        found.open_weights()
-    card = found.build_card(created=5)
+        files.open_weights()
+    card = files.build_card(created=5)
     assert card.names == ("tiny-model",)
     assert card.name == "tiny-model"
     assert card.context_tokens == 256
@@ -31,27 +33,27 @@ async def test_a_folder_without_weights(model_folder):
     assert find_file(card.tokenizer) == model_folder / "tokenizer.json"
 
 
-async def test_settings_replace_what_the_model_says(model_folder):
-    found = await resolve_model(str(model_folder), ensure_verified=False)
-    card = found.build_card(names=("a", "b"), context_tokens=64, block_tokens=32)
+async def test_settings_override_the_metadata(model_folder):
+    files = await resolve_model(str(model_folder), ensure_verified=False)
+    card = files.build_card(names=("a", "b"), context_tokens=64, block_tokens=32)
     assert (card.names, card.context_tokens, card.block_tokens) == (("a", "b"), 64, 32)
 
 
 async def test_a_gguf_file(write_gguf):
     path = write_gguf()
-    found = await resolve_model(str(path), ensure_verified=False)
-    card = found.build_card()
+    files = await resolve_model(str(path), ensure_verified=False)
+    card = files.build_card()
     assert card.name == "tiny"
     assert card.context_tokens == 256
     assert card.eos_token_ids == (2,)
     assert card.bos_token == "<|im_start|>"
     assert "m.content" in card.chat_template
     assert card.tokenizer.name == "tokenizer.json"
-    with found.open_weights() as weights:
+    with files.open_weights() as weights:
         assert weights.config.vocab_size == card.vocab_size
 
 
-def test_a_model_says_how_long_its_answers_become(model_folder):
+def test_max_new_tokens_is_read_and_checked(model_folder):
     path = model_folder / "generation_config.json"
     path.write_text('{"max_new_tokens": 99}')
     assert resolve_model_blocking(
@@ -63,9 +65,9 @@ def test_a_model_says_how_long_its_answers_become(model_folder):
 
 
 @pytest.mark.parametrize("top_k", [20, 20.0])
-def test_a_model_s_sampling_keeps_its_kinds_on_every_wire(model_folder, top_k):
-    said = {"temperature": 1, "top_p": 0.8, "top_k": top_k, "min_p": None, "do_sample": True}
-    (model_folder / "generation_config.json").write_text(json.dumps(said))
+def test_sampling_defaults_keep_their_types_when_encoded(model_folder, top_k):
+    generation = {"temperature": 1, "top_p": 0.8, "top_k": top_k, "min_p": None, "do_sample": True}
+    (model_folder / "generation_config.json").write_text(json.dumps(generation))
     card = resolve_model_blocking(str(model_folder), ensure_verified=False).build_card()
     for _ in range(2):
         assert card.generation == {"temperature": 1.0, "top_p": 0.8, "top_k": 20}
@@ -77,7 +79,7 @@ def test_a_model_s_sampling_keeps_its_kinds_on_every_wire(model_folder, top_k):
         card = msgspec.json.decode(msgspec.json.encode(card), type=ModelCard)
 
 
-def test_a_gguf_file_that_says_nonsense_of_its_vocabulary(write_gguf):
+def test_a_wrong_vocabulary_size_in_gguf_is_ignored(write_gguf):
     card = resolve_model_blocking(
         str(write_gguf({"llama.vocab_size": "many"})), ensure_verified=False
     ).build_card()
@@ -86,11 +88,11 @@ def test_a_gguf_file_that_says_nonsense_of_its_vocabulary(write_gguf):
 
 async def test_a_folder_with_weights(model_folder, write_safetensors, arrays):
     write_safetensors(model_folder / SINGLE_FILE, arrays)
-    found = await resolve_model(str(model_folder), ensure_verified=False)
-    found.open_weights().close()
+    files = await resolve_model(str(model_folder), ensure_verified=False)
+    files.open_weights().close()
 
 
-def test_a_bare_tokenizer_is_enough(model_folder):
+def test_a_folder_needs_only_a_tokenizer(model_folder):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         (model_folder / name).unlink()
     (model_folder / "chat_template.jinja").write_text("from a file")
@@ -101,7 +103,7 @@ def test_a_bare_tokenizer_is_enough(model_folder):
     assert card.chat_template == "from a file"
 
 
-def test_named_templates(model_folder):
+def test_the_default_of_named_templates_is_used(model_folder):
     named = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
     (model_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert (
@@ -111,7 +113,7 @@ def test_named_templates(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "why"),
+    ("name", "content", "message"),
     [
         ("config.json", "{", "cannot be read"),
         ("config.json", '{"eos_token_id": "two", "max_position_embeddings": -1}', ""),
@@ -122,29 +124,29 @@ def test_named_templates(model_folder):
         ("chat_template.jinja", "\xff", "cannot be read"),
     ],
 )
-def test_odd_files(model_folder, name, content, why):
+def test_malformed_metadata_files(model_folder, name, content, message):
     (model_folder / name).write_text(content, encoding="latin-1")
-    if not why:
+    if not message:
         assert resolve_model_blocking(
             str(model_folder), ensure_verified=False
         ).build_card().context_tokens in {256, 4096}
         return
-    with pytest.raises(ModelUnavailable, match=why):
+    with pytest.raises(ModelUnavailable, match=message):
         resolve_model_blocking(str(model_folder), ensure_verified=False)
 
 
 @pytest.mark.parametrize("spec", ["./none", "/no/such/place", "~/none", "a/b/c", "none.gguf/x/y"])
-def test_paths_that_are_not_there(spec):
+def test_missing_paths_are_refused(spec):
     with pytest.raises(ModelUnavailable, match="no file or folder"):
         resolve_model_blocking(spec)
 
 
-def test_a_folder_that_is_no_model(tmp_path):
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelUnavailable, match="no tokenizer"):
         resolve_model_blocking(str(tmp_path))
 
 
-def test_hub_models_offline(monkeypatch, tmp_path):
+def test_the_hint_without_hub_names_local_models(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelUnavailable, match="hub") as caught:
@@ -152,30 +154,30 @@ def test_hub_models_offline(monkeypatch, tmp_path):
     assert "model folder" in caught.value.hint
 
 
-def test_hub_models_come_as_a_folder(monkeypatch, model_folder):
-    asked = []
+def test_hub_models_are_folders(monkeypatch, model_folder):
+    downloads = []
 
     def snapshot(name, **options):
-        asked.append((name, options["allow_patterns"]))
+        downloads.append((name, options["allow_patterns"]))
         return str(model_folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    found = resolve_model_blocking("someone/something", with_weights=False, ensure_verified=False)
-    assert found.build_card().name == "someone/something"
+    files = resolve_model_blocking("someone/something", with_weights=False, ensure_verified=False)
+    assert files.build_card().name == "someone/something"
     hub.fetch_hub_model("x", True)
-    assert asked == [
+    assert downloads == [
         ("someone/something", ["*.json", "*.jinja"]),
         ("x", ["*.json", "*.jinja", "*.safetensors"]),
     ]
 
 
-async def test_cancelling_stops_a_download(monkeypatch):
-    started, ended, seen = asyncio.Event(), asyncio.Event(), []
+async def test_cancellation_stops_a_download(monkeypatch):
+    started, ended, stops = asyncio.Event(), asyncio.Event(), []
     loop = asyncio.get_running_loop()
 
     def slow(spec, progress, with_weights, stopped):
         loop.call_soon_threadsafe(started.set)
-        seen.append(stopped.wait(30))
+        stops.append(stopped.wait(30))
         loop.call_soon_threadsafe(ended.set)
         raise ModelUnavailable("the download was stopped")
 
@@ -186,4 +188,4 @@ async def test_cancelling_stops_a_download(monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await task
     await ended.wait()
-    assert seen == [True]
+    assert stops == [True]

@@ -1,3 +1,5 @@
+"""Tokenizers, their verification, and their conversion from GGUF files."""
+
 import json
 import struct
 
@@ -47,13 +49,13 @@ def tokenizer(request, tokenizer_path):
 def test_ids_are_those_of_the_reference_library(tokenizer, tokenizer_path):
     library = tokenizers.Tokenizer.from_file(str(tokenizer_path))
     for text in TEXTS:
-        found = ids(tokenizer.encode(text))
-        assert found == library.encode(text, add_special_tokens=False).ids
-        assert tokenizer.decode(found) == library.decode(found, skip_special_tokens=False)
-        assert tokenizer.decode(found, skip_special=True) == library.decode(found)
+        encoded = ids(tokenizer.encode(text))
+        assert encoded == library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(encoded) == library.decode(encoded, skip_special_tokens=False)
+        assert tokenizer.decode(encoded, skip_special=True) == library.decode(encoded)
 
 
-def test_special_tokens_as_plain_text(tokenizer):
+def test_special_tokens_can_be_encoded_as_plain_text(tokenizer):
     text = "a<|im_end|>"
     assert 2 in ids(tokenizer.encode(text))
     plain = ids(tokenizer.encode(text, parse_special=False))
@@ -62,12 +64,12 @@ def test_special_tokens_as_plain_text(tokenizer):
     assert 2 in ids(tokenizer.encode(text))
 
 
-def test_half_a_surrogate_is_the_clients_mistake(tokenizer):
+def test_a_lone_surrogate_is_an_invalid_request(tokenizer):
     with pytest.raises(InvalidRequest, match="surrogate"):
         tokenizer.encode("a\ud800")
 
 
-def test_tables(tokenizer):
+def test_tables_have_bytes_texts_and_special_ids(tokenizer):
     table = tokenizer.token_bytes
     assert tokenizer.vocab_size == len(table)
     for number, raw in enumerate(table):
@@ -83,7 +85,7 @@ def test_tables(tokenizer):
     assert all(tokenizer.decode([n]) and "\ufffd" not in tokenizer.decode([n]) for n in allowed)
 
 
-def test_readable_ids_need_no_encoder(tokenizer, tokenizer_path):
+def test_text_token_ids_are_read_without_an_encoder(tokenizer, tokenizer_path):
     assert read_text_token_ids(tokenizer_path) == tokenizer.text_token_ids
     assert read_text_token_ids(file_ref(tokenizer_path)) == tokenizer.text_token_ids
 
@@ -91,29 +93,29 @@ def test_readable_ids_need_no_encoder(tokenizer, tokenizer_path):
 def test_the_stream_decoder_never_splits_a_character(tokenizer):
     text = "hello 中é👍 the end"
     stream = tokenizer.stream_decoder()
-    parts = [stream.step(one) for one in ids(tokenizer.encode(text))]
+    parts = [stream.step(token) for token in ids(tokenizer.encode(text))]
     assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts)
     assert tokenizer.stream_decoder().step(2) == ""
     cut = tokenizer.stream_decoder()
-    for one in ids(tokenizer.encode("a👍"))[:-1]:
-        cut.step(one)
+    for token in ids(tokenizer.encode("a👍"))[:-1]:
+        cut.step(token)
     assert cut.flush() == "\ufffd"
 
 
-def test_a_frame_is_added_when_asked(edited_tokenizer):
+def test_special_tokens_are_added_on_request(edited_tokenizer):
     special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}
     token, text = (
         {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
         {"Sequence": {"id": "A", "type_id": 0}},
     )
-    frame = {
+    post_processor = {
         "type": "TemplateProcessing",
         "single": [token, text],
         "pair": [token, text],
         "special_tokens": special,
     }
-    path = edited_tokenizer(post_processor=frame)
+    path = edited_tokenizer(post_processor=post_processor)
     for kind in (ReferenceEncoder, FastEncoder):
         tokenizer = Tokenizer(kind(path), read_tokenizer_file(path))
         bare = ids(tokenizer.encode("hello"))
@@ -131,7 +133,7 @@ def test_other_decoders_have_no_byte_table(edited_tokenizer):
     assert not tokenizer.special_ids & set(tokenizer.text_token_ids)
 
 
-def test_what_may_be_cut(edited_tokenizer):
+def test_tokenizers_whose_texts_can_be_split(edited_tokenizer):
     level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -153,45 +155,45 @@ def test_what_may_be_cut(edited_tokenizer):
     assert not allowed(added_tokens=[stripping])
 
 
-async def test_without_a_proof_the_reference_encodes(tokenizer_path):
+async def test_an_unverified_tokenizer_uses_the_reference(tokenizer_path):
     tokenizer = await load_tokenizer(file_ref(tokenizer_path))
     assert tokenizer.encoder_name == "tokenizers"
     assert not tokenizer.can_split
 
 
-async def test_the_proof_is_made_once_and_remembered(tokenizer_path, monkeypatch):
+async def test_verification_runs_once_and_is_stored(tokenizer_path, monkeypatch):
     ref = file_ref(tokenizer_path)
     assert cached_verification(ref) is None
     tokenizer = await load_tokenizer(ref, ensure_verified=True)
-    found = cached_verification(ref)
-    assert found is not None
-    assert found.equal
-    assert found.cuts
-    assert found.texts > 2000
+    result = cached_verification(ref)
+    assert result is not None
+    assert result.equal
+    assert result.cuts
+    assert result.texts > 2000
     assert tokenizer.encoder_name == "fastokens"
     assert tokenizer.can_split
     monkeypatch.setattr(encoders.sys, "executable", "/nowhere")
-    assert verify_encoder(ref) == found
+    assert verify_encoder(ref) == result
     assert load_tokenizer_blocking(tokenizer_path).encoder_name == "fastokens"
 
 
 def test_an_encoder_that_differs_is_not_used(edited_tokenizer, monkeypatch):
-    # the libraries number added tokens differently when one of them is already a word
+    # the libraries assign different ids if an added token is already a word
     path = edited_tokenizer("Ġthe", "<|more|>")
     monkeypatch.setattr(
         verification, "verification_texts", lambda *_: iter(["a<|more|>b", "hello world"])
     )
-    found = verification.compare_encoders(path)
-    assert not found.equal
-    assert "<|more|>" in found.why
-    assert isinstance(encoders.fastest_encoder(path, found), ReferenceEncoder)
+    result = verification.compare_encoders(path)
+    assert not result.equal
+    assert "<|more|>" in result.why
+    assert isinstance(encoders.fastest_encoder(path, result), ReferenceEncoder)
     assert isinstance(encoders.fastest_encoder(path, None), ReferenceEncoder)
 
 
-def test_where_the_fast_library_has_a_limit_the_reference_encodes(tokenizer_path, monkeypatch):
+def test_the_reference_encodes_beyond_the_limits_of_the_fast_encoder(tokenizer_path, monkeypatch):
     document = json.loads(tokenizer_path.read_text())
     vocab = document["model"]["vocab"]
-    vocab["unused"] = vocab.pop("Ć")  # the byte 6: fastokens raises, the reference drops it
+    vocab["unused"] = vocab.pop("Ć")  # byte 6: fastokens raises, the reference drops it
     document["pre_tokenizer"] = document["pre_tokenizer"]["pretokenizers"][1]
     tokenizer_path.write_text(json.dumps(document))
     fast, reference = FastEncoder(tokenizer_path), ReferenceEncoder(tokenizer_path)
@@ -202,7 +204,7 @@ def test_where_the_fast_library_has_a_limit_the_reference_encodes(tokenizer_path
     assert not verification.compare_encoders(tokenizer_path).equal
 
 
-def test_a_cut_that_matters_is_found(tokenizer_path, monkeypatch):
+def test_verification_detects_splits_that_change_ids(tokenizer_path, monkeypatch):
     monkeypatch.setattr(verification, "verification_texts", lambda *_: iter(["the world " * 50]))
     assert verification.compare_encoders(tokenizer_path).cuts
     document = json.loads(tokenizer_path.read_text())
@@ -214,11 +216,11 @@ def test_a_cut_that_matters_is_found(tokenizer_path, monkeypatch):
     assert not verification.compare_encoders(tokenizer_path).cuts
 
 
-def test_a_proof_that_fails_is_no_proof(tmp_path, tokenizer_path, monkeypatch):
+def test_a_failed_verification_is_not_stored(tmp_path, tokenizer_path, monkeypatch):
     ref = file_ref(tokenizer_path)
     monkeypatch.setattr(encoders.sys, "executable", "/bin/false")
     assert verify_encoder(ref) == EncoderVerification(
-        equal=False, cuts=False, why="the proof ended with 1"
+        equal=False, cuts=False, why="the verification ended with 1"
     )
     assert cached_verification(ref) is None
     tokenizer_path.unlink()
@@ -226,16 +228,16 @@ def test_a_proof_that_fails_is_no_proof(tmp_path, tokenizer_path, monkeypatch):
         verify_encoder(ref)
 
 
-def test_the_proof_as_a_command(tokenizer_path, tmp_path, monkeypatch):
+def test_verification_as_a_command(tokenizer_path, tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "verification_texts", lambda *_: iter(TEXTS))
     monkeypatch.setattr(verification.os, "nice", lambda _: 0)
-    target = tmp_path / "verdict.json"
+    target = tmp_path / "verification.json"
     assert verification.main(str(tokenizer_path), str(target)) == 0
     assert json.loads(target.read_text())["equal"]
     assert verification.main(str(tmp_path / "none.json"), str(target)) == 1
 
 
-def test_gguf_vocabularies_become_the_same_tokenizer(write_gguf, tokenizer_path):
+def test_a_gguf_vocabulary_gives_the_same_tokenizer(write_gguf, tokenizer_path):
     with GgufFile(write_gguf()) as file:
         path = converted_tokenizer_json(file)
         assert converted_tokenizer_json(file) == path
@@ -248,7 +250,7 @@ def test_gguf_vocabularies_become_the_same_tokenizer(write_gguf, tokenizer_path)
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
-def test_gguf_pre_tokenizers(write_gguf, tmp_path, pre):
+def test_gguf_pre_tokenizers_are_converted(write_gguf, tmp_path, pre):
     path = tmp_path / "tokenizer.json"
     with GgufFile(write_gguf({"tokenizer.ggml.pre": pre})) as file:
         path.write_bytes(convert_tokenizer(file))
@@ -263,25 +265,25 @@ def test_gguf_pre_tokenizers(write_gguf, tmp_path, pre):
 
 
 @pytest.mark.parametrize(
-    ("values", "why"),
+    ("values", "message"),
     [
         ({"tokenizer.ggml.pre": "poro-chat"}, "'poro-chat'"),
         ({"tokenizer.ggml.model": "llama"}, "'llama'"),
         ({"tokenizer.ggml.tokens": None}, "incomplete"),
         ({"tokenizer.ggml.token_type": [1]}, "incomplete"),
-        ({"tokenizer.ggml.merges": 5}, "no array"),
+        ({"tokenizer.ggml.merges": 5}, "not an array"),
     ],
 )
-def test_other_gguf_vocabularies_are_refused(write_gguf, values, why):
-    with GgufFile(write_gguf(values)) as file, pytest.raises(ModelUnavailable, match=why):
+def test_other_gguf_vocabularies_are_refused(write_gguf, values, message):
+    with GgufFile(write_gguf(values)) as file, pytest.raises(ModelUnavailable, match=message):
         convert_tokenizer(file)
 
 
-def test_files_that_are_no_tokenizer(tmp_path):
+def test_invalid_tokenizer_files_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("[]")
     with pytest.raises(ModelUnavailable, match="not a tokenizer"):
         load_tokenizer_blocking(path)
-    path.write_text('{"model": {"type": "Unheard", "vocab": {}}}')
+    path.write_text('{"model": {"type": "Unknown", "vocab": {}}}')
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         load_tokenizer_blocking(path)

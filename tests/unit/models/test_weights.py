@@ -1,3 +1,5 @@
+"""Weights of GGUF files and safetensors folders, and refused checkpoints."""
+
 import json
 import math
 
@@ -24,7 +26,7 @@ def test_gguf_and_safetensors_hold_the_same_model(
         assert a.rope_divisors().tolist() == [1.0] * 4
 
 
-def test_sharded_half_precision(model_folder, write_safetensors, arrays):
+def test_sharded_bfloat16_weights_are_read(model_folder, write_safetensors, arrays):
     names = sorted(arrays)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, own in shards.items():
@@ -39,14 +41,14 @@ def test_sharded_half_precision(model_folder, write_safetensors, arrays):
         open_weights(model_folder)
 
 
-def test_a_folder_without_weights_says_what_needs_none(model_folder):
+def test_the_hint_names_engines_without_weights(model_folder):
     with pytest.raises(ModelUnavailable, match="no weights") as caught:
         open_weights(model_folder)
     assert "mock" in caught.value.hint
 
 
 @pytest.mark.parametrize("size", [0, 5, 8, 60, 3000])
-def test_damaged_safetensors(model_folder, write_safetensors, arrays, size):
+def test_truncated_safetensors_are_refused(model_folder, write_safetensors, arrays, size):
     path = model_folder / SINGLE_FILE
     write_safetensors(path, arrays)
     path.write_bytes(path.read_bytes()[:size])
@@ -63,14 +65,14 @@ def test_damaged_safetensors(model_folder, write_safetensors, arrays, size):
         {"dtype": "F32"},
     ],
 )
-def test_lies_in_a_safetensors_header(model_folder, entry):
+def test_a_wrong_safetensors_header_is_refused(model_folder, entry):
     head = json.dumps({"x": entry}).encode()
     (model_folder / SINGLE_FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(16))
     with pytest.raises(ModelUnavailable, match="damaged"):
         SafetensorsFolder(model_folder)
 
 
-def test_other_types_of_numbers_are_refused_when_asked_for(model_folder):
+def test_unsupported_number_types_are_refused_on_access(model_folder):
     entry = {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}
     head = json.dumps({"x": entry}).encode()
     (model_folder / SINGLE_FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
@@ -78,7 +80,7 @@ def test_other_types_of_numbers_are_refused_when_asked_for(model_folder):
         files.tensor("x")
 
 
-def test_architectures_are_named(write_gguf, model_folder, write_safetensors, arrays):
+def test_unsupported_architectures_are_named(write_gguf, model_folder, write_safetensors, arrays):
     with pytest.raises(ModelUnavailable, match="'mamba'"):
         open_weights(write_gguf({"general.architecture": "mamba"}))
     write_safetensors(model_folder / SINGLE_FILE, arrays)
@@ -87,7 +89,9 @@ def test_architectures_are_named(write_gguf, model_folder, write_safetensors, ar
         open_weights(model_folder)
 
 
-def test_a_config_that_lacks_fields(write_gguf, model_folder, write_safetensors, arrays):
+def test_a_config_without_required_fields_is_refused(
+    write_gguf, model_folder, write_safetensors, arrays
+):
     with pytest.raises(ModelUnavailable, match="num_layers"):
         open_weights(write_gguf({"llama.block_count": None}))
     write_safetensors(model_folder / SINGLE_FILE, arrays)
@@ -102,7 +106,7 @@ def change(folder, **fields):
 
 
 def test_llama3_rope_scaling(model_folder, write_safetensors, arrays):
-    """Against the formula in transformers' `_compute_llama3_parameters`, one frequency at a time."""
+    """Divisors equal the formula in transformers' `_compute_llama3_parameters`."""
     write_safetensors(model_folder / SINGLE_FILE, arrays)
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -123,10 +127,10 @@ def test_llama3_rope_scaling(model_folder, write_safetensors, arrays):
         expected.append(frequency / scaled)
     with open_weights(model_folder) as weights:
         assert weights.rope_divisors() == pytest.approx(expected)
-    assert len({round(one, 3) for one in expected}) > 2
+    assert len({round(divisor, 3) for divisor in expected}) > 2
 
 
-def test_other_rope_scaling(model_folder, write_safetensors, arrays, write_gguf):
+def test_linear_rope_scaling_and_refused_kinds(model_folder, write_safetensors, arrays, write_gguf):
     write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, rope_scaling={"type": "linear", "factor": 2.0})
     with open_weights(model_folder) as weights:
@@ -139,8 +143,8 @@ def test_other_rope_scaling(model_folder, write_safetensors, arrays, write_gguf)
         assert weights.rope_divisors().tolist() == [4.0] * 4
 
 
-def test_tensors_of_another_shape_are_refused(write_gguf, model_folder, write_safetensors, arrays):
-    for part, hurt in (
+def test_tensors_of_wrong_shape_are_refused(write_gguf, model_folder, write_safetensors, arrays):
+    for part, shape in (
         ("model.layers.0.self_attn.q_proj", (31, 32)),
         ("model.layers.1.self_attn.k_proj", (32, 32)),
         ("model.layers.1.mlp.down_proj", (64, 32)),
@@ -148,11 +152,11 @@ def test_tensors_of_another_shape_are_refused(write_gguf, model_folder, write_sa
         ("model.norm", (1,)),
     ):
         name = f"{part}.weight"
-        write_safetensors(model_folder / SINGLE_FILE, arrays | {name: np.zeros(hurt, np.float32)})
+        write_safetensors(model_folder / SINGLE_FILE, arrays | {name: np.zeros(shape, np.float32)})
         with open_weights(model_folder) as weights, pytest.raises(ModelUnavailable) as caught:
             weights.tensor(name)
         assert name in caught.value.message
-        assert str(hurt) in caught.value.message
+        assert str(shape) in caught.value.message
     path = write_gguf({"llama.attention.head_count_kv": 1})
     with open_weights(path) as weights, pytest.raises(ModelUnavailable, match="k_proj"):
         weights.tensor("model.layers.0.self_attn.k_proj.weight")
@@ -168,31 +172,31 @@ def test_tensors_of_another_shape_are_refused(write_gguf, model_folder, write_sa
         weights.rope_divisors()
 
 
-def test_what_would_be_computed_wrongly_is_refused(
+def test_unsupported_model_features_are_refused(
     write_gguf, model_folder, write_safetensors, arrays
 ):
-    """Biases, other activations, heads that are rotated in part: silence would give nonsense."""
+    """Biases, other activations and partial rotary embeddings would give wrong tokens."""
     bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
     write_safetensors(model_folder / SINGLE_FILE, arrays | bias)
     with pytest.raises(ModelUnavailable, match=r"q_proj\.bias"):
         open_weights(model_folder)
     with pytest.raises(ModelUnavailable, match=r"attn_q\.bias"):
         open_weights(write_gguf({}, {"blk.0.attn_q.bias": (0, (32,), bytes(128))}))
-    with pytest.raises(ModelUnavailable, match="part of each head"):
+    with pytest.raises(ModelUnavailable, match="partial rotary"):
         open_weights(write_gguf({"llama.rope.dimension_count": 4}))
     write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, hidden_act="gelu")
     with pytest.raises(ModelUnavailable, match="gelu"):
         open_weights(model_folder)
     change(model_folder, hidden_act="silu", rope_parameters={"partial_rotary_factor": 0.5})
-    with pytest.raises(ModelUnavailable, match="part of each head"):
+    with pytest.raises(ModelUnavailable, match="partial rotary"):
         open_weights(model_folder)
     change(model_folder, rope_parameters="x")
     with pytest.raises(ModelUnavailable, match="rope"):
         open_weights(model_folder)
 
 
-def test_an_output_matrix_that_is_promised_must_be_there(model_folder, write_safetensors, arrays):
+def test_an_untied_model_needs_its_output_matrix(model_folder, write_safetensors, arrays):
     write_safetensors(model_folder / SINGLE_FILE, arrays)
     change(model_folder, tie_word_embeddings=None)
     with open_weights(model_folder) as weights:

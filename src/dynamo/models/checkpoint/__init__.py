@@ -1,1 +1,1 @@
-"""Checkpoint."""
+"""Readers of checkpoints: GGUF and safetensors files as float32 arrays."""

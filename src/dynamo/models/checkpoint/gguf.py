@@ -1,7 +1,7 @@
-"""Reads GGUF files: metadata and tensors out of one mapped file, on demand.
+"""Reader of GGUF files. Metadata and tensors are decoded on demand from a memory map.
 
-Source: the GGUF specification (versions 2 and 3, little-endian). Every size and offset is checked
-against the file before it is used; a broken file raises ModelUnavailable, never anything else.
+Source: the GGUF specification, versions 2 and 3, little-endian. Every size and offset is checked
+before use, so a damaged file always raises `ModelUnavailable`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAGIC = b"GGUF"
 _U32, _U64 = Struct("<I"), Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
-    code: Struct("<" + form)
-    for code, form in {
+    code: Struct("<" + letter)
+    for code, letter in {
         0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
     }.items()
 }  # fmt: skip
@@ -34,7 +34,7 @@ _PARSE_ERRORS = (struct.error, UnicodeDecodeError, OverflowError)
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies. `shape`: rows first (NumPy's order); `start`: offset in the file."""
+    """Place of a tensor. `shape` has NumPy's order; `start` is its offset in the file."""
 
     shape: tuple[int, ...]
     kind: int
@@ -43,7 +43,7 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile:
-    """One mapped GGUF file. Values are decoded when asked for; `close` unmaps."""
+    """A memory-mapped GGUF file. Metadata values are decoded on demand."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,11 +62,11 @@ class GgufFile:
         self.close()
 
     def close(self) -> None:
-        """Unmap (arrays that were handed out stay valid: they are copies)."""
+        """Unmap the file. Returned arrays stay valid, since they are copies."""
         self._map.close()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value (arrays as lists), or `default`."""
+        """Return a metadata value (arrays as lists), or `default`."""
         read = self._value_readers.get(key)
         if read is None:
             return default
@@ -76,24 +76,26 @@ class GgufFile:
             raise self._damaged_error(f"{key}: {error}") from error
 
     def get_list(self, key: str, kind: type[T]) -> list[T]:
-        """An array of values of one Python type; empty when it is not there. Raises
-        ModelUnavailable when it is something else."""
-        found = self.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
-            raise self._damaged_error(f"{key} is no array of {kind.__name__}")
-        return found
+        """Return an array of values of one type, or an empty list.
+
+        Raises `ModelUnavailable` if the value has another type.
+        """
+        values = self.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise self._damaged_error(f"{key} is not an array of {kind.__name__}")
+        return values
 
     def metadata_bytes(self) -> bytes:
-        """The metadata as stored: equal bytes mean an equal tokenizer and configuration."""
+        """Return the stored metadata. Equal bytes mean an equal tokenizer and configuration."""
         return self._map[: self._metadata_end]
 
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A tensor as float32, in its own memory. Raises ModelUnavailable when absent."""
+        """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 
         info = self.tensors.get(name)
         if info is None:
-            raise ModelUnavailable(f"{self.path.name} holds no tensor {name}")
+            raise ModelUnavailable(f"{self.path.name} has no tensor {name}")
         raw = np.frombuffer(self._map, np.uint8, info.size_bytes, info.start)
         return dequantize(info.kind, raw).reshape(info.shape)
 
@@ -119,22 +121,22 @@ class GgufFile:
         return self._skip(kind, start)
 
     def _read_tensors(self, count: int, at: int) -> Iterator[tuple[str, TensorInfo]]:
-        found: list[tuple[str, tuple[int, ...], int, int]] = []
+        entries: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
             name, at = self._read_string(at)
             (dims,) = _U32.unpack_from(self._map, at)
             if dims > _MAX_DIMS:
                 raise self._damaged_error(f"{name} has {dims} dimensions")
             fields = Struct(f"<{dims}QIQ")
-            *dims_found, kind, offset = fields.unpack_from(self._map, at + 4)
+            *shape, kind, offset = fields.unpack_from(self._map, at + 4)
             at += 4 + fields.size
-            found.append((name, tuple(reversed(dims_found)), kind, offset))
+            entries.append((name, tuple(reversed(shape)), kind, offset))
         align = self.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise self._damaged_error(f"alignment {align}")
         data = -(-at // align) * align
-        for name, shape, kind, offset in found:
-            yield name, self._tensor_info(name, shape, kind, data + offset)
+        for name, dimensions, kind, offset in entries:
+            yield name, self._tensor_info(name, dimensions, kind, data + offset)
 
     def _tensor_info(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> TensorInfo:
         per_block, block_bytes = block_layout(kind)
@@ -152,8 +154,8 @@ class GgufFile:
         if kind == _STRING:
             return self._read_string(at)
         if kind != _ARRAY:
-            form = self._scalar_format(kind)
-            return form.unpack_from(self._map, at)[0], at + form.size
+            scalar = self._scalar_format(kind)
+            return scalar.unpack_from(self._map, at)[0], at + scalar.size
         inner, count, at = self._read_array_header(at, depth)
         if inner in _SCALARS:
             fields = Struct(f"<{count}{_SCALARS[inner].format[1:]}")
@@ -173,9 +175,9 @@ class GgufFile:
         if inner in _SCALARS:
             return self._check_offset(at + count * _SCALARS[inner].size)
         if inner == _STRING:
-            length_at, data = _U64.unpack_from, self._map
+            read_length, data = _U64.unpack_from, self._map
             for _ in range(count):
-                at += 8 + length_at(data, at)[0]
+                at += 8 + read_length(data, at)[0]
             return self._check_offset(at)
         for _ in range(count):
             at = self._skip(inner, at, depth + 1)
@@ -194,10 +196,10 @@ class GgufFile:
         return self._map[at + 8 : end].decode(), end
 
     def _scalar_format(self, kind: int) -> Struct:
-        form = _SCALARS.get(kind)
-        if form is None:
+        scalar = _SCALARS.get(kind)
+        if scalar is None:
             raise self._damaged_error(f"value of unknown type {kind}")
-        return form
+        return scalar
 
     def _check_offset(self, at: int) -> int:
         if at > self._size_bytes:
@@ -206,7 +208,7 @@ class GgufFile:
 
     def _check_count(self, count: int, at: int) -> int:
         if count > self._size_bytes - at:
-            raise self._damaged_error(f"it claims {count} entries")
+            raise self._damaged_error(f"{count} entries are claimed")
         return count
 
     def _damaged_error(self, what: str) -> ModelUnavailable:
@@ -218,5 +220,5 @@ def _map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as source:
             return mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ModelUnavailable(f"{path} cannot be read: {why}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelUnavailable(f"{path} cannot be read: {reason}") from error

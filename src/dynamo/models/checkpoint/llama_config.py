@@ -1,4 +1,4 @@
-"""The shape of a Llama-like model, as a GGUF file's metadata or a config.json tells it."""
+"""Configuration of Llama-like models, read from a GGUF file or a config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
-    """How rotary frequencies are stretched."""
+    """Scaling of rotary frequencies for long contexts."""
 
     kind: Literal["linear", "llama3"]
     factor: _Positive
@@ -35,7 +35,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
 
 class LlamaConfig(msgspec.Struct, frozen=True):
-    """The shape of a Llama-like model. `tied`: the output matrix is the embedding."""
+    """Dimensions of a Llama-like model. `tied`: the output matrix is the embedding matrix."""
 
     hidden_size: _Count
     intermediate_size: _Count
@@ -52,7 +52,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
 
 
 def tensor_shape(name: str, config: LlamaConfig) -> tuple[int, ...]:
-    """What shape a tensor of that Hugging Face name has; empty for an unknown one."""
+    """Return the shape of the tensor with this Hugging Face name; () if it is unknown."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -74,13 +74,13 @@ def tensor_shape(name: str, config: LlamaConfig) -> tuple[int, ...]:
 
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
-    """The shape that a GGUF file's metadata tells."""
+    """Read the configuration from a GGUF file's metadata. Raises `ModelUnavailable`."""
     kind = file.get("general.architecture", "")
     _check_architecture(kind, _GGUF_ARCHITECTURES)
     heads = file.get(f"{kind}.attention.head_count")
     embedding = file.tensors.get("token_embd.weight")
     scaling = file.get(f"{kind}.rope.scaling.type", "none")
-    found = {
+    values = {
         "hidden_size": file.get(f"{kind}.embedding_length"),
         "intermediate_size": file.get(f"{kind}.feed_forward_length"),
         "num_layers": file.get(f"{kind}.block_count"),
@@ -95,72 +95,78 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
     }
     if scaling != "none":
         factor = file.get(f"{kind}.rope.scaling.factor")
-        found["rope_scaling"] = {"kind": scaling, "factor": factor}
-    config = _build_config(found, file.path)
+        values["rope_scaling"] = {"kind": scaling, "factor": factor}
+    config = _build_config(values, file.path)
     if file.get(f"{kind}.rope.dimension_count", config.head_dim) != config.head_dim:
         raise _partial_rotary_error()
     return config
 
 
 def config_from_json(path: Path, has_output: bool) -> LlamaConfig:
-    """The shape that a Hugging Face config.json tells."""
+    """Read a Hugging Face config.json. Raises `ModelUnavailable`.
+
+    `has_output`: the checkpoint has an output matrix, which decides `tied` if the file does not.
+    """
     try:
-        said = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ModelUnavailable(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelUnavailable(f"{path} is not valid JSON: {error}") from error
-    _check_architecture(said.get("model_type", ""), _HF_ARCHITECTURES)
-    if said.get("sliding_window"):
+    _check_architecture(raw.get("model_type", ""), _HF_ARCHITECTURES)
+    if raw.get("sliding_window"):
         raise ModelUnavailable("sliding-window attention is not supported")
-    if said.get("hidden_act", "silu") not in _ACTIVATIONS:
-        raise ModelUnavailable(f"the activation {said['hidden_act']!r} is not supported")
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    if raw.get("hidden_act", "silu") not in _ACTIVATIONS:
+        raise ModelUnavailable(f"the activation {raw['hidden_act']!r} is not supported")
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ModelUnavailable(f"{path.name} does not describe a usable model: rope {rope!r}")
-    if rope.get("partial_rotary_factor", said.get("partial_rotary_factor", 1)) != 1:
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) != 1:
         raise _partial_rotary_error()
-    tied = said.get("tie_word_embeddings")
-    heads = said.get("num_attention_heads")
-    found = {
-        "hidden_size": said.get("hidden_size"),
-        "intermediate_size": said.get("intermediate_size"),
-        "num_layers": said.get("num_hidden_layers"),
+    tied = raw.get("tie_word_embeddings")
+    heads = raw.get("num_attention_heads")
+    values = {
+        "hidden_size": raw.get("hidden_size"),
+        "intermediate_size": raw.get("intermediate_size"),
+        "num_layers": raw.get("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": said.get("num_key_value_heads") or heads,
-        "head_dim": said.get("head_dim"),
-        "vocab_size": said.get("vocab_size"),
-        "context_tokens": said.get("max_position_embeddings", 2048),
-        "norm_eps": said.get("rms_norm_eps", 1e-6),
-        "rope_theta": said.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim"),
+        "vocab_size": raw.get("vocab_size"),
+        "context_tokens": raw.get("max_position_embeddings", 2048),
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "rope_theta": raw.get("rope_theta") or rope.get("rope_theta") or 10000.0,
         "rope_scaling": _parse_rope_scaling(rope),
         "tied": not has_output if tied is None else tied,
     }
-    return _build_config(found, path)
+    return _build_config(values, path)
 
 
-def _build_config(found: dict[str, Any], path: Path) -> LlamaConfig:
-    hidden, heads = found["hidden_size"], found["num_heads"]
-    if found["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
-        found["head_dim"] = hidden // heads
+def _build_config(values: dict[str, Any], path: Path) -> LlamaConfig:
+    hidden, heads = values["hidden_size"], values["num_heads"]
+    if values["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        values["head_dim"] = hidden // heads
     try:
-        config = msgspec.convert(found, LlamaConfig)
+        config = msgspec.convert(values, LlamaConfig)
     except msgspec.ValidationError as error:
         raise ModelUnavailable(f"{path.name} does not describe a usable model: {error}") from error
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise ModelUnavailable(f"{path.name} has heads that do not divide")
+        raise ModelUnavailable(
+            f"{path.name}: {config.num_heads} heads do not divide into {config.num_kv_heads} "
+            f"KV heads, or head size {config.head_dim} is odd"
+        )
     return config
 
 
 def _partial_rotary_error() -> ModelUnavailable:
-    return ModelUnavailable("rotary embeddings of a part of each head are not supported")
+    return ModelUnavailable("partial rotary embeddings are not supported")
 
 
 def _check_architecture(kind: Any, known: tuple[str, ...]) -> None:
     if kind not in known:
         raise ModelUnavailable(
-            f"the native engine does not know the architecture {kind or '(none)'!r}",
-            hint=f"it knows {', '.join(known)}; other models run on the mock engine",
+            f"the native engine does not support the architecture {kind or '(none)'!r}",
+            hint=f"supported: {', '.join(known)}; other models run on the mock engine",
         )
 
 
@@ -169,13 +175,14 @@ def _parse_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "default":
         return None
     names = ("factor", "low_freq_factor", "high_freq_factor")
-    found = {"kind": kind} | {name: rope[name] for name in names if name in rope}
+    scaling = {"kind": kind} | {name: rope[name] for name in names if name in rope}
     if "original_max_position_embeddings" in rope:
-        found["original_context"] = rope["original_max_position_embeddings"]
-    return found
+        scaling["original_context"] = rope["original_max_position_embeddings"]
+    return scaling
 
 
 def rope_divisors(config: LlamaConfig) -> Floats:
+    """Return the divisors of the rotary frequencies, [head_dim / 2] float32."""
     import numpy as np
 
     half, scaling = config.head_dim // 2, config.rope_scaling
@@ -187,5 +194,5 @@ def rope_divisors(config: LlamaConfig) -> Floats:
     wavelengths = 2 * math.pi * config.rope_theta**exponents
     turns = scaling.original_context / wavelengths
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: keep, 0: divide by the factor
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: unscaled, 0: divided by the factor
     return (1.0 / ((1.0 - blend) / scaling.factor + blend)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""GGML block formats to float32, vectorised. Source: ggml's `ggml-quants` reference layouts."""
+"""Dequantization of GGML block formats to float32. Source: the layouts in ggml's `ggml-quants`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK_BLOCKS = 1 << 15
 
 
 def block_layout(kind: int) -> tuple[int, int]:
-    """(values in a block, bytes of a block). Raises ModelUnavailable for an unsupported type."""
+    """Return (values, bytes) of a block. Raises `ModelUnavailable` for an unsupported type."""
     layout = _BLOCK_LAYOUTS.get(kind)
     if layout is None:
         raise ModelUnavailable(
@@ -41,7 +41,7 @@ def block_layout(kind: int) -> tuple[int, int]:
 
 
 def dequantize(kind: int, raw: Bytes) -> Floats:
-    """`raw`: whole blocks of a type that `block_layout` knows -> float32, flat, a copy."""
+    """Dequantize whole blocks to a new flat float32 array. `kind` must pass `block_layout`."""
     import numpy as np
 
     per_block, block_bytes = block_layout(kind)
@@ -53,14 +53,14 @@ def dequantize(kind: int, raw: Bytes) -> Floats:
         return widen_bf16(raw)
     blocks = raw.reshape(-1, block_bytes)
     out = np.empty((len(blocks), per_block), np.float32)
-    for start in range(0, len(blocks), _CHUNK_BLOCKS):  # chunks that stay in the cache
-        part = slice(start, start + _CHUNK_BLOCKS)
-        _DEQUANTIZERS[kind](blocks[part], out[part])
+    for start in range(0, len(blocks), _CHUNK_BLOCKS):  # chunks that fit the CPU cache
+        chunk = slice(start, start + _CHUNK_BLOCKS)
+        _DEQUANTIZERS[kind](blocks[chunk], out[chunk])
     return out.reshape(-1)
 
 
 def widen_bf16(raw: Bytes) -> Floats:
-    """Packed bfloat16 -> float32: the upper half of the bits."""
+    """Convert packed bfloat16, the upper halves of float32 values, to float32."""
     import numpy as np
 
     wide = raw.view("<u2").astype(np.uint32)
@@ -115,7 +115,7 @@ def _dequantize_q5_1(blocks: Bytes, out: Floats) -> None:
 
 
 def _unpack_nibbles(packed: Bytes, out: Floats) -> None:
-    """The low halves are a block's first 16 values, the high halves its last 16."""
+    """Unpack nibbles: the low ones are a block's first 16 values, the high ones its last 16."""
     out[:, :16] = packed & 0x0F
     out[:, 16:] = packed >> 4
 

@@ -1,6 +1,6 @@
-"""Reads safetensors files, one or sharded with an index. Source: the format's README.
+"""Reader of safetensors folders, with a single file or shards. Source: the format's README.
 
-A file is 8 bytes of header length, a JSON header, then the data; all offsets are checked.
+A file has 8 bytes of header length, a JSON header, then the data. All offsets are checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _MappedTensor(NamedTuple):
 
 
 class SafetensorsFolder:
-    """Every tensor of a model folder, mapped; decoded when asked for."""
+    """The memory-mapped tensors of a model folder, decoded on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,23 +56,23 @@ class SafetensorsFolder:
         self.close()
 
     def close(self) -> None:
-        """Unmap all (arrays that were handed out are copies)."""
+        """Unmap all files. Returned arrays stay valid, since they are copies."""
         for data in self._maps:
             data.close()
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors."""
+        """The names of all tensors."""
         return frozenset(self._tensors)
 
     def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A tensor as float32, in its own memory. Raises ModelUnavailable when absent."""
+        """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 
         data, entry, base = self._find_tensor(name)
         if entry.dtype not in _DTYPES:
             raise ModelUnavailable(
-                f"{name} is of type {entry.dtype}, which is not supported",
+                f"{name} has the unsupported type {entry.dtype}",
                 hint="use weights in F32, F16 or BF16",
             )
         start, end = entry.data_offsets
@@ -80,10 +80,10 @@ class SafetensorsFolder:
         return dequantize(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
 
     def _find_tensor(self, name: str) -> _MappedTensor:
-        found = self._tensors.get(name)
-        if found is None:
-            raise ModelUnavailable(f"{self.folder.name} holds no tensor {name}")
-        return found
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelUnavailable(f"{self.folder.name} has no tensor {name}")
+        return tensor
 
     def _read_file(self, path: Path) -> None:
         try:
@@ -94,13 +94,13 @@ class SafetensorsFolder:
         self._maps.append(data)
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > min(_MAX_HEADER_BYTES, len(data) - 8):
-            raise _damaged_error(path, "its header does not fit")
+            raise _damaged_error(path, "the header does not fit")
         try:
             header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
             entries = {n: msgspec.json.decode(raw, type=_TensorEntry) for n, raw in header.items()}
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _damaged_error(path, f"its header is not valid ({error})") from error
+            raise _damaged_error(path, f"the header is not valid ({error})") from error
         base = 8 + length
         for name, entry in entries.items():
             _check_entry(path, name, entry, len(data) - base)
@@ -108,9 +108,9 @@ class SafetensorsFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights; empty when it has none.
+    """Return the weight files of a folder, which may be none.
 
-    Raises ModelUnavailable when a shard that the index names is missing.
+    Raises `ModelUnavailable` if a shard in the index is missing.
     """
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -129,9 +129,9 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _check_entry(path: Path, name: str, entry: _TensorEntry, room: int) -> None:
+def _check_entry(path: Path, name: str, entry: _TensorEntry, data_bytes: int) -> None:
     start, end = entry.data_offsets
-    if not 0 <= start <= end <= room or min(entry.shape, default=0) < 0:
+    if not 0 <= start <= end <= data_bytes or min(entry.shape, default=0) < 0:
         raise _damaged_error(path, f"{name} lies outside the file")
     if entry.dtype in _DTYPES:
         size = _DTYPES[entry.dtype][1]

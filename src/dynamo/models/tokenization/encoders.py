@@ -1,9 +1,8 @@
-"""Text to ids by the fastest encoder that is proven to give exactly the reference's ids.
+"""Encoders of text: Hugging Face's `tokenizers` (the reference) and the faster `fastokens`.
 
-The reference is Hugging Face's `tokenizers`; `fastokens` is some five times faster. Equality is
-proven once for each tokenizer and pair of versions, in a process of its own (`proof.py`), and
-remembered in the user's cache. Until then, or when they differ, `tokenizers` encodes. A process
-loads one of the two, never both.
+`fastokens` is about five times faster. A tokenizer uses it only if it returns exactly the
+reference's ids. This is verified once for each tokenizer and pair of versions, in a separate
+process (`verification.py`), and stored in the user's cache. A process loads only one library.
 """
 
 from __future__ import annotations
@@ -27,13 +26,17 @@ from dynamo.models.file_cache import FileRef, cache_dir, file_lock, find_file, w
 log = logging.getLogger(__name__)
 
 VERIFICATION_VERSION = 1
-"""Raised whenever the corpus or the rule of cutting changes: older proofs then do not count."""
+"""Increment it when the corpus or the splitting changes, so that older results are not used."""
 _VERIFICATION_TIMEOUT_S = 300.0
 
 
 class EncoderVerification(msgspec.Struct, frozen=True):
-    """What the proof found. `equal`: fastokens gives the reference's ids; `cuts`: pieces cut by
-    `segments.Splitter` give the ids of the whole."""
+    """Result of a verification; a file in the user's cache.
+
+    - `equal`: fastokens returns the reference's ids.
+    - `cuts`: the segments of `TextSplitter` have the same ids as the whole text.
+    - `why`: the first difference.
+    """
 
     equal: bool
     cuts: bool
@@ -43,20 +46,21 @@ class EncoderVerification(msgspec.Struct, frozen=True):
 
 
 class Encoder(ABC):
-    """Text to packed ids (little-endian u32). Safe to use from several threads."""
+    """Encodes text to packed ids (little-endian u32). Thread-safe."""
 
     name: str
 
     @abstractmethod
     def encode(self, text: str, parse_special: bool = True) -> bytes:
-        """Ids without any frame; special tokens in the text are read as such, or as plain text.
+        """Return ids without added special tokens.
 
-        Raises InvalidRequest for text that is not Unicode (a lone surrogate).
+        `parse_special`: special tokens in the text are encoded as such, else as plain text. Raises
+        `InvalidRequest` for text that is not Unicode (a lone surrogate).
         """
 
     @abstractmethod
     def encode_with_special_tokens(self, text: str) -> bytes:
-        """Ids with what the tokenizer puts around a text (a first BOS, usually nothing)."""
+        """Return ids with the special tokens that the tokenizer adds, such as BOS."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
@@ -66,7 +70,7 @@ class Encoder(ABC):
 
 
 class ReferenceEncoder(Encoder):
-    """Hugging Face's `tokenizers`."""
+    """Encodes with Hugging Face's `tokenizers`."""
 
     name = "tokenizers"
 
@@ -92,7 +96,7 @@ class ReferenceEncoder(Encoder):
         return token
 
     def _load_without_special(self) -> Any:
-        """A second one, made when first needed: the switch cannot be turned while others encode."""
+        """Return a second tokenizer, since the mode cannot change while other threads encode."""
         if self._library_without_special is None:
             plain = self._load()
             plain.encode_special_tokens = True
@@ -102,14 +106,14 @@ class ReferenceEncoder(Encoder):
     @staticmethod
     def _encode_ids(library: Any, text: str, add_special_tokens: bool) -> bytes:
         try:
-            found = library.encode(text, add_special_tokens=add_special_tokens)
+            encoding = library.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode_error() from error
-        return _pack_ids(found.ids)
+        return _pack_ids(encoding.ids)
 
 
 class FastEncoder(Encoder):
-    """`fastokens`."""
+    """Encodes with `fastokens`."""
 
     name = "fastokens"
 
@@ -125,12 +129,14 @@ class FastEncoder(Encoder):
             return self.encode_without_fallback(text, parse_special)
         except UnicodeEncodeError as error:
             raise _not_unicode_error() from error
-        except ValueError as error:  # a limit of its own; the reference has none
-            log.warning("text encoded by the reference", extra={"fields": {"why": str(error)}})
+        except ValueError as error:  # a limit that the reference does not have
+            log.warning(
+                "text encoded by the reference encoder", extra={"fields": {"why": str(error)}}
+            )
             return ReferenceEncoder(self._path).encode(text, parse_special)
 
     def encode_without_fallback(self, text: str, parse_special: bool = True) -> bytes:
-        """`encode` by this library alone. Raises ValueError where it has a limit."""
+        """Encode with `fastokens` alone. Raises `ValueError` at its limits."""
         packed: bytes = self._encode_batch_flat([text], False, not parse_special)[0]
         return packed
 
@@ -145,13 +151,14 @@ class FastEncoder(Encoder):
         return token
 
 
-def fastest_encoder(path: Path, found: EncoderVerification | None) -> Encoder:
-    """The fastest encoder for a tokenizer.json that `found` allows."""
-    return FastEncoder(path) if found is not None and found.equal else ReferenceEncoder(path)
+def fastest_encoder(path: Path, verification: EncoderVerification | None) -> Encoder:
+    """Return the fastest encoder for a tokenizer.json that its verification allows."""
+    equal = verification is not None and verification.equal
+    return FastEncoder(path) if equal else ReferenceEncoder(path)
 
 
 def cached_verification(ref: FileRef) -> EncoderVerification | None:
-    """What was proven of this tokenizer under the installed versions; None: nothing yet."""
+    """Return the stored verification for the installed versions, or None."""
     try:
         return msgspec.json.decode(_verification_path(ref).read_bytes(), type=EncoderVerification)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -159,11 +166,14 @@ def cached_verification(ref: FileRef) -> EncoderVerification | None:
 
 
 def verify_encoder(ref: FileRef) -> EncoderVerification:
-    """The verdict, after making the proof if there is none: some seconds of CPU in a process of
-    low priority. Blocks; several processes prove once. Raises ModelUnavailable without the file."""
-    known = cached_verification(ref)
-    if known is not None:
-        return known
+    """Return the stored verification, or verify now. Raises `ModelUnavailable` without the file.
+
+    Verification blocks for some seconds and runs in a process of low priority. A lock makes it run
+    once for several processes.
+    """
+    cached = cached_verification(ref)
+    if cached is not None:
+        return cached
     path = find_file(ref)
     if path is None:
         raise ModelUnavailable(f"{ref.name} is not on this host")
@@ -173,14 +183,9 @@ def verify_encoder(ref: FileRef) -> EncoderVerification:
 
 
 def _run_verification(tokenizer: Path, target: Path) -> EncoderVerification:
-    command = [
-        sys.executable,
-        "-m",
-        "dynamo.models.tokenization.verification",
-        str(tokenizer),
-        str(target),
-    ]
-    log.info("proving the encoder", extra={"fields": {"tokenizer": str(tokenizer)}})
+    module = "dynamo.models.tokenization.verification"
+    command = [sys.executable, "-m", module, str(tokenizer), str(target)]
+    log.info("verifying the encoder", extra={"fields": {"tokenizer": str(tokenizer)}})
     try:
         ended = subprocess.run(  # noqa: S603 (our own module)
             command,
@@ -190,18 +195,18 @@ def _run_verification(tokenizer: Path, target: Path) -> EncoderVerification:
             timeout=_VERIFICATION_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return EncoderVerification(equal=False, cuts=False, why="the proof took too long")
+        return EncoderVerification(equal=False, cuts=False, why="the verification took too long")
     try:
         return msgspec.json.decode(target.read_bytes(), type=EncoderVerification)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        why = ended.stderr.decode(errors="replace").strip()[-500:]
-        found = EncoderVerification(
-            equal=False, cuts=False, why=f"the proof ended with {ended.returncode}"
+        code, stderr = ended.returncode, ended.stderr.decode(errors="replace").strip()[-500:]
+        log.warning("verification failed", extra={"fields": {"code": code, "stderr": stderr}})
+        failed = EncoderVerification(
+            equal=False, cuts=False, why=f"the verification ended with {code}"
         )
-        log.warning("proof failed", extra={"fields": {"code": ended.returncode, "stderr": why}})
-        if ended.returncode < 0:  # an encoder crashed: remember, so that nobody tries again
-            write_atomically(target, msgspec.json.encode(found))
-        return found
+        if code < 0:  # an encoder crashed: store the result, so that it is not repeated
+            write_atomically(target, msgspec.json.encode(failed))
+        return failed
 
 
 def _verification_path(ref: FileRef) -> Path:
@@ -231,4 +236,4 @@ def _pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def _not_unicode_error() -> InvalidRequest:
-    return InvalidRequest("the text holds half of a surrogate pair, which is not Unicode")
+    return InvalidRequest("the text contains half of a surrogate pair, which is not Unicode")

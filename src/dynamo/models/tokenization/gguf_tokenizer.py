@@ -1,7 +1,7 @@
-"""Builds a tokenizer.json from the vocabulary inside a GGUF file.
+"""Conversion of the vocabulary in a GGUF file to a tokenizer.json.
 
-The pre-tokenizers are named in the file; their patterns are those of the models' own
-tokenizer.json files (llama.cpp's `llm_load_vocab` names them alike).
+A GGUF file only names its pre-tokenizer, with the names of llama.cpp's `llm_load_vocab`. The
+patterns here are those of the models' own tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynamo.models.checkpoint.gguf import GgufFile
 from dynamo.models.file_cache import cache_dir, write_atomically
 
 CONVERSION_VERSION = 1
-"""Raised whenever the conversion changes: older converted files then do not count."""
+"""Increment it when the conversion changes, so that older converted files are not used."""
 _CONTROL, _USER_DEFINED = 3, 4
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _DIGITS = {"type": "Digits", "individual_digits": True}
@@ -34,7 +34,10 @@ def _split_steps(digits: str) -> list[dict[str, Any]]:
 
 
 class _PreTokenizer(msgspec.Struct, frozen=True):
-    """How a family prepares text. `whole_words`: a word in the vocabulary is taken unmerged."""
+    """Pre-tokenization of a model family.
+
+    `ignore_merges`: a word that is in the vocabulary becomes its token without merges.
+    """
 
     steps: list[dict[str, Any]]
     nfc: bool = False
@@ -61,20 +64,19 @@ PRE_TOKENIZERS = {
 
 
 def converted_tokenizer_json(file: GgufFile) -> Path:
-    """The converted tokenizer.json of a GGUF file, in the user's cache by the metadata's hash.
+    """Return the converted tokenizer.json, cached under the hash of the file's metadata.
 
-    Raises ModelUnavailable for a vocabulary of another kind.
+    Raises `ModelUnavailable` for an unsupported vocabulary.
     """
-    content = hashlib.sha256(file.metadata_bytes()).hexdigest()
-    folder = cache_dir("tokenizers", f"{content[:32]}-v{CONVERSION_VERSION}")
-    path = folder / "tokenizer.json"
+    digest = hashlib.sha256(file.metadata_bytes()).hexdigest()
+    path = cache_dir("tokenizers", f"{digest[:32]}-v{CONVERSION_VERSION}") / "tokenizer.json"
     if not path.is_file():
         write_atomically(path, convert_tokenizer(file))
     return path
 
 
 def convert_tokenizer(file: GgufFile) -> bytes:
-    """A tokenizer.json for the byte-level BPE vocabulary in `file`."""
+    """Return a tokenizer.json for the byte-level BPE vocabulary in `file`."""
     kind = file.get("tokenizer.ggml.model", "none")
     if kind != "gpt2":
         raise _unsupported_error(file, f"a tokenizer of kind {kind!r}")
@@ -147,6 +149,6 @@ def _post_processor(file: GgufFile, pre: _PreTokenizer, words: list[str]) -> dic
 
 def _unsupported_error(file: GgufFile, what: str) -> ModelUnavailable:
     return ModelUnavailable(
-        f"{file.path.name} has {what}, which cannot be read from a GGUF file",
-        hint="use the model's Hugging Face folder, which holds a tokenizer.json",
+        f"{file.path.name} has {what}, which is not supported in GGUF files",
+        hint="use the model's Hugging Face folder, which has a tokenizer.json",
     )

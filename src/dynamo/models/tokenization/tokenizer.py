@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to packed ids and back, with tables for the hot path."""
+"""The tokenizer of a model: text to packed ids and back, with tables for the hot path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dynamo.core.errors import ModelUnavailable
 from dynamo.models.file_cache import FileRef, file_ref, find_file
 from dynamo.models.tokenization.encoders import (
     Encoder,
-    EncoderVerification,
     cached_verification,
     fastest_encoder,
     verify_encoder,
@@ -29,45 +28,53 @@ from dynamo.models.tokenization.tokenizer_file import (
 
 _REPLACEMENT = "\ufffd"
 MAX_COMPOSED_CHARS = 4
-"""Of Unicode's composition (NFC): so many become one at most."""
+"""Unicode's composition (NFC) combines at most this many characters to one."""
 MAX_INCOMPLETE_TOKENS = 16
-"""So many that are no text yet never become any: a character has four bytes."""
+"""This many ids without whole text never become text, since a character has four bytes."""
 
 
 class Tokenizer:
-    """`token_bytes[id]`: the token's exact bytes; None: only `decode` or `stream` know.
+    """A tokenizer with tables.
 
-    `special_ids`: tokens that stand for no text. `may_cut`: see `segments`.
+    - `token_bytes[id]`: the exact bytes of a token. None: only `decode` returns its text.
+    - `special_ids`: ids of tokens that represent no text.
+    - `can_split`: the segments of `TextSplitter` have the same ids as the whole text.
     """
 
-    def __init__(self, encoder: Encoder, file: TokenizerFile, cuts_proven: bool = False) -> None:
+    def __init__(self, encoder: Encoder, file: TokenizerFile, cuts_verified: bool = False) -> None:
         self._encoder = encoder
         self.added_tokens: tuple[AddedToken, ...] = file.added_tokens
         self.special_ids = special_ids(file)
         self.token_bytes: list[bytes | None] = token_bytes_table(file)
-        self.can_split = cuts_proven and can_split_text(file)
+        self.can_split = cuts_verified and can_split_text(file)
         self._max_composed_chars = MAX_COMPOSED_CHARS if file.normalizer else 1
 
     @property
     def encoder_name(self) -> str:
-        """The library that encodes."""
+        """The name of the library that encodes."""
         return self._encoder.name
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id."""
+        """The highest id plus one."""
         return len(self.token_bytes)
 
     def max_chars_of(self, tokens: int) -> float:
-        """More characters than so many make more than `tokens` tokens, in each text that this
-        tokenizer can say at all; infinity where that is not known."""
+        """Return the largest number of characters that `tokens` tokens can represent.
+
+        Infinity: unknown for this tokenizer.
+        """
         if not self.can_split:
             return inf
         return tokens * self._max_composed_chars * max(len(raw) for raw in self.token_bytes if raw)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> bytes:
-        """Packed u32 ids. `add_special`: with the tokenizer's own frame (BOS). `parse_special`:
-        special tokens written in the text count as such. Raises InvalidRequest (not Unicode)."""
+        """Return packed u32 ids.
+
+        `add_special`: with the special tokens that the tokenizer adds (BOS). `parse_special`:
+        special tokens in the text are encoded as such. Raises `InvalidRequest` for text that is
+        not Unicode.
+        """
         ids = self._encoder.encode(text, parse_special)
         if not add_special:
             return ids
@@ -75,26 +82,28 @@ class Tokenizer:
         return before + ids + after
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of whole `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
         return self._encoder.decode(ids, skip_special)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's string for an id (in the tokenizer's own alphabet)."""
+        """Return the vocabulary's string for an id, in the tokenizer's alphabet."""
         return self._encoder.id_to_token(token_id)
 
     def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
-        """An incremental decoder for tokenizers without exact token bytes."""
+        """Return an incremental decoder, for tokenizers without exact token bytes."""
         return StreamDecoder(self, skip_special)
 
     @cached_property
     def token_texts(self) -> list[str | None]:
-        """The text of each id that decodes alone to whole UTF-8, special ones included; None for
-        the others, where a neighbour may be needed."""
+        """The text of each id, special ids included.
+
+        None: the id alone is not whole UTF-8, so its text depends on its neighbours.
+        """
         return [_decode_utf8(raw) for raw in self.token_bytes]
 
     @cached_property
     def text_token_ids(self) -> list[int]:
-        """Ids that decode alone to whole, non-empty text and are not special."""
+        """Ids that alone decode to whole, non-empty text and are not special."""
         if any(raw is not None for raw in self.token_bytes):
             return _text_token_ids(self.token_bytes, self.special_ids)
         texts = (self._decode_alone(number) for number in range(self.vocab_size))
@@ -102,12 +111,12 @@ class Tokenizer:
 
     @cached_property
     def prompt_affixes(self) -> tuple[bytes, bytes]:
-        """Packed ids that stand before and behind a bare prompt (BOS)."""
-        framed, bare = self._encoder.encode_with_special_tokens("a"), self._encoder.encode("a")
-        at = framed.find(bare)
-        if at < 0:
-            raise ModelUnavailable("the tokenizer changes the text that it frames")
-        return framed[:at], framed[at + len(bare) :]
+        """The packed ids that the tokenizer adds before (BOS) and after a prompt."""
+        whole, bare = self._encoder.encode_with_special_tokens("a"), self._encoder.encode("a")
+        start = whole.find(bare)
+        if start < 0:
+            raise ModelUnavailable("the tokenizer changes a text when it adds special tokens")
+        return whole[:start], whole[start + len(bare) :]
 
     def _decode_alone(self, token_id: int) -> str | None:
         text = self.decode([token_id])
@@ -115,7 +124,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Gives the new text of each id; holds back until characters are whole."""
+    """Decodes ids one by one. Incomplete characters are held back."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
         self._decode = tokenizer.decode
@@ -124,7 +133,7 @@ class StreamDecoder:
         self._emitted = 0
 
     def step(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is incomplete."""
+        """Return the text that `token_id` completes; "" while a character is incomplete."""
         self._ids.append(token_id)
         before = self._decode_ids(self._ids[: self._emitted])
         now = self._decode_ids(self._ids)
@@ -135,14 +144,12 @@ class StreamDecoder:
             return ""
         if now.endswith(_REPLACEMENT) and not endless:
             return ""
-        self._ids = self._ids[
-            self._emitted :
-        ]  # what was told last stays: decoding looks back on it
+        self._ids = self._ids[self._emitted :]  # decoding needs the last emitted ids
         self._emitted = len(self._ids)
         return now[len(before) :]
 
     def flush(self) -> str:
-        """What is still held back (an incomplete character as U+FFFD)."""
+        """Return the text that is still held back. An incomplete character becomes U+FFFD."""
         before = self._decode_ids(self._ids[: self._emitted])
         now = self._decode_ids(self._ids)
         self._emitted = len(self._ids)
@@ -155,9 +162,10 @@ class StreamDecoder:
 async def load_tokenizer(
     source: FileRef | Path, *, clock: Clock | None = None, ensure_verified: bool = False
 ) -> Tokenizer:
-    """Load off the loop. `proven`: make the encoder's proof if there is none (seconds, once).
+    """Load a tokenizer off the event loop.
 
-    Raises ModelUnavailable when the content is not on this host, or not usable.
+    `ensure_verified`: verify the fast encoder if that was not done (seconds, once). Raises
+    `ModelUnavailable` if the content is not on this host, or not usable.
     """
     return await (clock or SystemClock()).offload(
         load_tokenizer_blocking, source, ensure_verified=ensure_verified
@@ -165,29 +173,25 @@ async def load_tokenizer(
 
 
 def load_tokenizer_blocking(source: FileRef | Path, *, ensure_verified: bool = False) -> Tokenizer:
-    """`load_tokenizer`, blocking."""
+    """Like `load_tokenizer`, but blocking."""
     ref = file_ref(source) if isinstance(source, Path) else source
     path = find_file(ref)
     if path is None:
         raise ModelUnavailable(
             f"the tokenizer {ref.name} is not on this host", hint="fetch it from a worker first"
         )
-    tokenizer = _build_tokenizer(
-        path, verify_encoder(ref) if ensure_verified else cached_verification(ref)
-    )
+    verification = verify_encoder(ref) if ensure_verified else cached_verification(ref)
+    cuts_verified = verification is not None and verification.cuts
+    file = read_tokenizer_file(path)  # its errors name the file
+    tokenizer = Tokenizer(fastest_encoder(path, verification), file, cuts_verified)
     _trim_heap()
     return tokenizer
 
 
-def _build_tokenizer(path: Path, found: EncoderVerification | None) -> Tokenizer:
-    file = read_tokenizer_file(path)
-    return Tokenizer(fastest_encoder(path, found), file, found is not None and found.cuts)
-
-
 def read_text_token_ids(source: FileRef | Path) -> list[int]:
-    """`Tokenizer.whole_text_ids`, without loading an encoder where token bytes are exact.
+    """Return `Tokenizer.text_token_ids` without loading an encoder if token bytes are exact.
 
-    Blocks for milliseconds. Raises ModelUnavailable.
+    Blocks for milliseconds. Raises `ModelUnavailable`.
     """
     path = source if isinstance(source, Path) else find_file(source)
     if path is None:
@@ -200,7 +204,7 @@ def read_text_token_ids(source: FileRef | Path) -> list[int]:
 
 
 def _trim_heap() -> None:
-    """Parsing a vocabulary leaves some 30 MB of free heap, which glibc gives back only if asked."""
+    """Return about 30 MB of free heap to the system, which parsing a vocabulary leaves behind."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

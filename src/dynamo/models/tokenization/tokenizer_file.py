@@ -1,4 +1,4 @@
-"""What a tokenizer.json says of itself: added tokens, token bytes, and whether it may be cut."""
+"""Contents of a tokenizer.json: added tokens, token bytes, and whether text may be split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_TOKEN_ID = 1 << 24
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A token that is found in the text before anything else."""
+    """A token that is matched in the text before all other steps."""
 
     id: int
     content: str
@@ -25,7 +25,7 @@ class AddedToken(msgspec.Struct, frozen=True):
 
     @property
     def matches_exactly(self) -> bool:
-        """Found exactly where its content stands, whatever stands around it."""
+        """Whether the token matches its exact content in any surrounding text."""
         return not (self.single_word or self.lstrip or self.rstrip or self.normalized)
 
 
@@ -37,7 +37,7 @@ class _TokenizerModel(msgspec.Struct, frozen=True):
 
 
 class TokenizerFile(msgspec.Struct, frozen=True):
-    """The parts of a tokenizer.json that matter beside encoding itself."""
+    """The parts of a tokenizer.json that matter apart from encoding."""
 
     model: _TokenizerModel
     added_tokens: tuple[AddedToken, ...] = ()
@@ -47,7 +47,7 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
 
 def read_tokenizer_file(path: Path) -> TokenizerFile:
-    """Raises ModelUnavailable when the file is not a tokenizer.json."""
+    """Read a tokenizer.json. Raises `ModelUnavailable`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=TokenizerFile)
     except OSError as error:
@@ -57,44 +57,46 @@ def read_tokenizer_file(path: Path) -> TokenizerFile:
 
 
 def vocabulary(file: TokenizerFile) -> list[str | None]:
-    """Token strings by id; None where no token has the id."""
+    """Return token strings by id; None for ids without a token."""
     vocab = file.model.vocab if isinstance(file.model.vocab, dict) else {}
     by_id = {number: text for text, number in vocab.items()}
     by_id.update({token.id: token.content for token in file.added_tokens})
     highest = max(by_id, default=-1)
     if highest > _MAX_TOKEN_ID:
-        raise ModelUnavailable(f"the tokenizer numbers a token {highest}")
+        raise ModelUnavailable(f"the tokenizer has an excessive token id {highest}")
     return [by_id.get(number) for number in range(highest + 1)]
 
 
 def special_ids(file: TokenizerFile) -> frozenset[int]:
-    """Tokens that stand for no text."""
+    """Return the ids of tokens that represent no text."""
     return frozenset(token.id for token in file.added_tokens if token.special)
 
 
 def token_bytes_table(file: TokenizerFile) -> list[bytes | None]:
-    """The bytes of each token, exact for a ByteLevel decoder: the text of ids is the
-    concatenation, decoded as UTF-8 with replacement. None for every id under other decoders."""
-    words = vocabulary(file)
+    """Return the bytes of each token if the decoder is ByteLevel, else None for every id.
+
+    The text of ids is the concatenation of their bytes, decoded as UTF-8 with replacement.
+    """
+    tokens = vocabulary(file)
     if (file.decoder or {}).get("type") != "ByteLevel":
-        return [None] * len(words)
+        return [None] * len(tokens)
     byte_of = {char: number for number, char in enumerate(byte_alphabet())}
-    return [None if word is None else _token_bytes(word, byte_of) for word in words]
+    return [None if token is None else _token_bytes(token, byte_of) for token in tokens]
 
 
 def byte_alphabet() -> str:
-    """The character that stands for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
-    kept = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    """Return the character of each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
-    return "".join(chr(number if number in kept else next(others)) for number in range(256))
+    return "".join(chr(number if number in printable else next(others)) for number in range(256))
 
 
 def can_split_text(file: TokenizerFile) -> bool:
-    """Whether text may be cut at added tokens and at `segments.SAFE_CUT`.
+    """Whether text may be split at added tokens and at `segment_cache.SAFE_CUT`.
 
-    So it is for byte-level BPE whose pre-tokenizer is made of splits, digits and ByteLevel without
-    a prefix space: none of their pre-tokens spans from a letter into white space or looks back.
-    The proof (`encoders.prove`) tests this for each tokenizer.
+    This holds for byte-level BPE with a pre-tokenizer of splits, digits and ByteLevel without a
+    prefix space. None of their pre-tokens spans from a letter into white space or looks back.
+    `verify_encoder` tests the property for each tokenizer.
     """
     return (
         file.model.type == "BPE"
@@ -115,8 +117,8 @@ def _is_byte_level(pre: dict[str, Any] | None) -> bool:
     return len(levels) == 1 and not levels[0].get("add_prefix_space", True) and not others
 
 
-def _token_bytes(word: str, byte_of: dict[str, int]) -> bytes:
+def _token_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
-        return bytes([byte_of[char] for char in word])
-    except KeyError:  # an added token outside the alphabet stands for its own text
-        return word.encode("utf-8", "replace")
+        return bytes([byte_of[char] for char in token])
+    except KeyError:  # an added token outside the alphabet represents its own text
+        return token.encode("utf-8", "replace")

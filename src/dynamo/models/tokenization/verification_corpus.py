@@ -1,10 +1,10 @@
-"""Texts on which encoders must agree: real ones, code, every script, white space, fuzz.
+"""Texts on which encoders must agree: prose, code, all scripts, white space, random text.
 
-Deterministic, and made from what every installation holds: the interpreter's own documentation and
-sources, Unicode's table, and the tokenizer's own tokens.
+The texts are deterministic. Their sources are in every installation: the interpreter's
+documentation and source files, the table of Unicode, and the tokenizer's tokens.
 """
 
-# ruff: noqa: RUF001 (odd characters are the point)
+# ruff: noqa: RUF001 (unusual characters are intended)
 from __future__ import annotations
 
 import os
@@ -32,7 +32,7 @@ _REPEATED_STRINGS = [*_split_words("a A é 中 ! - = . ' 1 👍 \u0301"), " ", "
 def verification_texts(
     token_bytes: Sequence[bytes | None], specials: Sequence[str], seed: int = 0
 ) -> Iterator[str]:
-    """A few thousand texts, some 1.5 million characters in all."""
+    """Yield a few thousand texts of about 1.5 million characters in all."""
     chance = Random(seed)
     yield ""
     yield from _document_texts()
@@ -48,8 +48,8 @@ def verification_texts(
 
 
 def _document_texts() -> Iterator[str]:
-    """The interpreter's manual and sources."""
-    with suppress(ImportError):  # some distributions split it off
+    """Yield parts of the interpreter's documentation and source files."""
+    with suppress(ImportError):  # some distributions package it separately
         from pydoc_data.topics import topics
 
         for name in sorted(topics)[::3]:
@@ -62,7 +62,7 @@ def _document_texts() -> Iterator[str]:
 
 
 def _script_texts(chance: Random) -> Iterator[str]:
-    """Every assigned character of the first plane and a part of the others, between letters."""
+    """Yield all assigned characters of the first plane and a part of the others."""
     assigned = [
         chr(number)
         for number in [*range(0xD800), *range(0xE000, 0x10000), *range(0x10000, 0x32000, 5)]

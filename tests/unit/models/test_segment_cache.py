@@ -1,9 +1,10 @@
+"""Splitting of texts and the cache of encoded segments."""
+
 from random import Random
 from sys import getsizeof
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import given, strategies
 
 from dynamo.models.tokenization.encoders import FastEncoder
 from dynamo.models.tokenization.segment_cache import SEGMENT_CHARS, SegmentCache, TextSplitter
@@ -15,8 +16,8 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n"
 LONG = "hello world and the other thing's " * 200
 
 
-class Counting(FastEncoder):
-    """Counts what it is asked to encode."""
+class CountingEncoder(FastEncoder):
+    """Counts the characters that it encodes."""
 
     def __init__(self, path) -> None:
         super().__init__(path)
@@ -29,15 +30,15 @@ class Counting(FastEncoder):
 
 @pytest.fixture
 def encoder(tokenizer_path):
-    return Counting(tokenizer_path)
+    return CountingEncoder(tokenizer_path)
 
 
 @pytest.fixture
 def tokenizer(encoder, tokenizer_path):
-    return Tokenizer(encoder, read_tokenizer_file(tokenizer_path), cuts_proven=True)
+    return Tokenizer(encoder, read_tokenizer_file(tokenizer_path), cuts_verified=True)
 
 
-def test_every_text_of_the_proof_gives_the_whole_ids(tokenizer):
+def test_segments_have_the_ids_of_the_whole_text(tokenizer):
     cache = SegmentCache(tokenizer)
     specials = [token.content for token in tokenizer.added_tokens]
     for text in [*verification_texts(tokenizer.token_bytes, specials, seed=3)][::9]:
@@ -45,7 +46,7 @@ def test_every_text_of_the_proof_gives_the_whole_ids(tokenizer):
         assert cache.encode(text) == tokenizer.encode(text)
 
 
-def test_a_growing_conversation_costs_its_tail(tokenizer, encoder):
+def test_only_the_tail_of_a_growing_conversation_is_encoded(tokenizer, encoder):
     cache = SegmentCache(tokenizer)
     text = TURN.format(LONG) * 3
     cache.encode(text)
@@ -60,7 +61,7 @@ def test_a_growing_conversation_costs_its_tail(tokenizer, encoder):
         assert cache.uncached_chars(text + "") == 0
 
 
-def test_growing_inside_one_message_keeps_its_cuts(tokenizer, encoder):
+def test_a_growing_message_is_split_at_the_same_places(tokenizer, encoder):
     cache = SegmentCache(tokenizer)
     text = LONG
     cache.encode(text)
@@ -71,19 +72,19 @@ def test_growing_inside_one_message_keeps_its_cuts(tokenizer, encoder):
         assert encoder.chars < 2 * SEGMENT_CHARS
 
 
-def test_the_cache_is_bounded_and_counts_itself(tokenizer):
+def test_the_cache_size_is_bounded_and_counted(tokenizer):
     cache = SegmentCache(tokenizer, capacity_bytes=200_000)
     chance = Random(1)
     for _ in range(300):
         text = TURN.format("".join(chance.choices("abcdef the ", k=3000)))
         assert cache.encode(text) == tokenizer.encode(text)
         assert cache.size_bytes <= 200_000
-    held = [*cache._young.items(), *cache._old.items()]
-    assert cache.size_bytes >= sum(getsizeof(key) + getsizeof(ids) for key, ids in held)
-    assert len(held) > 10
+    entries = [*cache._young.items(), *cache._old.items()]
+    assert cache.size_bytes >= sum(getsizeof(key) + getsizeof(ids) for key, ids in entries)
+    assert len(entries) > 10
 
 
-def test_what_is_used_stays(tokenizer, encoder):
+def test_used_segments_are_not_evicted(tokenizer, encoder):
     cache = SegmentCache(tokenizer, capacity_bytes=100_000)
     chance = Random(2)
     cache.encode(LONG)
@@ -94,61 +95,61 @@ def test_what_is_used_stays(tokenizer, encoder):
         assert encoder.chars == 0
 
 
-def test_a_piece_larger_than_the_cache_is_not_kept(tokenizer):
+def test_a_segment_larger_than_the_cache_is_not_cached(tokenizer):
     cache = SegmentCache(tokenizer, capacity_bytes=4_000)
     assert cache.encode("x" * 9_000) == tokenizer.encode("x" * 9_000)
     assert cache.size_bytes == 0
 
 
-def test_unproven_tokenizers_are_not_cut(encoder, tokenizer_path):
-    whole = Tokenizer(encoder, read_tokenizer_file(tokenizer_path), cuts_proven=False)
-    cache = SegmentCache(whole)
+def test_texts_of_unverified_tokenizers_are_not_split(encoder, tokenizer_path):
+    tokenizer = Tokenizer(encoder, read_tokenizer_file(tokenizer_path), cuts_verified=False)
+    cache = SegmentCache(tokenizer)
     text = TURN.format(LONG)
     cache.encode(text)
-    assert cache.encode(text) == whole.encode(text)
+    assert cache.encode(text) == tokenizer.encode(text)
     assert (cache.hits, cache.misses) == (1, 1)
     assert cache.uncached_chars(text + "!") == len(text) + 1
 
 
-def test_looking_into_huge_texts_is_not_free(tokenizer):
+def test_all_characters_of_huge_texts_count_as_uncached(tokenizer):
     cache = SegmentCache(tokenizer)
     text = "a b " * 100_000
     cache.encode(text)
     assert cache.uncached_chars(text) == len(text)
 
 
-@given(some.text(alphabet="ab <|>\n中。", max_size=300), some.integers(1, 40))
-def test_pieces_are_the_text(text, cut_chars):
-    pieces = TextSplitter(["<|a|>", "<|ab|>"], cut_chars).split(text)
-    assert "".join(pieces) == text
-    assert all(pieces)
+@given(strategies.text(alphabet="ab <|>\n中。", max_size=300), strategies.integers(1, 40))
+def test_segments_concatenate_to_the_text(text, cut_chars):
+    segments = TextSplitter(["<|a|>", "<|ab|>"], cut_chars).split(text)
+    assert "".join(segments) == text
+    assert all(segments)
 
 
-@given(some.text(alphabet="ab<|", max_size=400))
-def test_special_tokens_are_found_as_by_a_plain_search(text):
-    words = ["<a", "<ab", "<|b"]
+@given(strategies.text(alphabet="ab<|", max_size=400))
+def test_special_tokens_are_split_as_by_a_plain_search(text):
+    tokens = ["<a", "<ab", "<|b"]
     expected, plain, at = [], "", 0
     while at < len(text):
-        hits = [word for word in words if text.startswith(word, at)]
-        if hits:
-            expected += [plain, max(hits, key=len)]
+        matches = [token for token in tokens if text.startswith(token, at)]
+        if matches:
+            expected += [plain, max(matches, key=len)]
             at += len(expected[-1])
             plain = ""
         else:
             plain += text[at]
             at += 1
     expected.append(plain)
-    assert TextSplitter(words).split(text) == [piece for piece in expected if piece]
+    assert TextSplitter(tokens).split(text) == [segment for segment in expected if segment]
     assert TextSplitter([]).split(text) == ([text] if text else [])
 
 
-def test_dense_first_characters_and_several_first_characters():
+def test_repeated_and_several_first_characters_of_tokens():
     text = "<" * 1000 + "<a" + "x[b"
     assert TextSplitter(["<a"]).split(text) == ["<" * 1000, "<a", "x[b"]
     assert TextSplitter(["<a", "[b"]).split(text) == ["<" * 1000, "<a", "x", "[b"]
 
 
-def test_short_texts_are_not_kept(tokenizer, encoder):
+def test_short_texts_are_not_cached(tokenizer, encoder):
     cache = SegmentCache(tokenizer)
     text = TURN.format("a short word or two")
     assert cache.encode(text) == tokenizer.encode(text)

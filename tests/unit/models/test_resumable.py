@@ -1,4 +1,4 @@
-"""Against a small HTTP server on loopback that breaks off as it is told."""
+"""Resumable downloads from an HTTP server on loopback that breaks connections."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,31 +12,33 @@ CONTENT = bytes(range(256)) * 4000
 
 
 class Server(HTTPServer):
-    """Sends at most `most` bytes an answer; `ranges`: whether it knows them."""
+    """Sends at most `max_bytes` per response. `ranges`: supports range requests."""
 
-    most = len(CONTENT)
+    max_bytes = len(CONTENT)
     ranges = True
     status = 0
-    asked: list[str | None]
+    requested_ranges: list[str | None]
 
 
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.server.asked.append(wanted)
+        requested = self.headers.get("Range")
+        self.server.requested_ranges.append(requested)
         if self.server.status:
             self.send_error(self.server.status)
             return
-        start = int(wanted.removeprefix("bytes=")[:-1]) if wanted and self.server.ranges else 0
+        start = (
+            int(requested.removeprefix("bytes=")[:-1]) if requested and self.server.ranges else 0
+        )
         if start >= len(CONTENT):
             self.send_error(416)
             return
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
-        self.wfile.write(CONTENT[start : start + self.server.most])
+        self.wfile.write(CONTENT[start : start + self.server.max_bytes])
 
     def log_message(self, *_: object) -> None:
         pass
@@ -45,8 +47,8 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with HTTPServerOnThread() as one:
-        yield one
+    with HTTPServerOnThread() as running:
+        yield running
 
 
 class HTTPServerOnThread(Server):
@@ -57,7 +59,7 @@ class HTTPServerOnThread(Server):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked = []
+        self.requested_ranges = []
         self.url = f"http://127.0.0.1:{self.server_port}/a.whl"
 
     def __exit__(self, *_: object) -> None:
@@ -66,17 +68,17 @@ class HTTPServerOnThread(Server):
         self.server_close()
 
 
-def test_broken_connections_are_taken_up_again(server, tmp_path):
-    server.most = 300_000
-    part, told = tmp_path / "part", []
-    assert fetch_resumable(server.url, part, told.append)
+def test_broken_connections_are_resumed(server, tmp_path):
+    server.max_bytes = 300_000
+    part, progress = tmp_path / "part", []
+    assert fetch_resumable(server.url, part, progress.append)
     assert part.read_bytes() == CONTENT
-    assert told[-1] == len(CONTENT)
-    assert told == sorted(told)
-    assert server.asked == [None, "bytes=300000-", "bytes=600000-", "bytes=900000-"]
+    assert progress[-1] == len(CONTENT)
+    assert progress == sorted(progress)
+    assert server.requested_ranges == [None, "bytes=300000-", "bytes=600000-", "bytes=900000-"]
 
 
-def test_a_stopped_download_goes_on_later(server, tmp_path):
+def test_a_stopped_download_is_resumed(server, tmp_path):
     part = tmp_path / "part"
 
     def stop(done: int) -> None:
@@ -84,16 +86,16 @@ def test_a_stopped_download_goes_on_later(server, tmp_path):
 
     with pytest.raises(ModelUnavailable):
         fetch_resumable(server.url, part, stop)
-    had = part.stat().st_size
-    assert 0 < had < len(CONTENT)
+    size = part.stat().st_size
+    assert 0 < size < len(CONTENT)
     assert fetch_resumable(server.url, part, lambda _: None)
     assert part.read_bytes() == CONTENT
-    assert server.asked == [None, f"bytes={had}-"]
+    assert server.requested_ranges == [None, f"bytes={size}-"]
     assert fetch_resumable(server.url, part, lambda _: None)
     assert part.read_bytes() == CONTENT
 
 
-def test_a_server_without_ranges_starts_anew(server, tmp_path):
+def test_a_server_without_ranges_restarts_the_file(server, tmp_path):
     server.ranges = False
     part = tmp_path / "part"
     part.write_bytes(b"some of it")
@@ -101,10 +103,10 @@ def test_a_server_without_ranges_starts_anew(server, tmp_path):
     assert part.read_bytes() == CONTENT
 
 
-def test_it_gives_up_where_nothing_comes(server, tmp_path):
-    server.most = 0
+def test_an_attempt_without_bytes_is_the_last(server, tmp_path):
+    server.max_bytes = 0
     assert not fetch_resumable(server.url, tmp_path / "part", lambda _: None)
-    assert len(server.asked) == 1
+    assert len(server.requested_ranges) == 1
     server.status = 401
     assert not fetch_resumable(server.url, tmp_path / "part", lambda _: None)
     assert not fetch_resumable("http://127.0.0.1:1/x.whl", tmp_path / "part", lambda _: None)

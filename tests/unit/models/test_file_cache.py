@@ -1,3 +1,5 @@
+"""Files identified by content, the cache folder, and locks."""
+
 import hashlib
 import os
 import threading
@@ -19,7 +21,7 @@ from dynamo.models.file_cache import (
 )
 
 
-def test_the_cache_lies_where_the_user_says(own_cache, monkeypatch, tmp_path):
+def test_the_cache_folder_follows_the_environment(own_cache, monkeypatch, tmp_path):
     assert cache_dir("a", "b") == own_cache / "a" / "b"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -32,7 +34,7 @@ def test_the_cache_lies_where_the_user_says(own_cache, monkeypatch, tmp_path):
     assert "XDG_CACHE_HOME" in caught.value.hint
 
 
-def test_a_hash_is_remembered_until_the_file_changes(tmp_path):
+def test_a_stored_hash_is_valid_until_the_file_changes(tmp_path):
     path = tmp_path / "big"
     path.write_bytes(b"content")
     assert stored_hash(path) is None
@@ -52,11 +54,11 @@ def test_files_are_found_by_content(tmp_path):
     assert find_file(ref) is None
     with pytest.raises(ModelUnavailable, match="damaged"):
         store_file(ref, b"[]")
-    kept = store_file(ref, b"{}")
-    assert find_file(ref) == kept
-    assert kept.read_bytes() == b"{}"
+    stored = store_file(ref, b"{}")
+    assert find_file(ref) == stored
+    assert stored.read_bytes() == b"{}"
     assert find_file(FileRef("../../evil", "0" * 64, 2)) is None
-    assert store_file(FileRef("../evil", ref.sha256, 2), b"{}").parent == kept.parent
+    assert store_file(FileRef("../evil", ref.sha256, 2), b"{}").parent == stored.parent
     with pytest.raises(ModelUnavailable, match="cannot be read"):
         file_ref(tmp_path / "none")
 
@@ -73,10 +75,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="no"):
         fail()
     assert path.read_bytes() == b"old"
-    assert [one.name for one in tmp_path.iterdir() if "part" in one.name] == []
+    assert [file.name for file in tmp_path.iterdir() if "part" in file.name] == []
 
 
-def test_one_holds_the_lock_at_a_time(tmp_path):
+def test_a_lock_has_one_holder_at_a_time(tmp_path):
     order = []
     entered = threading.Event()
 

@@ -1,3 +1,5 @@
+"""Rendering of chat templates and the sandbox."""
+
 from datetime import datetime
 
 import pytest
@@ -18,13 +20,13 @@ def render(source, messages=(USER,), **args):
     return ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(messages, **args)
 
 
-def test_chatml():
+def test_chatml_is_rendered():
     start = "<|im_start|>user\nHi <b><|im_end|>\n"
     assert render(CHATML) == start + "<|im_start|>assistant\n"
     assert render(CHATML, add_generation_prompt=False) == start
 
 
-def test_variables():
+def test_templates_get_variables_filters_and_functions():
     assert render("{{ bos_token }}|{{ eos_token }}|{{ x }}", x=3) == "<s>|</s>|3"
     assert render("{{ tools is none }} {{ documents is none }}") == "True True"
     tool = {"name": "ä <b>"}
@@ -38,13 +40,13 @@ def test_variables():
     assert render("a{% generation %}b{{ messages[0].content }}{% endgeneration %}c") == "abHi <b>c"
 
 
-def test_the_templates_own_message_reaches_the_client():
+def test_the_error_message_of_a_template_reaches_the_client():
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         render("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"
 
 
-def test_messages_that_a_template_cannot_take():
+def test_messages_that_a_template_cannot_render_are_refused():
     with pytest.raises(InvalidRequest, match="chat template refuses"):
         render(CHATML, [{"role": "user", "content": None}])
     with pytest.raises(InvalidRequest, match="chat template refuses"):
@@ -60,17 +62,17 @@ def test_messages_that_a_template_cannot_take():
         "{% for i in range(10000000) %}{% endfor %}",
     ],
 )
-def test_the_sandbox_holds(source):
+def test_the_sandbox_refuses_unsafe_templates(source):
     with pytest.raises(InvalidRequest):
         render(source, [dict(USER)])
 
 
-def test_a_broken_template_is_the_models_fault():
-    with pytest.raises(ModelUnavailable, match="broken"):
+def test_an_invalid_template_makes_the_model_unavailable():
+    with pytest.raises(ModelUnavailable, match="chat template is invalid"):
         ChatTemplate("{% for %}")
 
 
-def test_without_a_template():
+def test_the_fallback_format_labels_roles():
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "developer", "content": "Be short."},
