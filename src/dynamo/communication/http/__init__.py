@@ -1,5 +1,8 @@
-"""A thin HTTP/1.1 server on httptools and uvloop: one task a request, writes gathered per
-connection, limits on everything that a client sends or fails to read."""
+"""A thin HTTP/1.1 server on httptools and uvloop.
+
+Each request has one task. Writes are gathered per connection. Limits bound everything that a client
+sends or leaves unread.
+"""
 
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits

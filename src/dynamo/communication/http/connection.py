@@ -1,4 +1,4 @@
-"""One client's connection: requests in, responses out, in order."""
+"""The connection of one HTTP client: answers its requests in order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ JSON_HEADERS = (("content-type", "application/json"),)
 
 
 class HttpServerState:
-    """What all connections of one server have in common."""
-
-    __slots__ = ("clock", "connections", "flusher", "handler", "limits", "on_error", "tasks")
+    """State that all connections of one server share."""
 
     def __init__(
         self, handler: HttpHandler, limits: HttpLimits, clock: Clock, on_error: ErrorRenderer
@@ -42,10 +40,10 @@ class HttpServerState:
 
 
 class HttpConnection(asyncio.Protocol):
-    """Requests that were read ahead wait in `_queue`; at most one is being answered.
+    """Answers one request at a time. Requests read ahead wait in `_queue`.
 
-    `deadline`: when the sweep must look at this connection; `paused_at`: since when the kernel
-    takes no more bytes.
+    `deadline` is the time at which the server must call `check_timeouts`. `paused_at` is the time
+    since which the kernel takes no more bytes, or None.
     """
 
     __slots__ = (
@@ -72,9 +70,9 @@ class HttpConnection(asyncio.Protocol):
         "write",
     )
 
-    def __init__(self, shared: HttpServerState) -> None:
-        self._server_state = shared
-        self._reader = RequestReader(shared.limits, self._enqueue, self._send_continue)
+    def __init__(self, state: HttpServerState) -> None:
+        self._server_state = state
+        self._reader = RequestReader(state.limits, self._enqueue, self._send_continue)
         self._queue: deque[Request | DynamoError] = deque()
         self._task: asyncio.Task[None] | None = None
         self._response: Response | None = None
@@ -82,17 +80,17 @@ class HttpConnection(asyncio.Protocol):
         self.pending_events: list[bytes] = []
         self.chunked = False
         self._flush_scheduled = False
-        self._flush_queue = shared.flusher.queue
-        self._input_closed = False  # input is thrown away
+        self._flush_queue = state.flusher.queue
+        self._input_closed = False  # True: received bytes are dropped
         self._disconnected = False
-        self.closing = False  # close once everything is sent
+        self.closing = False  # True: close once everything is sent
         self._messages_seen = 0
         self._message_started_at = 0.0
         self._written_bytes = 0
         self._last_progress = (0, 0.0)
         self.paused_at: float | None = None
-        limits = shared.limits  # who has asked for nothing yet has no claim to wait for long
-        self.deadline = shared.clock.now() + min(limits.header_timeout_s, limits.idle_timeout_s)
+        limits = state.limits  # a connection without a request gets the shorter timeout
+        self.deadline = state.clock.now() + min(limits.header_timeout_s, limits.idle_timeout_s)
 
     # input
 
@@ -115,7 +113,7 @@ class HttpConnection(asyncio.Protocol):
             self._update_deadline()
 
     def eof_received(self) -> bool:
-        return False  # a client that stops sending has gone: nothing tells a half-close apart
+        return False  # a half-close is treated as a disconnect: they look the same
 
     def connection_lost(self, error: Exception | None) -> None:
         del error
@@ -146,7 +144,7 @@ class HttpConnection(asyncio.Protocol):
             self.schedule_flush()
 
     def _update_deadline(self) -> None:
-        """A request has come in part: it must go on."""
+        """Set the deadline for the next bytes of a request that has arrived in part."""
         now = self._server_state.clock.now()
         reader, limits = self._reader, self._server_state.limits
         if reader.messages_started != self._messages_seen:
@@ -155,13 +153,13 @@ class HttpConnection(asyncio.Protocol):
         if reader.stage == "headers":
             self.deadline = self._message_started_at + limits.header_timeout_s
         else:
-            earned = self._message_started_at + reader.body_bytes / limits.min_body_rate
-            self.deadline = min(now, earned) + limits.header_timeout_s
+            body_deadline = self._message_started_at + reader.body_bytes / limits.min_body_rate
+            self.deadline = min(now, body_deadline) + limits.header_timeout_s
 
-    # one request after the other
+    # requests, one at a time
 
     def _reject(self, error: DynamoError) -> None:
-        """Answer with `error` when its turn comes, then close."""
+        """Answer `error` after the earlier requests, then close."""
         if self._input_closed:
             return
         self._input_closed = True
@@ -197,12 +195,12 @@ class HttpConnection(asyncio.Protocol):
         try:
             await self._server_state.handler(request, response)
             if not response.ended:
-                raise InternalError("the handler left its response unfinished")  # noqa: TRY301
+                raise InternalError("the handler did not finish its response")  # noqa: TRY301
         except DynamoError as error:
             self._send_error(response, error)
         except Exception:
             log.exception("request handler failed", extra={"fields": {"path": request.path}})
-            self._send_error(response, InternalError("internal error"))
+            self._send_error(response, InternalError("an internal error occurred"))
         finally:
             self._on_response_finished(response)
 
@@ -237,21 +235,21 @@ class HttpConnection(asyncio.Protocol):
         if self._flush_scheduled:
             return
         self._flush_scheduled = True
-        due = self._flush_queue
-        if not due:
+        queue = self._flush_queue
+        if not queue:
             self._server_state.flusher.schedule()
-        due.append(self)
+        queue.append(self)
 
     def pop_output(self) -> bytes:
         self._flush_scheduled = False
-        out, events = self.output, self.pending_events
-        if len(events) == 1 and self.chunked and not out:
+        output, events = self.output, self.pending_events
+        if len(events) == 1 and self.chunked and not output:
             event = events.pop()
             data = b"%x\r\n%b\r\n" % (len(event), event)
         else:
             self.merge_events()
-            data = out[0] if len(out) == 1 else b"".join(out)
-            out.clear()
+            data = output[0] if len(output) == 1 else b"".join(output)
+            output.clear()
         if self._disconnected:
             return b""
         self._written_bytes += len(data)
@@ -297,10 +295,10 @@ class HttpConnection(asyncio.Protocol):
         ):
             response.congested = True
 
-    # time and end
+    # timeouts and closing
 
     def check_timeouts(self, now: float) -> None:
-        """Look at what is overdue."""
+        """Handle a passed deadline, a full backlog and a stalled client."""
         if self.paused_at is not None:
             self._check_backlog(now)
             self._check_stall(now)
@@ -315,19 +313,22 @@ class HttpConnection(asyncio.Protocol):
             self.close()
 
     def _check_stall(self, now: float) -> None:
-        taken = self._written_bytes - self.unsent_bytes()
-        if taken != self._last_progress[0]:
-            self._last_progress = (taken, now)
+        sent_bytes = self._written_bytes - self.unsent_bytes()
+        if sent_bytes != self._last_progress[0]:
+            self._last_progress = (sent_bytes, now)
         elif now - self._last_progress[1] > self._server_state.limits.stall_timeout_s:
             response = self._response
             if response is None or not response.open:
                 self.abort()
                 return
             response.overrun, response.open = True, False
-            self._last_progress = (taken, now)
+            self._last_progress = (sent_bytes, now)
 
     def _linger(self) -> None:
-        """Closing with unread input would reset the connection before the answer is read."""
+        """Close the sending side only.
+
+        Closing with unread input would reset the connection before the client reads the answer.
+        """
         if data := self.pop_output():
             self.write(data)
         self.deadline = self._server_state.clock.now() + self._server_state.limits.linger_s
@@ -335,7 +336,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def drain(self) -> None:
-        """Take no further request; close once the present one is answered."""
+        """Accept no further request and close after the current answer."""
         self._queue.clear()
         if self._task is None:
             self.close()
@@ -345,12 +346,12 @@ class HttpConnection(asyncio.Protocol):
                 self._response.keep_alive = False
 
     def close(self) -> None:
-        """Close once everything is sent."""
+        """Close after everything is sent."""
         self._input_closed = self.closing = True
         if not self._flush_scheduled:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close now; what is unsent is lost, so a stream's reader sees that it is cut short."""
+        """Close now and drop unsent bytes, so that the reader of a stream sees it is truncated."""
         self._input_closed = True
         self._transport.abort()

@@ -1,4 +1,4 @@
-"""What only HTTP can say."""
+"""Errors that only HTTP has, and the default rendering of errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dynamo.core.errors import ConfigError, DynamoError, TooLarge
 
 
 class HeadersTooLarge(TooLarge):
-    """More header bytes, or more headers, than the limits allow."""
+    """The headers exceed the limits on bytes or number."""
 
     code = "headers_too_large"
 
 
 class PortInUse(ConfigError):
-    """Somebody else listens there. `host` and `port` say where, so that a caller may name who."""
+    """Another socket listens on `host` and `port`."""
 
     code = "port_in_use"
 
@@ -38,6 +38,6 @@ _STATUS = {
 
 
 def plain_error(error: DynamoError, request_id: str) -> tuple[int, bytes]:
-    """Status and JSON body of an error, where no application says better."""
+    """Return status and JSON body of an error. Applications pass their own renderer instead."""
     body = {"message": error.message, "code": error.code, "request_id": request_id}
     return _STATUS.get(error.code, 500), msgspec.json.encode({"error": body})

@@ -1,4 +1,4 @@
-"""Writes leave once a turn of the loop."""
+"""Writes all HTTP connections once per loop iteration."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Protocol
 
 
 class Flushable(Protocol):
-    """Something with bytes to send."""
+    """A connection with bytes to send."""
 
     write: Callable[[bytes], None]
     paused_at: float | None
     closing: bool
 
     def pop_output(self) -> bytes:
-        """What is to be sent now; may be nothing."""
+        """Return the bytes to send now, which may be none."""
 
     def on_written(self) -> None:
-        """It was handed over. Called where output is paused or the end has come."""
+        """Continue after the write. Called if writing is paused or the connection is closing."""
 
 
 class ConnectionFlusher:
-    """Flushes every armed connection in one callback, after all that is ready in this turn has
-    run: uvloop's `transport.write` sends at once, so joining comes first.
+    """Flushes every queued connection in one callback at the end of the loop iteration.
 
-    All is prepared before the first byte is sent: the kernel's send path leaves the processor's
-    caches cold, and preparing in between would pay for that once a token. To arm a connection is to
-    append it to `due`, once a flush, and to call `wake` where it is the first.
+    uvloop's `transport.write` sends at once, so output is joined first. All output is prepared
+    before the first byte is sent, because the kernel's send path evicts the CPU's caches: preparing
+    in between would cost that once per token. A connection appends itself to `queue`, at most once
+    per flush. The first one calls `schedule`.
     """
 
     __slots__ = ("_loop", "queue")
@@ -37,16 +37,16 @@ class ConnectionFlusher:
         self.queue: list[Flushable] = []
 
     def schedule(self) -> None:
-        """Flush at the end of this turn."""
+        """Flush after all callbacks that are ready in this loop iteration."""
         self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        armed = self.queue[:]
+        queued = self.queue[:]
         self.queue.clear()
-        ready = [(connection.write, connection.pop_output()) for connection in armed]
+        ready = [(connection.write, connection.pop_output()) for connection in queued]
         for write, data in ready:
             if data:
                 write(data)
-        for connection in armed:
+        for connection in queued:
             if connection.closing or connection.paused_at is not None:
                 connection.on_written()

@@ -1,4 +1,4 @@
-"""What a client may do to us."""
+"""Limits on what clients may send and leave unread."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dynamo.core.settings.schema import ServerSettings
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
-    """Bytes, counts and seconds; see `settings.server` for the reasons.
+    """Limits in bytes, counts and seconds. The settings of `server` explain them.
 
-    `body_rate`: the slowest upload that is not an attack, bytes a second.
-    `pipelined`: requests read ahead on one connection before reading pauses.
+    `min_body_rate` is the slowest upload in bytes per second that is not taken for an attack.
+    `max_pipelined` requests are read ahead on one connection before reading pauses.
     """
 
     max_body_bytes: int = 32 << 20
@@ -31,7 +31,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_settings(cls, server: ServerSettings) -> HttpLimits:
-        """The limits that the settings ask for."""
+        """Return the limits that the settings contain."""
         return cls(
             max_body_bytes=server.max_body_bytes,
             max_header_bytes=server.max_header_bytes,
@@ -44,7 +44,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
 
     @property
     def timeout_check_interval_s(self) -> float:
-        """How often timeouts are looked for."""
+        """Interval between checks for timeouts."""
         shortest = min(
             self.header_timeout_s, self.idle_timeout_s, self.stall_timeout_s, self.linger_s
         )

@@ -1,4 +1,4 @@
-"""Listening sockets."""
+"""Listening sockets of the HTTP server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dynamo.communication.http.limits import HttpLimits
 from dynamo.core.errors import ConfigError
 
 LISTEN_BACKLOG = 1024
-TCP_NOTSENT_LOWAT = 25  # linux/tcp.h; the socket module does not name it on every build
+TCP_NOTSENT_LOWAT = 25  # from linux/tcp.h: not every build of the socket module has it
 
 
 async def probe_port(host: str, port: int) -> None:
-    """Raise `PortInUse` if anybody, sharing or not, listens on `port`. Port 0 is always free."""
+    """Raise `PortInUse` if any socket listens on `port`, even with SO_REUSEPORT. 0 is free."""
     if port:
         (await _bind(host, port, reuse_port=False)).close()
 
@@ -23,8 +23,11 @@ async def probe_port(host: str, port: int) -> None:
 async def open_listening_socket(
     host: str, port: int, limits: HttpLimits, *, reuse_port: bool
 ) -> socket.socket:
-    """A bound socket whose accepted connections inherit small kernel buffers, so that a slow
-    reader's backlog is ours to see."""
+    """Return a listening socket whose connections inherit small kernel buffers.
+
+    The backlog of a slow reader then stays in this process, where it is measured. Raises
+    `PortInUse`, `ConfigError`.
+    """
     sock = await _bind(host, port, reuse_port=reuse_port)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -35,12 +38,12 @@ async def open_listening_socket(
 async def _bind(host: str, port: int, *, reuse_port: bool) -> socket.socket:
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(
+        addresses = await loop.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
         raise ConfigError(f"cannot listen on {host!r}: {error}", param="server.http_host") from None
-    family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setblocking(False)
@@ -60,6 +63,6 @@ def _bind_error(error: OSError, host: str, port: int) -> ConfigError:
         return PortInUse(host, port)
     return ConfigError(
         f"cannot listen on {host}:{port}: {error.strerror}",
-        hint="ports below 1024 need privileges" if error.errno == errno.EACCES else "",
+        hint="ports below 1024 require privileges" if error.errno == errno.EACCES else "",
         param="server.http_port",
     )

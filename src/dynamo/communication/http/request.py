@@ -1,4 +1,4 @@
-"""From bytes to requests."""
+"""Parses HTTP requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Stage = Literal["idle", "headers", "body"]
 
 
 class Request:
-    """One request, complete. Header names are lower-case bytes; `path` is percent-decoded."""
+    """A complete request. Header names are lower-case bytes. `path` is percent-decoded."""
 
     __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "version")
 
@@ -38,14 +38,13 @@ class Request:
         self.keep_alive = keep_alive
 
     def header(self, name: bytes) -> str | None:
-        """The header's value, by its name in lower case; several of one name are joined by
-        commas."""
+        """Return a header by its lower-case name. Repeated headers are joined by commas."""
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
 
 
 def split_target(target: bytes) -> tuple[str, str]:
-    """Path and query of a request target, in origin or absolute form."""
+    """Return path and query of a request target in origin or absolute form."""
     text = target.decode("latin-1")
     if not text.startswith("/") and "://" in text:
         text = "/" + text.split("://", 1)[1].partition("/")[2]
@@ -54,10 +53,9 @@ def split_target(target: bytes) -> tuple[str, str]:
 
 
 class RequestReader:
-    """One connection's parser. `feed` hands every complete request to `on_request`.
+    """Parses the requests of one connection. `feed` passes complete ones to `on_request`.
 
-    httptools puts no bound on anything: bytes are counted here, before and after the headers
-    are complete.
+    httptools has no limits. This class therefore counts the bytes of headers and bodies.
     """
 
     __slots__ = (
@@ -89,17 +87,18 @@ class RequestReader:
         self._on_continue = on_continue
         self._parser = httptools.HttpRequestParser(self)
         self._error: DynamoError | None = None
-        self._max_received_bytes = self._min_received_bytes = (
-            0  # bytes of the message in hand: at most, at least
-        )
+        # The current message has at most and at least this many bytes.
+        self._max_received_bytes = self._min_received_bytes = 0
         self.messages_started = 0
         self.stage: Stage = "idle"
         self.on_message_begin()
         self.stage, self.messages_started = "idle", 0
 
     def feed(self, data: bytes) -> bool:
-        """Parse what came. False = the client wants a tunnel: no request follows. Raises the error
-        to answer with; nothing may be fed after that."""
+        """Parse received bytes. False: the client requests a tunnel and no request follows.
+
+        Raises the `DynamoError` to answer with. No more bytes may be fed after an error.
+        """
         started, idle = self.messages_started, self.stage == "idle"
         self._max_received_bytes += len(data)
         self._min_received_bytes += len(data)
@@ -110,7 +109,7 @@ class RequestReader:
             raise self._error or InvalidRequest(f"malformed HTTP: {error}") from None
         if self.stage == "idle":
             self._max_received_bytes = self._min_received_bytes = 0
-        elif self.messages_started > started + idle:  # it began behind another one, who knows where
+        elif self.messages_started > started + idle:  # the message began somewhere within `data`
             self._max_received_bytes, self._min_received_bytes = len(data), 0
         elif self.stage == "headers" and self._min_received_bytes > self._limits.max_header_bytes:
             raise self._headers_too_large()
@@ -129,20 +128,24 @@ class RequestReader:
                 return True
 
     def _ignores_upgrade(self) -> bool:
-        """An upgrade is offered, which a server may leave alone; the parser however takes what
-        follows for another protocol, the body too."""
+        """Return True for an offered upgrade, which the server ignores as HTTP allows.
+
+        The parser would take all following bytes, the body too, for another protocol.
+        """
         return bool(self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT")
 
     def _head_without_upgrade(self) -> bytes:
-        """The head that was read, without its offer."""
-        kept = [pair for name, value in self._raw_headers for pair in _without_upgrade(name, value)]
+        """Return the received head without the headers that offer an upgrade."""
+        headers = [
+            pair for name, value in self._raw_headers for pair in _without_upgrade(name, value)
+        ]
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self._target, version)]
-        lines += [b"%b: %b" % pair for pair in kept]
+        lines += [b"%b: %b" % pair for pair in headers]
         return b"\r\n".join([*lines, b"", b""])
 
     def close(self) -> None:
-        """Nothing is fed any more: let go of what refers back to this reader."""
+        """Release the references that form a cycle with this reader. No bytes may follow."""
         del self._parser, self._on_request, self._on_continue
 
     def on_message_begin(self) -> None:
@@ -154,18 +157,18 @@ class RequestReader:
         self._headers: dict[bytes, bytes] = {}
         self.body_bytes = 0
 
-    def on_url(self, part: bytes) -> None:
-        self._target += part
+    def on_url(self, data: bytes) -> None:
+        self._target += data
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.stage == "headers":  # later ones are trailers: counted, never believed
+        if self.stage == "headers":  # later headers are trailers, which are only counted
             self._raw_headers.append((name, value))
         else:
             self._count_body(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         if self._ignores_upgrade():
-            return  # they come again
+            return  # the headers are parsed again without the upgrade
         self._version = self._parser.get_http_version()
         try:
             self._headers = self._validate_headers()
@@ -176,9 +179,9 @@ class RequestReader:
         if b"expect" in self._headers and self._version == "1.1":
             self._on_continue()
 
-    def on_body(self, part: bytes) -> None:
-        self._count_body(len(part))
-        self._body.append(part)
+    def on_body(self, data: bytes) -> None:
+        self._count_body(len(data))
+        self._body.append(data)
 
     def on_message_complete(self) -> None:
         if self.stage == "headers" and self._ignores_upgrade():
@@ -204,8 +207,8 @@ class RequestReader:
             if size > self._limits.max_header_bytes:
                 raise self._headers_too_large()
         headers: dict[bytes, bytes] = {}
-        for raw, value in pairs:
-            name = raw.lower()
+        for raw_name, value in pairs:
+            name = raw_name.lower()
             if name in headers:
                 _reject_duplicate(name)
                 headers[name] += b", " + value
@@ -228,40 +231,44 @@ class RequestReader:
 
 
 def check_framing(headers: Mapping[bytes, bytes], version: str, max_body_bytes: int) -> None:
-    """Refuse what two parsers could read differently (request smuggling), and what is too large
-    to begin with. Raises `InvalidRequest` or `TooLarge`."""
+    """Refuse framing that parsers could read differently (request smuggling), and large bodies.
+
+    Raises `InvalidRequest` or `TooLarge`.
+    """
     if version not in ("1.1", "1.0"):
-        raise InvalidRequest(f"HTTP/{version} is not spoken here", hint="use HTTP/1.1")
+        raise InvalidRequest(f"HTTP/{version} is not supported", hint="use HTTP/1.1")
     if version == "1.1" and b"host" not in headers:
-        raise InvalidRequest("an HTTP/1.1 request needs a Host header")
+        raise InvalidRequest("an HTTP/1.1 request must have a Host header")
     coding = headers.get(b"transfer-encoding")
     length = headers.get(b"content-length")
     if coding is not None:
         if version == "1.0" or coding.strip().lower() != b"chunked":
-            raise InvalidRequest("only `Transfer-Encoding: chunked` is understood, in HTTP/1.1")
+            raise InvalidRequest(
+                "the only supported transfer encoding is `chunked`, in HTTP/1.1 requests"
+            )
         if length is not None:
-            raise InvalidRequest("both Content-Length and Transfer-Encoding")
+            raise InvalidRequest("the request has both Content-Length and Transfer-Encoding")
     if length is not None and int(length) > max_body_bytes:
         raise _body_too_large(max_body_bytes)
     expect = headers.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
-        raise InvalidRequest("only `Expect: 100-continue` is understood")
+        raise InvalidRequest("the only supported expectation is `Expect: 100-continue`")
 
 
 def _without_upgrade(name: bytes, value: bytes) -> list[tuple[bytes, bytes]]:
-    """The header, but for what it says of an upgrade."""
+    """Return a header without its part in offering an upgrade, as zero or one pairs."""
     if name.lower() == b"upgrade":
         return []
     if name.lower() != b"connection":
         return [(name, value)]
-    words = [word for word in value.split(b",") if word.strip().lower() != b"upgrade"]
-    return [(name, b",".join(words))]
+    options = [word for word in value.split(b",") if word.strip().lower() != b"upgrade"]
+    return [(name, b",".join(options))]
 
 
 def _reject_duplicate(name: bytes) -> None:
     if name in (b"host", b"content-length", b"transfer-encoding", b"authorization"):
-        raise InvalidRequest(f"header {name.decode('latin-1')} came twice")
+        raise InvalidRequest(f"the header {name.decode('latin-1')} is repeated")
 
 
 def _body_too_large(limit: int) -> DynamoError:
-    return TooLarge(f"the body exceeds {limit} bytes", hint="server.max_body_bytes is the limit")
+    return TooLarge(f"the body exceeds {limit} bytes", hint="server.max_body_bytes sets the limit")

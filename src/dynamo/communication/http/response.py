@@ -1,4 +1,4 @@
-"""One response, on its way."""
+"""The response to one HTTP request."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def _status_line(status: int) -> str:
 
 
 def encode_head(status: int, headers: ResponseHeaders, framing: str) -> bytes:
-    """Status line and headers, `framing` (ready lines) last. Raises ValueError on a line break
-    inside a header."""
+    """Encode status line, headers and `framing` (complete header lines).
+
+    Raises `ValueError` if a header contains a line break.
+    """
     lines = ""
     for name, value in headers:
         lines += f"{name}: {value}\r\n"
@@ -42,31 +44,33 @@ def encode_head(status: int, headers: ResponseHeaders, framing: str) -> bytes:
 
 
 class ResponseConnection(Protocol):
-    """What a response needs of its connection."""
+    """The connection of a response.
+
+    `output` holds bytes in their final form. `pending_events` follow them: the events of this loop
+    iteration, which become one chunk if the response is `chunked`.
+    """
 
     output: list[bytes]
-    """Bytes as they are to be sent."""
     pending_events: list[bytes]
-    """What follows them: the events of this turn, which become one chunk where the response is
-    `framed`."""
     chunked: bool
 
     def schedule_flush(self) -> None:
-        """Send `out` and `events` once before the loop goes back to sleep."""
+        """Send `output` and `pending_events` at the end of this loop iteration."""
 
     def merge_events(self) -> None:
-        """Move `events` to `out`."""
+        """Move `pending_events` to `output`."""
 
     def unsent_bytes(self) -> int:
-        """Bytes that the kernel has not taken."""
+        """Return how many bytes the kernel has not taken."""
 
 
 class Response:
-    """Synchronous; nothing here waits. Events written in one turn of the loop leave together.
+    """A response in progress. No method waits. Events of one loop iteration leave together.
 
-    `congested`: the client has not read for a while or half the backlog waits; merge what can be
-    merged and wait for `on_relief`. `overrun`: the backlog's limit or the stall's was passed; only
-    `end` is of use any more. `open`: writes are of use.
+    `open` is True while `write` has an effect. `congested` is True if the client has not read for a
+    while or half the backlog limit is unsent: the writer should merge events until `on_writable` is
+    called. `overrun` is True once the client exceeded the backlog or stall limit: only `end` still
+    has an effect.
     """
 
     __slots__ = (
@@ -86,17 +90,17 @@ class Response:
 
     def __init__(
         self,
-        link: ResponseConnection,
+        connection: ResponseConnection,
         method: str,
         version: str,
         *,
         keep_alive: bool,
         backlog_limit: int,
     ) -> None:
-        self._writer = link
+        self._writer = connection
         self._head_only = method == "HEAD"
         self._version = version
-        link.chunked = False
+        connection.chunked = False
         self.keep_alive = keep_alive
         self.backlog_limit = backlog_limit
         self.status = 0
@@ -106,11 +110,11 @@ class Response:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes written and not yet taken by the kernel."""
+        """Bytes that were written and not yet taken by the kernel."""
         return self._writer.unsent_bytes()
 
     def start(self, status: int, headers: ResponseHeaders = ()) -> None:
-        """Begin a stream: chunked, or until the connection closes for HTTP/1.0."""
+        """Start a streamed response. An HTTP/1.0 stream ends with its connection."""
         if self._version == "1.1":
             self._writer.chunked = not self._head_only
             framing = "transfer-encoding: chunked\r\n" + self._connection_header()
@@ -120,37 +124,40 @@ class Response:
         self._write_head(status, encode_head(status, headers, framing))
 
     def write(self, data: bytes) -> bool:
-        """One event of a stream. False = nobody will read it."""
+        """Write one event of a stream. False: the client will not read it."""
         if not self.open:
             return False
-        link = self._writer
-        events = link.pending_events
+        connection = self._writer
+        events = connection.pending_events
         if not events:
             if self._head_only:
                 return True
-            link.schedule_flush()
+            connection.schedule_flush()
         events.append(data)
         return True
 
     def get_event_buffer(self) -> tuple[list[bytes], Callable[[], None]]:
-        """Where one that writes event after event puts them itself while this is `open`: it calls
-        the second where the list is empty, and appends."""
+        """Return the list of pending events and the function that schedules a flush.
+
+        A fast path may append events itself while the response is `open`. If the list is empty, the
+        caller must call the function first.
+        """
         return self._writer.pending_events, self._writer.schedule_flush
 
     def end(self, tail: bytes = b"") -> None:
-        """The stream is complete. Allowed after an overrun, unlike `write`."""
+        """Complete the stream with an optional last event. Allowed after an overrun."""
         if self.ended:
             return
-        link = self._writer
+        connection = self._writer
         if tail and not self._head_only:
-            link.pending_events.append(tail)
-        link.merge_events()
-        if link.chunked:
-            link.output.append(LAST_CHUNK)
+            connection.pending_events.append(tail)
+        connection.merge_events()
+        if connection.chunked:
+            connection.output.append(LAST_CHUNK)
         self._finish()
 
     def send(self, status: int, headers: ResponseHeaders, body: bytes) -> None:
-        """A whole response at once."""
+        """Send a whole response."""
         if status == 204:
             framing = self._connection_header()
         else:
@@ -167,7 +174,7 @@ class Response:
 
     def _write_head(self, status: int, data: bytes) -> None:
         if self.started:
-            raise RuntimeError("the response has been started already")
+            raise RuntimeError("the response was started already")
         self.started = True
         self.status = status
         self._writer.output.append(data)

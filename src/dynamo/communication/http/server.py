@@ -1,4 +1,4 @@
-"""The server: listens, sweeps for what is overdue, drains."""
+"""The HTTP server: listens, checks timeouts and drains."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["ErrorRenderer", "HttpHandler", "HttpServer"]
 
 
 class HttpServer:
-    """`handler` runs as one task a request and is cancelled when the client goes away.
+    """Runs `handler` in one task per request and cancels it when the client disconnects.
 
-    `on_error` renders what never reached the handler (malformed, too large, too slow) and what the
-    handler raised before it started its response: (error, request id or "") -> (status, JSON body).
+    `on_error(error, request id or "")` returns the status and JSON body of an error response. It
+    renders requests that never reached the handler (malformed, too large, too slow) and errors that
+    the handler raised before it started its response.
     """
 
     def __init__(
@@ -44,54 +45,50 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """Open connections."""
+        """Number of open connections."""
         return len(self._state.connections) if self._state else 0
 
     @property
     def in_flight(self) -> int:
-        """Requests being answered."""
+        """Number of requests that are being answered."""
         return len(self._state.tasks) if self._state else 0
 
     async def start(self, host: str, port: int, *, reuse_port: bool = False) -> int:
-        """Listen; returns the bound port. Raises `PortInUse`.
+        """Listen and return the bound port. Raises `PortInUse`.
 
-        With `reuse_port` several processes share the port: whoever starts them calls `probe_port`
-        once before, or two deployments would share it by mistake.
+        With `reuse_port` several processes share the port. Their parent must call `probe_port`
+        first, or two deployments could share it by mistake.
         """
         sock = await open_listening_socket(host, port, self._limits, reuse_port=reuse_port)
-        shared = HttpServerState(self._handler, self._limits, self._clock, self._on_error)
+        state = HttpServerState(self._handler, self._limits, self._clock, self._on_error)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: HttpConnection(shared), sock=sock)
-        self._state = shared
-        self._timeout_tasks.start(self._check_timeouts(shared), name="http sweep")
+        self._server = await loop.create_server(lambda: HttpConnection(state), sock=sock)
+        self._state = state
+        self._timeout_tasks.start(self._check_timeouts(state), name="http timeouts")
         return int(sock.getsockname()[1])
 
     async def stop(self, drain_s: float) -> None:
-        """Accept nothing more, let what is in flight end for `drain_s` seconds, then cancel it."""
-        shared, server = self._state, self._server
-        if shared is None or server is None:
+        """Accept no more requests, wait `drain_s` seconds for those in flight, then cancel them."""
+        state, server = self._state, self._server
+        if state is None or server is None:
             return
         self._state = self._server = None
         server.close()
-        for connection in list(shared.connections):
+        for connection in list(state.connections):
             connection.drain()
-        if shared.tasks and drain_s > 0:
-            await wait_for_first(shared.tasks.join(), self._clock.sleep(drain_s))
-        await shared.tasks.close()
+        if state.tasks and drain_s > 0:
+            await wait_for_first(state.tasks.join(), self._clock.sleep(drain_s))
+        await state.tasks.close()
         await self._timeout_tasks.close()
         await asyncio.sleep(0)
-        for connection in list(shared.connections):
+        for connection in list(state.connections):
             connection.close()
 
-    async def _check_timeouts(self, shared: HttpServerState) -> None:
+    async def _check_timeouts(self, state: HttpServerState) -> None:
         period = self._limits.timeout_check_interval_s
         while True:
             await self._clock.sleep(period)
             now = self._clock.now()
-            overdue = [
-                one
-                for one in shared.connections
-                if one.deadline <= now or one.paused_at is not None
-            ]
-            for one in overdue:
-                one.check_timeouts(now)
+            for connection in list(state.connections):
+                if connection.deadline <= now or connection.paused_at is not None:
+                    connection.check_timeouts(now)
