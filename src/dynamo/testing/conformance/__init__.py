@@ -1,3 +1,6 @@
-"""One suite a seam. A backend's test module subclasses it and gives the fixture `join`: a coroutine
-function that returns one more member, each a process of its own to the others, of one network that
-is the test's own; the fixture closes all of them afterwards."""
+"""Conformance tests of the planes and engines, one suite per interface.
+
+A backend's test module subclasses a suite and defines the fixture `join`, which closes all planes
+afterwards. `join` is a coroutine function that opens one more plane of the test's own network. Each
+plane stands for one process.
+"""

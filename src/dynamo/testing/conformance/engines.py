@@ -1,4 +1,4 @@
-"""What every engine promises."""
+"""Conformance tests for every engine."""
 # ruff: noqa: S101, ARG002
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CONTEXT_TOKENS = 1 << 16
 
 
 class OrderCheckingReply(CollectedReply):
-    """Sees to the order of calls. `first`: a token has come."""
+    """A reply that asserts the order of its calls. `first_token` is set by the first token."""
 
     def __init__(self, token_limit: int | None = None) -> None:
         super().__init__(token_limit)
@@ -57,7 +57,7 @@ class OrderCheckingReply(CollectedReply):
 
 
 def make_request(ids: Sequence[int] = PROMPT, tokens: int = 8, resumed: int = 0) -> GenerateRequest:
-    """Greedy, and only its length ends it."""
+    """Return a greedy request that ends only by its length."""
     stops = StopConditions(max_tokens=tokens, ignore_eos=True)
     return GenerateRequest(
         "request-1", "m", pack_ids(ids), SamplingParams(temperature=0), stops, resumed=resumed
@@ -65,21 +65,24 @@ def make_request(ids: Sequence[int] = PROMPT, tokens: int = 8, resumed: int = 0)
 
 
 async def generate_reply(engine: Engine, request: GenerateRequest) -> OrderCheckingReply:
-    """The whole answer."""
+    """Generate and return the whole answer."""
     reply = OrderCheckingReply()
     await engine.generate(request, ENGINE_CONTEXT, reply)
     return reply
 
 
 def assert_idle(engine: Engine) -> None:
-    """Nothing runs, waits, or holds memory for a request."""
+    """Assert that no request runs, waits or holds blocks."""
     load = engine.report_load()
     assert (load.running, load.waiting, load.active_blocks) == (0, 0, 0)
 
 
 class EngineConformance:
-    """The fixture `engine` is a started one that knows ids up to 99, holds 64 tokens and more, and
-    is stopped afterwards."""
+    """Tests of an engine.
+
+    The fixture `engine` starts and later stops an engine with token ids below 100 and room for at
+    least 64 tokens.
+    """
 
     async def test_answer_has_requested_length_in_order(self, engine: Engine) -> None:
         reply = await generate_reply(engine, make_request(tokens=5))
@@ -110,12 +113,14 @@ class EngineConformance:
     @pytest.mark.parametrize("turns", [0, 1, 2, 3])
     async def test_cancellation_frees_all_resources(self, engine: Engine, turns: int) -> None:
         async with BackgroundTasks() as tasks:
-            gone = [tasks.start(generate_reply(engine, make_request(tokens=20))) for _ in range(3)]
+            cancelled = [
+                tasks.start(generate_reply(engine, make_request(tokens=20))) for _ in range(3)
+            ]
             for _ in range(turns):
                 await asyncio.sleep(0)
-            for task in gone:
+            for task in cancelled:
                 task.cancel()
-            await asyncio.wait(gone)
+            await asyncio.wait(cancelled)
         assert_idle(engine)
         assert len((await generate_reply(engine, make_request(tokens=2))).ids) == 2
 
@@ -127,36 +132,36 @@ class EngineConformance:
         assert_idle(engine)
 
     async def test_failing_reply_fails_only_its_request(self, engine: Engine) -> None:
-        class Bad(OrderCheckingReply):
+        class FailingReply(OrderCheckingReply):
             def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
                 raise ZeroDivisionError
 
         async with BackgroundTasks() as tasks:
             good = tasks.start(generate_reply(engine, make_request()))
             with pytest.raises(ZeroDivisionError):
-                await engine.generate(make_request(), ENGINE_CONTEXT, Bad())
+                await engine.generate(make_request(), ENGINE_CONTEXT, FailingReply())
             assert len((await good).ids) == 8
         assert_idle(engine)
 
     async def test_kv_events_match_cached_blocks(self, engine: Engine) -> None:
-        held: set[int] = set()
+        cached: set[int] = set()
 
         def apply(events: Sequence[KvEvent]) -> None:
             for event in events:
                 if isinstance(event, BlocksStored):
-                    held.update(event.hashes)
+                    cached.update(event.hashes)
                 elif isinstance(event, BlocksRemoved):
-                    held.difference_update(event.hashes)
+                    cached.difference_update(event.hashes)
                 else:
-                    held.clear()
+                    cached.clear()
 
         engine.on_kv_events(apply)
         await run_all(
             *(generate_reply(engine, make_request(PROMPT[start:], 20)) for start in range(6))
         )
-        told = set(held)
+        reported = set(cached)
         apply(engine.snapshot_kv_events())
-        assert held == told
+        assert cached == reported
 
     async def test_stop_fails_requests_in_flight(self, engine: Engine) -> None:
         reply = OrderCheckingReply()

@@ -1,4 +1,4 @@
-"""What every event plane promises. Members have `lossy` (see the backends), to drop batches."""
+"""Conformance tests for every event backend. Planes must have `lossy` (see `TcpEvents`)."""
 # ruff: noqa: S101, ARG005
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ JoinEvents = Callable[[], Awaitable[Events]]
 
 
 class RecordingListener:
-    """A listener that keeps what it hears."""
+    """A listener that keeps its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -23,209 +23,213 @@ class RecordingListener:
         self.events.append(event)
         self._changed.set()
 
-    async def wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until what was heard makes it true."""
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait up to 10 s for an event after which the condition is true."""
         async with asyncio.timeout(10):
-            while not true():
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def wait_for_payload(self, payload: bytes) -> None:
-        """Wait until it was heard."""
+        """Wait for an event with this payload."""
         await self.wait_until(lambda: any(event.payload == payload for event in self.events))
 
     async def wait_for_kind(self, kind: str) -> None:
-        """Wait until the last event is of a kind."""
+        """Wait until the last event is of this kind."""
         await self.wait_until(lambda: bool(self.events) and self.events[-1].kind == kind)
 
     def payloads_of_kind(self, kind: str = "event") -> list[bytes]:
-        """The payloads of one kind."""
+        """Return the payloads of one kind in order."""
         return [event.payload for event in self.events if event.kind == kind]
 
 
 class EventsConformance:
-    """Fixture: `join`."""
+    """Tests of an event backend. The fixture `join` opens one more plane."""
 
     async def test_every_event_arrives_once_and_in_order(self, join: JoinEvents) -> None:
-        publisher, subscriber, heard = await join(), await join(), RecordingListener()
-        await subscriber.subscribe("ns/", heard)
+        publisher, subscriber, listener = await join(), await join(), RecordingListener()
+        await subscriber.subscribe("ns/", listener)
         source = await publisher.open_source("ns/worker/kv", "w/1")
         for number in range(3000):
             source.publish(b"%d" % number)
             if not number % 7:
                 await asyncio.sleep(0)
-        await heard.wait_for_payload(b"2999")
-        assert heard.payloads_of_kind() == [b"%d" % number for number in range(3000)]
-        assert [event.sequence for event in heard.events] == list(range(1, 3001))
-        about = {(event.subject, event.publisher, event.epoch) for event in heard.events}
-        assert len(about) == 1
-        assert about.pop()[:2] == ("ns/worker/kv", "w/1")
+        await listener.wait_for_payload(b"2999")
+        assert listener.payloads_of_kind() == [b"%d" % number for number in range(3000)]
+        assert [event.sequence for event in listener.events] == list(range(1, 3001))
+        origins = {(event.subject, event.publisher, event.epoch) for event in listener.events}
+        assert len(origins) == 1
+        assert origins.pop()[:2] == ("ns/worker/kv", "w/1")
         assert subscriber.count_lost_events() == 0
 
     async def test_subjects_are_chosen_by_prefix(self, join: JoinEvents) -> None:
-        member, heard = await join(), RecordingListener()
-        await member.subscribe("a/b", heard)
+        member, listener = await join(), RecordingListener()
+        await member.subscribe("a/b", listener)
         inside, outside = (
             await member.open_source("a/bc", "p"),
             await member.open_source("a/x", "p"),
         )
         outside.publish(b"no")
         inside.publish(b"yes")
-        await heard.wait_for_payload(b"yes")
+        await listener.wait_for_payload(b"yes")
         inside.publish(b"last")
-        await heard.wait_for_payload(b"last")
-        assert heard.payloads_of_kind() == [b"yes", b"last"]
+        await listener.wait_for_payload(b"last")
+        assert listener.payloads_of_kind() == [b"yes", b"last"]
 
     async def test_late_subscriber_gets_the_dump_first(self, join: JoinEvents) -> None:
-        publisher, subscriber, heard = await join(), await join(), RecordingListener()
+        publisher, subscriber, listener = await join(), await join(), RecordingListener()
         state: list[bytes] = []
         source = await publisher.open_source("kv", "w", lambda: state)
         for number in range(5):
             state.append(b"s%d" % number)
             source.publish(b"before")
-        await subscriber.subscribe("kv", heard)
-        await heard.wait_for_payload(b"s4")
+        await subscriber.subscribe("kv", listener)
+        await listener.wait_for_payload(b"s4")
         source.publish(b"after")
-        await heard.wait_for_payload(b"after")
-        assert [event.kind for event in heard.events] == ["dump"] + ["event"] * 5
-        assert [event.payload for event in heard.events] == [*state, b"after"]
-        assert [event.sequence for event in heard.events] == [5] * 5 + [6]
+        await listener.wait_for_payload(b"after")
+        assert [event.kind for event in listener.events] == ["dump"] + ["event"] * 5
+        assert [event.payload for event in listener.events] == [*state, b"after"]
+        assert [event.sequence for event in listener.events] == [5] * 5 + [6]
 
     async def test_latest_source_repairs_only_the_newest_event(self, join: JoinEvents) -> None:
         publisher, subscriber, late = await join(), await join(), await join()
-        heard, watcher, after = RecordingListener(), RecordingListener(), RecordingListener()
+        listener, control_listener, late_listener = (
+            RecordingListener(),
+            RecordingListener(),
+            RecordingListener(),
+        )
         dropping = False
         plane: Any = subscriber
         plane.lossy = lambda first: dropping
         source = await publisher.open_source("load", "w", latest=True)
         source.publish(b"0")
-        await subscriber.subscribe("load", heard)
-        await publisher.subscribe("load", watcher)
-        await heard.wait_for_payload(b"0")
-        await watcher.wait_for_payload(b"0")
+        await subscriber.subscribe("load", listener)
+        await publisher.subscribe("load", control_listener)
+        await listener.wait_for_payload(b"0")
+        await control_listener.wait_for_payload(b"0")
         for number in range(1, 10):
             dropping = 2 <= number < 6
             source.publish(b"%d" % number)
-            await watcher.wait_for_payload(b"%d" % number)
+            await control_listener.wait_for_payload(b"%d" % number)
             await asyncio.sleep(0)
-        await heard.wait_for_payload(b"9")
-        assert not {b"2", b"3", b"4"} & {event.payload for event in heard.events}
-        await late.subscribe("load", after)
-        await after.wait_for_payload(b"9")
-        assert [event.payload for event in after.events] == [b"9"]
+        await listener.wait_for_payload(b"9")
+        assert not {b"2", b"3", b"4"} & {event.payload for event in listener.events}
+        await late.subscribe("load", late_listener)
+        await late_listener.wait_for_payload(b"9")
+        assert [event.payload for event in late_listener.events] == [b"9"]
         assert subscriber.count_lost_events() == 0
 
     async def test_an_empty_state_is_a_dump_too(self, join: JoinEvents) -> None:
-        member, heard = await join(), RecordingListener()
+        member, listener = await join(), RecordingListener()
         await member.open_source("kv", "w", lambda: ())
-        await member.subscribe("kv", heard)
-        await heard.wait_for_kind("dump")
-        assert heard.payloads_of_kind("dump") == [b""]
+        await member.subscribe("kv", listener)
+        await listener.wait_for_kind("dump")
+        assert listener.payloads_of_kind("dump") == [b""]
 
     async def test_gap_is_repaired_with_missing_events(self, join: JoinEvents) -> None:
-        publisher, subscriber, heard = await join(), await join(), RecordingListener()
+        publisher, subscriber, listener = await join(), await join(), RecordingListener()
         dropping = False
         plane: Any = subscriber
         plane.lossy = lambda first: dropping
-        await subscriber.subscribe("kv", heard)
+        await subscriber.subscribe("kv", listener)
         source = await publisher.open_source("kv", "w", lambda: [b"state"])
-        await heard.wait_for_kind("dump")
-        watcher = RecordingListener()
-        await publisher.subscribe("kv", watcher)
-        await watcher.wait_for_kind("dump")
+        await listener.wait_for_kind("dump")
+        control_listener = RecordingListener()
+        await publisher.subscribe("kv", control_listener)
+        await control_listener.wait_for_kind("dump")
         for number in range(10):
             dropping = 2 <= number < 6
             source.publish(b"%d" % number)
-            await watcher.wait_for_payload(b"%d" % number)
+            await control_listener.wait_for_payload(b"%d" % number)
             await asyncio.sleep(0)
-        await heard.wait_for_payload(b"9")
-        assert heard.payloads_of_kind() == [b"%d" % number for number in range(10)]
-        assert heard.payloads_of_kind("dump") == [b"state"]
-        assert len(heard.payloads_of_kind("stale")) == 1
+        await listener.wait_for_payload(b"9")
+        assert listener.payloads_of_kind() == [b"%d" % number for number in range(10)]
+        assert listener.payloads_of_kind("dump") == [b"state"]
+        assert len(listener.payloads_of_kind("stale")) == 1
         assert subscriber.count_lost_events() == 0
 
     async def test_a_closed_source_is_gone_and_a_new_one_replaces_it(
         self, join: JoinEvents
     ) -> None:
-        publisher, subscriber, heard = await join(), await join(), RecordingListener()
-        await subscriber.subscribe("kv", heard)
+        publisher, subscriber, listener = await join(), await join(), RecordingListener()
+        await subscriber.subscribe("kv", listener)
         source = await publisher.open_source("kv", "w", lambda: [b"one"])
-        await heard.wait_for_payload(b"one")
+        await listener.wait_for_payload(b"one")
         source.publish(b"last")
         await source.close()
-        await heard.wait_for_kind("gone")
-        assert heard.payloads_of_kind() == [b"last"]
+        await listener.wait_for_kind("gone")
+        assert listener.payloads_of_kind() == [b"last"]
         await publisher.open_source("kv", "w", lambda: [b"two"])
-        await heard.wait_for_payload(b"two")
-        assert heard.events[-1].kind == "dump"
-        assert heard.events[-1].epoch > heard.events[0].epoch
+        await listener.wait_for_payload(b"two")
+        assert listener.events[-1].kind == "dump"
+        assert listener.events[-1].epoch > listener.events[0].epoch
 
     async def test_a_new_epoch_replaces_the_old_at_once(self, join: JoinEvents) -> None:
-        publisher, again, subscriber, heard = (
+        publisher, restarted, subscriber, listener = (
             await join(),
             await join(),
             await join(),
             RecordingListener(),
         )
-        await subscriber.subscribe("kv", heard)
+        await subscriber.subscribe("kv", listener)
         old = await publisher.open_source("kv", "w", lambda: [b"one"])
-        await heard.wait_for_payload(b"one")
-        await again.open_source("kv", "w", lambda: [b"two"])
-        await heard.wait_for_payload(b"two")
+        await listener.wait_for_payload(b"one")
+        await restarted.open_source("kv", "w", lambda: [b"two"])
+        await listener.wait_for_payload(b"two")
         old.publish(b"from the dead")
         await old.close()
         await publisher.close()
-        new = await again.open_source("kv", "x")
+        new = await restarted.open_source("kv", "x")
         new.publish(b"end")
-        await heard.wait_for_payload(b"end")
-        assert [event.kind for event in heard.events] == ["dump", "dump", "event"]
+        await listener.wait_for_payload(b"end")
+        assert [event.kind for event in listener.events] == ["dump", "dump", "event"]
 
     async def test_a_publisher_that_closes_is_gone(self, join: JoinEvents) -> None:
-        publisher, subscriber, heard = await join(), await join(), RecordingListener()
-        await subscriber.subscribe("", heard)
+        publisher, subscriber, listener = await join(), await join(), RecordingListener()
+        await subscriber.subscribe("", listener)
         source = await publisher.open_source("kv", "w", lambda: [b"one"])
-        await heard.wait_for_payload(b"one")
+        await listener.wait_for_payload(b"one")
         source.publish(b"last")
         await publisher.close()
-        await heard.wait_for_kind("gone")
-        assert heard.payloads_of_kind() == [b"last"]
+        await listener.wait_for_kind("gone")
+        assert listener.payloads_of_kind() == [b"last"]
 
     async def test_unsubscribed_listener_gets_no_events(self, join: JoinEvents) -> None:
-        member, heard, other = await join(), RecordingListener(), RecordingListener()
-        leave = await member.subscribe("kv", heard)
+        member, listener, other = await join(), RecordingListener(), RecordingListener()
+        unsubscribe = await member.subscribe("kv", listener)
         await member.subscribe("kv", other)
         source = await member.open_source("kv", "w")
         source.publish(b"1")
-        await heard.wait_for_payload(b"1")
-        leave()
-        leave()
+        await listener.wait_for_payload(b"1")
+        unsubscribe()
+        unsubscribe()
         source.publish(b"2")
         await other.wait_for_payload(b"2")
-        assert heard.payloads_of_kind() == [b"1"]
+        assert listener.payloads_of_kind() == [b"1"]
 
     async def test_failing_listener_does_not_stop_others(
         self, join: JoinEvents, caplog: Any
     ) -> None:
-        member, heard = await join(), RecordingListener()
+        member, listener = await join(), RecordingListener()
 
         def broken(event: Event) -> None:
-            heard(event)
+            listener(event)
             raise ValueError("listener")
 
         await member.subscribe("kv", broken)
         source = await member.open_source("kv", "w")
         source.publish(b"1")
         source.publish(b"2")
-        await heard.wait_for_payload(b"2")
+        await listener.wait_for_payload(b"2")
         assert "listener failed" in caplog.text
 
     async def test_large_and_empty_events_pass(self, join: JoinEvents) -> None:
-        member, heard = await join(), RecordingListener()
-        await member.subscribe("kv", heard)
+        member, listener = await join(), RecordingListener()
+        await member.subscribe("kv", listener)
         source = await member.open_source("kv", "w")
         payloads = [b"", bytes(3 << 20), b"x", bytes(2 << 20)]
         for payload in payloads:
             source.publish(payload)
         source.publish(b"end")
-        await heard.wait_for_payload(b"end")
-        assert heard.payloads_of_kind() == [*payloads, b"end"]
+        await listener.wait_for_payload(b"end")
+        assert listener.payloads_of_kind() == [*payloads, b"end"]
