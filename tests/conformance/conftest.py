@@ -1,5 +1,4 @@
-"""The suites are a library: have their asserts explained like those of tests. A test class whose
-name ends in `Uvloop` runs on that loop."""
+"""Assertion rewriting for the conformance suites, and uvloop for test classes named `...Uvloop`."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-for seam in ("discovery", "requests", "events"):
-    pytest.register_assert_rewrite(f"dynamo.testing.conformance.{seam}")
+for suite in ("discovery", "requests", "events"):
+    pytest.register_assert_rewrite(f"dynamo.testing.conformance.{suite}")
 
 Factories = dict[str, Callable[[], asyncio.AbstractEventLoop]]
 

@@ -1,4 +1,4 @@
-"""The discovery suite over every backend."""
+"""The discovery suite over every backend without a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.conformance.members import discoveries
+from tests.conformance.planes import join_discovery
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery, read_until
@@ -19,14 +19,14 @@ from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDisco
 class TestMemory(DiscoveryConformance):
     @pytest.fixture
     async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[JoinDiscovery]:
-        async for join in discoveries(f"memory:{request.node.name}"):
+        async for join in join_discovery(f"memory:{request.node.name}"):
             yield join
 
 
 class TestFile(DiscoveryConformance):
     @pytest.fixture
     async def join(self, tmp_path: Path) -> AsyncIterator[JoinDiscovery]:
-        async for join in discoveries(f"file:{tmp_path / 'place'}"):
+        async for join in join_discovery(f"file:{tmp_path / 'records'}"):
             yield join
 
 
@@ -44,7 +44,7 @@ asyncio.run(main())
 
 
 async def test_records_of_a_killed_process_disappear(tmp_path: Path) -> None:
-    url = f"file:{tmp_path / 'place'}"
+    url = f"file:{tmp_path / 'records'}"
     plane = await open_discovery(url)
     async with plane.watch("/w/") as changes:
         child = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, url)
@@ -52,5 +52,5 @@ async def test_records_of_a_killed_process_disappear(tmp_path: Path) -> None:
         os.kill(child.pid, signal.SIGKILL)
         await read_until(changes, "/w/child", None)
         await child.wait()
-    assert [path.name for path in (tmp_path / "place").iterdir()] == []
+    assert [path.name for path in (tmp_path / "records").iterdir()] == []
     await plane.close()

@@ -1,4 +1,4 @@
-"""The discovery suite over a real etcd, and what only a server can do to its clients."""
+"""The discovery suite over a real etcd server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from tests.conformance.members import discoveries
+from tests.conformance.planes import join_discovery
 
 from dynamo.testing.conformance.discovery import DiscoveryConformance, JoinDiscovery
 from dynamo.testing.servers import EtcdProcess
@@ -23,5 +23,5 @@ def etcd() -> Iterator[EtcdProcess]:
 class TestEtcd(DiscoveryConformance):
     @pytest.fixture
     async def join(self, etcd: EtcdProcess) -> AsyncIterator[JoinDiscovery]:
-        async for join in discoveries(f"{etcd.url}/test-{next(_roots)}"):
+        async for join in join_discovery(f"{etcd.url}/test-{next(_roots)}"):
             yield join

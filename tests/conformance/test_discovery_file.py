@@ -1,4 +1,4 @@
-"""What only the folder can show: hostile entries, lost leases, changes within one clock tick."""
+"""Tests of folder discovery alone: bad entries, lost leases, changes within one clock tick."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dynamo.testing.conformance.discovery import read_until
 
 @pytest.fixture
 async def plane(tmp_path: Path) -> AsyncIterator[FileDiscovery]:
-    opened = await FileDiscovery.open(f"file:{tmp_path / 'place'}")
-    yield opened
-    await opened.close()
+    plane = await FileDiscovery.open(f"file:{tmp_path / 'records'}")
+    yield plane
+    await plane.close()
 
 
-async def test_the_folder_is_the_users_alone(plane: FileDiscovery, tmp_path: Path) -> None:
-    assert (tmp_path / "place").stat().st_mode & 0o777 == 0o700
+async def test_the_folder_must_be_private_to_the_user(plane: FileDiscovery, tmp_path: Path) -> None:
+    assert (tmp_path / "records").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match="other users can write"):
@@ -35,14 +35,14 @@ async def test_bad_entries_are_skipped_with_one_warning(
     plane: FileDiscovery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await plane.put("/good", b"1")
-    (lease,) = (tmp_path / "place").iterdir()
+    (lease,) = (tmp_path / "records").iterdir()
     (lease / ("0" * 32)).write_bytes(b"/key of another name\nvalue")
     (lease / ("1" * 32)).write_bytes(b"no line break")
     (lease / ("2" * 32)).mkdir()
     (lease / ("3" * 32)).symlink_to("/etc/passwd")
     (lease / ("4" * 32)).write_bytes(b"\xff\xfe\n")
     (lease / "notes.txt").write_bytes(b"not ours")
-    reader = FolderReader(tmp_path / "place")
+    reader = FolderReader(tmp_path / "records")
     assert await asyncio.to_thread(reader.poll) == {"/good": b"1"}
     (lease / record_file_name("/new")).write_bytes(b"/new\n2")
     assert await asyncio.to_thread(reader.poll) == {"/good": b"1", "/new": b"2"}
@@ -54,24 +54,22 @@ async def test_bad_entries_are_skipped_with_one_warning(
             path.rmdir()
 
 
-async def test_strange_folders_are_left_alone(plane: FileDiscovery, tmp_path: Path) -> None:
+async def test_other_folders_are_not_deleted(plane: FileDiscovery, tmp_path: Path) -> None:
     for name in ("photos", "0123456789abcdef"):
-        (tmp_path / "place" / name).mkdir()
-        (tmp_path / "place" / name / ("a" * 32)).write_bytes(b"mine")
+        (tmp_path / "records" / name).mkdir()
+        (tmp_path / "records" / name / ("a" * 32)).write_bytes(b"mine")
     assert dict(await plane.get("/")) == {}
-    assert (tmp_path / "place" / "photos" / ("a" * 32)).exists()
-    assert (tmp_path / "place" / "0123456789abcdef" / ("a" * 32)).exists()
+    assert (tmp_path / "records" / "photos" / ("a" * 32)).exists()
+    assert (tmp_path / "records" / "0123456789abcdef" / ("a" * 32)).exists()
 
 
-async def test_a_lost_lease_is_told_and_a_new_one_taken(
-    plane: FileDiscovery, tmp_path: Path
-) -> None:
+async def test_a_lost_lease_is_reported_and_replaced(plane: FileDiscovery, tmp_path: Path) -> None:
     lost = asyncio.Event()
     plane.on_lease_lost(lost.set)
     await plane.put("/k", b"1")
     async with plane.watch("/") as changes:
         await read_until(changes, "/k", b"1")
-        (lease,) = (tmp_path / "place").iterdir()
+        (lease,) = (tmp_path / "records").iterdir()
         for path in lease.iterdir():
             path.unlink()
         lease.rmdir()
@@ -81,7 +79,7 @@ async def test_a_lost_lease_is_told_and_a_new_one_taken(
         await read_until(changes, "/k", b"2")
 
 
-async def test_the_same_value_again_is_no_change(plane: FileDiscovery) -> None:
+async def test_putting_the_same_value_is_no_change(plane: FileDiscovery) -> None:
     async with plane.watch("/") as changes:
         await anext(changes)
         await plane.put("/k", b"1")

@@ -1,4 +1,4 @@
-"""The engine suite over every engine of ours."""
+"""The engine suite over every built-in engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestMock(EngineConformance):
             yield engine
 
 
-class TestRanks(EngineConformance):
+class TestDataParallel(EngineConformance):
     @pytest.fixture
     async def engine(self) -> AsyncIterator[Engine]:
         async for engine in started(DataParallelEngine([mock(), mock()])):

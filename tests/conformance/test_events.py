@@ -1,11 +1,11 @@
-"""The event suite over every backend, and over both loops."""
+"""The event suite over every backend without a server, on asyncio and uvloop."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.conformance.members import events
+from tests.conformance.planes import join_events
 
 from dynamo.testing.conformance.events import EventsConformance, JoinEvents
 
@@ -13,19 +13,19 @@ from dynamo.testing.conformance.events import EventsConformance, JoinEvents
 class TestMemory(EventsConformance):
     @pytest.fixture
     async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[JoinEvents]:
-        async for join in events(f"memory:{request.node.name}", "events"):
+        async for join in join_events(f"memory:{request.node.name}", "events"):
             yield join
 
 
 class TestTcp(EventsConformance):
     @pytest.fixture
     async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[JoinEvents]:
-        async for join in events("tcp://127.0.0.1:0", request.node.name):
+        async for join in join_events("tcp://127.0.0.1:0", request.node.name):
             yield join
 
 
 class TestTcpUvloop(EventsConformance):
     @pytest.fixture
     async def join(self, request: pytest.FixtureRequest) -> AsyncIterator[JoinEvents]:
-        async for join in events("tcp://127.0.0.1:0", request.node.name):
+        async for join in join_events("tcp://127.0.0.1:0", request.node.name):
             yield join

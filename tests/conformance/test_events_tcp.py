@@ -1,4 +1,4 @@
-"""What only the wire can show: slow subscribers, broken connections, hostile peers and records."""
+"""Tests of TCP events alone: slow subscribers, broken connections, bad peers and records."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from dynamo.testing.conformance.events import RecordingListener
 
 @pytest.fixture
 async def directory(request: pytest.FixtureRequest) -> AsyncIterator[MemoryDiscovery]:
-    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    yield place
-    await place.close()
+    discovery = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    yield discovery
+    await discovery.close()
 
 
 @pytest.fixture
 async def plane(directory: MemoryDiscovery) -> AsyncIterator[TcpEvents]:
-    opened = await TcpEvents.open("tcp:", directory)
-    yield opened
-    await opened.close()
+    plane = await TcpEvents.open("tcp:", directory)
+    yield plane
+    await plane.close()
 
 
-async def test_a_slow_subscriber_is_dropped_to_a_gap(
+async def test_events_for_a_slow_subscriber_are_skipped(
     plane: TcpEvents, directory: MemoryDiscovery
 ) -> None:
     source = await plane.open_source("kv", "w")
     ((_, value),) = (await directory.get(KEY_ROOT)).items()
     record = parse_record(value)
-    there = parse_address(record.address)
-    reader, writer = await asyncio.open_connection(there.host, there.port, limit=1 << 16)
+    address = parse_address(record.address)
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=1 << 16)
     writer.write(pack_hello("events") + protocol.pack_position(protocol.FOLLOW, record.number, -1))
     splitter = FrameSplitter(MAX_FRAME_BYTES)
     frames: list[tuple[int, int, bytes]] = []
     while not frames or frames[-1][0] != protocol.CAUGHT_UP:
         frames += splitter.feed(await reader.read(65536))
-    (follower,) = plane._subscribers
+    (subscriber,) = plane._subscribers
     for _ in range(400):
         source.publish(bytes(100_000))
         await asyncio.sleep(0)
-    assert follower.link.transport is not None
-    assert follower.link.transport.get_write_buffer_size() <= MAX_PENDING_BYTES + 200_000
+    assert subscriber.link.transport is not None
+    assert subscriber.link.transport.get_write_buffer_size() <= MAX_PENDING_BYTES + 200_000
     while frames[-1][0] != protocol.SKIPPED:
         frames += splitter.feed(await reader.read(1 << 20))
     assert protocol.unpack_position(frames[-1][2]) == (record.number, 400)
@@ -58,53 +58,53 @@ async def test_a_slow_subscriber_is_dropped_to_a_gap(
     writer.close()
 
 
-async def test_a_broken_connection_is_made_again_and_nothing_is_missed(
+async def test_a_reconnect_repairs_missed_events(
     plane: TcpEvents, directory: MemoryDiscovery
 ) -> None:
-    other, heard = await TcpEvents.open("tcp:", directory), RecordingListener()
+    other, listener = await TcpEvents.open("tcp:", directory), RecordingListener()
     source = await plane.open_source("kv", "w", lambda: [b"state"])
-    await other.subscribe("kv", heard)
-    await heard.wait_for_kind("dump")
+    await other.subscribe("kv", listener)
+    await listener.wait_for_kind("dump")
     source.publish(b"1")
-    await heard.wait_for_payload(b"1")
-    for follower in plane._subscribers:
-        follower.link.abort()
+    await listener.wait_for_payload(b"1")
+    for subscriber in plane._subscribers:
+        subscriber.link.abort()
     source.publish(b"2")
     source.publish(b"3")
-    await heard.wait_for_payload(b"3")
-    assert heard.payloads_of_kind() == [b"1", b"2", b"3"]
-    assert [event.kind for event in heard.events] == ["dump", "event", "stale", "event", "event"]
+    await listener.wait_for_payload(b"3")
+    assert listener.payloads_of_kind() == [b"1", b"2", b"3"]
+    assert [event.kind for event in listener.events] == ["dump", "event", "stale", "event", "event"]
     await other.close()
 
 
-async def test_a_connection_that_missed_nothing_is_known_to_be_whole_again(
+async def test_a_reconnect_without_missed_events_reports_repaired(
     plane: TcpEvents, directory: MemoryDiscovery
 ) -> None:
-    other, heard = await TcpEvents.open("tcp:", directory), RecordingListener()
+    other, listener = await TcpEvents.open("tcp:", directory), RecordingListener()
     await plane.open_source("kv", "w", lambda: [b"state"])
-    await other.subscribe("kv", heard)
-    await heard.wait_for_kind("dump")
-    for follower in plane._subscribers:
-        follower.link.abort()
-    await heard.wait_for_kind("repaired")
-    assert [event.kind for event in heard.events] == ["dump", "stale", "repaired"]
+    await other.subscribe("kv", listener)
+    await listener.wait_for_kind("dump")
+    for subscriber in plane._subscribers:
+        subscriber.link.abort()
+    await listener.wait_for_kind("repaired")
+    assert [event.kind for event in listener.events] == ["dump", "stale", "repaired"]
     await other.close()
 
 
-async def test_a_crashed_publisher_is_gone_when_its_lease_is(
+async def test_a_crashed_publisher_is_gone_when_its_lease_expires(
     plane: TcpEvents, directory: MemoryDiscovery, request: pytest.FixtureRequest
 ) -> None:
-    there = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    crashing, heard = await TcpEvents.open("tcp:", there), RecordingListener()
+    crashing_directory = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    crashing, listener = await TcpEvents.open("tcp:", crashing_directory), RecordingListener()
     await crashing.open_source("kv", "w", lambda: [b"state"])
-    await plane.subscribe("kv", heard)
-    await heard.wait_for_kind("dump")
+    await plane.subscribe("kv", listener)
+    await listener.wait_for_kind("dump")
     crashing.abort()
-    await heard.wait_for_kind("stale")
-    there.lose_lease()
-    await heard.wait_for_kind("gone")
+    await listener.wait_for_kind("stale")
+    crashing_directory.lose_lease()
+    await listener.wait_for_kind("gone")
     await crashing.close()
-    await there.close()
+    await crashing_directory.close()
 
 
 async def test_bad_records_are_skipped_with_a_warning(
@@ -116,11 +116,11 @@ async def test_bad_records_are_skipped_with_a_warning(
         f"{KEY_ROOT}kv/w/13", b'{"address":"tcp://127.0.0.1:1/x","number":1,"new":2}'
     )
     await directory.put(f"{KEY_ROOT}kv/x/13", b'{"address":"elsewhere","number":1}')
-    heard = RecordingListener()
-    await plane.subscribe("kv", heard)
+    listener = RecordingListener()
+    await plane.subscribe("kv", listener)
     source = await plane.open_source("kv", "good")
     source.publish(b"1")
-    await heard.wait_for_payload(b"1")
+    await listener.wait_for_payload(b"1")
     assert caplog.text.count("bad event source skipped") == 2
 
 
@@ -134,9 +134,11 @@ async def test_bad_records_are_skipped_with_a_warning(
         pack_frame(HELLO, b""),
     ],
 )
-async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbage: bytes) -> None:
-    heard = RecordingListener()
-    await plane.subscribe("kv", heard)
+async def test_a_peer_that_breaks_the_protocol_is_disconnected(
+    plane: TcpEvents, garbage: bytes
+) -> None:
+    listener = RecordingListener()
+    await plane.subscribe("kv", listener)
     source = await plane.open_source("kv", "w")
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", parse_address(plane._transport.address).port
@@ -149,4 +151,4 @@ async def test_who_breaks_the_protocol_is_cut_off_alone(plane: TcpEvents, garbag
         pass
     writer.close()
     source.publish(b"1")
-    await heard.wait_for_payload(b"1")
+    await listener.wait_for_payload(b"1")

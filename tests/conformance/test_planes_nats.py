@@ -1,11 +1,11 @@
-"""The event and request suites over a real NATS, over both loops."""
+"""The event and request suites over a real NATS server, on asyncio and uvloop."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from tests.conformance.members import events, requests
+from tests.conformance.planes import join_events, join_requests
 
 from dynamo.testing.conformance.events import EventsConformance
 from dynamo.testing.conformance.events import JoinEvents as JoinEvents
@@ -25,7 +25,7 @@ class TestEvents(EventsConformance):
     async def join(
         self, nats: NatsProcess, request: pytest.FixtureRequest
     ) -> AsyncIterator[JoinEvents]:
-        async for join in events(nats.url, f"nats-{request.node.name}"):
+        async for join in join_events(nats.url, f"nats-{request.node.name}"):
             yield join
 
 
@@ -34,19 +34,19 @@ class TestEventsUvloop(EventsConformance):
     async def join(
         self, nats: NatsProcess, request: pytest.FixtureRequest
     ) -> AsyncIterator[JoinEvents]:
-        async for join in events(nats.url, f"nats-uvloop-{request.node.name}"):
+        async for join in join_events(nats.url, f"nats-uvloop-{request.node.name}"):
             yield join
 
 
 class TestRequests(RequestsConformance):
     @pytest.fixture
     async def join(self, nats: NatsProcess) -> AsyncIterator[JoinRequests]:
-        async for join in requests(nats.url):
+        async for join in join_requests(nats.url):
             yield join
 
 
 class TestRequestsUvloop(RequestsConformance):
     @pytest.fixture
     async def join(self, nats: NatsProcess) -> AsyncIterator[JoinRequests]:
-        async for join in requests(nats.url):
+        async for join in join_requests(nats.url):
             yield join

@@ -1,11 +1,11 @@
-"""The request suite over every backend, and over both loops."""
+"""The request suite over every backend without a server, on asyncio and uvloop."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.conformance.members import requests
+from tests.conformance.planes import join_requests
 
 from dynamo.testing.conformance.requests import JoinRequests, RequestsConformance
 
@@ -13,19 +13,19 @@ from dynamo.testing.conformance.requests import JoinRequests, RequestsConformanc
 class TestMemory(RequestsConformance):
     @pytest.fixture
     async def join(self) -> AsyncIterator[JoinRequests]:
-        async for join in requests("memory:"):
+        async for join in join_requests("memory:"):
             yield join
 
 
 class TestTcp(RequestsConformance):
     @pytest.fixture
     async def join(self) -> AsyncIterator[JoinRequests]:
-        async for join in requests("tcp://127.0.0.1:0"):
+        async for join in join_requests("tcp://127.0.0.1:0"):
             yield join
 
 
 class TestTcpUvloop(RequestsConformance):
     @pytest.fixture
     async def join(self) -> AsyncIterator[JoinRequests]:
-        async for join in requests("tcp://127.0.0.1:0"):
+        async for join in join_requests("tcp://127.0.0.1:0"):
             yield join

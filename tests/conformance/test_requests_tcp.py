@@ -1,4 +1,4 @@
-"""What only the wire can show: frames, handshakes, hostile peers."""
+"""Tests of TCP requests alone: frames, handshakes, bad peers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, InstanceGone, WorkerFailed
 from dynamo.core.tasks import BackgroundTasks, run_all
 
-HERE = Context("r")
+CONTEXT = Context("r")
 
 
-async def echo(payload: bytes, out: ResponseWriter) -> None:
-    out.send(payload)
+async def echo(payload: bytes, writer: ResponseWriter) -> None:
+    writer.send(payload)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ async def client() -> AsyncIterator[TcpRequests]:
     await plane.close()
 
 
-class Raw:
-    """A peer that sends what it likes."""
+class RawPeer:
+    """A peer that sends arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -75,22 +75,22 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw(plane: TcpRequests, *first: bytes) -> AsyncIterator[Raw]:
-    there = parse_address(plane.address)
-    reader, writer = await asyncio.open_connection(there.host, there.port)
+async def connect_raw(plane: TcpRequests, *first: bytes) -> AsyncIterator[RawPeer]:
+    address = parse_address(plane.address)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(b"".join(first))
     try:
-        yield Raw(reader, writer)
+        yield RawPeer(reader, writer)
     finally:
         writer.close()
 
 
 async def works(client: TcpRequests, server: TcpRequests) -> bool:
-    got: list[bytes] = []
+    received: list[bytes] = []
     await client.call(
-        server.address, "echo", b"x", HERE, lambda payload: got.append(payload) is None
+        server.address, "echo", b"x", CONTEXT, lambda payload: received.append(payload) is None
     )
-    return got == [b"x"]
+    return received == [b"x"]
 
 
 GARBAGE = [
@@ -106,37 +106,37 @@ GARBAGE = [
     pack_hello("requests") + pack_frame(protocol.CREDIT, b"123"),
     pack_hello("requests") + pack_frame(200, b""),
     pack_hello("requests") + b"\xff\xff\xff\xff\0\0\0\0",
-    pack_hello("requests") + 2 * protocol.pack_open(7, "echo", HERE, 0, b""),
+    pack_hello("requests") + 2 * protocol.pack_open(7, "echo", CONTEXT, 0, b""),
 ]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-async def test_who_breaks_the_protocol_is_cut_off_alone(
+async def test_a_peer_that_breaks_the_protocol_is_disconnected(
     server: TcpRequests, client: TcpRequests, garbage: bytes
 ) -> None:
     assert await works(client, server)
-    async with raw(server, garbage) as peer:
+    async with connect_raw(server, garbage) as peer:
         assert await peer.closed()
     assert await works(client, server)
 
 
-async def test_all_streams_of_a_turn_share_a_frame(server: TcpRequests) -> None:
-    begun: list[ResponseWriter] = []
+async def test_items_of_one_loop_iteration_share_a_frame(server: TcpRequests) -> None:
+    started: list[ResponseWriter] = []
     ready, over = asyncio.Event(), asyncio.Event()
 
-    async def hold(payload: bytes, out: ResponseWriter) -> None:
-        begun.append(out)
-        if len(begun) == 20:
+    async def hold(payload: bytes, writer: ResponseWriter) -> None:
+        started.append(writer)
+        if len(started) == 20:
             ready.set()
         await over.wait()
 
     await server.serve("hold", hold)
-    openings = [protocol.pack_open(number, "hold", HERE, 0, b"") for number in range(1, 21)]
-    async with raw(server, pack_hello("requests"), *openings) as peer:
+    openings = [protocol.pack_open(number, "hold", CONTEXT, 0, b"") for number in range(1, 21)]
+    async with connect_raw(server, pack_hello("requests"), *openings) as peer:
         assert (await peer.frame())[0] == HELLO
         await ready.wait()
-        for out in begun:
-            out.send(b"token")
+        for writer in started:
+            writer.send(b"token")
         kind, count, body = await peer.frame()
         assert (kind, count) == (protocol.DATA, 20)
         assert list(unpack_items(body, count)) == [(n, 0, b"token") for n in range(1, 21)]
@@ -148,28 +148,28 @@ async def test_all_streams_of_a_turn_share_a_frame(server: TcpRequests) -> None:
 
 
 async def test_a_hello_of_the_next_version_is_understood(server: TcpRequests) -> None:
-    newer = {"magic": MAGIC, "plane": "requests", "version": VERSION + 1, "oldest": VERSION, "x": 1}
-    async with raw(server, pack_frame(HELLO, msgspec.msgpack.encode(newer))) as peer:
+    hello = {"magic": MAGIC, "plane": "requests", "version": VERSION + 1, "oldest": VERSION, "x": 1}
+    async with connect_raw(server, pack_frame(HELLO, msgspec.msgpack.encode(hello))) as peer:
         assert (await peer.frame())[0] == HELLO
-        peer.writer.write(protocol.pack_open(1, "echo", HERE, 0, b"x"))
+        peer.writer.write(protocol.pack_open(1, "echo", CONTEXT, 0, b"x"))
         assert (await peer.frame())[0] == protocol.DATA
 
 
-async def test_a_hello_of_another_age_is_told_and_refused(server: TcpRequests) -> None:
-    strange = {"magic": MAGIC, "plane": "requests", "version": 99, "oldest": 98}
-    async with raw(server, pack_frame(HELLO, msgspec.msgpack.encode(strange))) as peer:
+async def test_a_hello_of_another_version_is_answered_and_refused(server: TcpRequests) -> None:
+    hello = {"magic": MAGIC, "plane": "requests", "version": 99, "oldest": 98}
+    async with connect_raw(server, pack_frame(HELLO, msgspec.msgpack.encode(hello))) as peer:
         assert (await peer.frame())[0] == HELLO
         assert await peer.closed()
 
 
-async def test_callers_at_the_same_time_share_one_connection(
+async def test_concurrent_callers_share_one_connection(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     assert await run_all(*(works(client, server) for _ in range(50))) == [True] * 50
     assert len(server._server_connections) == 1
 
 
-async def test_a_cancelled_opener_leaves_the_dial_to_the_others(
+async def test_cancelling_the_first_caller_does_not_cancel_the_dial(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     first = client._tasks.start(works(client, server))
@@ -180,23 +180,23 @@ async def test_a_cancelled_opener_leaves_the_dial_to_the_others(
 
 
 async def test_another_incarnation_is_gone(server: TcpRequests, client: TcpRequests) -> None:
-    there = server.address.rsplit("/", 1)[0]
+    address = server.address.rsplit("/", 1)[0]
     with pytest.raises(InstanceGone):
-        await client.call(f"{there}/0123456789abcdef", "echo", b"", HERE, lambda _: True)
+        await client.call(f"{address}/0123456789abcdef", "echo", b"", CONTEXT, lambda _: True)
     assert await works(client, server)
 
 
-async def test_one_that_accepts_and_is_silent_is_gone(
+async def test_a_silent_server_is_gone(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
-    silent = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
-    held: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
+    writers: list[asyncio.StreamWriter] = []
     port = silent.sockets[0].getsockname()[1]
     with pytest.raises(InstanceGone):
-        await client.call(f"tcp://127.0.0.1:{port}/abc", "echo", b"", HERE, lambda _: True)
+        await client.call(f"tcp://127.0.0.1:{port}/abc", "echo", b"", CONTEXT, lambda _: True)
     silent.close()
-    for writer in held:
+    for writer in writers:
         writer.close()
 
 
@@ -204,98 +204,97 @@ async def test_a_connection_without_stream_ids_left_is_replaced(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     assert await works(client, server)
-    (peer,) = client._client_connections.values()
-    peer.streams._last_stream_id = protocol.MAX_STREAM_ID - 1
+    (connection,) = client._client_connections.values()
+    connection.streams._last_stream_id = protocol.MAX_STREAM_ID - 1
     assert await works(client, server)
     assert await works(client, server)
-    assert peer not in client._client_connections.values()
-    await peer.link.closed.wait()
+    assert connection not in client._client_connections.values()
+    await connection.link.closed.wait()
 
 
 @pytest.mark.parametrize(
     "url", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:1", "tcp://[::]:0", "tcp://x:y"]
 )
-async def test_listening_wider_needs_a_secret(url: str) -> None:
+async def test_listening_beyond_loopback_requires_a_secret(url: str) -> None:
     with pytest.raises(ConfigError):
         await open_requests(url)
 
 
-async def test_an_unknown_scheme_names_the_known() -> None:
+async def test_an_unknown_scheme_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown") as caught:
         await open_requests("tpc://127.0.0.1:0")
     assert "tcp" in caught.value.hint
 
 
-async def test_a_peer_that_reads_nothing_does_not_hold_up_closing(
+async def test_a_peer_that_reads_nothing_does_not_delay_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(link, "CLOSE_TIMEOUT_S", 0.05)
     server = await TcpRequests.open("tcp:")
     sent = asyncio.Event()
 
-    async def pour(payload: bytes, out: ResponseWriter) -> None:
-        out.send(bytes(32 << 20))
+    async def pour(payload: bytes, writer: ResponseWriter) -> None:
+        writer.send(bytes(32 << 20))
         sent.set()
         await asyncio.Event().wait()
 
     await server.serve("pour", pour)
-    opening = protocol.pack_open(1, "pour", HERE, 0, b"")
-    async with raw(server, pack_hello("requests"), opening) as peer:
+    opening = protocol.pack_open(1, "pour", CONTEXT, 0, b"")
+    async with connect_raw(server, pack_hello("requests"), opening) as peer:
         peer.writer.transport.pause_reading()
         await sent.wait()
         await server.close()
 
 
 @asynccontextmanager
-async def accepting(*says: bytes) -> AsyncIterator[tuple[str, asyncio.Queue[asyncio.StreamReader]]]:
-    """An address where every connection is accepted and told `says`; who connected."""
+async def accepting() -> AsyncIterator[tuple[str, asyncio.Queue[asyncio.StreamReader]]]:
+    """Yield the address of a silent server, and a queue of its connections' readers."""
     connected: asyncio.Queue[asyncio.StreamReader] = asyncio.Queue()
     writers: list[asyncio.StreamWriter] = []
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
-        writer.write(b"".join(says))
         connected.put_nowait(reader)
 
-    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
-    port = listening.sockets[0].getsockname()[1]
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
     yield f"tcp://127.0.0.1:{port}/abc", connected
-    listening.close()
+    server.close()
     for writer in writers:
         writer.close()
 
 
-async def test_a_peer_that_never_greets_is_told_to_give_no_answer(
+async def test_a_server_without_a_hello_is_reported_as_no_answer(
     client: TcpRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.01)
     async with accepting() as (address, _):
         with pytest.raises(InstanceGone, match="cannot be reached: no answer"):
-            await client.call(address, "echo", b"", HERE, lambda _: True)
+            await client.call(address, "echo", b"", CONTEXT, lambda _: True)
 
 
 async def test_closing_while_dialling_leaves_no_connection(client: TcpRequests) -> None:
     async with accepting() as (address, connected), BackgroundTasks() as tasks:
-        call = tasks.start(client.call(address, "echo", b"", HERE, lambda _: True))
+        call = tasks.start(client.call(address, "echo", b"", CONTEXT, lambda _: True))
         reader = await connected.get()
         await client.close()
         with pytest.raises(InstanceGone):
             await call
         with suppress(ConnectionError):
-            await reader.read()  # the hello, then the end
+            await reader.read()
 
 
-async def test_a_retired_connection_closes_with_its_last_call_however_that_ends(
+async def test_a_retired_connection_closes_with_its_last_call(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     async with hanging(server, client) as call:
-        (peer,) = client._client_connections.values()
+        (connection,) = client._client_connections.values()
         await server.withdraw("echo")
         withdrawn = server._tasks.start(server.withdraw("hang", None))
         while client._client_connections:
             await asyncio.sleep(0)
         call.cancel()
-        await peer.link.closed.wait()
+        await connection.link.closed.wait()
         await withdrawn
 
 
@@ -312,18 +311,18 @@ async def test_closing_fails_the_calls_of_a_retired_connection(
             await call
 
 
-async def test_a_call_on_a_connection_that_is_being_closed_did_nothing(
+async def test_a_call_on_a_closing_connection_is_not_sent(
     server: TcpRequests, client: TcpRequests
 ) -> None:
     assert await works(client, server)
-    (peer,) = client._client_connections.values()
-    peer.retire()
+    (connection,) = client._client_connections.values()
+    connection.retire()
     with pytest.raises(InstanceGone):
-        await peer.streams.call("echo", b"", HERE, lambda _: True, None)
+        await connection.streams.call("echo", b"", CONTEXT, lambda _: True, None)
 
 
-async def test_who_has_not_said_hello_is_not_told_to_go(server: TcpRequests) -> None:
-    async with raw(server) as peer:
+async def test_goaway_is_sent_after_the_handshake(server: TcpRequests) -> None:
+    async with connect_raw(server) as peer:
         while not server._server_connections:
             await asyncio.sleep(0)
         await server.withdraw("echo")
@@ -333,19 +332,19 @@ async def test_who_has_not_said_hello_is_not_told_to_go(server: TcpRequests) -> 
 
 @asynccontextmanager
 async def hanging(server: TcpRequests, client: TcpRequests) -> AsyncIterator[asyncio.Task[None]]:
-    """A call from `client` that `server` answers with one item and no end."""
-    begun = asyncio.Event()
+    """Yield a call from `client` that `server` answers with one item and no end."""
+    started = asyncio.Event()
 
-    async def hang(payload: bytes, out: ResponseWriter) -> None:
-        out.send(payload)
+    async def hang(payload: bytes, writer: ResponseWriter) -> None:
+        writer.send(payload)
         await asyncio.Event().wait()
 
     def sink(_: bytes) -> bool:
-        begun.set()
+        started.set()
         return True
 
     await server.serve("hang", hang)
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-        call = tasks.start(client.call(server.address, "hang", b"", HERE, sink))
-        await begun.wait()
+        call = tasks.start(client.call(server.address, "hang", b"", CONTEXT, sink))
+        await started.wait()
         yield call

@@ -1,4 +1,4 @@
-"""The `join` of a suite: every call opens one more member of a plane; all are closed at the end."""
+"""Generators for the `join` fixtures: each call of `join` opens a plane, closed at the end."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from dynamo.testing.conformance.events import JoinEvents as JoinEvents
 from dynamo.testing.conformance.requests import JoinRequests as JoinRequests
 
 
-async def discoveries(url: str) -> AsyncIterator[JoinDiscovery]:
-    async with AsyncExitStack() as held:
+async def join_discovery(url: str) -> AsyncIterator[JoinDiscovery]:
+    async with AsyncExitStack() as stack:
 
         async def join() -> Discovery:
             plane = await open_discovery(url)
-            held.push_async_callback(plane.close)
+            stack.push_async_callback(plane.close)
             return plane
 
         yield join
 
 
-async def requests(
+async def join_requests(
     url: str, options: PlaneOptions = DEFAULT_OPTIONS
 ) -> AsyncIterator[JoinRequests]:
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as stack:
 
         async def join() -> Requests:
             plane = await open_requests(url, options)
-            held.push_async_callback(plane.close)
+            stack.push_async_callback(plane.close)
             return plane
 
         yield join
 
 
-async def events(
-    url: str, place: str, options: PlaneOptions = DEFAULT_OPTIONS
+async def join_events(
+    url: str, directory_name: str, options: PlaneOptions = DEFAULT_OPTIONS
 ) -> AsyncIterator[JoinEvents]:
-    """`place`: the memory discovery that they share."""
-    async with AsyncExitStack() as held:
+    """Yield a `join` whose planes share the memory discovery of that name."""
+    async with AsyncExitStack() as stack:
 
         async def join() -> Events:
-            directory = await open_discovery(f"memory:{place}")
-            held.push_async_callback(directory.close)
+            directory = await open_discovery(f"memory:{directory_name}")
+            stack.push_async_callback(directory.close)
             plane = await open_events(url, directory, options)
-            held.push_async_callback(plane.close)
+            stack.push_async_callback(plane.close)
             return plane
 
         yield join
