@@ -88,4 +88,4 @@ def test_only_so_many_are_kept() -> None:
 def test_a_pick_without_a_table_says_so() -> None:
     kept = DecisionLog(SystemClock())
     kept.add(request("a"), decision())
-    assert "without a look" in kept.find("a")[0].why
+    assert "without cache or cost data" in kept.find("a")[0].why

@@ -1,1 +1,1 @@
-"""What routing came to, over time: report and alerts."""
+"""Reports and alerts on routing decisions."""

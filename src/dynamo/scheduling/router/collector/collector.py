@@ -1,4 +1,4 @@
-"""What routing did, over time: the last decisions in a buffer, reports and alerts from them."""
+"""The collector of routing decisions: keeps the last ones, and makes reports and alerts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class CollectorConfig(msgspec.Struct, frozen=True):
-    """`buffer_size`: decisions kept; alerts look at the last `window_s`, every `check_s`, once
-    `least` decisions are there, and at no more than the last `most`, which takes under a
-    millisecond; `thresholds` replaces those of single rules, by name."""
+    """Keep `buffer_size` decisions. Every `check_s`, alerts are computed from the last `window_s`.
+
+    A check needs `min_decisions` and reads at most the last `max_decisions`, which takes less than
+    a millisecond. `thresholds` overrides single rules by name.
+    """
 
     buffer_size: int = 10_000
     window_s: float = 60.0
@@ -41,7 +43,7 @@ class CollectorConfig(msgspec.Struct, frozen=True):
 
 
 class Alert(msgspec.Struct, frozen=True):
-    """A rule that is broken now. `since`: Unix time."""
+    """A rule that is broken since the Unix time `since`."""
 
     name: str
     message: str
@@ -51,9 +53,11 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class PerformanceReport(msgspec.Struct, frozen=True):
-    """Routing in `time_range` (Unix seconds from, to). `aggregated_metrics`: by aggregator;
-    `trends`: how the second half differs from the first; `recommendations`: what to do about the
-    `bottlenecks`, worst first."""
+    """A report on the decisions in `time_range`, Unix seconds (from, to).
+
+    `trends` compare the second half with the first. `bottlenecks` are broken rules, worst first;
+    `recommendations` say what to do about them.
+    """
 
     time_range: tuple[float, float]
     aggregated_metrics: Aggregates
@@ -65,13 +69,13 @@ class PerformanceReport(msgspec.Struct, frozen=True):
 
 
 class RoutingMetricsCollector:
-    """Bounded by `buffer_size`; records are kept packed, at 150 bytes each in place of 420.
-    `config`: a `CollectorConfig`, or anything with a `buffer_size`."""
+    """A bounded buffer of records, packed to 150 bytes each (420 as objects). `config` is a
+    CollectorConfig or any object with a `buffer_size`."""
 
     def __init__(
         self, config: Any = None, *, wall: Callable[[], float] = time.time, workers: int = 0
     ) -> None:
-        """`workers`: how many there are, where some may never be chosen."""
+        """`workers` is the number of live workers, including workers that were never chosen."""
         if not isinstance(config, CollectorConfig):
             config = CollectorConfig(getattr(config, "buffer_size", CollectorConfig().buffer_size))
         self.config: CollectorConfig = config
@@ -84,23 +88,23 @@ class RoutingMetricsCollector:
 
     @property
     def alerts(self) -> Sequence[Alert]:
-        """What is wrong now, oldest first."""
+        """The current alerts, oldest first."""
         return tuple(self._alerts.values())
 
     def on_alert(self, listener: Callable[[Alert], None]) -> None:
-        """Call `listener` with every alert when it begins."""
+        """Call `listener` once with each new alert."""
         self._listeners.append(listener)
 
     def record(self, record: RoutingRecord) -> None:
-        """Keep one decision; cheap."""
+        """Add a record. Every `check_s`, alerts are checked too."""
         self._buffer.append(pack_record(record))
         if record.timestamp - self._checked >= self.config.check_s:
             self._checked = record.timestamp
             self.check(record.timestamp)
 
     async def record_routing_decision(self, decision_context: Any) -> None:
-        """Keep what any object with these attributes tells: request_id, selected_worker (an id, or
-        something with one), cache_hit_ratio, decision_time, worker_load, queue_length."""
+        """Add a decision from any object with these attributes: request_id, selected_worker (an id
+        or an object with one), cache_hit_ratio, decision_time, worker_load, queue_length."""
         worker = decision_context.selected_worker
         self.record(
             RoutingRecord(
@@ -117,12 +121,12 @@ class RoutingMetricsCollector:
     async def generate_performance_report(
         self, time_range: tuple[float, float] | float | None = None
     ) -> PerformanceReport:
-        """`report`, as a coroutine."""
+        """Call `report`."""
         return self.report(time_range)
 
     def report(self, time_range: tuple[float, float] | float | None = None) -> PerformanceReport:
-        """Of the records between two Unix times, of the last so many seconds, or of all kept. Some
-        milliseconds: may be asked in a thread."""
+        """Report on a range of Unix times, on the last `time_range` seconds, or on all records.
+        The call takes some milliseconds and may run in a thread."""
         now = self._wall()
         if isinstance(time_range, int | float):
             time_range = (now - time_range, now)
@@ -130,47 +134,48 @@ class RoutingMetricsCollector:
         first = records[0].timestamp if records else now
         start, end = time_range or (first, now)
         metrics = aggregate(records, end - start, self.workers)
-        found = find_bottlenecks(metrics, self.config.thresholds)
-        tendencies = compute_trends(records, start, end)
+        bottlenecks = find_bottlenecks(metrics, self.config.thresholds)
+        trends = compute_trends(records, start, end)
         return PerformanceReport(
             time_range=(start, end),
             aggregated_metrics=metrics,
-            trends=tendencies,
-            bottlenecks=found,
-            recommendations=recommend(metrics, tendencies, found),
+            trends=trends,
+            bottlenecks=bottlenecks,
+            recommendations=recommend(metrics, trends, bottlenecks),
             raw_data_summary=summarize(records),
             alerts=list(self.alerts),
         )
 
     def with_records(self, records: Sequence[RoutingRecord]) -> RoutingMetricsCollector:
-        """Another collector like this one, alerts included, of other records (in order of time)."""
-        made = RoutingMetricsCollector(self.config, wall=self._wall, workers=self.workers)
-        made._buffer = deque(map(pack_record, records))
-        made._alerts = dict(self._alerts)
-        return made
+        """Return a copy with the same alerts and other records, which must be in order of time."""
+        collector = RoutingMetricsCollector(self.config, wall=self._wall, workers=self.workers)
+        collector._buffer = deque(map(pack_record, records))
+        collector._alerts = dict(self._alerts)
+        return collector
 
     def check(self, now: float) -> None:
-        """Begin and end alerts by what the last `window_s` tell."""
+        """Begin and end alerts from the records of the last `window_s`."""
         last = self._packed(now - self.config.window_s, now)[-self.config.max_decisions :]
         records = tuple(map(unpack_record, last))
         if len(records) < self.config.min_decisions:
             self._alerts.clear()
             return
         metrics = aggregate(records, now - records[0].timestamp, self.workers)
-        found = {one.name: one for one in find_bottlenecks(metrics, self.config.thresholds)}
-        for name in [name for name in self._alerts if name not in found]:
+        bottlenecks = find_bottlenecks(metrics, self.config.thresholds)
+        names = {broken.name for broken in bottlenecks}
+        for name in [name for name in self._alerts if name not in names]:
             del self._alerts[name]
-            log.info("routing is well again", extra={"fields": {"alert": name}})
-        for name, one in found.items():
-            since = self._alerts[name].since if name in self._alerts else now
-            alert = Alert(name, one.evidence, one.value, one.threshold, since)
-            new = name not in self._alerts
-            self._alerts[name] = alert
-            if new:
+            log.info("routing alert ended", extra={"fields": {"alert": name}})
+        for broken in bottlenecks:
+            before = self._alerts.get(broken.name)
+            since = now if before is None else before.since
+            alert = Alert(broken.name, broken.evidence, broken.value, broken.threshold, since)
+            self._alerts[broken.name] = alert
+            if before is None:
                 self._raise_alert(alert)
 
     def alert_ratios(self) -> Mapping[tuple[str, ...], float]:
-        """By rule: its value over its threshold where it is broken, else 0; for a gauge."""
+        """Return value over threshold for each broken rule and 0 for the others, for a gauge."""
         alerts = self._alerts
         return {
             (name,): alerts[name].value / max(alerts[name].threshold, 1e-9) if name in alerts else 0
@@ -184,14 +189,14 @@ class RoutingMetricsCollector:
             listener(alert)
 
     def records_between(self, start: float, end: float) -> tuple[RoutingRecord, ...]:
-        """Records of that Unix time, in order. The copy is made in one step: let a thread ask, as
-        10,000 records take 7 ms."""
+        """Return the records of a range of Unix times, in order. Call in a thread, since 10,000
+        records take 7 ms; the buffer is copied in one atomic step."""
         return tuple(map(unpack_record, self._packed(start, end)))
 
     def _packed(self, start: float, end: float) -> tuple[bytes, ...]:
-        kept = tuple(self._buffer)
-        first = bisect_left(kept, start, key=_timestamp)
-        return kept[first : bisect_right(kept, end, key=_timestamp)]
+        records = tuple(self._buffer)
+        first = bisect_left(records, start, key=_timestamp)
+        return records[first : bisect_right(records, end, key=_timestamp)]
 
 
 def _timestamp(packed: bytes) -> float:

@@ -1,4 +1,4 @@
-"""One routing decision, as the collector keeps it."""
+"""The collector's record of one routing decision."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import msgspec
 
 
 class RoutingRecord(msgspec.Struct, frozen=True, array_like=True):
-    """`timestamp`: Unix time. Ratios are shares of the prompt's blocks: held by the worker that was
-    chosen (`cache_hit_ratio`), by the best of all (`reachable_ratio`; None = nobody looked), and
-    ever computed before by anybody (`seen_ratio`; None = not known); of its tokens those that the
-    engine found in the end (`achieved_ratio`). `decision_latency`: seconds, waiting in the router
-    included; `worker_load`: requests at the chosen worker; `ttft_s`: None = no token came."""
+    """A decision with its outcome.
+
+    Shares of the prompt's blocks: held by the chosen worker (`cache_hit_ratio`), held by the best
+    worker (`reachable_ratio`, None if not looked up), computed before (`seen_ratio`, None if not
+    known). `achieved_ratio`: share of the prompt's tokens that the engine found in its cache.
+    `timestamp`: Unix time. `decision_latency`: seconds, with the wait in the router.
+    `worker_load`: requests at the chosen worker. `ttft_s`: None without a token.
+    """
 
     timestamp: float
     request_id: str

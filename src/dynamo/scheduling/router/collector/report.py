@@ -1,4 +1,4 @@
-"""From decisions to a report: aggregates, trends, what to do. Pure."""
+"""Aggregates, trends and recommendations from routing records, as pure functions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ Aggregates = dict[str, dict[str, float]]
 Records = Sequence[RoutingRecord]
 
 STEADY_SHARE = 0.1
-"""A change smaller than this share is none."""
+"""Share of change up to which a trend counts as steady."""
 TTFT_ERROR_FLOOR_S = 0.1
-"""First tokens sooner than this are soon, however much sooner or later they were expected: an error
-in predicting them counts as a share of this."""
+"""Smallest time that a prediction error is divided by: errors on fast first tokens are harmless."""
 MIN_HALF_RECORDS = 5
-"""Decisions that each half of a trend needs."""
+"""Records that each half of a trend needs."""
 
 
 class Trend(msgspec.Struct, frozen=True):
-    """The second half of the time against the first."""
+    """The second half of a time range compared with the first."""
 
     direction: Literal["rising", "falling", "steady"]
     before: float
@@ -33,7 +32,7 @@ class Trend(msgspec.Struct, frozen=True):
 
 
 class Bottleneck(msgspec.Struct, frozen=True):
-    """A rule that is broken. `advice`: what to do."""
+    """A broken rule, with the measured value and the advice."""
 
     name: str
     evidence: str
@@ -43,7 +42,7 @@ class Bottleneck(msgspec.Struct, frozen=True):
 
 
 def aggregate(records: Records, seconds: float, workers: int = 0) -> Aggregates:
-    """Every aggregator's numbers; times in milliseconds."""
+    """Return the values of every aggregator; times are in milliseconds."""
     return {
         "latency": latency(records),
         "throughput": throughput(records, seconds),
@@ -53,13 +52,13 @@ def aggregate(records: Records, seconds: float, workers: int = 0) -> Aggregates:
 
 
 def latency(records: Records) -> dict[str, float]:
-    """Of decisions, of first tokens, and how far off first tokens were predicted."""
-    decisions = [one.decision_latency * 1e3 for one in records]
-    firsts = [one.ttft_s * 1e3 for one in records if one.ttft_s is not None]
+    """Return the latency of decisions and first tokens, and the mean prediction error."""
+    decisions = [record.decision_latency * 1e3 for record in records]
+    firsts = [record.ttft_s * 1e3 for record in records if record.ttft_s is not None]
     errors = [
-        abs(one.predicted_ttft_s - one.ttft_s) / max(one.ttft_s, TTFT_ERROR_FLOOR_S)
-        for one in records
-        if one.ttft_s is not None and one.predicted_ttft_s is not None
+        abs(record.predicted_ttft_s - record.ttft_s) / max(record.ttft_s, TTFT_ERROR_FLOOR_S)
+        for record in records
+        if record.ttft_s is not None and record.predicted_ttft_s is not None
     ]
     return {
         **_percentiles("decision_ms", decisions),
@@ -69,83 +68,91 @@ def latency(records: Records) -> dict[str, float]:
 
 
 def throughput(records: Records, seconds: float) -> dict[str, float]:
-    """Rates over `seconds`."""
+    """Return rates over `seconds` and the queue's length."""
     count = len(records)
     seconds = max(seconds, 1e-9)
     return {
         "requests": count,
         "requests_per_s": count / seconds,
-        "output_tokens_per_s": sum(one.output_tokens for one in records) / seconds,
-        "failed_ratio": sum(one.failed for one in records) / count if count else 0.0,
-        "queue_length_mean": fmean(one.queue_length for one in records) if records else 0.0,
-        "queue_length_max": max((one.queue_length for one in records), default=0),
+        "output_tokens_per_s": sum(record.output_tokens for record in records) / seconds,
+        "failed_ratio": sum(record.failed for record in records) / count if count else 0.0,
+        "queue_length_mean": fmean(record.queue_length for record in records) if records else 0.0,
+        "queue_length_max": max((record.queue_length for record in records), default=0),
     }
 
 
 def cache_hit(records: Records) -> dict[str, float]:
-    """Shares of prompt blocks. What was asked for before and is nowhere any more was lost to
-    eviction; what lies with another worker than the chosen one, to routing; the rest is cold.
-    `cacheless`: share of prompts that went to workers without a prefix cache; they count nowhere
-    else."""
-    caching = [one for one in records if one.view != NO_PREFIX_CACHE]
-    found = _hit_shares(caching)
+    """Return shares of prompt blocks.
+
+    Blocks that were seen before and are not held now are lost to eviction. Blocks held by another
+    worker than the chosen one are lost to routing. The rest is cold. Prompts sent to workers
+    without a prefix cache count in `cacheless` alone.
+    """
+    caching = [record for record in records if record.view != NO_PREFIX_CACHE]
+    shares = _hit_shares(caching)
     if len(caching) < len(records):
-        found["cacheless"] = 1.0 - len(caching) / len(records)
-    return found
+        shares["cacheless"] = 1.0 - len(caching) / len(records)
+    return shares
 
 
 def _hit_shares(records: Records) -> dict[str, float]:
-    """`cache_hit` of workers that have a cache."""
-    blocks = sum(one.prompt_blocks for one in records)
+    """Return `cache_hit` for records of workers with a prefix cache."""
+    blocks = sum(record.prompt_blocks for record in records)
     if not blocks:
         return {"hit": 0.0, "inexact": 0.0}
-    hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in records) / blocks
-    inexact = sum(one.view in {"stale", "approximate"} for one in records) / len(records)
-    found = {
+    hit = sum(record.cache_hit_ratio * record.prompt_blocks for record in records) / blocks
+    inexact = sum(record.view in {"stale", "approximate"} for record in records) / len(records)
+    shares = {
         "hit": hit,
         "inexact": inexact,
         **_reachable_shares(records),
         **_achieved_shares(records),
     }
-    known = [one for one in records if one.seen_ratio is not None]
+    known = [record for record in records if record.seen_ratio is not None]
     if known:
-        of = sum(one.prompt_blocks for one in known)
-        seen = sum((one.seen_ratio or 0.0) * one.prompt_blocks for one in known) / max(of, 1)
-        reachable = found.get("reachable", hit)
+        total = max(sum(record.prompt_blocks for record in known), 1)
+        seen = sum((record.seen_ratio or 0.0) * record.prompt_blocks for record in known) / total
+        reachable = shares.get("reachable", hit)
         seen = max(seen, reachable)
-        found |= {"seen": seen, "eviction_loss": seen - reachable, "cold": 1.0 - seen}
-    return found
+        shares |= {"seen": seen, "eviction_loss": seen - reachable, "cold": 1.0 - seen}
+    return shares
 
 
 def _reachable_shares(records: Records) -> dict[str, float]:
-    """What the best holders held, of prompts of which somebody looked who holds them."""
-    known = [one for one in records if one.reachable_ratio is not None]
-    of = sum(one.prompt_blocks for one in known)
-    if not of:
+    """Return the share held by the best worker, over prompts whose overlaps were looked up."""
+    known = [record for record in records if record.reachable_ratio is not None]
+    total = sum(record.prompt_blocks for record in known)
+    if not total:
         return {}
-    hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in known) / of
-    best = sum((one.reachable_ratio or 0.0) * one.prompt_blocks for one in known) / of
+    hit = sum(record.cache_hit_ratio * record.prompt_blocks for record in known) / total
+    best = sum((record.reachable_ratio or 0.0) * record.prompt_blocks for record in known) / total
     return {"reachable": max(hit, best), "routing_loss": max(0.0, best - hit)}
 
 
 def _achieved_shares(records: Records) -> dict[str, float]:
-    """What engines found, of prompts that were computed; and what was expected there in vain."""
-    done = [one for one in records if one.achieved_ratio is not None and one.ttft_s is not None]
-    of = sum(one.prompt_blocks for one in done)
-    if not of:
+    """Return the share that engines found in their caches, and the share that was expected there
+    and missing, over prompts that were computed."""
+    done = [
+        record
+        for record in records
+        if record.achieved_ratio is not None and record.ttft_s is not None
+    ]
+    total = sum(record.prompt_blocks for record in done)
+    if not total:
         return {}
-    hit = sum(one.cache_hit_ratio * one.prompt_blocks for one in done) / of
-    achieved = sum((one.achieved_ratio or 0.0) * one.prompt_blocks for one in done) / of
+    hit = sum(record.cache_hit_ratio * record.prompt_blocks for record in done) / total
+    achieved = sum((record.achieved_ratio or 0.0) * record.prompt_blocks for record in done) / total
     return {"achieved": achieved, "expected_in_vain": max(0.0, hit - achieved)}
 
 
 def load_balance(records: Records, workers: int = 0) -> dict[str, float]:
-    """How evenly prompts' uncached blocks and requests lie. `imbalance`: the busiest over mean."""
-    counts = Counter(one.selected_worker for one in records)
+    """Return how evenly requests and uncached blocks are distributed. `imbalance` is the busiest
+    worker's uncached blocks over the mean."""
+    counts = Counter(record.selected_worker for record in records)
     work: Counter[str] = Counter()
-    for one in records:
-        new = one.prompt_blocks * (1.0 - one.cache_hit_ratio)
-        work[one.selected_worker] += int(new * 1000)
+    for record in records:
+        new = record.prompt_blocks * (1.0 - record.cache_hit_ratio)
+        work[record.selected_worker] += int(new * 1000)
     known = max(workers, len(counts))
     idle = [0.0] * (known - len(counts))
     return {
@@ -153,8 +160,8 @@ def load_balance(records: Records, workers: int = 0) -> dict[str, float]:
         "workers_idle": len(idle),
         "request_imbalance": _imbalance([*map(float, counts.values()), *idle]),
         "imbalance": _imbalance([*map(float, work.values()), *idle]),
-        "load_mean": fmean(one.worker_load for one in records) if records else 0.0,
-        "load_spread": pstdev(one.worker_load for one in records) if records else 0.0,
+        "load_mean": fmean(record.worker_load for record in records) if records else 0.0,
+        "load_spread": pstdev(record.worker_load for record in records) if records else 0.0,
     }
 
 
@@ -168,10 +175,10 @@ TREND_MEASURES: Mapping[str, Callable[[Records, float], float]] = {
 
 
 def compute_trends(records: Records, start: float, end: float) -> dict[str, Trend]:
-    """What rises and what falls; empty while there is too little to tell."""
+    """Return the trend of each measure; empty with too few records."""
     middle = (start + end) / 2
-    before = [one for one in records if one.timestamp < middle]
-    after = [one for one in records if one.timestamp >= middle]
+    before = [record for record in records if record.timestamp < middle]
+    after = [record for record in records if record.timestamp >= middle]
     if min(len(before), len(after)) < MIN_HALF_RECORDS:
         return {}
     half = (end - start) / 2
@@ -182,26 +189,26 @@ def compute_trends(records: Records, start: float, end: float) -> dict[str, Tren
 
 
 def recommend(
-    metrics: Aggregates, tendencies: Mapping[str, Trend], found: Sequence[Bottleneck]
+    metrics: Aggregates, trends: Mapping[str, Trend], bottlenecks: Sequence[Bottleneck]
 ) -> list[str]:
-    """What to do, most urgent first; one line that all is well where it is."""
-    advice = [one.advice for one in found]
-    queue = tendencies.get("queue_length")
+    """Return advice, most urgent first; a single line if no rule is broken."""
+    advice = [bottleneck.advice for bottleneck in bottlenecks]
+    queue = trends.get("queue_length")
     if queue is not None and queue.direction == "rising" and queue.after >= 1:
         advice.append("The queue grows: add workers before requests are rejected.")
     if not advice and metrics["throughput"]["requests"]:
-        advice.append("Nothing to do: no rule is broken.")
+        advice.append("No action is needed: no rule is broken.")
     return advice
 
 
 def summarize(records: Records) -> dict[str, Any]:
-    """What a report was made of."""
+    """Return counts and the time range of the records of a report."""
     return {
         "decisions": len(records),
         "first": records[0].timestamp if records else None,
         "last": records[-1].timestamp if records else None,
-        "by_worker": dict(Counter(one.selected_worker for one in records)),
-        "failed": sum(one.failed for one in records),
+        "by_worker": dict(Counter(record.selected_worker for record in records)),
+        "failed": sum(record.failed for record in records),
     }
 
 

@@ -1,1 +1,1 @@
-"""Costs."""
+"""Costs of sending a request to a worker."""

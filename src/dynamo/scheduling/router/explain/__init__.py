@@ -1,1 +1,1 @@
-"""Why a request went where it went."""
+"""Records of routing decisions, for explanations and metrics."""

@@ -1,4 +1,4 @@
-"""Why a request went where it went: the last decisions, kept to be asked for."""
+"""The last routing decisions, kept for explanations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from dynamo.scheduling.router.policy import Candidate, Decision, Outcome
 MAX_DECISIONS = 1000
 MIN_SHOWN_WAIT_S = 0.001
 _SUFFIX = re.compile(r"[-.][0-9a-f]+(\.[0-9]+)?\Z")
-"""What a frontend hangs on a client's id: a counter, then the prompt's place in the body."""
+"""The suffix that a frontend appends to a client's id: a counter, then the prompt's index."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision, as people and programs read it. `at`: Unix time; `router`: the process that
-    chose; `costs`: the table of candidates, best first, each with every term of its cost;
-    `outcome`: None while the worker still answers; `why`: all of it in a sentence."""
+    """A decision in a readable form.
+
+    `at`: Unix time. `router`: name of the process that chose. `costs`: candidates with every term
+    of their cost, best first. `outcome`: None while the worker still answers. `why`: a sentence.
+    """
 
     request_id: str
     choice: int
@@ -45,7 +47,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionEntry:
-    """A decision as it is kept: nobody may ever ask."""
+    """A logged decision; the explanation is built on request only."""
 
     __slots__ = ("at", "choice", "decision", "model", "outcome", "request_id")
 
@@ -58,37 +60,37 @@ class DecisionEntry:
         self.outcome: Outcome | None = None
 
     def set_outcome(self, outcome: Outcome) -> None:
-        """What came of it."""
-        self.decision = replace(self.decision, placement=None)  # it may hold a whole prompt
+        """Set the outcome and drop the placement, which may hold a whole prompt."""
+        self.decision = replace(self.decision, placement=None)
         self.outcome = outcome
 
     def explain(self, router: str) -> Explanation:
-        """It, for whoever asks."""
-        made = self.decision
-        predicted_s = made.predicted_ttft_s
+        """Return the explanation; `router` is the name of this process."""
+        decision = self.decision
+        predicted_s = decision.predicted_ttft_s
         return Explanation(
             request_id=self.request_id,
             choice=self.choice,
             model=self.model,
             at=self.at,
             router=router,
-            worker=made.worker,
-            mode=made.mode,
-            view=made.view,
-            candidates=made.candidates,
-            waited_ms=made.waited_s * 1e3,
-            prompt_blocks=made.prompt_blocks,
-            overlap_blocks=made.overlap_blocks,
-            best_overlap_blocks=made.best_overlap_blocks,
+            worker=decision.worker,
+            mode=decision.mode,
+            view=decision.view,
+            candidates=decision.candidates,
+            waited_ms=decision.waited_s * 1e3,
+            prompt_blocks=decision.prompt_blocks,
+            overlap_blocks=decision.overlap_blocks,
+            best_overlap_blocks=decision.best_overlap_blocks,
             predicted_ttft_ms=None if predicted_s is None else predicted_s * 1e3,
-            costs=tuple(made.cost_table),
+            costs=tuple(decision.cost_table),
             outcome=self.outcome,
-            why=describe_decision(made),
+            why=describe_decision(decision),
         )
 
 
 class DecisionLog:
-    """The last `kept` decisions of one process: of every choice and attempt of a request one."""
+    """The last `max_entries` decisions of this process, one for each attempt of each choice."""
 
     def __init__(self, clock: Clock, router: str = "", max_entries: int = MAX_DECISIONS) -> None:
         self._clock = clock
@@ -96,55 +98,61 @@ class DecisionLog:
         self._entries: deque[DecisionEntry] = deque(maxlen=max_entries)
 
     def add(self, request: GenerateRequest, decision: Decision) -> DecisionEntry:
-        """A worker was chosen; tell the entry how that ended."""
+        """Add a decision; the caller sets the entry's outcome later."""
         entry = DecisionEntry(request, decision, self._clock.wall())
         self._entries.append(entry)
         return entry
 
     def find(self, request_id: str) -> list[Explanation]:
-        """Every decision for a request, in order; empty where nothing is known (any more). A
-        client's own id finds the last request that bore it."""
-        entries = [one for one in self._entries if one.request_id == request_id]
-        return [one.explain(self._router) for one in entries or self._find_by_client_id(request_id)]
+        """Return all kept decisions for a request, in order. A client's own id finds the last
+        request with that id."""
+        entries = [entry for entry in self._entries if entry.request_id == request_id]
+        entries = entries or self._find_by_client_id(request_id)
+        return [entry.explain(self._router) for entry in entries]
 
     def latest(self, count: int) -> list[Explanation]:
-        """The newest decisions, newest first."""
-        return [one.explain(self._router) for one in islice(reversed(self._entries), count)]
+        """Return the last `count` decisions, newest first."""
+        return [entry.explain(self._router) for entry in islice(reversed(self._entries), count)]
 
-    def _find_by_client_id(self, given: str) -> list[DecisionEntry]:
-        named = ((http_request_id(one.request_id, given), one) for one in reversed(self._entries))
-        found = [(own, one) for own, one in named if own]
-        return [one for own, one in reversed(found) if own == found[0][0]]
+    def _find_by_client_id(self, client_id: str) -> list[DecisionEntry]:
+        newest_first = (
+            (http_request_id(entry.request_id, client_id), entry)
+            for entry in reversed(self._entries)
+        )
+        matches = [(http_id, entry) for http_id, entry in newest_first if http_id]
+        return [entry for http_id, entry in reversed(matches) if http_id == matches[0][0]]
 
 
-def http_request_id(request_id: str, given: str) -> str:
-    """The unique id of the HTTP request that `request_id` was a part of, if a client gave it the id
-    `given`; "" if it did not."""
-    if not (request_id.startswith(given) and _SUFFIX.fullmatch(request_id, len(given))):
+def http_request_id(request_id: str, client_id: str) -> str:
+    """Return the unique id of the HTTP request that `request_id` belongs to, if a client sent it
+    with the id `client_id`; else ""."""
+    if not (request_id.startswith(client_id) and _SUFFIX.fullmatch(request_id, len(client_id))):
         return ""
-    return given + request_id[len(given) :].split(".", maxsplit=1)[0]
+    return client_id + request_id[len(client_id) :].split(".", maxsplit=1)[0]
 
 
-def describe_decision(made: Decision) -> str:
-    """A decision in a sentence."""
-    among = f"of {made.candidates} worker" + ("s" if made.candidates != 1 else "")
-    if not made.cost_table:
-        return f"{made.mode} took {made.worker} {among}, without a look at what workers hold"
-    chosen = next((one for one in made.cost_table if one.worker == made.worker), None)
-    parts = [f"{made.worker} {among}"]
+def describe_decision(decision: Decision) -> str:
+    """Return a decision as a sentence."""
+    worker, table = decision.worker, decision.cost_table
+    candidates = f"of {decision.candidates} worker" + ("s" if decision.candidates != 1 else "")
+    if not table:
+        return f"{decision.mode} chose {worker} {candidates}, without cache or cost data"
+    parts = [f"{worker} {candidates}"]
+    chosen = next((row for row in table if row.worker == worker), None)
     if chosen is not None:
         parts.append(f"cost {chosen.cost:.4g}")
-        others = [one for one in made.cost_table if one is not chosen]
+        others = [row for row in table if row is not chosen]
         if others:
             parts.append(f"the next best {others[0].worker} {others[0].cost:.4g}")
-    if made.view == NO_PREFIX_CACHE:
+    if decision.view == NO_PREFIX_CACHE:
         parts.append("it has no prefix cache")
-    elif made.prompt_blocks:
-        parts.append(f"it holds {made.overlap_blocks} of the prompt's {made.prompt_blocks} blocks")
-        if made.best_overlap_blocks > made.overlap_blocks:
-            parts.append(f"another holds {made.best_overlap_blocks}")
-    if made.waited_s >= MIN_SHOWN_WAIT_S:
-        parts.append(f"after {made.waited_s * 1e3:.0f} ms in the router")
-    if made.view and made.view not in {"exact", NO_PREFIX_CACHE}:
-        parts.append(f"its cache is known only as {made.view}")
+    elif decision.prompt_blocks:
+        held, total = decision.overlap_blocks, decision.prompt_blocks
+        parts.append(f"it holds {held} of the prompt's {total} blocks")
+        if decision.best_overlap_blocks > held:
+            parts.append(f"another holds {decision.best_overlap_blocks}")
+    if decision.waited_s >= MIN_SHOWN_WAIT_S:
+        parts.append(f"after {decision.waited_s * 1e3:.0f} ms in the router")
+    if decision.view and decision.view not in {"exact", NO_PREFIX_CACHE}:
+        parts.append(f"its cache is known only as {decision.view}")
     return ", ".join(parts)

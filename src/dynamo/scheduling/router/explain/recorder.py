@@ -1,5 +1,7 @@
-"""Hears of every decision and what came of it; feeds the collector, the explanations and the
-metrics, so that a cold workload and a loss by routing can be told apart."""
+"""The observer of all routing decisions: feeds the decision log, the collector and the metrics.
+
+The metrics distinguish a cold workload from cache hits that routing lost.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,18 @@ from dynamo.scheduling.router.policy import Decision, Observer, Outcome
 from dynamo.telemetry import Registry
 
 PREFIX_STRIDE = 4
-"""Every fourth block stands for those before it: a quarter of the memory, of the time, and of the
+"""Stride of the recorded blocks; 4 needs a quarter of the memory and time, at a quarter of the
 resolution."""
 PREFIXES_PER_GENERATION = 19_000
-"""In a generation; a few more and CPython's set takes four times the room."""
+"""Hashes in one generation. A few more would make CPython's set four times as large."""
 
 
 class PrefixHistory:
-    """Hashes are chained, so that a block that was seen has all blocks before it seen: the longest
-    known prefix is found by halving. Three generations of `kept` names each; the oldest is
-    forgotten as a whole."""
+    """The prompt prefixes seen before, in three generations; the oldest is dropped as a whole.
+
+    Hashes are chained: a seen block implies that all blocks before it were seen. The longest seen
+    prefix is therefore found by binary search.
+    """
 
     def __init__(
         self, generation_size: int = PREFIXES_PER_GENERATION, stride: int = PREFIX_STRIDE
@@ -37,8 +41,8 @@ class PrefixHistory:
         self._oldest: set[int] = set()
 
     def add(self, hashes: Sequence[int]) -> int:
-        """Remember a prompt's blocks; how many of them, from the first on, were known before
-        (rounded down to the stride)."""
+        """Add a prompt's blocks. Return how many leading blocks were seen before, rounded down to
+        the stride."""
         marks = hashes[self._stride - 1 :: self._stride]
         new, old, oldest = self._new, self._old, self._oldest
         low, high = 0, len(marks)
@@ -56,13 +60,17 @@ class PrefixHistory:
 
 
 NOT_FAILURES = ("", "cancelled", WorkerDraining.code)
-"""How a call ends that nothing is wrong with; a drained worker's goes on elsewhere."""
+"""Error codes that do not count as failures. A draining worker's request continues elsewhere."""
 FALLBACK_BLOCK_TOKENS = 16
-"""What a prompt is measured in where nobody looked at its blocks."""
+"""Block size for prompts whose blocks the policy did not look at."""
 
 
 class RoutingRecorder(Observer):
-    """One for a process. `waiting`: how many requests are held in the router now."""
+    """Record the decisions of one process. `waiting` returns the number of requests held in the
+    router.
+
+    An open decision is found by (request id, choice): the attempts of one choice follow each other.
+    """
 
     def __init__(
         self,
@@ -74,7 +82,7 @@ class RoutingRecorder(Observer):
     ) -> None:
         self._clock = clock
         self._prefix_history = PrefixHistory()
-        self._in_flight: dict[int, tuple[DecisionEntry, int, int]] = {}
+        self._in_flight: dict[tuple[str, int], tuple[DecisionEntry, int, int]] = {}
         self.decision_log = DecisionLog(clock, name)
         self.collector = RoutingMetricsCollector(wall=clock.wall)
         self.active_requests: Counter[str] = Counter()
@@ -86,19 +94,20 @@ class RoutingRecorder(Observer):
         self._prompt_blocks = counter("dynamo_router_prompt_blocks_total", "Prompt blocks routed")
         self._seen_blocks = counter(
             "dynamo_router_seen_blocks_total",
-            "Prompt blocks that were asked for before: what unlimited memory would hit",
+            "Prompt blocks seen before: the hits with unlimited memory",
         )
         self._reachable_blocks = counter(
-            "dynamo_router_reachable_blocks_total", "Prompt blocks that the best holder held"
+            "dynamo_router_reachable_blocks_total",
+            "Prompt blocks held by the worker with the longest overlap",
         )
         self._hit_blocks = counter(
-            "dynamo_router_hit_blocks_total", "Prompt blocks that the chosen worker held"
+            "dynamo_router_hit_blocks_total", "Prompt blocks held by the chosen worker"
         )
         self._cached_tokens = counter(
             "dynamo_router_cached_tokens_total", "Prompt tokens that engines took from their caches"
         )
         self._prompt_tokens = counter(
-            "dynamo_router_prompt_tokens_total", "Prompt tokens of answers"
+            "dynamo_router_prompt_tokens_total", "Prompt tokens of answered requests"
         )
         registry.gauge(
             "dynamo_router_waiting_requests",
@@ -107,14 +116,14 @@ class RoutingRecorder(Observer):
         )
         registry.gauge(
             "dynamo_router_alert_ratio",
-            "How far a rule of good routing is broken: above 1, or 0 while it holds",
+            "Value of a broken routing rule over its threshold; 0 while the rule holds",
             ("alert",),
             callback=self.collector.alert_ratios,
             merge="max",
         )
 
     def retain_workers(self, workers: Collection[str]) -> None:
-        """Only these are there (any more)."""
+        """Drop the counters of all other workers."""
         for name in [name for name in self.routed_requests if name not in workers]:
             del self.routed_requests[name]
 
@@ -125,7 +134,8 @@ class RoutingRecorder(Observer):
         self.routed_requests[worker] += 1
         hashes = getattr(decision.placement, "hashes", ())
         seen = self._prefix_history.add(hashes) if hashes else 0
-        self._in_flight[id(decision)] = (self.decision_log.add(request, decision), load, seen)
+        entry = self.decision_log.add(request, decision)
+        self._in_flight[request.request_id, request.choice] = (entry, load, seen)
         if decision.prompt_blocks:
             best = decision.best_overlap_blocks
             self._prompt_blocks.value += decision.prompt_blocks
@@ -135,11 +145,14 @@ class RoutingRecorder(Observer):
 
     def on_outcome(self, request: GenerateRequest, decision: Decision, outcome: Outcome) -> None:
         worker = decision.instance.id
-        entry, load, seen = self._in_flight.pop(id(decision))
+        active = self.active_requests.pop(worker) - 1
+        if active:
+            self.active_requests[worker] = active
+        in_flight = self._in_flight.pop((request.request_id, request.choice), None)
+        if in_flight is None:
+            return  # another request with the same id ended first
+        entry, load, seen = in_flight
         entry.set_outcome(outcome)
-        left = self.active_requests.pop(worker) - 1
-        if left:
-            self.active_requests[worker] = left
         if outcome.ttft_s is not None:
             self._cached_tokens.value += outcome.cached_tokens
             self._prompt_tokens.value += outcome.prompt_tokens

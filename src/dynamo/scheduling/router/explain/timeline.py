@@ -1,4 +1,4 @@
-"""Cache and load of every worker over time, as far as the router knows them: for the picture."""
+"""Samples of every worker's cache and load over time, as far as the router knows them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_SAMPLES = 900
 
 
 class WorkerSample(msgspec.Struct, frozen=True):
-    """One worker at one moment. Blocks and requests are counts of its own; `sent`: requests under
-    way there from this router; `routed`: those sent since the sample before."""
+    """A worker at one time. Blocks, requests and prefill tokens come from its load report.
+    `sent`: requests of this router at the worker. `routed`: requests since the last sample."""
 
     cached_blocks: int = 0
     active_blocks: int = 0
@@ -30,7 +30,7 @@ class WorkerSample(msgspec.Struct, frozen=True):
 
 
 class TimelineSample(msgspec.Struct, frozen=True):
-    """All workers at one moment (Unix time); `waiting`: requests held in the router."""
+    """All workers at the Unix time `at`. `waiting` counts requests held in the router."""
 
     at: float
     waiting: int
@@ -38,10 +38,10 @@ class TimelineSample(msgspec.Struct, frozen=True):
 
 
 class RoutingTimeline:
-    """The last `kept` samples."""
+    """Keep the last `max_samples` samples."""
 
-    def __init__(self, watch: RoutingRecorder, max_samples: int = MAX_SAMPLES) -> None:
-        self._recorder = watch
+    def __init__(self, recorder: RoutingRecorder, max_samples: int = MAX_SAMPLES) -> None:
+        self._recorder = recorder
         self._samples: deque[TimelineSample] = deque(maxlen=max_samples)
         self._routed_before: dict[str, int] = {}
 
@@ -54,18 +54,18 @@ class RoutingTimeline:
         views: Mapping[str, str],
         waiting: int,
     ) -> None:
-        """Keep how it is now."""
-        made = {
+        """Add a sample. Counters of workers that are not in `workers` are dropped."""
+        samples = {
             name: self._sample_worker(name, loads.get(name), views.get(name, ""))
             for name in workers
         }
         self._recorder.retain_workers(workers)
         self._routed_before = dict(self._recorder.routed_requests)
-        self._samples.append(TimelineSample(at, waiting, made))
+        self._samples.append(TimelineSample(at, waiting, samples))
 
     def samples_since(self, at: float = 0.0) -> list[TimelineSample]:
-        """Samples after a moment, oldest first."""
-        return [one for one in self._samples if one.at > at]
+        """Return the samples after a Unix time, oldest first."""
+        return [sample for sample in self._samples if sample.at > at]
 
     def _sample_worker(self, name: str, load: Load | None, view: str) -> WorkerSample:
         load = load or Load()
