@@ -1,4 +1,4 @@
-"""Frames survive any split of the bytes; garbage is refused, never misread."""
+"""Properties of frames: any split of the bytes gives the same frames; garbage is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_frames_survive_any_split(frames: list[tuple[int, bytes]], cuts: list[in
 
 
 @given(st.lists(st.tuples(numbers, st.binary(max_size=300), st.booleans()), max_size=40))
-def test_items_come_back(items: list[tuple[int, bytes, bool]]) -> None:
+def test_items_round_trip(items: list[tuple[int, bytes, bool]]) -> None:
     ends = [index for index, item in enumerate(items) if item[2]]
     frame = pack_items(9, [item[0] for item in items], [item[1] for item in items], ends)
     ((kind, count, body),) = FrameSplitter().feed(frame)
@@ -91,7 +91,7 @@ def test_garbage_is_refused_or_waits(garbage: bytes, cuts: list[int]) -> None:
 
 
 @given(st.integers(0, 65_535), st.binary(max_size=400))
-def test_a_table_that_lies_is_refused(count: int, body: bytes) -> None:
+def test_a_wrong_item_table_is_refused(count: int, body: bytes) -> None:
     try:
         items = list(unpack_items(body, count))
     except ProtocolError:
@@ -107,30 +107,30 @@ def test_a_frame_over_the_limit_is_refused_by_its_header() -> None:
 
 
 @given(numbers, st.text(max_size=30), st.integers(0, 1 << 40), st.binary(max_size=500))
-def test_openings_come_back(stream: int, endpoint: str, window: int, payload: bytes) -> None:
+def test_open_frames_round_trip(stream: int, endpoint: str, window: int, payload: bytes) -> None:
     context = Context("r", attempt=3, metadata={"a": "b"})
     frame = requests.pack_open(stream, endpoint, context, window, payload)
     ((kind, _, body),) = FrameSplitter().feed(frame)
-    number, head, rest = requests.unpack_open(body)
+    number, header, rest = requests.unpack_open(body)
     assert (kind, number, rest) == (requests.OPEN, stream, payload)
-    assert (head.endpoint, head.window_bytes, head.context) == (endpoint, window, context)
+    assert (header.endpoint, header.window_bytes, header.context) == (endpoint, window, context)
 
 
 @given(numbers, st.integers(1, 1 << 60), payloads)
-def test_events_come_back(number: int, first: int, batch: list[bytes]) -> None:
+def test_events_round_trip(number: int, first: int, batch: list[bytes]) -> None:
     (frame,) = events.pack_events(events.EVENTS, number, first, batch)
     ((_, count, body),) = FrameSplitter().feed(frame)
     assert events.unpack_events(body, count) == (number, first, batch)
 
 
-def test_large_batches_of_events_keep_their_numbers() -> None:
+def test_large_batches_of_events_keep_their_sequences() -> None:
     batch = [bytes([index % 256]) * 400_000 for index in range(9)]
     splitter = FrameSplitter(MAX_FRAME_BYTES)
     read: dict[int, bytes] = {}
     frames = events.pack_events(events.EVENTS, 1, 50, batch)
     for frame in frames:
         for _, count, body in splitter.feed(frame):
-            _, first, got = events.unpack_events(body, count)
-            read.update(enumerate(got, first))
+            _, first, received = events.unpack_events(body, count)
+            read.update(enumerate(received, first))
     assert len(frames) > 1
     assert read == dict(enumerate(batch, 50))

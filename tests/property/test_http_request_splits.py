@@ -1,4 +1,4 @@
-"""Requests are the same however the bytes are cut."""
+"""Properties of RequestReader: any split of the bytes gives the same requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BODIES = st.binary(max_size=200)
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, str, bytes]:
-    """A request's bytes, its method and its body."""
+    """Draw a request as bytes, with its method and body."""
     method, body = draw(METHODS), draw(BODIES)
     head = f"{method} {draw(PATHS)} HTTP/1.1\r\nHost: a\r\nX-Some: {draw(VALUES)}\r\n"
     if draw(st.booleans()):
@@ -40,41 +40,46 @@ def requests(draw: st.DrawFn) -> tuple[bytes, str, bytes]:
 
 
 def read(data: bytes, cuts: list[int]) -> list[tuple[object, ...]]:
-    """What the reader makes of `data`, cut at `cuts`."""
-    found: list[Request] = []
-    reader = RequestReader(HttpLimits(), found.append, lambda: None)
+    """Return the fields of the requests in `data`, fed in pieces cut at `cuts`."""
+    parsed: list[Request] = []
+    reader = RequestReader(HttpLimits(), parsed.append, lambda: None)
     edges = [0, *sorted(cuts), len(data)]
     for start, end in pairwise(edges):
         assert reader.feed(data[start:end])
     assert reader.stage == "idle"
-    return [(one.method, one.path, one.query, dict(one.headers), one.body) for one in found]
+    return [
+        (request.method, request.path, request.query, dict(request.headers), request.body)
+        for request in parsed
+    ]
 
 
 @given(st.lists(requests(), min_size=1, max_size=4), st.data())
 def test_any_split_gives_the_same_requests(
     sent: list[tuple[bytes, str, bytes]], data: st.DataObject
 ) -> None:
-    stream = b"".join(one[0] for one in sent)
+    stream = b"".join(request[0] for request in sent)
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=30))
     whole = read(stream, [])
-    assert [(one[0], one[4]) for one in whole] == [(method, body) for _, method, body in sent]
+    assert [(request[0], request[4]) for request in whole] == [
+        (method, body) for _, method, body in sent
+    ]
     assert read(stream, cuts) == whole
 
 
-def test_a_request_behind_a_large_body_is_no_large_header() -> None:
+def test_a_request_after_a_large_body_has_no_large_headers() -> None:
     body = b"x" * 200_000
     large = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     small = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
-    found = read(large + small + large + small, [65_536, len(large) + 9, 2 * len(large)])
-    assert [one[0] for one in found] == ["POST", "GET", "POST", "GET"]
+    parsed = read(large + small + large + small, [65_536, len(large) + 9, 2 * len(large)])
+    assert [request[0] for request in parsed] == ["POST", "GET", "POST", "GET"]
 
 
 @given(st.integers(1, 60_000))
-def test_large_headers_behind_a_body_are_refused_in_the_end(cut: int) -> None:
+def test_large_headers_after_a_body_are_refused(cut: int) -> None:
     first = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n" + b"x" * 9
     data = first + b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 50_000
-    found: list[Request] = []
-    reader = RequestReader(HttpLimits(), found.append, lambda: None)
+    parsed: list[Request] = []
+    reader = RequestReader(HttpLimits(), parsed.append, lambda: None)
     refused = False
     for part in (data[:cut], data[cut:], b"y" * 50_000):
         try:
@@ -83,4 +88,4 @@ def test_large_headers_behind_a_body_are_refused_in_the_end(cut: int) -> None:
             refused = True
             break
     assert refused
-    assert len(found) == 1
+    assert len(parsed) == 1

@@ -1,4 +1,4 @@
-"""A tracker behind a wire that drops, doubles and reorders: the listener hears everything once."""
+"""Property: SequenceTracker emits every event once although batches are lost or reordered."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Batch = tuple[int, tuple[bytes, ...]]
 async def _nothing() -> None: ...
 
 
-class Wire:
-    """Publisher, a bad wire, tracker. `answer` brings what was asked for last."""
+class FaultyChannel:
+    """A source and a tracker. `sent` holds batches under way; `answer` delivers a catch-up."""
 
     def __init__(self) -> None:
         self.sent: list[Batch] = []
         self.state: list[bytes] = []
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.kinds: list[str] = []
-        self.asked: int | None = None
-        self.outlet = BufferedEventSource(
+        self.requested: int | None = None
+        self.source = BufferedEventSource(
             lambda: tuple(self.state), lambda _: None, self._sent, _nothing
         )
         self.tracker = SequenceTracker("kv", "w", 1, self._hear, self._ask)
@@ -32,26 +32,26 @@ class Wire:
 
     def publish(self, payload: bytes) -> None:
         self.state.append(payload)
-        self.outlet.publish(payload)
-        self.outlet.flush()
+        self.source.publish(payload)
+        self.source.flush()
 
     def answer(self) -> None:
-        if self.asked is not None:
-            after, self.asked = self.asked, None
-            self.tracker.on_catch_up(self.outlet.catch_up(after))
+        if self.requested is not None:
+            after, self.requested = self.requested, None
+            self.tracker.on_catch_up(self.source.catch_up(after))
 
     def _sent(self, first: int, payloads: list[bytes]) -> None:
         self.sent.append((first, tuple(payloads)))
 
     def _ask(self, after: int) -> None:
-        self.asked = after
+        self.requested = after
 
     def _hear(self, event: Event) -> None:
         self.kinds.append(event.kind)
         if event.kind == "dump":
-            self.heard = []
+            self.received = []
         if event.kind in {"dump", "event"} and event.payload:
-            self.heard.append(event.payload)
+            self.received.append(event.payload)
 
 
 fates = st.lists(
@@ -62,27 +62,29 @@ fates = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(fates)
-def test_everything_is_heard_once_and_in_order(todo: list[tuple[int, str]]) -> None:
-    wire, late, number = Wire(), [], 0
-    for count, fate in todo:
+def test_every_event_is_emitted_once_and_in_order(steps: list[tuple[int, str]]) -> None:
+    channel, delayed, number = FaultyChannel(), [], 0
+    for count, fate in steps:
         for _ in range(count):
             number += 1
-            wire.publish(b"%d" % number)
-        batches, wire.sent = wire.sent, []
+            channel.publish(b"%d" % number)
+        batches, channel.sent = channel.sent, []
         if fate == "late":
-            late += batches
+            delayed += batches
             continue
-        for batch in [] if fate == "drop" else batches + late:
-            wire.tracker.on_events(*batch)
+        for batch in [] if fate == "drop" else batches + delayed:
+            channel.tracker.on_events(*batch)
             if fate == "twice":
-                wire.tracker.on_events(*batch)
-        late = []
+                channel.tracker.on_events(*batch)
+        delayed = []
         if fate == "answer":
-            wire.answer()
-        assert wire.heard == [b"%d" % at for at in range(1, len(wire.heard) + 1)]
-    wire.tracker.on_skipped(wire.outlet.last_sequence)
-    wire.answer()
-    assert wire.heard == wire.state
-    assert wire.tracker.lost_events == 0
-    if "stale" in wire.kinds:
-        assert wire.kinds[-1] != "stale"
+            channel.answer()
+        assert channel.received == [
+            b"%d" % position for position in range(1, len(channel.received) + 1)
+        ]
+    channel.tracker.on_skipped(channel.source.last_sequence)
+    channel.answer()
+    assert channel.received == channel.state
+    assert channel.tracker.lost_events == 0
+    if "stale" in channel.kinds:
+        assert channel.kinds[-1] != "stale"

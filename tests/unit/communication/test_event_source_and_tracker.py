@@ -1,4 +1,4 @@
-"""Numbering, rings and repair, without a wire."""
+"""Tests of BufferedEventSource and SequenceTracker without a connection."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ async def nothing() -> None:
     pass
 
 
-def now(flush: Callable[[], None]) -> None:
-    """Arms nothing: the tests flush."""
+def schedule_nothing(flush: Callable[[], None]) -> None:
+    """Schedule nothing: the tests call flush."""
 
 
 def filled(count: int, dump: Dump | None = None) -> BufferedEventSource:
-    source = BufferedEventSource(dump, now, lambda first, payloads: None, nothing)
+    source = BufferedEventSource(dump, schedule_nothing, lambda first, payloads: None, nothing)
     for number in range(1, count + 1):
         source.publish(b"%d" % number)
     source.flush()
     return source
 
 
-class Follower:
-    """A tracker, what it told, and what it asked."""
+class TrackerRecorder:
+    """A tracker with the events that it emitted and the catch-ups that it requested."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.asked: list[int] = []
-        self.tracker = SequenceTracker("s", "p", 7, self.events.append, self.asked.append)
+        self.requests: list[int] = []
+        self.tracker = SequenceTracker("s", "p", 7, self.events.append, self.requests.append)
 
-    def told(self) -> list[tuple[str, int, bytes]]:
-        told = [(event.kind, event.sequence, event.payload) for event in self.events]
+    def pop_events(self) -> list[tuple[str, int, bytes]]:
+        events = [(event.kind, event.sequence, event.payload) for event in self.events]
         self.events.clear()
-        return told
+        return events
 
 
 def test_epochs_grow() -> None:
@@ -47,18 +47,18 @@ def test_epochs_grow() -> None:
     assert epochs == sorted(set(epochs))
 
 
-def test_what_is_published_in_a_turn_is_sent_together() -> None:
+def test_events_of_one_loop_iteration_are_sent_together() -> None:
     sent: list[tuple[int, list[bytes]]] = []
-    armed: list[Callable[[], None]] = []
+    scheduled: list[Callable[[], None]] = []
     source = BufferedEventSource(
-        None, armed.append, lambda first, batch: sent.append((first, [*batch])), nothing
+        None, scheduled.append, lambda first, batch: sent.append((first, [*batch])), nothing
     )
     source.publish(b"a")
     source.publish(b"b")
-    assert len(armed) == 1
-    armed.pop()()
+    assert len(scheduled) == 1
+    scheduled.pop()()
     source.publish(b"c")
-    armed.pop()()
+    scheduled.pop()()
     assert sent == [(1, [b"a", b"b"]), (3, [b"c"])]
 
 
@@ -66,13 +66,15 @@ def test_what_is_published_in_a_turn_is_sent_together() -> None:
     ("after", "first", "payloads"),
     [(-1, 1, [b"1", b"2", b"3"]), (0, 1, [b"1", b"2", b"3"]), (2, 3, [b"3"]), (3, 4, [])],
 )
-def test_a_whole_ring_answers_any_place(after: int, first: int, payloads: list[bytes]) -> None:
-    answer = filled(3).catch_up(after)
-    assert (answer.last, answer.first, [*answer.payloads]) == (3, first, payloads)
-    assert not answer.dump
+def test_a_complete_ring_answers_any_position(
+    after: int, first: int, payloads: list[bytes]
+) -> None:
+    catch_up = filled(3).catch_up(after)
+    assert (catch_up.last, catch_up.first, [*catch_up.payloads]) == (3, first, payloads)
+    assert not catch_up.dump
 
 
-def test_a_full_ring_forgets_and_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_ring_drops_events_and_answers_with_a_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_RING_EVENTS", 2 * source.RING_DIVISOR_WITH_DUMP)
     assert filled(5, lambda: [b"state"]).catch_up(1) == CatchUp(5, 5, (b"state",), dump=True)
     assert filled(5, lambda: [b"state"]).catch_up(3).payloads == [b"4", b"5"]
@@ -86,8 +88,10 @@ def test_a_ring_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*filled(100)._ring] == [b"97", b"98", b"99", b"100"]
 
 
-def test_where_every_event_tells_the_state_the_newest_is_kept() -> None:
-    source = BufferedEventSource(None, now, lambda first, payloads: None, nothing, latest=True)
+def test_a_latest_source_keeps_only_the_newest_event() -> None:
+    source = BufferedEventSource(
+        None, schedule_nothing, lambda first, payloads: None, nothing, latest=True
+    )
     assert source.catch_up(-1) == CatchUp(0, 0, (), dump=True)
     for number in range(1, 100):
         source.publish(b"%d" % number)
@@ -99,59 +103,59 @@ def test_where_every_event_tells_the_state_the_newest_is_kept() -> None:
     assert source.catch_up(99) == CatchUp(99, 100, ())
 
 
-def test_the_last_of_the_turn_is_in_the_answer() -> None:
+def test_a_catch_up_contains_pending_events() -> None:
     source = filled(1)
     source.publish(b"2")
     assert source.catch_up(1).payloads == [b"2"]
 
 
-def test_doubled_events_are_passed_once() -> None:
-    one = Follower()
-    one.tracker.start()
-    one.tracker.on_catch_up(CatchUp(0, 1, ()))
-    one.tracker.on_events(1, [b"1", b"2"])
-    one.tracker.on_events(1, [b"1", b"2", b"3"])
-    one.tracker.on_events(2, [b"2"])
-    assert one.told() == [("event", 1, b"1"), ("event", 2, b"2"), ("event", 3, b"3")]
+def test_duplicate_events_are_emitted_once() -> None:
+    recorder = TrackerRecorder()
+    recorder.tracker.start()
+    recorder.tracker.on_catch_up(CatchUp(0, 1, ()))
+    recorder.tracker.on_events(1, [b"1", b"2"])
+    recorder.tracker.on_events(1, [b"1", b"2", b"3"])
+    recorder.tracker.on_events(2, [b"2"])
+    assert recorder.pop_events() == [("event", 1, b"1"), ("event", 2, b"2"), ("event", 3, b"3")]
 
 
-def test_a_gap_asks_once_for_what_is_missing() -> None:
-    one = Follower()
-    one.tracker.start()
-    one.tracker.on_catch_up(CatchUp(1, 1, [b"1"]))
-    one.tracker.on_events(4, [b"4"])
-    one.tracker.on_events(5, [b"5"])
-    one.tracker.on_skipped(5)
-    assert one.asked == [-1, 1]
-    one.tracker.on_catch_up(CatchUp(5, 2, [b"2", b"3", b"4", b"5"]))
-    one.tracker.on_events(6, [b"6"])
-    told = one.told()
-    assert told.pop(1) == ("stale", 1, b"")
-    assert told == [("event", n, b"%d" % n) for n in range(1, 7)]
-    assert one.tracker.lost_events == 0
+def test_a_gap_requests_one_catch_up() -> None:
+    recorder = TrackerRecorder()
+    recorder.tracker.start()
+    recorder.tracker.on_catch_up(CatchUp(1, 1, [b"1"]))
+    recorder.tracker.on_events(4, [b"4"])
+    recorder.tracker.on_events(5, [b"5"])
+    recorder.tracker.on_skipped(5)
+    assert recorder.requests == [-1, 1]
+    recorder.tracker.on_catch_up(CatchUp(5, 2, [b"2", b"3", b"4", b"5"]))
+    recorder.tracker.on_events(6, [b"6"])
+    events = recorder.pop_events()
+    assert events.pop(1) == ("stale", 1, b"")
+    assert events == [("event", n, b"%d" % n) for n in range(1, 7)]
+    assert recorder.tracker.lost_events == 0
 
 
-def test_what_nobody_has_any_more_is_counted() -> None:
-    one = Follower()
-    one.tracker.start()
-    one.tracker.on_catch_up(CatchUp(1, 1, [b"1"]))
-    one.tracker.on_skipped(9)
-    one.tracker.on_catch_up(CatchUp(9, 8, [b"8", b"9"]))
-    assert one.tracker.lost_events == 6
-    assert [sequence for kind, sequence, _ in one.told() if kind == "event"] == [1, 8, 9]
+def test_unrepairable_events_are_counted() -> None:
+    recorder = TrackerRecorder()
+    recorder.tracker.start()
+    recorder.tracker.on_catch_up(CatchUp(1, 1, [b"1"]))
+    recorder.tracker.on_skipped(9)
+    recorder.tracker.on_catch_up(CatchUp(9, 8, [b"8", b"9"]))
+    assert recorder.tracker.lost_events == 6
+    assert [sequence for kind, sequence, _ in recorder.pop_events() if kind == "event"] == [1, 8, 9]
 
 
-def test_a_dump_replaces_and_events_go_on_after_it() -> None:
-    one = Follower()
-    one.tracker.start()
-    one.tracker.on_catch_up(CatchUp(5, 5, [b"x", b"y"], dump=True))
-    one.tracker.on_events(4, [b"4", b"5", b"6"])
-    assert one.told() == [("dump", 5, b"x"), ("event", 5, b"y"), ("event", 6, b"6")]
-    assert one.tracker.lost_events == 0
+def test_events_continue_after_a_dump() -> None:
+    recorder = TrackerRecorder()
+    recorder.tracker.start()
+    recorder.tracker.on_catch_up(CatchUp(5, 5, [b"x", b"y"], dump=True))
+    recorder.tracker.on_events(4, [b"4", b"5", b"6"])
+    assert recorder.pop_events() == [("dump", 5, b"x"), ("event", 5, b"y"), ("event", 6, b"6")]
+    assert recorder.tracker.lost_events == 0
 
 
-def test_a_new_epoch_without_a_dump_ends_the_old_one() -> None:
-    old = Follower()
+def test_a_new_epoch_without_a_dump_emits_gone() -> None:
+    old = TrackerRecorder()
     events: list[Event] = []
     new = SequenceTracker("s", "p", 8, events.append, lambda after: None, old.tracker)
     new.start()
@@ -159,17 +163,17 @@ def test_a_new_epoch_without_a_dump_ends_the_old_one() -> None:
     assert [(event.kind, event.epoch) for event in events] == [("gone", 7), ("event", 8)]
 
 
-def test_who_came_back_under_its_name_is_not_told_gone_again() -> None:
-    """The state of the new epoch replaces the old one's at once; a repair later is just that."""
-    follower = Follower()
-    before = SequenceTracker("s", "p", 6, follower.events.append, follower.asked.append)
+def test_a_replaced_epoch_is_not_reported_again_after_a_reconnect() -> None:
+    """The dump of the new epoch replaces the old state. A later repair emits no "gone"."""
+    recorder = TrackerRecorder()
+    before = SequenceTracker("s", "p", 6, recorder.events.append, recorder.requests.append)
     before.start()
     before.on_catch_up(CatchUp(1, 1, (b"a",), dump=True))
-    after = SequenceTracker("s", "p", 7, follower.events.append, follower.asked.append, before)
+    after = SequenceTracker("s", "p", 7, recorder.events.append, recorder.requests.append, before)
     after.start()
     after.on_catch_up(CatchUp(0, 0, (b"",), dump=True))
-    follower.told()
+    recorder.pop_events()
     after.on_disconnected()
     after.start()
     after.on_catch_up(CatchUp(1, 1, (b"1",)))
-    assert follower.told() == [("stale", 0, b""), ("event", 1, b"1")]
+    assert recorder.pop_events() == [("stale", 0, b""), ("event", 1, b"1")]

@@ -1,4 +1,4 @@
-"""Memory planes while the network is broken between two of them."""
+"""Tests of memory planes while the network between two of them is severed."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from dynamo.core.errors import WorkerFailed
 from dynamo.core.tasks import BackgroundTasks
 
 
-class Served:
-    """A worker that says what it is told to, a caller, and one call between them."""
+class OpenCall:
+    """A server that sends payloads on demand, a client, and one open call between them."""
 
     def __init__(self) -> None:
         self.outgoing: ResponseWriter | None = None
-        self.begun, self.over = asyncio.Event(), asyncio.Event()
-        self.heard: list[bytes] = []
+        self.started, self.ended = asyncio.Event(), asyncio.Event()
+        self.received: list[bytes] = []
 
     async def start(self, tasks: BackgroundTasks) -> None:
-        self.here = await MemoryRequests.open("memory:")
-        self.there = await MemoryRequests.open("memory:")
-        await self.there.serve("say", self._say)
+        self.client = await MemoryRequests.open("memory:")
+        self.server = await MemoryRequests.open("memory:")
+        await self.server.serve("hold", self._handle)
         self.call = tasks.start(self._call())
-        await self.begun.wait()
+        await self.started.wait()
 
     async def _call(self) -> None:
         def sink(payload: bytes) -> bool:
-            self.heard.append(payload)
+            self.received.append(payload)
             return True
 
-        await self.here.call(self.there.address, "say", b"", Context("r"), sink)
+        await self.client.call(self.server.address, "hold", b"", Context("r"), sink)
 
-    async def _say(self, payload: bytes, outgoing: ResponseWriter) -> None:
-        self.outgoing = outgoing
-        self.begun.set()
+    async def _handle(self, payload: bytes, writer: ResponseWriter) -> None:
+        self.outgoing = writer
+        self.started.set()
         try:
             await asyncio.Event().wait()
         finally:
-            self.over.set()
+            self.ended.set()
 
-    async def say(self, payload: bytes) -> None:
+    async def send(self, payload: bytes) -> None:
         assert self.outgoing is not None
         self.outgoing.send(payload)
         for _ in range(3):
@@ -54,69 +54,71 @@ class Served:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    made = Served()
+async def call() -> AsyncIterator[OpenCall]:
+    call = OpenCall()
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-        await made.start(tasks)
-        yield made
-        await made.there.close()
-        await made.here.close()
+        await call.start(tasks)
+        yield call
+        await call.server.close()
+        await call.client.close()
 
 
-async def test_what_is_said_meanwhile_arrives_in_order(served: Served) -> None:
-    await served.say(b"1")
-    served.there.sever()
-    await served.say(b"2")
-    await served.say(b"3")
-    assert served.heard == [b"1"]
-    served.there.rejoin()
-    await served.say(b"4")
-    assert served.heard == [b"1", b"2", b"3", b"4"]
+async def test_held_items_arrive_in_order_after_rejoin(call: OpenCall) -> None:
+    await call.send(b"1")
+    call.server.sever()
+    await call.send(b"2")
+    await call.send(b"3")
+    assert call.received == [b"1"]
+    call.server.rejoin()
+    await call.send(b"4")
+    assert call.received == [b"1", b"2", b"3", b"4"]
 
 
-async def test_who_gives_up_fails_at_once_and_the_other_end_learns_later(served: Served) -> None:
-    served.there.sever()
-    await served.say(b"late")
-    served.here.disconnect(served.there.address)
+async def test_disconnect_fails_the_call_at_once_and_the_handler_after_rejoin(
+    call: OpenCall,
+) -> None:
+    call.server.sever()
+    await call.send(b"late")
+    call.client.disconnect(call.server.address)
     with pytest.raises(WorkerFailed):
-        await served.call
-    await served.say(b"later")
-    assert not served.over.is_set()
-    served.there.rejoin()
-    await served.over.wait()
-    await served.say(b"latest")
-    assert served.heard == []
+        await call.call
+    await call.send(b"later")
+    assert not call.ended.is_set()
+    call.server.rejoin()
+    await call.ended.wait()
+    await call.send(b"latest")
+    assert call.received == []
 
 
-async def test_a_death_meanwhile_is_heard_of_later(served: Served) -> None:
-    served.there.sever()
-    served.there.abort()
-    await served.over.wait()
+async def test_an_abort_fails_the_call_after_rejoin(call: OpenCall) -> None:
+    call.server.sever()
+    call.server.abort()
+    await call.ended.wait()
     await asyncio.sleep(0)
-    assert not served.call.done()
-    served.there.rejoin()
+    assert not call.call.done()
+    call.server.rejoin()
     with pytest.raises(WorkerFailed):
-        await served.call
+        await call.call
 
 
-async def test_events_that_were_lost_are_asked_for() -> None:
-    here, there = MemoryEvents("severed"), MemoryEvents("severed")
+async def test_lost_events_are_repaired_after_rejoin() -> None:
+    subscriber, publisher = MemoryEvents("severed"), MemoryEvents("severed")
     events: list[Event] = []
-    source = await there.open_source("s", "p")
-    await here.subscribe("s", events.append)
+    source = await publisher.open_source("s", "p")
+    await subscriber.subscribe("s", events.append)
 
-    async def told(payload: bytes) -> list[tuple[str, bytes]]:
+    async def publish(payload: bytes) -> list[tuple[str, bytes]]:
         source.publish(payload)
         for _ in range(3):
             await asyncio.sleep(0)
         return [(event.kind, event.payload) for event in events]
 
     await asyncio.sleep(0)
-    assert await told(b"1") == [("event", b"1")]
-    there.sever()
-    assert await told(b"2") == [("event", b"1")]
-    there.rejoin()
-    kinds = await told(b"3")
+    assert await publish(b"1") == [("event", b"1")]
+    publisher.sever()
+    assert await publish(b"2") == [("event", b"1")]
+    publisher.rejoin()
+    kinds = await publish(b"3")
     assert kinds == [("event", b"1"), ("stale", b""), ("event", b"2"), ("event", b"3")]
-    await here.close()
-    await there.close()
+    await subscriber.close()
+    await publisher.close()

@@ -1,4 +1,4 @@
-"""Dialling a NATS that is not there."""
+"""Tests of NatsClient without a server."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ pytest.importorskip("nats")
 from dynamo.communication.nats_client import NatsClient
 
 
-class Counted(NatsClient):
-    """Counts what the library complains of: once a dial."""
+class CountingClient(NatsClient):
+    """Counts the errors that the NATS library reports: one per attempt to connect."""
 
-    complaints = 0
+    error_count = 0
 
     async def _on_library_error(self, error: Exception) -> None:
-        self.complaints += 1
+        self.error_count += 1
         await super()._on_library_error(error)
 
 
-async def test_a_server_that_is_not_there_is_not_dialled_without_a_pause() -> None:
-    """Left to itself the library dials 61 times at a stretch, and is cut off amid looking up a name
-    that it cannot find."""
+async def test_attempts_to_connect_are_spaced() -> None:
+    """By default the library makes 61 attempts without a pause and may be cancelled in one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    link = await Counted.open(f"nats://127.0.0.1:{port}")
+    client = await CountingClient.open(f"nats://127.0.0.1:{port}")
     async with asyncio.timeout(30):
-        await link.first_attempt_done.wait()
-    await link.close()
-    assert "Connect call failed" in link.connection_error
-    assert 1 <= link.complaints <= 2
+        await client.first_attempt_done.wait()
+    await client.close()
+    assert "Connect call failed" in client.connection_error
+    assert 1 <= client.error_count <= 2

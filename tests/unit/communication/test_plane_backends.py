@@ -1,4 +1,4 @@
-"""Backends by URL whose library is not installed say what to install."""
+"""Tests that a backend with a missing library names the extra to install."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ async def test_a_missing_library_is_named(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=library) as caught:
+    with pytest.raises(ConfigError, match=library) as error:
         await open_discovery(url)
-    assert f"[{extra}]" in caught.value.hint
+    assert f"[{extra}]" in error.value.hint
 
 
-async def test_nats_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_nats_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nats_client", "nats_transport", "requests.nats"):
         monkeypatch.delitem(sys.modules, f"dynamo.communication.{name}", raising=False)
     for name in [name for name in sys.modules if name == "nats" or name.startswith("nats.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nats", None)
-    with pytest.raises(ConfigError, match="nats") as caught:
+    with pytest.raises(ConfigError, match="nats") as error:
         await open_requests("nats://h:1")
-    assert "[nats]" in caught.value.hint
+    assert "[nats]" in error.value.hint

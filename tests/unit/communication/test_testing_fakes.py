@@ -1,4 +1,4 @@
-"""The shipped fakes keep the contract of Reply and Engine."""
+"""Tests that ScriptedEngine and CollectedReply keep the contracts of Engine and Reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REQUEST = GenerateRequest("r", "m", b"", SamplingParams(), StopConditions())
 STARTED, END = Started("w"), Finish("stop", 3)
 
 
-async def test_a_script_is_played_whole() -> None:
+async def test_a_script_is_generated_completely() -> None:
     engine, reply = ScriptedEngine(INFO, STARTED, [1, 2, 3], END), CollectedReply()
     assert await engine.start() == INFO
     await engine.generate(REQUEST, Context("r"), reply)
@@ -30,13 +30,13 @@ async def test_a_script_is_played_whole() -> None:
     assert engine.requests == [REQUEST]
 
 
-async def test_enough_ends_without_a_finish() -> None:
+async def test_a_full_reply_gets_no_finish() -> None:
     engine, reply = ScriptedEngine(INFO, STARTED, [1, 2, 3], END), CollectedReply(token_limit=2)
     await engine.generate(REQUEST, Context("r"), reply)
     assert (reply.ids, reply.end) == ([1, 2], None)
 
 
-async def test_an_error_comes_after_the_tokens() -> None:
+async def test_an_error_is_raised_after_the_tokens() -> None:
     engine = ScriptedEngine(INFO, STARTED, [1], END, error=WorkerFailed("died"))
     reply = CollectedReply()
     with pytest.raises(WorkerFailed):
@@ -44,7 +44,7 @@ async def test_an_error_comes_after_the_tokens() -> None:
     assert (reply.ids, reply.end) == ([1], None)
 
 
-async def test_an_endless_script_is_cancelled() -> None:
+async def test_an_endless_script_can_be_cancelled() -> None:
     engine, reply = (
         ScriptedEngine(INFO, STARTED, [1], END, endless=True),
         CollectedReply(token_limit=9),

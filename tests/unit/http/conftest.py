@@ -1,4 +1,4 @@
-"""The HTTP server alone, with a handler of the test's own."""
+"""The fixture `serve`: an HTTP server with the test's handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Serve = Callable[..., Awaitable[tuple[HttpServer, int]]]
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """`server, port = await serve(handler, **limits)`."""
+    """Return a function: `server, port = await serve(handler, **limits)`."""
     running: list[HttpServer] = []
 
     async def start(handler: HttpHandler, **limits: Any) -> tuple[HttpServer, int]:

@@ -1,4 +1,4 @@
-"""What clients may send, and how slowly they may send and read."""
+"""Tests of the limits on requests, slow clients and unread responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT = (("content-type", "text/plain"),)
 MIB = 1 << 20
 
 
-async def tell(request: Request, response: Response) -> None:
+async def answer_size(request: Request, response: Response) -> None:
     response.send(200, TEXT, b"%d" % len(request.body))
 
 
@@ -42,33 +42,37 @@ HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
 )
 async def test_a_request_over_a_limit(serve: Any, connect: Any, status: int, data: bytes) -> None:
     _, port = await serve(
-        tell, max_body_bytes=1000, max_header_bytes=2048, max_headers=12, header_timeout_s=0.2
+        answer_size,
+        max_body_bytes=1000,
+        max_header_bytes=2048,
+        max_headers=12,
+        header_timeout_s=0.2,
     )
-    async with connect(port) as one:
-        one.send(data)
-        answer = await one.answer()
+    async with connect(port) as client:
+        client.send(data)
+        answer = await client.answer()
         assert answer.status == status
         assert answer.headers["connection"] == "close"
-        assert await one.closed()
+        assert await client.closed()
 
 
 async def test_a_dripping_body_is_too_slow(serve: Any, connect: Any) -> None:
-    _, port = await serve(tell, header_timeout_s=0.2, min_body_rate=1_000_000)
-    async with connect(port) as one:
-        one.send(HEAD, b"content-length: 100000\r\n\r\n")
-        drip = asyncio.create_task(_drip(one))
-        assert (await one.answer()).status == 408
+    _, port = await serve(answer_size, header_timeout_s=0.2, min_body_rate=1_000_000)
+    async with connect(port) as client:
+        client.send(HEAD, b"content-length: 100000\r\n\r\n")
+        drip = asyncio.create_task(_drip(client))
+        assert (await client.answer()).status == 408
         drip.cancel()
 
 
-async def _drip(one: Any) -> None:
+async def _drip(client: Any) -> None:
     while True:
-        one.send(b"x")
+        client.send(b"x")
         await asyncio.sleep(0.01)
 
 
 async def test_an_idle_connection_is_closed(serve: Any, connect: Any) -> None:
-    _, port = await serve(tell, idle_timeout_s=0.1)
+    _, port = await serve(answer_size, idle_timeout_s=0.1)
     async with connect(port) as never, connect(port) as served:
         served.ask("GET", "/")
         assert (await served.answer()).status == 200
@@ -76,10 +80,10 @@ async def test_an_idle_connection_is_closed(serve: Any, connect: Any) -> None:
         assert await served.closed()
 
 
-async def test_who_asks_for_nothing_is_dropped_sooner_than_who_has(
+async def test_a_connection_without_a_request_has_the_shorter_timeout(
     serve: Any, connect: Any
 ) -> None:
-    _, port = await serve(tell, header_timeout_s=0.2, idle_timeout_s=60.0)
+    _, port = await serve(answer_size, header_timeout_s=0.2, idle_timeout_s=60.0)
     async with connect(port) as silent, connect(port) as blank, connect(port) as served:
         blank.send(b"\r\n")
         served.ask("GET", "/")
@@ -90,22 +94,22 @@ async def test_who_asks_for_nothing_is_dropped_sooner_than_who_has(
         assert (await served.answer()).status == 200
 
 
-async def test_refusing_waits_for_earlier_answers(serve: Any, connect: Any) -> None:
-    async def slowly(request: Request, response: Response) -> None:
+async def test_a_rejection_waits_for_earlier_answers(serve: Any, connect: Any) -> None:
+    async def answer_slowly(request: Request, response: Response) -> None:
         await asyncio.sleep(0.02)
-        await tell(request, response)
+        await answer_size(request, response)
 
-    _, port = await serve(slowly)
-    async with connect(port) as one:
-        one.ask("GET", "/")
-        one.ask("GET", "/")
-        one.send(b"FOO BAR\r\n\r\n")
-        assert [(await one.answer()).status for _ in range(3)] == [200, 200, 400]
-        assert await one.closed()
+    _, port = await serve(answer_slowly)
+    async with connect(port) as client:
+        client.ask("GET", "/")
+        client.ask("GET", "/")
+        client.send(b"FOO BAR\r\n\r\n")
+        assert [(await client.answer()).status for _ in range(3)] == [200, 200, 400]
+        assert await client.closed()
 
 
 class Flood:
-    """A handler that writes `total` bytes in events and notes what the response says."""
+    """A handler that writes `total` bytes as events and records the state of the response."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -134,26 +138,26 @@ class Flood:
         self.ended.set()
 
 
-async def test_a_reader_that_comes_back_gets_everything(serve: Any, connect: Any) -> None:
+async def test_a_reader_that_resumes_gets_everything(serve: Any, connect: Any) -> None:
     flood = Flood(800 << 10)
     _, port = await serve(flood, stream_backlog_bytes=256 << 10)
-    async with connect(port, receive_buffer=4096) as one:
-        one.ask("GET", "/")
+    async with connect(port, receive_buffer=4096) as client:
+        client.ask("GET", "/")
         await flood.congested.wait()
-        answer = await one.answer()
+        answer = await client.answer()
     assert flood.relieved.is_set()
     assert not flood.overrun
     assert len(answer.body) == (800 << 10) + 3
 
 
-async def test_a_reader_that_stays_away_overruns(serve: Any, connect: Any) -> None:
+async def test_an_unread_stream_overruns(serve: Any, connect: Any) -> None:
     flood = Flood(8 * MIB)
     _, port = await serve(flood, stream_backlog_bytes=256 << 10)
-    async with connect(port, receive_buffer=4096) as one:
-        one.ask("GET", "/")
+    async with connect(port, receive_buffer=4096) as client:
+        client.ask("GET", "/")
         await flood.ended.wait()
         assert flood.overrun
-        answer = await one.answer()
+        answer = await client.answer()
     assert answer.body.endswith(b"ebye")
     assert len(answer.body) < 2 * MIB
 
@@ -161,8 +165,8 @@ async def test_a_reader_that_stays_away_overruns(serve: Any, connect: Any) -> No
 async def test_a_stalled_connection_is_dropped(serve: Any, connect: Any) -> None:
     flood = Flood(600 << 10)
     server, port = await serve(flood, stall_timeout_s=0.1)
-    async with connect(port, receive_buffer=4096) as one:
-        one.ask("GET", "/")
+    async with connect(port, receive_buffer=4096) as client:
+        client.ask("GET", "/")
         await flood.congested.wait()
         flood.relieved.set()
         await flood.ended.wait()

@@ -1,4 +1,4 @@
-"""The reader of requests by itself: targets, and bytes counted request by request."""
+"""Tests of RequestReader: targets, limits per request, framing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynamo.core.errors import InvalidRequest, TooLarge
 
 
 @pytest.mark.parametrize(
-    ("target", "found"),
+    ("target", "expected"),
     [
         ("/a/b", ("/a/b", "")),
         ("/a?x=1&y=2", ("/a", "x=1&y=2")),
@@ -26,8 +26,8 @@ from dynamo.core.errors import InvalidRequest, TooLarge
         ("/a?b#c", ("/a", "b")),
     ],
 )
-def test_path_and_query_of_a_target(target: str, found: tuple[str, str]) -> None:
-    assert split_target(target.encode()) == found
+def test_path_and_query_of_a_target(target: str, expected: tuple[str, str]) -> None:
+    assert split_target(target.encode()) == expected
 
 
 LIMITS = HttpLimits(max_header_bytes=300, max_headers=5, max_body_bytes=1000)
@@ -35,51 +35,53 @@ LARGE = b"POST /%d HTTP/1.1\r\nhost: h\r\nx: " + b"y" * 200 + b"\r\ncontent-leng
 
 
 def reader_of(limits: HttpLimits = LIMITS) -> tuple[RequestReader, list[Request]]:
-    found: list[Request] = []
-    return RequestReader(limits, found.append, lambda: None), found
+    requests: list[Request] = []
+    return RequestReader(limits, requests.append, lambda: None), requests
 
 
 def feed_all(reader: RequestReader, sent: bytes, cut: int) -> None:
-    for at in range(0, len(sent), cut):
-        assert reader.feed(sent[at : at + cut])
+    for start in range(0, len(sent), cut):
+        assert reader.feed(sent[start : start + cut])
 
 
 @pytest.mark.parametrize("cut", [1, 7, 250, 631, 5_000, 1 << 20])
-def test_bytes_are_counted_anew_for_every_request(cut: int) -> None:
-    reader, found = reader_of()
+def test_bytes_are_counted_per_request(cut: int) -> None:
+    reader, requests = reader_of()
     sent = b"".join(LARGE % number + b"b" * 400 for number in range(10, 30))
     feed_all(reader, sent, cut)
-    assert [one.path for one in found] == [f"/{number}" for number in range(10, 30)]
-    assert {one.body for one in found} == {b"b" * 400}
+    assert [request.path for request in requests] == [f"/{number}" for number in range(10, 30)]
+    assert {request.body for request in requests} == {b"b" * 400}
     assert (reader.stage, reader.messages_started) == ("idle", 20)
 
 
 @pytest.mark.parametrize("cut", [1, 50, 5_000])
 @pytest.mark.parametrize("before", [0, 3])
-def test_headers_without_end_are_refused_behind_others_too(cut: int, before: int) -> None:
-    reader, found = reader_of()
+def test_endless_headers_are_refused_also_after_other_requests(cut: int, before: int) -> None:
+    reader, requests = reader_of()
     sent = b"".join(LARGE % number + b"b" * 400 for number in range(before))
     sent += b"GET / HTTP/1.1\r\nhost: h\r\nx: " + b"y" * 5_000
     sent += b"\r\n\r\n" if cut == 5_000 else b""
     with pytest.raises(HeadersTooLarge):
         feed_all(reader, sent, cut)
-    assert len(found) == before
+    assert len(requests) == before
 
 
-def test_a_tunnel_is_not_followed() -> None:
-    reader, found = reader_of()
+def test_no_request_follows_a_tunnel() -> None:
+    reader, requests = reader_of()
     assert reader.feed(b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\nrest") is False
-    assert [(one.method, one.keep_alive) for one in found] == [("CONNECT", False)]
+    assert [(request.method, request.keep_alive) for request in requests] == [("CONNECT", False)]
 
 
-def test_an_upgrade_is_declined_and_its_body_read() -> None:
-    reader, found = reader_of()
+def test_an_upgrade_is_ignored_and_its_body_is_read() -> None:
+    reader, requests = reader_of()
     head = b"POST /a HTTP/1.1\r\nhost: h\r\nconnection: keep-alive, Upgrade\r\nupgrade: x\r\n"
     for _ in range(2):
         assert reader.feed(head + b"content-length: 3\r\n\r\nabc")
-    assert [(one.path, one.body, one.keep_alive) for one in found] == [("/a", b"abc", True)] * 2
-    assert not {b"upgrade"} & found[0].headers.keys()
-    assert found[0].header(b"connection") == "keep-alive"
+    assert [(request.path, request.body, request.keep_alive) for request in requests] == [
+        ("/a", b"abc", True)
+    ] * 2
+    assert not {b"upgrade"} & requests[0].headers.keys()
+    assert requests[0].header(b"connection") == "keep-alive"
 
 
 def get(*headers: bytes, method: bytes = b"POST", body: bytes = b"") -> bytes:
@@ -88,35 +90,35 @@ def get(*headers: bytes, method: bytes = b"POST", body: bytes = b"") -> bytes:
 
 
 def test_headers_of_one_name_are_joined() -> None:
-    reader, found = reader_of()
+    reader, requests = reader_of()
     reader.feed(get(b"x-a: 1", b"X-A: 2", b"x-b: 3", method=b"GET"))
-    assert (found[0].header(b"x-a"), found[0].header(b"x-b")) == ("1, 2", "3")
-    assert found[0].header(b"x-c") is None
+    assert (requests[0].header(b"x-a"), requests[0].header(b"x-b")) == ("1, 2", "3")
+    assert requests[0].header(b"x-c") is None
 
 
 @pytest.mark.parametrize(
     "header", [b"host: h", b"content-length: 0", b"authorization: Bearer a", b"Host: other"]
 )
-def test_but_not_those_that_two_readers_might_take_differently(header: bytes) -> None:
-    reader, found = reader_of()
+def test_repeated_framing_headers_are_refused(header: bytes) -> None:
+    reader, requests = reader_of()
     with pytest.raises(InvalidRequest):
         reader.feed(get(header, header, method=b"GET"))
-    assert found == []
+    assert requests == []
 
 
-def test_as_many_headers_as_the_limit_and_no_more() -> None:
-    reader, found = reader_of()
+def test_the_number_of_headers_is_limited() -> None:
+    reader, requests = reader_of()
     lines = [b"x%d: 1" % number for number in range(5)]
     reader.feed(get(*lines[:4], method=b"GET"))
-    assert len(found) == 1
+    assert len(requests) == 1
     with pytest.raises(HeadersTooLarge):
         reader.feed(get(*lines, method=b"GET"))
 
 
 @pytest.mark.parametrize("size", [1_000, 1_001])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_as_long_a_body_as_the_limit_and_no_longer(size: int, chunked: bool) -> None:
-    reader, found = reader_of()
+def test_the_size_of_a_body_is_limited(size: int, chunked: bool) -> None:
+    reader, requests = reader_of()
     if chunked:
         body = b"%x\r\n" % size + b"b" * size + b"\r\n0\r\n\r\n"
         sent = get(b"transfer-encoding: chunked", body=body)
@@ -127,11 +129,11 @@ def test_as_long_a_body_as_the_limit_and_no_longer(size: int, chunked: bool) -> 
             reader.feed(sent)
     else:
         reader.feed(sent)
-    assert [len(one.body) for one in found] == [1_000] * (size == 1_000)
+    assert [len(request.body) for request in requests] == [1_000] * (size == 1_000)
 
 
-def test_a_length_and_chunks_together_are_refused() -> None:
-    reader, found = reader_of()
+def test_content_length_with_chunked_is_refused() -> None:
+    reader, requests = reader_of()
     with pytest.raises(InvalidRequest):
         reader.feed(get(b"content-length: 3", b"transfer-encoding: chunked", body=b"0\r\n\r\n"))
-    assert found == []
+    assert requests == []
