@@ -1,4 +1,4 @@
-"""The secondary runtime, and discovery that runs on it."""
+"""The secondary runtime and discovery planes that run on it."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from dynamo.runtime.leases import BackgroundDiscovery, RepublishingDiscovery
 
 @pytest.fixture
 async def background() -> AsyncIterator[ThreadBackground]:
-    one = ThreadBackground()
-    yield one
-    await one.close()
-    await one.close()
+    thread = ThreadBackground()
+    yield thread
+    await thread.close()
+    await thread.close()
 
 
 async def open_memory(name: str) -> MemoryDiscovery:
     return await MemoryDiscovery.open(f"memory:{name}")
 
 
-async def opened(background: ThreadBackground, name: str) -> BackgroundDiscovery:
+async def open_discovery(background: ThreadBackground, name: str) -> BackgroundDiscovery:
     inner = await background.run(open_memory(name))
 
-    async def keep() -> RepublishingDiscovery:
+    async def wrap() -> RepublishingDiscovery:
         return RepublishingDiscovery(inner)
 
-    return BackgroundDiscovery(await background.run(keep()), background)
+    return BackgroundDiscovery(await background.run(wrap()), background)
 
 
-async def test_work_runs_on_a_thread_of_its_own(background: ThreadBackground) -> None:
-    async def where() -> int:
+async def test_work_runs_on_its_own_thread(background: ThreadBackground) -> None:
+    async def thread_id() -> int:
         return threading.get_ident()
 
-    assert await background.run(where()) != threading.get_ident()
-    assert await InlineBackground().run(where()) == threading.get_ident()
+    assert await background.run(thread_id()) != threading.get_ident()
+    assert await InlineBackground().run(thread_id()) == threading.get_ident()
 
 
-async def test_a_busy_primary_does_not_hold_the_secondary(background: ThreadBackground) -> None:
+async def test_a_busy_primary_does_not_block_the_secondary(background: ThreadBackground) -> None:
     beats = 0
 
-    async def heart() -> None:
+    async def heartbeat() -> None:
         nonlocal beats
         while True:
             beats += 1
             await asyncio.sleep(0.001)
 
-    beating = background.submit(heart())
+    heartbeat_future = background.submit(heartbeat())
     before = beats
     end = time.monotonic() + 5
     while beats < before + 5 and time.monotonic() < end:
-        sum(range(1000))  # the loop of this test does not turn meanwhile
+        sum(range(1000))  # blocks the loop of this test
     assert beats >= before + 5
-    beating.cancel()
+    heartbeat_future.cancel()
 
 
 async def test_cancelling_the_wait_cancels_the_work(background: ThreadBackground) -> None:
@@ -79,7 +79,7 @@ async def test_cancelling_the_wait_cancels_the_work(background: ThreadBackground
     assert cancelled.is_set()
 
 
-async def test_errors_come_back(background: ThreadBackground) -> None:
+async def test_errors_of_the_work_are_raised(background: ThreadBackground) -> None:
     async def fail() -> None:
         raise ValueError("no")
 
@@ -88,7 +88,7 @@ async def test_errors_come_back(background: ThreadBackground) -> None:
 
 
 async def test_discovery_in_the_background(background: ThreadBackground) -> None:
-    discovery = await opened(background, "background")
+    discovery = await open_discovery(background, "background")
     await discovery.put("/a/1", b"one")
     async with discovery.watch("/a/") as changes:
         assert await anext(changes) == [RecordChange("/a/1", b"one")]
@@ -100,8 +100,10 @@ async def test_discovery_in_the_background(background: ThreadBackground) -> None
     await discovery.close()
 
 
-async def test_a_lost_lease_is_told_here_and_mended_there(background: ThreadBackground) -> None:
-    discovery = await opened(background, "lost")
+async def test_a_lost_lease_is_reported_on_the_primary_loop_and_records_return(
+    background: ThreadBackground,
+) -> None:
+    discovery = await open_discovery(background, "lost")
     lost = asyncio.Event()
     threads: list[int] = []
     discovery.on_lease_lost(lambda: (threads.append(threading.get_ident()), lost.set()))
@@ -121,8 +123,10 @@ async def test_a_lost_lease_is_told_here_and_mended_there(background: ThreadBack
     await discovery.close()
 
 
-async def test_a_watch_that_fails_there_fails_here(background: ThreadBackground) -> None:
-    discovery = await opened(background, "failing")
+async def test_a_watch_that_fails_in_the_background_raises_on_the_primary_loop(
+    background: ThreadBackground,
+) -> None:
+    discovery = await open_discovery(background, "failing")
 
     class Broken(MemoryDiscovery):
         def watch(self, prefix: str):  # type: ignore[no-untyped-def]

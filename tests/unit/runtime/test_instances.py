@@ -19,6 +19,7 @@ from dynamo.runtime.calls.instances import (
     WATCH_RETRY_S,
     Instance,
     InstanceView,
+    decode_instance,
     encode_instance,
     instance_key,
 )
@@ -287,3 +288,31 @@ def test_a_new_watch_with_another_address_readmits_the_instance() -> None:
         assert cluster.live == {"a", "b"}
 
     play(scenario, "a", "b")
+
+
+RECORD_KEY = "/dynamo/workers/worker/generate/1"
+GOOD_RECORD = (
+    b'{"component": "worker", "endpoint": "generate", "namespace": "dynamo", "lease_id": "1", '
+    b'"transport": {"tcp": "tcp://127.0.0.1:1/a"}, "capabilities": {}}'
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff",
+        GOOD_RECORD.replace(b"tcp://127", b"tcp://\xff127"),
+        GOOD_RECORD.replace(b'"worker"', b'"\xc3("'),
+        GOOD_RECORD.replace(b'"tcp": "tcp://127.0.0.1:1/a"', b""),
+        GOOD_RECORD.replace(b'"tcp://127.0.0.1:1/a"', b"5"),
+        GOOD_RECORD[:-1],
+        GOOD_RECORD + GOOD_RECORD,
+    ],
+)
+def test_a_bad_record_is_skipped(value: bytes) -> None:
+    assert decode_instance(RECORD_KEY, GOOD_RECORD) is not None
+    assert decode_instance(RECORD_KEY, value) is None

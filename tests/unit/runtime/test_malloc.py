@@ -1,4 +1,4 @@
-"""The C library's heap stays small where it is told to."""
+"""Malloc settings: freed large blocks return to the system."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import ctypes
 from pathlib import Path
 from dynamo.runtime.processes.malloc import tune_malloc
 
-def resident() -> int:
+def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 tune_malloc()
-before = resident()
-for _ in range(3):  # by then glibc alone would keep blocks of this size
-    held = [libc.malloc({BLOCK}) for _ in range(64)]
-    for block in held:
+before = resident_bytes()
+for _ in range(3):  # after this, glibc would keep blocks of this size by default
+    blocks = [libc.malloc({BLOCK}) for _ in range(64)]
+    for block in blocks:
         ctypes.memset(block, 1, {BLOCK})
-    for block in held[:-1]:
+    for block in blocks[:-1]:
         libc.free(block)
-print(resident() - before)
+print(resident_bytes() - before)
 """
 
 
-def test_large_blocks_go_back_to_the_system() -> None:
-    done = subprocess.run(
+def test_freed_large_blocks_return_to_the_system() -> None:
+    finished = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, text=True
     )
-    assert int(done.stdout) < 16 * BLOCK
+    assert int(finished.stdout) < 16 * BLOCK

@@ -1,4 +1,4 @@
-"""Worker discovery as the seed documents spell it."""
+"""Worker discovery with the names of the seed documents."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SEED = {
 }
 
 
-def test_from_the_seeds_record() -> None:
+def test_a_record_of_the_seeds_is_converted() -> None:
     worker = WorkerInfo.from_dict(SEED)
     assert worker.component_type == "VllmWorker"
     assert worker.nats_endpoint == "nats://10.0.0.1:4222/inst"
     assert worker.to_dict() == SEED
 
 
-def test_from_its_own_fields() -> None:
+def test_a_dict_of_its_own_fields_is_converted() -> None:
     worker = WorkerInfo.from_dict({"component_type": "w", "endpoint": "e", "nats_endpoint": "x"})
     assert (worker.component_type, worker.nats_endpoint) == ("w", "x")
 
 
 @pytest.mark.parametrize("bad", [{}, {"component": "w"}, {"endpoint": "e"}])
-def test_what_is_no_worker(bad: dict[str, str]) -> None:
+def test_an_incomplete_record_is_refused(bad: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="worker record"):
         WorkerInfo.from_dict(bad)
 
@@ -49,9 +49,9 @@ async def test_register_and_discover(caplog: pytest.LogCaptureFixture) -> None:
     await plane.put("/dynamo/workers/VllmWorker/generate/bad", b"[]")
     await plane.put("/dynamo/workers/VllmWorker/generate/worse", b'{"component": "w"}')
     with caplog.at_level(logging.WARNING):
-        found = await discovery.discover_workers("VllmWorker")
-    assert [one.nats_endpoint for one in found] == ["tcp://h:1/i"] * 2
-    assert len({one.lease_id for one in found}) == 2
+        workers = await discovery.discover_workers("VllmWorker")
+    assert [worker.nats_endpoint for worker in workers] == ["tcp://h:1/i"] * 2
+    assert len({worker.lease_id for worker in workers}) == 2
     assert len([record for record in caplog.records if "bad worker" in record.message]) == 2
     assert len(await discovery.discover_workers()) == 3
     await plane.close()

@@ -1,4 +1,4 @@
-"""Two commands of one deployment's name."""
+"""The control socket: two supervisors of the same deployment, a deleted socket file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from dynamo.runtime.pids import start_ticks
 from dynamo.runtime.processes.control import ControlRequest, ControlServer, send_control_request
 from dynamo.runtime.processes.process_group import ProcessGroup
 
-ANY = cast("Any", None)
+UNUSED = cast("ProcessGroup", None)
 
 
-class Hearing:
-    """A crew that only listens."""
+class FakeProcessGroup:
+    """Accepts `drain` requests and only reports progress."""
 
-    async def drain(self, name: str, tell: Callable[[str], None]) -> None:
-        tell(f"heard of {name}")
+    async def drain(self, name: str, progress: Callable[[str], None]) -> None:
+        progress(f"draining {name}")
 
 
-async def test_the_second_says_what_it_joins(
+async def test_the_second_supervisor_logs_what_it_joins(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
     deployment.create_folder()
-    first, second = ControlServer(ANY, deployment.folder), ControlServer(ANY, deployment.folder)
+    first, second = (
+        ControlServer(UNUSED, deployment.folder),
+        ControlServer(UNUSED, deployment.folder),
+    )
     await first.start()
     assert not caplog.records
     other = await asyncio.create_subprocess_exec("sleep", "60")
@@ -46,25 +49,25 @@ async def test_the_second_says_what_it_joins(
         )
     )
     await second.start()
-    (told,) = cast("list[Any]", caplog.records)
-    assert "joined" in told.message
+    (record,) = cast("list[Any]", caplog.records)
+    assert "joined" in record.message
     url = "http://127.0.0.1:8000"
-    assert told.fields == {"deployment": "shop", "pid": other.pid, "url": url}
+    assert record.fields == {"deployment": "shop", "pid": other.pid, "url": url}
     other.kill()
     await other.wait()
     await second.stop()
     await first.stop()
 
 
-async def test_orders_are_taken_again_where_somebody_took_the_socket_away(tmp_path: Path) -> None:
+async def test_a_deleted_control_socket_is_created_again(tmp_path: Path) -> None:
     deployment = Deployment("shop", tmp_path / "dynamo" / "shop")
     deployment.create_folder()
-    control = ControlServer(cast("ProcessGroup", Hearing()), deployment.folder)
+    control = ControlServer(cast("ProcessGroup", FakeProcessGroup()), deployment.folder)
     await control.start()
     shutil.rmtree(deployment.folder.parent)
     deployment.create_folder()
 
     await control.refresh_socket()
-    said = send_control_request(ControlRequest("drain", "worker-1"), deployment.folder, 5)
-    assert await asyncio.to_thread(list, said) == ["heard of worker-1"]
+    progress = send_control_request(ControlRequest("drain", "worker-1"), deployment.folder, 5)
+    assert await asyncio.to_thread(list, progress) == ["draining worker-1"]
     await control.stop()

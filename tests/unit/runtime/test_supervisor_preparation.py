@@ -1,4 +1,4 @@
-"""What the supervisor does before some of its processes may start."""
+"""The supervisor's preparation: start order, notices, failure, cancellation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynamo.runtime.processes.supervisor import Supervisor
 
 Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
-Tell = Callable[[str], None]
+Progress = Callable[[str], None]
 
 LISTEN = """
 print("up", flush=True)
@@ -32,21 +32,20 @@ while line := os.read(0, 1 << 16):
 SERVE = 'tell(state="ready"); signal.pause()'
 
 
-async def test_who_needs_it_starts_after_it_and_the_others_hear(
+async def test_processes_that_need_it_start_after_it_and_others_get_notices(
     spec: Spec, supervise: Supervise
 ) -> None:
-    go = asyncio.Event()
-
+    finish_preparation = asyncio.Event()
     out = io.StringIO()
 
-    async def prepare(tell: Tell) -> None:
+    async def prepare(progress: Progress) -> None:
         while "up" not in out.getvalue():
             await asyncio.sleep(0.005)
-        tell("half")
-        await go.wait()
+        progress("half")
+        await finish_preparation.wait()
 
-    waiting = replace(spec(SERVE, "worker", 1), needs_preparation=True)
-    supervisor = supervise(spec(LISTEN, "frontend"), waiting, out=out, prepare=prepare)
+    worker_spec = replace(spec(SERVE, "worker", 1), needs_preparation=True)
+    supervisor = supervise(spec(LISTEN, "frontend"), worker_spec, out=out, prepare=prepare)
     frontend, worker = supervisor.children
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -54,7 +53,7 @@ async def test_who_needs_it_starts_after_it_and_the_others_hear(
             await asyncio.sleep(0.005)
         assert frontend.pid
         assert worker.pid == 0
-        go.set()
+        finish_preparation.set()
         await supervisor.ready.wait()
         supervisor.stop()
         assert await running == 0
@@ -65,50 +64,52 @@ async def test_who_needs_it_starts_after_it_and_the_others_hear(
     ]
 
 
-async def test_its_failure_ends_all_and_is_raised(spec: Spec, supervise: Supervise) -> None:
-    async def prepare(tell: Tell) -> None:
-        del tell
+async def test_a_failed_preparation_stops_all_and_is_raised(
+    spec: Spec, supervise: Supervise
+) -> None:
+    async def prepare(progress: Progress) -> None:
+        del progress
         while not supervisor.children[0].ready:
             await asyncio.sleep(0.005)
         raise ModelUnavailable("no network")
 
-    waiting = replace(spec(SERVE, "worker"), needs_preparation=True)
-    supervisor = supervise(spec(SERVE, "frontend"), waiting, prepare=prepare)
+    worker_spec = replace(spec(SERVE, "worker"), needs_preparation=True)
+    supervisor = supervise(spec(SERVE, "frontend"), worker_spec, prepare=prepare)
     with pytest.raises(ModelUnavailable):
         await supervisor.run()
     assert [child.pid for child in supervisor.children] == [0, 0]
 
 
-async def test_stopping_cancels_it(spec: Spec, supervise: Supervise) -> None:
+async def test_stopping_cancels_the_preparation(spec: Spec, supervise: Supervise) -> None:
     ended: list[str] = []
 
-    async def prepare(tell: Tell) -> None:
-        del tell
+    async def prepare(progress: Progress) -> None:
+        del progress
         try:
             supervisor.stop()
             await asyncio.Event().wait()
         finally:
             ended.append("prepare")
 
-    waiting = replace(spec(SERVE, "worker"), needs_preparation=True)
-    supervisor = supervise(waiting, prepare=prepare)
+    worker_spec = replace(spec(SERVE, "worker"), needs_preparation=True)
+    supervisor = supervise(worker_spec, prepare=prepare)
     assert await supervisor.run() == 0
     assert ended == ["prepare"]
 
 
 def test_a_child_reads_notices_that_come_with_its_start() -> None:
-    heard: list[str] = []
+    notices: list[str] = []
     start = msgspec.json.encode(ChildStart(Settings(), "frontend", 1))
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.send(start + b'\n{"preparing":"ha')
-        link = ParentPipe.from_fd(theirs.fileno())
-        ours.send(b'lf"}\n{"preparing":""}\n')
+    parent_end, child_end = socket.socketpair()
+    with parent_end, child_end:
+        parent_end.send(start + b'\n{"preparing":"ha')
+        pipe = ParentPipe.from_fd(child_end.fileno())
+        parent_end.send(b'lf"}\n{"preparing":""}\n')
         loop = asyncio.new_event_loop()
-        link.watch_parent(loop, loop.stop)
-        link.on_notice(lambda notice: heard.append(notice.preparing))
-        ours.close()
+        pipe.watch_parent(loop, loop.stop)
+        pipe.on_notice(lambda notice: notices.append(notice.preparing))
+        parent_end.close()
         loop.run_forever()
         loop.close()
-    assert link.start_message.name == "frontend"
-    assert heard == ["", "half", ""]
+    assert pipe.start_message.name == "frontend"
+    assert notices == ["", "half", ""]

@@ -1,4 +1,4 @@
-"""Life cycle, health, cancellation, restart delays."""
+"""Lifecycle, health, cancellation, restart delays."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
 from dynamo.runtime.processes.child import RestartBackoff
 
 
-def test_the_life_of_a_component() -> None:
-    life = Lifecycle("worker")
+def test_the_lifecycle_of_a_component() -> None:
+    lifecycle = Lifecycle("worker")
     seen: list[LifecycleState] = []
-    life.on_change(seen.append)
-    way = [
+    lifecycle.on_change(seen.append)
+    before_stopping = [
         LifecycleState.REGISTERED,
         LifecycleState.RUNNING,
         LifecycleState.HEALTHY,
         LifecycleState.RUNNING,
         LifecycleState.HEALTHY,
     ]
-    for state in [*way, LifecycleState.STOPPING, LifecycleState.DEREGISTERED]:
-        life.transition_to(state)
-    life.transition_to(LifecycleState.DEREGISTERED)
-    assert seen == [*way, LifecycleState.STOPPING, LifecycleState.DEREGISTERED]
-    assert life.stopping
+    for state in [*before_stopping, LifecycleState.STOPPING, LifecycleState.DEREGISTERED]:
+        lifecycle.transition_to(state)
+    lifecycle.transition_to(LifecycleState.DEREGISTERED)
+    assert seen == [*before_stopping, LifecycleState.STOPPING, LifecycleState.DEREGISTERED]
+    assert lifecycle.stopping
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,10 @@ def test_no_state_is_skipped(state: LifecycleState) -> None:
         Lifecycle("worker").transition_to(state)
 
 
-def test_health_says_why() -> None:
+def test_health_lists_its_reasons() -> None:
     health = ProcessHealth()
-    told: list[dict[str, str]] = []
-    health.on_change(lambda: told.append(dict(health.reasons)))
+    changes: list[dict[str, str]] = []
+    health.on_change(lambda: changes.append(dict(health.reasons)))
     assert health.healthy
     health.set_unhealthy("model", "loading")
     health.set_unhealthy("model", "loading")
@@ -50,7 +50,7 @@ def test_health_says_why() -> None:
     health.set_healthy("model")
     health.set_healthy("workers")
     assert health.healthy
-    assert told == [
+    assert changes == [
         {"model": "loading"},
         {"model": "loading", "workers": "none"},
         {"workers": "none"},
@@ -58,7 +58,7 @@ def test_health_says_why() -> None:
     ]
 
 
-def test_checks_are_asked_at_every_look() -> None:
+def test_checks_run_at_every_read() -> None:
     health = ProcessHealth()
     answers = iter(["", "broken"])
     health.add_check("engine", lambda: next(answers))
@@ -83,7 +83,7 @@ async def test_a_token_cancels_its_children_once() -> None:
     assert child.cancelled
 
 
-def test_restarts_wait_longer_until_something_served() -> None:
+def test_the_restart_delay_doubles_until_the_process_serves() -> None:
     backoff = RestartBackoff()
     waits = [backoff.next_delay_s(0) for _ in range(4)]
     assert waits == [0.1, 0.2, 0.4, 0.8]

@@ -1,0 +1,44 @@
+"""The port of the status server: configured, the next free one, or any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+from tests.conftest import free_port
+
+from dynamo.core.clock import SystemClock
+from dynamo.core.settings import Settings
+from dynamo.runtime.processes.status import StatusServer
+from dynamo.telemetry import Registry
+
+
+def no_fields() -> Mapping[str, str]:
+    return {}
+
+
+def server(port: int) -> StatusServer:
+    base = Settings()
+    settings = replace(base, runtime=replace(base.runtime, status_port=port))
+    return StatusServer(settings, SystemClock(), Registry(), reasons=no_fields, details=no_fields)
+
+
+async def test_processes_of_a_host_use_consecutive_ports() -> None:
+    first = free_port()
+    servers = [server(first) for _ in range(3)]
+    for status in servers:
+        await status.start()
+    ports = [int(status.url.rpartition(":")[2]) for status in servers]
+    for status in servers:
+        await status.stop()
+    assert ports == sorted(set(ports))
+    assert first <= ports[0]
+
+
+async def test_port_0_is_any_free_port() -> None:
+    first, second = server(0), server(0)
+    await first.start()
+    await second.start()
+    assert first.url != second.url
+    await first.stop()
+    await second.stop()
