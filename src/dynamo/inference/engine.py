@@ -25,12 +25,7 @@ from dynamo.inference.block_pool import BlockPool
 from dynamo.inference.eviction import EvictionPolicy
 from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.model_runner import ModelRunner, StepPlan, StepResult
-from dynamo.inference.sequence import (
-    EngineSequence,
-    RequestState,
-    SequenceContent,
-    TokenContent,
-)
+from dynamo.inference.sequence import EngineSequence, RequestState, SequenceContent, TokenContent
 from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
 
 log = logging.getLogger(__name__)
@@ -194,11 +189,7 @@ class BatchedEngine(Engine):
         if stops.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         sequence = EngineSequence(
-            content,
-            len(tokens),
-            stops.max_tokens,
-            priority=request.priority,
-            request=request,
+            content, len(tokens), stops.max_tokens, priority=request.priority, request=request
         )
         sequence.min_length += stops.min_tokens
         stop_ids = frozenset(stops.stop_token_ids)

@@ -100,9 +100,8 @@ class KVPublisher:
     def _send(self, kind: str, changes: Sequence[KvEvent]) -> None:
         if not changes:
             return
-        source = self._sources[kind]
         for payload in encode_kv_event_payloads(changes):
-            source.publish(payload)
+            self._sources[kind].publish(payload)
 
     def _encode_dump(self) -> Sequence[bytes]:
         self.totals["dumps"] += 1

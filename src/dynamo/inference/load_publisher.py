@@ -25,7 +25,6 @@ class LoadPublisher:
         self._source = source
         self._clock = clock
         self._load_changed = asyncio.Event()
-        self._last_published: Load | None = None
 
     def on_load_changed(self) -> None:
         """Wake the publisher because a request has arrived or ended."""
@@ -33,17 +32,13 @@ class LoadPublisher:
 
     async def run(self) -> None:
         """Publish until cancelled."""
+        published: Load | None = None
         while True:
-            self._publish()
+            load = self._engine.report_load()
+            if load != published:
+                published = load
+                self._source.publish(encode_load(load))
             await self._clock.sleep(LOAD_INTERVAL_S)
-            if self._last_published is None or not (
-                self._last_published.running or self._last_published.waiting
-            ):
+            if not load.running + load.waiting:
                 await self._load_changed.wait()
             self._load_changed.clear()
-
-    def _publish(self) -> None:
-        load = self._engine.report_load()
-        if load != self._last_published:
-            self._last_published = load
-            self._source.publish(encode_load(load))

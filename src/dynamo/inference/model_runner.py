@@ -17,14 +17,12 @@ class StepChunk(msgspec.Struct, frozen=True):
     The tokens there are known (`sequence.tokens[start : start + count]`). The KV of all positions
     before `start` was computed by earlier steps or is loaded from `load_block_ids`.
 
-    `samples`: the chunk ends with the last known token, so the runner samples the next one. Its
-    output position is `sequence.request.resumed + sequence.output_tokens`.
-
-    `load_block_ids`: blocks that hold positions 0 to `start`, in order. The runner copies them into
-    the sequence's area before it computes. Only the first chunk after an admission has some.
-
-    `save_blocks`: (block index in the sequence, block id) of the blocks that this chunk completes.
-    The runner copies them out after it has computed. Index i starts at position i * block_tokens.
+    - `samples`: the chunk ends with the last known token, so the runner samples the next one. Its
+      output position is `sequence.request.resumed + sequence.output_tokens`.
+    - `load_block_ids`: blocks of positions 0 to `start`, in order. The runner copies them into the
+      sequence's area before it computes. Only the first chunk after an admission has some.
+    - `save_blocks`: (block index in the sequence, block id) of blocks that this chunk completes.
+      The runner copies them out afterwards. Index i starts at position i * block_tokens.
     """
 
     sequence: EngineSequence
@@ -38,13 +36,11 @@ class StepChunk(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one step. Its sequences do not change while the step is computed.
 
-    `released`: sequences that ended or were preempted since the last plan. The runner frees their
-    areas before it computes. A preempted sequence comes again later as a new one.
-
-    `new_tokens`: prompt tokens to compute. `decode_seqs`: chunks that decode a single token.
-    `decode_context`: the sum of their context lengths.
-
-    `back_to_back`: the engine was not idle between the previous step and this one.
+    - `released`: sequences that ended or were preempted since the last plan. The runner frees their
+      areas before it computes. A preempted sequence comes again later as a new one.
+    - `new_tokens`: prompt tokens to compute.
+    - `decode_seqs`: chunks that decode a single token; `decode_context`: their total length.
+    - `back_to_back`: the engine was not idle between the previous step and this one.
     """
 
     chunks: Sequence[StepChunk]

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dynamo.core.hashing import block_hashes, root_hash
 
 if TYPE_CHECKING:
@@ -72,16 +74,13 @@ class TokenContent(SequenceContent):
         self.tokens.append(token)
 
 
-class RequestState:
+class RequestState(msgspec.Struct, eq=False):
     """Connects a sequence with the request that waits for it. `completion` ends `Engine.generate`.
     `reply_begun` is True once `reply.begin` was called."""
 
-    __slots__ = ("completion", "reply", "reply_begun")
-
-    def __init__(self, reply: Reply, completion: asyncio.Future[None]) -> None:
-        self.reply = reply
-        self.completion = completion
-        self.reply_begun = False
+    reply: Reply
+    completion: asyncio.Future[None]
+    reply_begun: bool = False
 
     def complete(self, error: BaseException | None = None) -> None:
         """End `Engine.generate`, with `error` if there is one. A second call changes nothing."""

@@ -20,7 +20,6 @@ from dynamo.core.kv_events import encode_kv_event_payloads
 from dynamo.core.labels import LABELS_KEY, parse_labels
 from dynamo.core.reply import Engine
 from dynamo.core.tasks import BackgroundTasks, run_all
-from dynamo.core.values import EngineInfo
 from dynamo.inference.data_parallel import engines_by_rank
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.kv_publisher import KVPublisher, declare_kv_publisher_metrics
@@ -64,21 +63,6 @@ def model_card_key(namespace: str, model: str, instance: str) -> str:
     return f"/{namespace}/models/{quote(model, safe='')}/{instance}"
 
 
-def served_card(card: ModelCard, info: EngineInfo) -> ModelCard:
-    """Return the card with the block size and context length of this engine."""
-    return msgspec.structs.replace(
-        card,
-        engine=info,
-        block_tokens=info.block_tokens,
-        context_tokens=min(card.context_tokens, info.context_tokens),
-    )
-
-
-def has_kv_events(engine: Engine) -> bool:
-    """Whether an engine reports the blocks of its prefix cache."""
-    return type(engine).on_kv_events is not Engine.on_kv_events
-
-
 class EngineWorker:
     """Serves one engine. Call `attach` once, then `close` or end the process."""
 
@@ -95,29 +79,32 @@ class EngineWorker:
         `ModelUnavailable` or `ConfigError`."""
         self._runtime = runtime
         info = await self._engine.start()
-        self._card = card = served_card(self._card, info)
+        self._card = card = msgspec.structs.replace(
+            self._card,
+            engine=info,
+            block_tokens=info.block_tokens,
+            context_tokens=min(self._card.context_tokens, info.context_tokens),
+        )
         declare_worker_metrics(runtime.metrics, self._engine)
         runtime.health.add_check("engine", self._engine_failure)
         for engine in self._batched_engines:
             engine.on_failure(self._on_engine_failed)
-        component = runtime.namespace(runtime.settings.runtime.namespace).component(self._component)
-        await self._start_publishers(component.namespace.name)
+        namespace = runtime.settings.runtime.namespace
+        component = runtime.namespace(namespace).component(self._component)
+        await self._start_publishers(f"{namespace}.{self._component}")
         tokenizer = card.tokenizer
         files = ModelFileServer({tokenizer.sha256: Path(tokenizer.path)}, runtime.clock)
-        self._endpoints.append(await component.endpoint("files").serve(files.handle))
+        endpoint, add = component.endpoint, self._endpoints.append
+        add(await endpoint("files").serve(files.handle))
         capabilities = {
             "model": card.names[0],
             "engine": msgspec.to_builtins(info),
             "blocks": msgspec.to_builtins(block_identity(card)),
             LABELS_KEY: parse_labels(runtime.settings.engine.labels),
         }
-        self._endpoints.append(
-            await component.endpoint("generate").serve(self._generate, capabilities=capabilities)
-        )
-        self._endpoints.append(
-            await component.endpoint("clear_kv_blocks").serve(self._clear_kv_blocks)
-        )
-        self._endpoints.append(await component.endpoint("kv_blocks").serve(self._dump_kv_blocks))
+        add(await endpoint("generate").serve(self._generate, capabilities=capabilities))
+        add(await endpoint("clear_kv_blocks").serve(self._clear_kv_blocks))
+        add(await endpoint("kv_blocks").serve(self._dump_kv_blocks))
         await runtime.discovery.put(self._discovery_key(), msgspec.json.encode(card))
         return card
 
@@ -167,21 +154,21 @@ class EngineWorker:
         failures = (engine.failure for engine in self._batched_engines)
         return next((failure.message for failure in failures if failure is not None), "")
 
-    async def _start_publishers(self, namespace: str) -> None:
-        """Publish load and KV events as `{namespace}.{component}.load_metrics` and `.kv_events`."""
+    async def _start_publishers(self, subject: str) -> None:
+        """Publish load and KV events as `{subject}.load_metrics` and `{subject}.kv_events`."""
         events, instance = self._runtime.events, self._runtime.instance_id
-        subject = f"{namespace}.{self._component}"
         load = await events.open_source(f"{subject}.load_metrics", instance, latest=True)
         self._event_sources.append(load)
         totals: Counter[str] = Counter()
-        ranks = [(rank, e) for rank, e in engines_by_rank(self._engine) if has_kv_events(e)]
-        for rank, engine in ranks:
+        for rank, engine in engines_by_rank(self._engine):
+            if type(engine).on_kv_events is Engine.on_kv_events:
+                continue  # this kind of engine has no events
             publisher = await KVPublisher.open(
                 events, subject, instance, engine.snapshot_kv_events, rank=rank, totals=totals
             )
             engine.on_kv_events(publisher.publish)
             self._event_sources.append(publisher)
-        if ranks:
+        if len(self._event_sources) > 1:
             declare_kv_publisher_metrics(self._runtime.metrics, totals)
         self._load_publisher = LoadPublisher(self._engine, load, self._runtime.clock)
         self._tasks.start(self._load_publisher.run(), "load report")

@@ -165,11 +165,7 @@ async def test_what_can_never_run_is_refused_at_once(make_engine, make_request, 
     assert info.context_tokens == 48
     with pytest.raises(ContextLengthExceeded):
         await ask(engine, make_request(range(48), max_tokens=1), heard())
-    for wrong in (
-        make_request([]),
-        make_request([1000]),
-        make_request([1], max_tokens=0),
-    ):
+    for wrong in (make_request([]), make_request([1000]), make_request([1], max_tokens=0)):
         with pytest.raises(InvalidRequest):
             await ask(engine, wrong, heard())
     assert engine.report_load().waiting == 0

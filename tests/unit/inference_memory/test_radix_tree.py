@@ -89,8 +89,7 @@ async def test_a_pool_says_what_is_cached() -> None:
     tokens = tuple(range(16))
     (held,) = block_hashes(pack_ids(tokens), 16)
     tree = RadixTree(
-        chained_hash(16),
-        lambda block: bool(pool.match(block_hashes(pack_ids(block.content), 16))),
+        chained_hash(16), lambda block: bool(pool.match(block_hashes(pack_ids(block.content), 16)))
     )
     await tree.register_block(KVBlock(1, tokens))
     assert not (await tree.find_matching_blocks(f"{held:016x}")).cached_blocks

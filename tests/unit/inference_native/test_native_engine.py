@@ -74,9 +74,7 @@ async def test_a_continued_request_goes_on_as_it_would_have(
     await engine.start()
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=5, frequency_penalty=0.5)
     whole, other = await answers(
-        engine,
-        [ask(PROMPTS[2], 10, sampling=sampling, choice=choice) for choice in (0, 1)],
-        heard,
+        engine, [ask(PROMPTS[2], 10, sampling=sampling, choice=choice) for choice in (0, 1)], heard
     )
     assert whole.ids != other.ids
     rest = ask(PROMPTS[2] + whole.ids[:4], 6, sampling=sampling, resumed=4)

@@ -3,11 +3,4 @@
 from dynamo.inference.memory.prefix_hash import PrefixHash, chained_hash
 from dynamo.inference.memory.radix_tree import KVBlock, MatchingBlocks, RadixNode, RadixTree
 
-__all__ = [
-    "KVBlock",
-    "MatchingBlocks",
-    "PrefixHash",
-    "RadixNode",
-    "RadixTree",
-    "chained_hash",
-]
+__all__ = ["KVBlock", "MatchingBlocks", "PrefixHash", "RadixNode", "RadixTree", "chained_hash"]

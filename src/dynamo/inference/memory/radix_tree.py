@@ -45,11 +45,6 @@ class RadixNode:
         self.is_terminal = False
 
 
-def is_in_any_tier(block: KVBlock) -> bool:
-    """Whether any tier holds the block."""
-    return block.tier is not None
-
-
 class RadixTree:
     """Blocks by prefix name. Not thread-safe. `block_registry` maps a block's id to its node.
     `prefix_hash` computes names. `is_cached` decides whether a block is available."""
@@ -57,7 +52,7 @@ class RadixTree:
     def __init__(
         self,
         prefix_hash: Callable[[PrefixContent], str] | None = None,
-        is_cached: Callable[[KVBlock], bool] = is_in_any_tier,
+        is_cached: Callable[[KVBlock], bool] = lambda block: block.tier is not None,
     ) -> None:
         self.root = RadixNode()
         self.block_registry: dict[str | int, RadixNode] = {}

@@ -34,11 +34,7 @@ def make_mock_engine(
     timing."""
     info = make_mock_engine_info(settings, context_tokens=context_tokens, vocab_size=vocab_size)
     runner = MockRunner(
-        info,
-        vocabulary,
-        parse_timing(settings.timing),
-        clock,
-        speedup_ratio=settings.speedup_ratio,
+        info, vocabulary, parse_timing(settings.timing), clock, speedup_ratio=settings.speedup_ratio
     )
     return BatchedEngine(
         runner,

@@ -55,7 +55,7 @@ class KvStorage:
 
         self.block_tokens = block_tokens
         layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        self._area_bytes = _round_up_to_pages(shape.token_bytes * context_tokens)
+        self._area_bytes = -(-shape.token_bytes * context_tokens // mmap.PAGESIZE) * mmap.PAGESIZE
         self._memory = _reserve_address_space(self._area_bytes * max_num_seqs)
         floats = np.frombuffer(self._memory, np.float32).reshape(max_num_seqs, -1)
         floats = floats[:, : shape.token_bytes // FLOAT_BYTES * context_tokens]
@@ -117,10 +117,6 @@ class KvStorage:
 
 def _memory_error(purpose: str, size: int, flags: str) -> ConfigError:
     return ConfigError(f"cannot allocate {size >> 20} MiB of {purpose}", hint=f"lower --{flags}")
-
-
-def _round_up_to_pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _reserve_address_space(size: int) -> mmap.mmap:

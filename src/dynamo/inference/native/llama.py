@@ -67,10 +67,9 @@ def _prepare_layer(weights: ModelWeights, backend: ArrayBackend, index: int) -> 
     import numpy as np
 
     config = weights.config
-    name = f"model.layers.{index}."
 
     def tensor(part: str) -> Floats:
-        return weights.tensor(f"{name}{part}.weight")
+        return weights.tensor(f"model.layers.{index}.{part}.weight")
 
     query = interleave_rotary_pairs(tensor("self_attn.q_proj"), config.num_heads)
     query *= 1.0 / math.sqrt(config.head_dim)

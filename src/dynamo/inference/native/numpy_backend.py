@@ -66,7 +66,6 @@ class NumpyBackend(ArrayBackend):
 
     def rms_norm(self, rows: Array, eps: float) -> Array:
         normal = self._scratch("normal", *rows.shape)
-
         if len(rows) == 1:
             row = rows[0]
             mean = float(np.dot(row, row)) / len(row)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ from dynamo.inference.native.ragged import SlotChunk, make_ragged_batch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dynamo.inference.sequence import EngineSequence
     from dynamo.models.checkpoint.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -85,7 +83,10 @@ class NativeRunner(ModelRunner):
 
         from dynamo.inference.native.sampling import sample
 
-        self._free_slots(plan.released)
+        for sequence in plan.released:
+            if sequence.runner_state is not None:
+                self._kv_storage.free_slot(sequence.runner_state)
+                sequence.runner_state = None
         chunks = [self._prepare_chunk(chunk) for chunk in plan.chunks]
         with np.errstate(over="ignore"):
             logits = self._model.forward(make_ragged_batch(chunks, self._threads))
@@ -95,12 +96,6 @@ class NativeRunner(ModelRunner):
                 logits, [chunk.sequence for chunk in plan.chunks if chunk.samples]
             )
         return StepResult(tokens, logprobs)
-
-    def _free_slots(self, sequences: Sequence[EngineSequence]) -> None:
-        for sequence in sequences:
-            if sequence.runner_state is not None:
-                self._kv_storage.free_slot(sequence.runner_state)
-                sequence.runner_state = None
 
     def _prepare_chunk(self, chunk: StepChunk) -> SlotChunk:
         """Assign a slot to the chunk's sequence and load the KV before the chunk."""

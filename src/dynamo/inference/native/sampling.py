@@ -46,7 +46,8 @@ def sample(
     """Sample one token for each row of `logits` [sequences, vocabulary], which may be changed.
     Logprobs are those of the unmodified distribution, for the sequences that request them. Raises
     `ArithmeticError` if logits are not finite."""
-    top_counts = [_requested_top_logprobs(sequence) for sequence in sequences]
+    requests = [sequence.request for sequence in sequences]
+    top_counts = [None if request is None else request.top_logprobs for request in requests]
     logprobs = {
         row: log_softmax(logits[row]) for row, top in enumerate(top_counts) if top is not None
     }
@@ -204,7 +205,3 @@ def make_token_logprobs(logprobs: Floats, token: int, top: int) -> TokenLogprobs
         float(logprobs[token]),
         tuple((candidate, float(logprobs[candidate])) for candidate in best),
     )
-
-
-def _requested_top_logprobs(sequence: EngineSequence) -> int | None:
-    return None if sequence.request is None else sequence.request.top_logprobs

@@ -15,32 +15,26 @@ class _WorkerThread:
     """A thread that runs one job at a time and reports its end."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.jobs: SimpleQueue[ThreadJob | None] = SimpleQueue()
+        self.done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="native-pool", daemon=True)
         self._thread.start()
 
-    def submit(self, job: ThreadJob) -> None:
-        self._jobs.put(job)
-
-    def wait(self) -> BaseException | None:
-        return self._done.get()
-
     def stop(self) -> None:
-        self._jobs.put(None)
+        self.jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         import numpy as np
 
         with np.errstate(over="ignore"):
-            while (job := self._jobs.get()) is not None:
+            while (job := self.jobs.get()) is not None:
                 try:
                     job()
                 except BaseException as error:  # noqa: BLE001 - run_jobs raises it again
-                    self._done.put(error)
+                    self.done.put(error)
                 else:
-                    self._done.put(None)
+                    self.done.put(None)
 
 
 class ThreadPool:
@@ -54,12 +48,11 @@ class ThreadPool:
         """Run up to `threads` jobs at the same time. Raises the first error when all have ended."""
         workers = self._worker_threads[: len(jobs) - 1]
         for worker, job in zip(workers, jobs[1:], strict=True):
-            worker.submit(job)
-        errors: list[BaseException | None] = []
+            worker.jobs.put(job)
         try:
             jobs[0]()
         finally:
-            errors = [worker.wait() for worker in workers]
+            errors = [worker.done.get() for worker in workers]
         for error in errors:
             if error is not None:
                 raise error

@@ -171,10 +171,7 @@ class SimulatedFrontend:
     """A frontend process, which routes requests. Create it with `start`."""
 
     def __init__(
-        self,
-        runtime: DistributedRuntime,
-        pipeline: ModelPipeline,
-        exit_stack: AsyncExitStack,
+        self, runtime: DistributedRuntime, pipeline: ModelPipeline, exit_stack: AsyncExitStack
     ) -> None:
         self.runtime = runtime
         self._events = cast("MemoryEvents", runtime.events)

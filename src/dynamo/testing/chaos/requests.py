@@ -47,8 +47,6 @@ class SimulatedPrompts:
 class RecordedReply(Reply):
     """Records the tokens and the longest gap between them."""
 
-    __slots__ = ("_clock", "begin_count", "finishes", "ids", "last_token_s", "longest_gap_s")
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.begin_count = 0

@@ -27,12 +27,10 @@ from dynamo.testing.chaos.requests import SimulatedClients, SimulatedOutcome, Si
 
 
 class ChaosResult(msgspec.Struct, frozen=True):
-    """The result of a run.
-
-    `correct` answers arrived within the deadline with exactly the right tokens. `failed` counts the
-    others by fault. `stall_ms` summarizes the longest gap of each answer with a gap over half a
-    second. `leaks` is what was left over at the end. `resident_mb` is measured every virtual hour.
-    """
+    """The result of a run. `correct` answers arrived within the deadline with exactly the right
+    tokens; `failed` counts the others by fault. `stall_ms` summarizes the longest gap of each
+    answer with a gap over half a second. `leaks` is what was left over at the end. `resident_mb`
+    is measured every virtual hour."""
 
     hours: float
     workers: int
@@ -50,8 +48,8 @@ class ChaosResult(msgspec.Struct, frozen=True):
     counters: Mapping[str, float]
     leaks: Sequence[str]
     resident_mb: Sequence[float]
-    wall_s: float
-    cpu_s: float
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 def resident_mb() -> float:
@@ -141,23 +139,24 @@ async def _run_scenario(
         await SimulatedFrontend.start(network, f"frontend-{number}", scenario.seed + number)
         for number in range(scenario.frontends)
     ]
+    turns = cycle(frontends)
+
+    async def send(request: GenerateRequest, context: Context, reply: Reply) -> None:
+        await next(turns).send(request, context, reply)
+
     clock.on_time_advanced(FastForwardDelivery(network).on_clock_jump)
     async with BackgroundTasks() as event_faults:
         if scenario.faults.event_loss_every_s:
-            event_loss = drop_events_repeatedly(
-                network, scenario.faults, Random(rng.random()), frontends
-            )
+            rng_of_loss = Random(rng.random())
+            event_loss = drop_events_repeatedly(network, scenario.faults, rng_of_loss, frontends)
             event_faults.start(event_loss, "event loss")
-        memory = await _run_workload(
-            scenario, clock, rng, outcome, workers, RoundRobinFrontends(frontends).send, progress
-        )
+        memory = await _run_workload(scenario, clock, rng, outcome, workers, send, progress)
     hours = clock.now() / 3600.0
     await workers.stop_faults()
     await clock.sleep(SETTLE_S)
-    leaks = [
-        leak for frontend in frontends for leak in find_leaks(frontend, workers.workers.values())
-    ]
-    leaks += await find_leaked_records(frontends, workers.workers.values())
+    last_workers = workers.workers.values()
+    leaks = [leak for frontend in frontends for leak in find_leaks(frontend, last_workers)]
+    leaks += await find_leaked_records(frontends, last_workers)
     if outcome.in_flight:
         leaks.append(f"{outcome.in_flight} requests in progress")
     counters = Counter[str]()
@@ -165,7 +164,8 @@ async def _run_scenario(
         counters.update(parse_counters(frontend.runtime.metrics.render(), REPORTED_COUNTERS))
         await frontend.shutdown()
     await workers.shutdown()
-    leaks += [f"task left: {name}" for name in _leaked_tasks()]
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    leaks += sorted(f"task left: {task.get_name()}" for task in tasks)
     return _make_result(scenario, hours, outcome, workers, counters, leaks, memory)
 
 
@@ -213,17 +213,6 @@ async def _run_disconnecting_clients(
         await clients.send_and_disconnect(prompts.make(), rng.uniform(0.0, 3.0))
 
 
-class RoundRobinFrontends:
-    """Sends each request through the next frontend."""
-
-    def __init__(self, frontends: Sequence[SimulatedFrontend]) -> None:
-        self._next = cycle(frontends)
-
-    async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """A `SendRequest`."""
-        await next(self._next).send(request, context, reply)
-
-
 class FastForwardDelivery:
     """Delivers the tokens of engines that skip steps, in intervals of `DELIVERY_INTERVAL_S`."""
 
@@ -238,11 +227,6 @@ class FastForwardDelivery:
             self._next_delivery_s = now + DELIVERY_INTERVAL_S
             for engine in tuple(self._network.fast_forwarding):
                 engine.catch_up()
-
-
-def _leaked_tasks() -> list[str]:
-    current_task = asyncio.current_task()
-    return sorted(task.get_name() for task in asyncio.all_tasks() if task is not current_task)
 
 
 def _make_result(
@@ -271,6 +255,4 @@ def _make_result(
         counters=counters,
         leaks=leaks,
         resident_mb=memory,
-        wall_s=0.0,
-        cpu_s=0.0,
     )
