@@ -1,4 +1,4 @@
-"""Runtimes as those of several processes, on one memory network of their own."""
+"""Runtimes that stand for several processes, on their own memory planes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.telemetry import Registry
 
 Open = Callable[[], Awaitable[DistributedRuntime]]
-_places = itertools.count()
+_networks = itertools.count()
 
 
 def send_through(
@@ -49,12 +49,13 @@ def send_through(
 
 
 class Processes:
-    """`open` begins one more, `close` ends all. `settings`: theirs, but for the planes."""
+    """`open` creates one more runtime, `close` shuts all down. `settings` applies to all of them,
+    apart from the planes."""
 
     def __init__(self, clock: Clock | None = None, settings: Settings | None = None) -> None:
         settings = settings or Settings()
-        place = f"memory:processes-{next(_places)}"
-        planes = replace(settings.runtime, discovery=place, requests="memory:", events="memory:")
+        url = f"memory:processes-{next(_networks)}"
+        planes = replace(settings.runtime, discovery=url, requests="memory:", events="memory:")
         settings = replace(settings, runtime=planes)
         self._create = partial(DistributedRuntime.create, settings, clock=clock)
         self._opened: list[DistributedRuntime] = []
@@ -68,21 +69,23 @@ class Processes:
             await runtime.shutdown(0)
 
 
-class Stage(Protocol):
+class Closable(Protocol):
     async def close(self) -> None: ...
 
 
-S = TypeVar("S", bound=Stage)
+C = TypeVar("C", bound=Closable)
 
 
-def play_virtually(make: Callable[[VirtualClock], S], play: Callable[[S], Awaitable[Any]]) -> None:
-    """`play` on what `make` makes, on virtual time; closed in the end."""
+def play_virtually(
+    create: Callable[[VirtualClock], C], play: Callable[[C], Awaitable[Any]]
+) -> None:
+    """Run `play(create(clock))` on virtual time, then close the created object."""
 
     async def main(clock: VirtualClock) -> None:
-        stage = make(clock)
+        cluster = create(clock)
         try:
-            await play(stage)
+            await play(cluster)
         finally:
-            await stage.close()
+            await cluster.close()
 
     run_in_virtual_time(main)

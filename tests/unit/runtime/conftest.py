@@ -1,4 +1,4 @@
-"""Runtimes on memory planes, and tiny scripts as supervised children."""
+"""Fixtures for supervisors with tiny scripts as children."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def spec() -> Callable[..., ChildSpec]:
 def supervise(deployment: Deployment) -> Callable[..., Supervisor]:
     """`supervise(*specs)`: a supervisor of the test's own deployment."""
 
-    def make(*specs: ChildSpec, drain_s: float = 5.0, **about: object) -> Supervisor:
+    def make(*specs: ChildSpec, drain_s: float = 5.0, **options: object) -> Supervisor:
         settings = Settings()
         settings = replace(settings, runtime=replace(settings.runtime, drain_s=drain_s))
-        return Supervisor(specs, deployment, settings, **about)  # type: ignore[arg-type]
+        return Supervisor(specs, deployment, settings, **options)  # type: ignore[arg-type]
 
     return make

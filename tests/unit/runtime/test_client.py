@@ -1,4 +1,4 @@
-"""Serving and calling over memory planes: components, clients, streams, withholding, drain."""
+"""Serving and calling over memory planes: components, clients, streams, broken instances, drain."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def count_to(request: Any) -> AsyncGenerator[Any, None]:
-    for at in range(request):
-        yield at
+    for number in range(request):
+        yield number
 
 
 async def client_of(runtime: DistributedRuntime, instances: int = 1) -> Client:
@@ -46,11 +46,11 @@ async def client_of(runtime: DistributedRuntime, instances: int = 1) -> Client:
     return client
 
 
-async def collected(items: AsyncIterator[Any]) -> list[Any]:
+async def collect(items: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in items]
 
 
-async def test_the_seeds_way_of_naming(open_runtime: Open) -> None:
+async def test_names_are_built_as_in_the_seed_documents(open_runtime: Open) -> None:
     runtime = await open_runtime()
     endpoint = runtime.namespace("myapp").component("worker").endpoint("generate")
     assert endpoint.path == "myapp.worker.generate"
@@ -60,7 +60,7 @@ async def test_the_seeds_way_of_naming(open_runtime: Open) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "a.b", "a.b.", ".b.c", "a..c", "a b.c.d"])
-def test_references_that_are_none(text: str) -> None:
+def test_malformed_references_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_reference(text)
 
@@ -78,13 +78,13 @@ async def test_a_stream_between_two_runtimes(open_runtime: Open) -> None:
     assert instance.endpoint == "chat/completions"
     assert instance.capabilities == {"weight": 2}
     async with client.round_robin(3) as stream:
-        assert await collected(stream) == [0, 1, 2]
-    assert await collected(client.random(2)) == [0, 1]
-    assert await collected(client.direct(1, instance.id)) == [0]
+        assert await collect(stream) == [0, 1, 2]
+    assert await collect(client.random(2)) == [0, 1]
+    assert await collect(client.direct(1, instance.id)) == [0]
     assert client.in_flight(instance.id) == 0
 
 
-async def test_unary(open_runtime: Open) -> None:
+async def test_a_coroutine_function_answers_with_one_item(open_runtime: Open) -> None:
     async def double(request: int) -> int:
         return request * 2
 
@@ -102,7 +102,7 @@ async def test_awaiting_a_stream_is_an_error(open_runtime: Open) -> None:
     assert await client.generate(0) is None
 
 
-async def test_errors_are_the_calls_exceptions(open_runtime: Open) -> None:
+async def test_errors_of_the_handler_are_raised_by_the_stream(open_runtime: Open) -> None:
     async def refuse(request: Any) -> AsyncGenerator[Any, None]:
         yield "first"
         raise InvalidRequest("no", hint="do not")
@@ -142,7 +142,7 @@ async def test_leaving_a_stream_cancels_the_handler(open_runtime: Open) -> None:
     await until(lambda: client.in_flight(instance) == 0)
 
 
-async def test_a_slow_consumer_holds_the_producer(open_runtime: Open) -> None:
+async def test_a_slow_consumer_blocks_the_producer(open_runtime: Open) -> None:
     produced = 0
 
     async def endless(request: Any) -> AsyncGenerator[Any, None]:
@@ -158,14 +158,14 @@ async def test_a_slow_consumer_holds_the_producer(open_runtime: Open) -> None:
         await anext(stream)
         for _ in range(50):
             await asyncio.sleep(0)
-        held = produced
-        assert held < 40
+        blocked_at = produced
+        assert blocked_at < 40
         for _ in range(30):
             await anext(stream)
-        await until(lambda: produced > held)
+        await until(lambda: produced > blocked_at)
 
 
-async def test_nobody_serves(open_runtime: Open) -> None:
+async def test_calls_without_an_instance_raise(open_runtime: Open) -> None:
     runtime = await open_runtime()
     client = await runtime.endpoint(REFERENCE).client()
     with pytest.raises(NoWorkers, match=f"no instance serves {REFERENCE} now"):
@@ -183,27 +183,27 @@ async def test_an_endpoint_is_served_once(open_runtime: Open) -> None:
         await runtime.endpoint(REFERENCE).serve_items(count_to)
 
 
-async def test_instances_come_and_go(open_runtime: Open) -> None:
+async def test_the_client_follows_instances(open_runtime: Open) -> None:
     caller, first, second = [await open_runtime() for _ in range(3)]
     changes: list[int] = []
     client = await caller.endpoint(REFERENCE).client()
-    stop = client.on_change(lambda: changes.append(len(client.instances)))
-    for one in (first, second):
-        await one.endpoint(REFERENCE).serve_items(count_to)
+    unsubscribe = client.on_change(lambda: changes.append(len(client.instances)))
+    for server in (first, second):
+        await server.endpoint(REFERENCE).serve_items(count_to)
     await client.wait_for_instances(2)
     await first.shutdown(0)
     await until(lambda: len(client.instances) == 1)
-    stop()
+    unsubscribe()
     await second.shutdown(0)
     await until(lambda: not client.instances)
     assert changes[-2:] == [2, 1]
 
 
-async def test_only_those_asked_for(open_runtime: Open) -> None:
+async def test_a_filter_selects_instances(open_runtime: Open) -> None:
     caller, *servers = [await open_runtime() for _ in range(3)]
     for server, model in zip(servers, ("a", "b"), strict=True):
         await server.endpoint(REFERENCE).serve_items(count_to, capabilities={"model": model})
-    client = await caller.endpoint(REFERENCE).client(lambda one: one.capabilities["model"] == "b")
+    client = await caller.endpoint(REFERENCE).client(lambda seen: seen.capabilities["model"] == "b")
     await client.wait_for_instances()
     assert list(client.instances) == [servers[1].instance_id]
 
@@ -225,7 +225,7 @@ async def test_a_broken_instance_is_withheld_until_announced_again(open_runtime:
     await client.wait_for_instances(2)
 
 
-async def test_who_is_there_and_cannot_be_asked_is_told(open_runtime: Open) -> None:
+async def test_the_error_counts_unavailable_instances_by_reason(open_runtime: Open) -> None:
     caller, *servers = [await open_runtime() for _ in range(4)]
     for server in servers:
         await server.endpoint(REFERENCE).serve_items(count_to)
@@ -243,7 +243,9 @@ async def test_who_is_there_and_cannot_be_asked_is_told(open_runtime: Open) -> N
         await client.wait_for_instances(timeout_s=0)
 
 
-async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> None:
+async def test_a_connection_that_breaks_during_a_call_withholds_the_instance(
+    open_runtime: Open,
+) -> None:
     async def hang(payload: bytes, out: ResponseWriter) -> None:
         await asyncio.Event().wait()
 
@@ -263,7 +265,7 @@ async def test_a_connection_that_breaks_midway_withholds(open_runtime: Open) -> 
     assert client.in_flight(instance.id) == 0
 
 
-async def test_a_probe_that_is_answered_brings_it_back(
+async def test_an_answered_probe_readmits_the_instance(
     open_runtime: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynamo.runtime.calls.instances.PROBE_INTERVAL_S", 0.001)
@@ -273,15 +275,15 @@ async def test_a_probe_that_is_answered_brings_it_back(
     client._view.mark_unreachable(server.requests.address)
     assert not client.instances
     await client.wait_for_instances()
-    assert await collected(client.direct(2, server.instance_id)) == [0, 1]
+    assert await collect(client.direct(2, server.instance_id)) == [0, 1]
 
 
-async def test_calls_in_flight_end_before_the_drain_does(open_runtime: Open) -> None:
-    go = asyncio.Event()
+async def test_a_drain_waits_for_calls_in_flight(open_runtime: Open) -> None:
+    finish = asyncio.Event()
 
     async def slow(request: Any) -> AsyncGenerator[Any, None]:
         yield 1
-        await go.wait()
+        await finish.wait()
         yield 2
 
     caller, server = await open_runtime(), await open_runtime()
@@ -289,17 +291,17 @@ async def test_calls_in_flight_end_before_the_drain_does(open_runtime: Open) -> 
     client = await client_of(caller)
     async with BackgroundTasks() as tasks, client.generate({}) as stream:
         assert await anext(stream) == 1
-        leaving = tasks.start(server.shutdown(60))
+        shutdown = tasks.start(server.shutdown(60))
         await until(lambda: not client.instances)
         assert served.lifecycle.state is LifecycleState.STOPPING
-        go.set()
-        assert await collected(stream) == [2]
-        await leaving
+        finish.set()
+        assert await collect(stream) == [2]
+        await shutdown
     assert served.lifecycle.state is LifecycleState.DEREGISTERED
     assert server.stopping.cancelled
 
 
-async def test_states_follow_health(open_runtime: Open) -> None:
+async def test_lifecycle_states_follow_health(open_runtime: Open) -> None:
     runtime = await open_runtime()
     runtime.health.set_unhealthy("model", "loading")
     served = await runtime.endpoint(REFERENCE).serve_items(count_to)
@@ -310,7 +312,7 @@ async def test_states_follow_health(open_runtime: Open) -> None:
     assert served.lifecycle.state is LifecycleState.RUNNING
 
 
-async def test_what_is_registered_is_put_again_after_a_lost_lease(open_runtime: Open) -> None:
+async def test_registrations_return_after_a_lost_lease(open_runtime: Open) -> None:
     caller, server = await open_runtime(), await open_runtime()
     await server.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(caller)
@@ -328,35 +330,35 @@ async def test_bad_records_are_skipped(open_runtime: Open) -> None:
     assert list(client.instances) == [runtime.instance_id]
     client._view._apply([RecordChange(key, None)], replace=False)
     registry = await runtime.component_registry.components("dynamo")
-    assert [one.endpoint for one in registry["Processor"]] == ["chat/completions"]
+    assert [instance.endpoint for instance in registry["Processor"]] == ["chat/completions"]
     assert await runtime.component_registry.components("elsewhere") == {}
 
 
-async def test_namespaces_are_apart(open_runtime: Open) -> None:
+async def test_namespaces_are_isolated(open_runtime: Open) -> None:
     runtime = await open_runtime()
     await runtime.endpoint("production.worker.generate").serve_items(count_to)
     client = await runtime.endpoint("development.worker.generate").client()
     assert not client.instances
 
 
-async def test_a_stream_that_was_closed_calls_nobody(open_runtime: Open) -> None:
-    asked: list[Any] = []
+async def test_a_closed_stream_starts_no_call(open_runtime: Open) -> None:
+    requests: list[Any] = []
 
-    async def note(request: Any) -> None:
-        asked.append(request)
+    async def record(request: Any) -> None:
+        requests.append(request)
 
     runtime = await open_runtime()
-    await runtime.endpoint(REFERENCE).serve_items(note)
+    await runtime.endpoint(REFERENCE).serve_items(record)
     client = await client_of(runtime)
     stream = client.generate({})
     await stream.aclose()
-    assert await collected(stream) == []
+    assert await collect(stream) == []
     for _ in range(20):
         await asyncio.sleep(0)
-    assert asked == []
+    assert requests == []
 
 
-async def test_a_closed_client_leaves_nothing_behind(open_runtime: Open) -> None:
+async def test_a_closed_client_is_garbage_collected(open_runtime: Open) -> None:
     runtime = await open_runtime()
     for _ in range(3):
         client = await runtime.endpoint(REFERENCE).client()

@@ -28,7 +28,7 @@ from dynamo.runtime.pids import command_line, is_alive, own_start_ticks, start_t
 from dynamo.runtime.processes.ports import check_port_free, port_owner, reserve_port
 
 
-def record_of(deployment: Deployment, **about: object) -> ProcessRecord:
+def record_of(deployment: Deployment, **fields: object) -> ProcessRecord:
     values = {
         "deployment": deployment.id,
         "role": "worker",
@@ -37,14 +37,14 @@ def record_of(deployment: Deployment, **about: object) -> ProcessRecord:
         "instance": "i1",
         "start_ticks": own_start_ticks(),
     }
-    return ProcessRecord(**(values | about))  # type: ignore[arg-type]
+    return ProcessRecord(**(values | fields))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
-    one = deployment_of(Settings(), {"XDG_RUNTIME_DIR": str(tmp_path)})
-    one.create_folder()
-    return one
+    new = deployment_of(Settings(), {"XDG_RUNTIME_DIR": str(tmp_path)})
+    new.create_folder()
+    return new
 
 
 def test_the_folder_is_private_and_named_after_the_port(
@@ -64,12 +64,12 @@ def test_a_named_deployment_and_a_bad_name() -> None:
         deployment_of(bad, {})
 
 
-def test_both_roots_are_looked_into(tmp_path: Path) -> None:
+def test_the_state_roots_of_a_user(tmp_path: Path) -> None:
     roots = list(state_roots({"XDG_RUNTIME_DIR": str(tmp_path)}))
     assert roots == [tmp_path / "dynamo", Path(f"/tmp/dynamo-{os.getuid()}")]
 
 
-def test_a_folder_open_to_others_is_closed(deployment: Deployment) -> None:
+def test_a_folder_open_to_others_is_made_private(deployment: Deployment) -> None:
     deployment.folder.chmod(0o755)
     deployment.create_folder()
     assert deployment.folder.stat().st_mode & 0o777 == 0o700
@@ -82,18 +82,18 @@ def test_live_processes_are_listed_supervisor_first(deployment: Deployment, tmp_
         record_of(deployment, instance="i2", role="supervisor", name="supervisor")
     )
     deployment.write_record(record_of(deployment, state="ready"))
-    mine = [one for one in live_processes(environ) if one.pid == os.getpid()]
-    assert [(one.role, one.state) for one in mine] == [
+    mine = [record for record in live_processes(environ) if record.pid == os.getpid()]
+    assert [(record.role, record.state) for record in mine] == [
         ("supervisor", "starting"),
         ("worker", "ready"),
     ]
     assert deployment in live_deployments(environ)
-    for one in mine:
-        deployment.remove_record(one)
+    for record in mine:
+        deployment.remove_record(record)
     assert deployment not in live_deployments(environ)
 
 
-def test_the_dead_never_appear(deployment: Deployment) -> None:
+def test_records_of_dead_processes_are_removed(deployment: Deployment) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     deployment.write_record(record_of(deployment, pid=ended.pid, instance="dead"))
@@ -103,14 +103,14 @@ def test_the_dead_never_appear(deployment: Deployment) -> None:
     assert [path.name for path in (deployment.folder / "processes").iterdir()] == ["junk.json"]
 
 
-def test_a_pid_is_known_by_its_start() -> None:
+def test_a_process_is_identified_by_pid_and_start_time() -> None:
     assert is_alive(os.getpid(), own_start_ticks())
     assert not is_alive(os.getpid(), own_start_ticks() - 1)
     assert start_ticks(2**22 + 1) == 0
     assert command_line(2**22 + 1) == ""
 
 
-def test_a_zombie_is_dead() -> None:
+def test_a_zombie_counts_as_dead() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert start_ticks(child.pid) == 0
@@ -135,15 +135,15 @@ def test_a_port_in_use_names_its_owner(shared: bool) -> None:
     assert port_owner(port) is None
 
 
-def test_port_0_is_any_and_bad_addresses_are_told() -> None:
+def test_port_0_is_any_free_port_and_bad_addresses_are_named() -> None:
     assert check_port_free("127.0.0.1", 0) > 0
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7"):
         check_port_free("203.0.113.7", 1234)
 
 
-def test_a_reserved_port_is_shared_with_children_alone() -> None:
-    with reserve_port("localhost", 0) as held:
-        port = held.getsockname()[1]
+def test_a_reserved_port_is_shared_only_by_reuseport() -> None:
+    with reserve_port("localhost", 0) as reservation:
+        port = reservation.getsockname()[1]
         with pytest.raises(PortInUse):
             check_port_free("127.0.0.1", port)
         with socket.socket() as child:
@@ -160,7 +160,7 @@ def test_a_reserved_port_is_shared_with_children_alone() -> None:
     assert check_port_free("127.0.0.1", port) == port
 
 
-def test_a_folder_that_nobody_uses_is_removed(deployment: Deployment) -> None:
+def test_an_unused_folder_is_removed(deployment: Deployment) -> None:
     record = record_of(deployment)
     deployment.write_record(record)
     deployment.remove_if_unused()
@@ -172,15 +172,15 @@ def test_a_folder_that_nobody_uses_is_removed(deployment: Deployment) -> None:
     deployment.remove_if_unused()
 
 
-def killed(deployment: Deployment) -> ProcessRecord:
-    """What a deployment leaves that was killed as a whole, in the middle of a write."""
+def write_killed_deployment(deployment: Deployment) -> ProcessRecord:
+    """Write the files that a deployment leaves when it is killed during a write."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     record = record_of(deployment, pid=ended.pid)
     deployment.write_record(record)
     (deployment.folder / "processes" / "i1.new").touch()
-    with socket.socket(socket.AF_UNIX) as orders:
-        orders.bind(str(deployment.folder / "control"))
+    with socket.socket(socket.AF_UNIX) as control:
+        control.bind(str(deployment.folder / "control"))
     lease = deployment.folder / "discovery" / "0123456789abcdef"
     lease.mkdir(parents=True)
     (lease / "lock").touch()
@@ -188,16 +188,16 @@ def killed(deployment: Deployment) -> ProcessRecord:
     return record
 
 
-def test_what_a_killed_deployment_left_is_removed_by_whoever_looks(
+def test_listing_processes_removes_the_files_of_a_killed_deployment(
     deployment: Deployment, tmp_path: Path
 ) -> None:
-    record = killed(deployment)
+    record = write_killed_deployment(deployment)
     assert record not in live_processes({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert not deployment.folder.exists()
 
 
-def test_a_held_lease_keeps_what_stands_beside_it(deployment: Deployment) -> None:
-    killed(deployment)
+def test_a_live_lease_keeps_the_folder(deployment: Deployment) -> None:
+    write_killed_deployment(deployment)
     lease = FolderLease(deployment.folder / "discovery")
     lease.put("/alive", b"")
     deployment.remove_if_unused()
@@ -209,7 +209,7 @@ def test_a_held_lease_keeps_what_stands_beside_it(deployment: Deployment) -> Non
     assert not deployment.folder.exists()
 
 
-def test_who_starts_while_others_clear_has_a_folder(deployment: Deployment) -> None:
+def test_a_record_written_after_removal_creates_the_folder(deployment: Deployment) -> None:
     deployment.remove_if_unused()
     assert not deployment.folder.exists()
     record = record_of(deployment)
@@ -217,16 +217,16 @@ def test_who_starts_while_others_clear_has_a_folder(deployment: Deployment) -> N
     assert deployment.live_processes() == [record]
 
 
-def test_nobody_clears_while_somebody_writes(
+def test_no_folder_is_removed_while_a_record_is_written(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = Deployment.create_folder
+    create_folder = Deployment.create_folder
 
-    def prepared_and_looked_at(one: Deployment) -> None:
-        prepare(one)
-        one.remove_if_unused()
+    def create_and_remove(target: Deployment) -> None:
+        create_folder(target)
+        target.remove_if_unused()
 
-    monkeypatch.setattr(Deployment, "create_folder", prepared_and_looked_at)
+    monkeypatch.setattr(Deployment, "create_folder", create_and_remove)
     deployment.write_record(record_of(deployment))
     assert len(deployment.live_processes()) == 1
 
@@ -236,18 +236,18 @@ def test_a_port_in_use_names_the_deployment(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deployment.folder.parents[1]))
     deployment.write_record(record_of(deployment))
-    with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(PortInUse) as caught:
-        check_port_free("127.0.0.1", held.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as reservation, pytest.raises(PortInUse) as caught:
+        check_port_free("127.0.0.1", reservation.getsockname()[1])
     assert f"deployment http-8000 (process {os.getpid()}) serves there" in caught.value.message
     assert "`dynamo stop http-8000`" in caught.value.hint
 
 
-def test_a_port_that_is_held_before_anybody_listens_names_the_deployment(
+def test_a_reserved_port_without_a_listener_names_the_deployment(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deployment.folder.parents[1]))
-    with reserve_port("127.0.0.1", 0) as held:
-        port = held.getsockname()[1]
+    with reserve_port("127.0.0.1", 0) as reservation:
+        port = reservation.getsockname()[1]
         deployment.write_record(record_of(deployment, address=f"http://127.0.0.1:{port}"))
         with pytest.raises(PortInUse, match=r"deployment http-8000 \(process"):
             check_port_free("127.0.0.1", port)
@@ -264,15 +264,15 @@ def test_a_full_disk_names_the_state_folder(
         deployment.write_record(record_of(deployment))
 
 
-def test_a_state_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
+def test_a_state_folder_that_cannot_be_created_raises(tmp_path: Path) -> None:
+    blocking_file = tmp_path / "file"
+    blocking_file.touch()
     with pytest.raises(ConfigError, match="cannot be created") as caught:
-        Deployment("one", in_the_way / "dynamo" / "one").create_folder()
+        Deployment("one", blocking_file / "dynamo" / "one").create_folder()
     assert "XDG_RUNTIME_DIR" in caught.value.hint
 
 
-def test_a_record_that_somebody_took_away_is_written_again(deployment: Deployment) -> None:
+def test_a_deleted_record_is_written_again(deployment: Deployment) -> None:
     record = record_of(deployment)
     deployment.write_record(record)
     old = deployment.folder / "processes" / "i1.json"

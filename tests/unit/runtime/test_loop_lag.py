@@ -1,4 +1,4 @@
-"""The loop's pauses, measured."""
+"""The monitor of event-loop lag."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def value(metrics: Registry, name: str) -> float:
     return float(line.rsplit(" ", 1)[1])
 
 
-async def test_a_blocked_loop_is_seen() -> None:
+async def test_a_blocked_loop_is_measured() -> None:
     metrics = Registry()
-    pauses = LoopLagMonitor(metrics)
-    pauses.start()
+    monitor = LoopLagMonitor(metrics)
+    monitor.start()
     time.sleep(SAMPLE_INTERVAL_S + 0.05)
     while not value(metrics, COUNT):
         await asyncio.sleep(0)
-    pauses.stop()
+    monitor.stop()
     assert value(metrics, SUM) >= 0.05
 
 
-async def test_stopped_it_arms_no_timer() -> None:
+async def test_a_stopped_monitor_sets_no_timer() -> None:
     metrics = Registry()
-    pauses = LoopLagMonitor(metrics)
-    pauses.start()
-    pauses.stop()
-    pauses.stop()
+    monitor = LoopLagMonitor(metrics)
+    monitor.start()
+    monitor.stop()
+    monitor.stop()
     await asyncio.sleep(2 * SAMPLE_INTERVAL_S)
     assert value(metrics, COUNT) == 0

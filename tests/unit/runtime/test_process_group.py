@@ -1,4 +1,4 @@
-"""More, fewer, replaced while it serves: orders over the control socket to tiny real children."""
+"""Scale, drain and restart over the control socket, with tiny real children."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
 
 SERVE = 'tell(state="ready"); signal.pause()'
-CANNOT = """
+STARTS_ONCE = """
 import pathlib
-mark = pathlib.Path({path!r})
-if mark.exists():
+marker = pathlib.Path({path!r})
+if marker.exists():
     tell(fatal="no room", hint="make some"); sys.exit(1)
-mark.touch()
+marker.touch()
 tell(state="ready"); signal.pause()
 """
 
@@ -53,9 +53,9 @@ async def serving(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
         assert await running == 0
 
 
-async def order(deployment: Deployment, *what: object) -> list[str]:
+async def control(deployment: Deployment, *request: object) -> list[str]:
     return await asyncio.to_thread(
-        lambda: list(send_control_request(ControlRequest(*what), deployment.folder, 20.0))  # type: ignore[arg-type]
+        lambda: list(send_control_request(ControlRequest(*request), deployment.folder, 20.0))  # type: ignore[arg-type]
     )
 
 
@@ -63,45 +63,47 @@ def names(supervisor: Supervisor) -> Sequence[str]:
     return [child.spec.name for child in supervisor.children]
 
 
-async def test_up_and_down(spec: Spec, supervise: Supervise, deployment: Deployment) -> None:
+async def test_scaling_up_and_down(
+    spec: Spec, supervise: Supervise, deployment: Deployment
+) -> None:
     async with serving(supervise(spec(SERVE, "worker"))) as supervisor:
-        said = await order(deployment, "scale", "worker", 3)
-        assert said == ["worker-1 serves", "worker-2 serves"]
+        progress = await control(deployment, "scale", "worker", 3)
+        assert progress == ["worker-1 serves", "worker-2 serves"]
         assert names(supervisor) == ["worker", "worker-1", "worker-2"]
         assert all(child.ready for child in supervisor.children)
-        assert await order(deployment, "scale", "worker", 1) == [
+        assert await control(deployment, "scale", "worker", 1) == [
             "worker-1 has left",
             "worker-2 has left",
         ]
-        assert await order(deployment, "scale", "worker", 0) == ["worker has left"]
-        assert await order(deployment, "scale", "worker", 1) == ["worker-1 serves"]
+        assert await control(deployment, "scale", "worker", 0) == ["worker has left"]
+        assert await control(deployment, "scale", "worker", 1) == ["worker-1 serves"]
 
 
-async def test_who_does_not_serve_leaves_before_who_does(
+async def test_scaling_down_stops_unready_children_first(
     spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
 ) -> None:
-    once = CANNOT.format(path=str(tmp_path / "mark")).replace("tell(fatal", "dict(fatal")
+    once = STARTS_ONCE.format(path=str(tmp_path / "mark")).replace("tell(fatal", "dict(fatal")
     async with serving(supervise(spec(once, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
-        sick = supervisor.children[0]
-        os.kill(sick.pid, signal.SIGKILL)
-        while sick.ready:
+        unready = supervisor.children[0]
+        os.kill(unready.pid, signal.SIGKILL)
+        while unready.ready:
             await asyncio.sleep(0.01)
-        assert await order(deployment, "scale", "worker", 1) == ["worker-1 has left"]
+        assert await control(deployment, "scale", "worker", 1) == ["worker-1 has left"]
         assert supervisor.children[0].ready
 
 
-async def test_who_came_first_takes_the_orders_of_a_name(
+async def test_the_first_supervisor_of_a_name_executes_the_requests(
     spec: Spec, supervise: Supervise, deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(supervise(spec(SERVE, "first"))) as supervisor:
         async with serving(supervise(spec(SERVE, "second"))):
             assert "a deployment of this name runs already" in caplog.text
-            assert await order(deployment, "restart", "first") == ["first was replaced"]
-        assert await order(deployment, "drain", "first") == ["first has left"]
+            assert await control(deployment, "restart", "first") == ["first was replaced"]
+        assert await control(deployment, "drain", "first") == ["first has left"]
         assert names(supervisor) == []
 
 
-async def test_nothing_is_left_of_a_deployment_that_ended(
+async def test_a_deployment_that_ended_leaves_no_files(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:
     async with serving(supervise(spec(SERVE, "worker"))):
@@ -112,29 +114,29 @@ async def test_nothing_is_left_of_a_deployment_that_ended(
     assert not deployment.folder.exists()
 
 
-async def test_who_is_drained_stays_away(
+async def test_a_drained_child_is_not_restarted(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:
     async with serving(supervise(spec(SERVE, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
-        gone = supervisor.children[0].pid
-        assert await order(deployment, "drain", "worker-1") == ["worker-1 has left"]
+        drained_pid = supervisor.children[0].pid
+        assert await control(deployment, "drain", "worker-1") == ["worker-1 has left"]
         assert names(supervisor) == ["worker-2"]
         with pytest.raises(ProcessLookupError):
-            os.kill(gone, 0)
+            os.kill(drained_pid, 0)
 
 
-async def test_a_rolling_restart_leaves_nobody_unreplaced(
+async def test_a_rolling_restart_replaces_all_of_a_kind(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:
     async with serving(supervise(spec(SERVE, "worker-1"), spec(SERVE, "worker-2"))) as supervisor:
         before = {child.pid for child in supervisor.children}
-        said = await order(deployment, "restart", "worker")
-        assert said == ["worker-1 was replaced", "worker-2 was replaced"]
+        progress = await control(deployment, "restart", "worker")
+        assert progress == ["worker-1 was replaced", "worker-2 was replaced"]
         assert sorted(names(supervisor)) == ["worker-1", "worker-2"]
         assert not before & {child.pid for child in supervisor.children}
 
 
-async def test_who_replaces_others_has_the_settings_of_now(
+async def test_replacements_have_the_reloaded_settings(
     spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
 ) -> None:
     file, out = tmp_path / "file", io.StringIO()
@@ -142,30 +144,30 @@ async def test_who_replaces_others_has_the_settings_of_now(
 
     def read() -> list[ChildSpec]:
         engine = replace(Settings().engine, num_blocks=int(file.read_text()))
-        made = spec(
+        worker = spec(
             'print(start["settings"]["engine"]["num_blocks"], flush=True)\n' + SERVE, "worker"
         )
-        return [replace(made, settings=replace(Settings(), engine=engine))]
+        return [replace(worker, settings=replace(Settings(), engine=engine))]
 
     reload = SettingsReloader(read, str(file))
     async with serving(supervise(*read(), reload=reload, out=out)) as supervisor:
         file.write_text("22")
-        await order(deployment, "restart", "worker")
-        await order(deployment, "scale", "worker", 0)
-        await order(deployment, "scale", "worker", 1)
+        await control(deployment, "restart", "worker")
+        await control(deployment, "scale", "worker", 0)
+        await control(deployment, "scale", "worker", 1)
         assert all(child.ready for child in supervisor.children)
-    said = [line.rpartition(" ")[2] for line in out.getvalue().splitlines()]
-    assert said == ["1", "22", "22"]
+    progress = [line.rpartition(" ")[2] for line in out.getvalue().splitlines()]
+    assert progress == ["1", "22", "22"]
 
 
-async def test_a_replacement_that_cannot_start_leaves_the_old_one(
+async def test_a_replacement_that_cannot_start_leaves_the_old_child(
     spec: Spec, supervise: Supervise, deployment: Deployment, tmp_path: Path
 ) -> None:
-    script = CANNOT.format(path=str(tmp_path / "mark"))
+    script = STARTS_ONCE.format(path=str(tmp_path / "mark"))
     async with serving(supervise(spec(script, "worker"))) as supervisor:
         (old,) = supervisor.children
         with pytest.raises(ModelUnavailable, match="no room"):
-            await order(deployment, "restart", "worker")
+            await control(deployment, "restart", "worker")
         assert supervisor.children == [old]
         assert old.ready
 
@@ -179,7 +181,7 @@ async def test_a_replacement_that_cannot_start_leaves_the_old_one(
         (("scale", "worker", 1_000_000), ConfigError),
     ],
 )
-async def test_what_cannot_be_done_is_said(
+async def test_impossible_requests_raise(
     spec: Spec,
     supervise: Supervise,
     deployment: Deployment,
@@ -188,16 +190,16 @@ async def test_what_cannot_be_done_is_said(
 ) -> None:
     async with serving(supervise(spec(SERVE, "worker"))):
         with pytest.raises(error):
-            await order(deployment, *wrong)
+            await control(deployment, *wrong)
 
 
-def test_nobody_takes_orders_where_nobody_runs(deployment: Deployment) -> None:
+def test_a_request_without_a_supervisor_raises(deployment: Deployment) -> None:
     deployment.create_folder()
     with pytest.raises(NotFound, match="accepts no control requests"):
         list(send_control_request(ControlRequest("drain", "x"), deployment.folder, 1.0))
 
 
-def test_kinds() -> None:
+def test_the_kind_of_a_process_is_its_name_without_a_number() -> None:
     assert [kind_of_process(name) for name in ("worker", "worker-2", "my-worker", "a-b-12")] == [
         "worker",
         "worker",
@@ -222,7 +224,9 @@ async def test_a_crash_loop_is_reported(spec: Spec, supervise: Supervise) -> Non
         await running
 
 
-def test_a_kill_for_want_of_memory_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_kill_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = tmp_path / "vmstat"
     counts.write_text("nr_free_pages 7\noom_kill 3\noom_kill_x 9\n")
     monkeypatch.setattr("dynamo.runtime.processes.exit_status.VMSTAT", counts)

@@ -1,4 +1,4 @@
-"""The supervisor with tiny real children: readiness, logs, restarts, the way down."""
+"""The supervisor with tiny real children: readiness, logs, restarts, stopping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Spec = Callable[..., ChildSpec]
 Supervise = Callable[..., Supervisor]
 
 SERVE = 'tell(state="ready"); signal.pause()'
-LEAVE = """
+PRINT_ON_SIGTERM = """
 signal.signal(signal.SIGTERM, lambda *_: (print("leaving", start["name"], flush=True), os._exit(0)))
 """
 
@@ -46,10 +46,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_ready_when_all_serve_and_stopped_in_order(spec: Spec, supervise: Supervise) -> None:
+async def test_it_is_ready_when_all_serve_and_stops_them_in_order(
+    spec: Spec, supervise: Supervise
+) -> None:
     out = io.StringIO()
     supervisor = supervise(
-        spec(LEAVE + SERVE, "worker", 1), spec(LEAVE + SERVE, "frontend", 0), out=out
+        spec(PRINT_ON_SIGTERM + SERVE, "worker", 1),
+        spec(PRINT_ON_SIGTERM + SERVE, "frontend", 0),
+        out=out,
     )
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
@@ -63,21 +67,21 @@ async def test_ready_when_all_serve_and_stopped_in_order(spec: Spec, supervise: 
     assert not any(map(alive, pids))
 
 
-async def test_its_record_says_how_it_stands(
+async def test_its_record_shows_its_state(
     spec: Spec, supervise: Supervise, deployment: Deployment
 ) -> None:
     supervisor = supervise(spec(SERVE), address="http://127.0.0.1:1")
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
-        await until(lambda: [one.state for one in deployment.live_processes()] == ["ready"])
+        await until(lambda: [record.state for record in deployment.live_processes()] == ["ready"])
         (record,) = deployment.live_processes()
         assert (record.role, record.pid) == ("supervisor", os.getpid())
         await finish(supervisor, running)
     assert deployment.live_processes() == []
 
 
-async def test_a_killed_child_comes_back_with_its_group_gone(
+async def test_a_killed_child_is_restarted_and_its_group_killed(
     spec: Spec, supervise: Supervise
 ) -> None:
     script = """
@@ -99,7 +103,9 @@ print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
     await until(lambda: not any(map(alive, left_behind)))
 
 
-async def test_what_can_never_start_ends_the_deployment(spec: Spec, supervise: Supervise) -> None:
+async def test_a_child_that_can_never_start_ends_the_deployment(
+    spec: Spec, supervise: Supervise
+) -> None:
     supervisor = supervise(
         spec('tell(fatal="no such model", hint="look", code=2); sys.exit(2)', "worker"),
         spec(SERVE, "frontend"),
@@ -110,7 +116,7 @@ async def test_what_can_never_start_ends_the_deployment(spec: Spec, supervise: S
     assert not supervisor.ready.is_set()
 
 
-async def test_deaths_before_serving_are_told_loudly(
+async def test_a_crash_loop_is_logged_as_an_error(
     spec: Spec,
     supervise: Supervise,
     caplog: pytest.LogCaptureFixture,
@@ -122,17 +128,17 @@ async def test_deaths_before_serving_are_told_loudly(
         running = tasks.start(supervisor.run())
         await until(lambda: any(record.levelname == "ERROR" for record in caplog.records))
         await finish(supervisor, running)
-    loud = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert loud[0].fields["deaths"] == 5  # type: ignore[attr-defined]
-    assert loud[0].fields["exit"] == "exit 7"  # type: ignore[attr-defined]
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert errors[0].fields["deaths"] == 5  # type: ignore[attr-defined]
+    assert errors[0].fields["exit"] == "exit 7"  # type: ignore[attr-defined]
 
 
-STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-ON = "\nwhile True: signal.pause()"
+IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+PAUSE_FOREVER = "\nwhile True: signal.pause()"
 
 
 async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
-    supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=1000)
+    supervisor = supervise(spec(IGNORE_SIGTERM + SERVE + PAUSE_FOREVER), drain_s=1000)
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
@@ -143,19 +149,19 @@ async def test_a_second_signal_kills(spec: Spec, supervise: Supervise) -> None:
     assert not alive(pid)
 
 
-async def test_a_full_disk_keeps_nobody_from_draining(
+async def test_a_full_disk_does_not_prevent_draining(
     spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Deployment.write_record
 
-    def full(deployment: Deployment, record: ProcessRecord) -> None:
+    def write_to_full_disk(deployment: Deployment, record: ProcessRecord) -> None:
         if record.state == "draining":
             raise ConfigError("no room")
         write(deployment, record)
 
-    monkeypatch.setattr(Deployment, "write_record", full)
+    monkeypatch.setattr(Deployment, "write_record", write_to_full_disk)
     out = io.StringIO()
-    supervisor = supervise(spec(LEAVE + SERVE, "worker"), out=out)
+    supervisor = supervise(spec(PRINT_ON_SIGTERM + SERVE, "worker"), out=out)
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
@@ -163,7 +169,7 @@ async def test_a_full_disk_keeps_nobody_from_draining(
     assert out.getvalue() == "worker | leaving worker\n"
 
 
-async def test_who_stops_is_told_how_to_end_at_once(
+async def test_stopping_logs_that_a_second_signal_kills(
     spec: Spec, supervise: Supervise, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -175,11 +181,11 @@ async def test_who_stops_is_told_how_to_end_at_once(
     assert "a second Ctrl-C" in caplog.text
 
 
-async def test_who_does_not_leave_is_killed(
+async def test_a_child_that_ignores_sigterm_is_killed(
     spec: Spec, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynamo.runtime.processes.process_group.KILL_GRACE_S", 0.0)
-    supervisor = supervise(spec(STUBBORN + SERVE + ON), drain_s=0.05)
+    supervisor = supervise(spec(IGNORE_SIGTERM + SERVE + PAUSE_FOREVER), drain_s=0.05)
     async with BackgroundTasks() as tasks:
         running = tasks.start(supervisor.run())
         await supervisor.ready.wait()
@@ -199,7 +205,7 @@ async def test_long_and_broken_lines_are_logged(spec: Spec, supervise: Supervise
     assert out.getvalue().count("x") >= 200000
 
 
-def test_colours_on_a_terminal_only() -> None:
+def test_prefixes_are_coloured_only_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -211,13 +217,13 @@ def test_colours_on_a_terminal_only() -> None:
     assert "\x1b[36m" in coloured.getvalue()
 
 
-def test_json_lines_stay_json() -> None:
+def test_json_lines_get_no_prefix() -> None:
     out = io.StringIO()
     PrefixedLogWriter(["a"], out, bare=True)("a", b"{}")
     assert out.getvalue() == "{}\n"
 
 
-def test_exits_in_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert describe_exit(2) == "exit 2"
     assert describe_exit(-9) == "SIGKILL"
 
@@ -234,20 +240,20 @@ from dynamo.runtime.processes.supervisor import Supervisor, run_supervisor
 CHILD = '''
 import os, sys
 from dynamo.runtime.processes.parent_pipe import ChildReport, ParentPipe
-link = ParentPipe.from_stdin()
+pipe = ParentPipe.from_stdin()
 if sys.argv[1] == "prctl":
-    link.die_with_parent()
-    import signal; link.send_report(ChildReport(state="ready")); signal.pause()
+    pipe.die_with_parent()
+    import signal; pipe.send_report(ChildReport(state="ready")); signal.pause()
 else:
     import asyncio
     async def main():
-        link.watch_parent(asyncio.get_running_loop(), lambda: os._exit(1))
-        link.send_report(ChildReport(state="ready"))
+        pipe.watch_parent(asyncio.get_running_loop(), lambda: os._exit(1))
+        pipe.send_report(ChildReport(state="ready"))
         await asyncio.Event().wait()
     asyncio.run(main())
 '''
-specs = [ChildSpec(role="worker", name=way, settings=Settings(),
-                     command=(sys.executable, "-c", CHILD, way)) for way in ("prctl", "eof")]
+specs = [ChildSpec(role="worker", name=mode, settings=Settings(),
+                     command=(sys.executable, "-c", CHILD, mode)) for mode in ("prctl", "eof")]
 
 async def main():
     supervisor = Supervisor(specs, Deployment("t", Path(sys.argv[1])), Settings())
