@@ -95,7 +95,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def clear(self, worker: str) -> None:
-        self.index.clear(worker)
+        self.index.remove_worker(worker)
         self.truth[worker].clear()
         if self.copy is not None:
             self.copied.pop(worker, None)

@@ -198,13 +198,7 @@ class WorkerHealth:
                 await self._client.call(instance, b"", context, on_payload)
         except ProtocolError:
             return ProbeResult()  # an older worker, which knows no probes
-        except (
-            DynamoError,
-            OSError,
-            TimeoutError,
-            msgspec.DecodeError,
-            UnicodeDecodeError,
-        ) as error:
+        except (DynamoError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             fields = {"worker": instance.id, "error": str(error) or type(error).__name__}
             log.warning("a probe failed", extra={"fields": fields})
             return None

@@ -134,7 +134,7 @@ def test_what_is_no_snapshot_is_refused(broken: bytes) -> None:
 
 def test_a_file_that_ends_early_is_refused(known: KvIndex) -> None:
     packed = b"".join(encode_snapshot(known, 16))
-    with pytest.raises(ConfigError, match="ends early"):
+    with pytest.raises(ConfigError, match="last frame is incomplete"):
         list(restore_snapshot(KvIndex(), packed[:-3], 16))
 
 

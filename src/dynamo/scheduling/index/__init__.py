@@ -1,4 +1,4 @@
-"""Which worker holds which KV blocks: what a router asks before it chooses."""
+"""The KV index: which worker holds which blocks."""
 
 from dynamo.scheduling.index.cache_view import CacheView, CacheViewMode
 from dynamo.scheduling.index.kv_index import KvIndex

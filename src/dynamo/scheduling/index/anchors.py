@@ -1,5 +1,4 @@
-"""A flat map from block hash to a run's number: plain ints, so that the garbage collector has
-nothing to follow."""
+"""A flat map from block hash to run number. Plain ints keep the garbage collector out of it."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 SHARD_COUNT: Final = 256
-"""Parts of the map. A dict that grows copies itself at once: in parts, each copy is short."""
+"""Number of dicts that share the map. A dict copies itself when it grows; small ones are fast."""
 
 ANCHOR_BYTES: Final = 108
-"""Upper bound: 48 for its hash, up to 60 for its place in the map just after a part has grown."""
+"""Upper bound: 48 bytes for the hash, up to 60 for the map entry just after a shard has grown."""
 
 
 class Anchors:
-    """`gets[block & 255](block)`: the number of the run that it stands in, or None."""
+    """The map. `shard_getters[block & 255](block)` returns the number of a block's run, or None."""
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]
@@ -23,32 +22,32 @@ class Anchors:
         ]
         self.count = 0
 
-    def put(self, block: int, name: int) -> None:
-        """The block stands in this run; whatever was said of it before."""
+    def put(self, block: int, run_number: int) -> None:
+        """Map a block to a run, replacing an older entry."""
         shard = self._shards[block & 255]
         before = len(shard)
-        shard[block] = name
+        shard[block] = run_number
         self.count += len(shard) - before
 
-    def remove(self, blocks: Iterable[int], name: int) -> list[int]:
-        """None of these stands in this run any more; those that stand in another."""
+    def remove(self, blocks: Iterable[int], run_number: int) -> list[int]:
+        """Remove the entries of blocks in this run. Return the blocks in other runs."""
         shards = self._shards
         others = []
         for block in blocks:
             shard = shards[block & 255]
             if block in shard:
-                if shard[block] == name:
+                if shard[block] == run_number:
                     del shard[block]
                     self.count -= 1
                 else:
                     others.append(block)
         return others
 
-    def find_in_other_runs(self, blocks: Iterable[int], name: int) -> list[int]:
-        """Those that stand in another run than this."""
+    def find_in_other_runs(self, blocks: Iterable[int], run_number: int) -> list[int]:
+        """Return the blocks that are mapped to another run."""
         shards = self._shards
         return [
             block
             for block in blocks
-            if block in (shard := shards[block & 255]) and shard[block] != name
+            if block in (shard := shards[block & 255]) and shard[block] != run_number
         ]

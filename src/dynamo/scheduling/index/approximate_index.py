@@ -1,5 +1,7 @@
-"""What workers will hold, because prompts were routed there: between the choice and the events, and
-in place of events where a worker sends none."""
+"""Predicted cache contents: blocks of prompts that were routed to a worker.
+
+Predictions bridge the time between routing and the KV events, and replace missing events.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +11,42 @@ from itertools import islice
 from math import inf
 from typing import Final
 
+from dynamo.scheduling.index.block_runs import match_length
+
 EVENT_GRACE_S: Final = 0.5
-"""After its first token a prompt is believed in so much longer: its events may be on their way."""
+"""A prediction remains for this time after the first token: its KV events may be delayed."""
 
 MAX_PREDICTED_BLOCKS: Final = 400_000
 
 PromptKey = tuple[str, int]
-"""A worker, and the last block of a prompt that was routed there."""
+"""A worker and the last block of a prompt that was routed to it."""
 
 
 class _RoutedPrompt:
-    """One routed prompt. `kept`: believed until `due`, whatever is settled."""
+    """A routed prompt. `until_ttl`: its first token does not end the prediction."""
 
     __slots__ = ("expires_s", "hashes", "key", "until_ttl")
 
-    def __init__(self, due: float, key: PromptKey, hashes: Sequence[int]) -> None:
-        self.expires_s = due
+    def __init__(self, expires_s: float, key: PromptKey, hashes: Sequence[int]) -> None:
+        self.expires_s = expires_s
         self.key = key
         self.hashes = hashes
         self.until_ttl = False
 
 
 class _PrefixNode:
-    """Blocks that every prompt has all of or none of. `prompts`: worker -> how many have them."""
+    """Blocks that are whole in every prompt through this node. `prompt_counts` is by worker."""
 
     __slots__ = ("blocks", "prompt_counts")
 
-    def __init__(self, blocks: Sequence[int], prompts: dict[str, int]) -> None:
+    def __init__(self, blocks: Sequence[int], prompt_counts: dict[str, int]) -> None:
         self.blocks = blocks
-        self.prompt_counts = prompts
-
-    def match_length(self, hashes: Sequence[int], start: int) -> int:
-        """How many of its blocks are those of `hashes` from `start` on; the first is. The chain
-        makes halving enough: where two are equal, so are all before."""
-        own = self.blocks
-        high = min(len(own), len(hashes) - start)
-        if own[high - 1] == hashes[start + high - 1]:
-            return high
-        low = 1
-        while high - low > 1:
-            middle = (low + high) >> 1
-            if own[middle - 1] == hashes[start + middle - 1]:
-                low = middle
-            else:
-                high = middle
-        return low
+        self.prompt_counts = prompt_counts
 
 
 class ApproximateIndex:
-    """Routed prompts by worker, as a tree of pieces, cut where prompts part or end: each prompt is
-    counted in its pieces and takes itself back. Not thread-safe."""
+    """Routed prompts as a prefix tree, with a node for each stretch where no prompt branches or
+    ends. Every prompt is counted in its nodes and later removed from them. Not thread-safe."""
 
     def __init__(self, ttl_s: float, *, max_blocks: int = MAX_PREDICTED_BLOCKS) -> None:
         self._ttl_s = ttl_s
@@ -71,7 +59,7 @@ class ApproximateIndex:
         self.block_count = 0
 
     def add(self, worker: str, hashes: Sequence[int], now: float) -> None:
-        """The worker will hold these blocks; believed for at most `ttl_s`."""
+        """Predict that the worker will hold these blocks, for at most `ttl_s`. Keeps `hashes`."""
         if now >= self._next_expiry_s:
             self.expire(now)
         if not hashes:
@@ -91,8 +79,8 @@ class ApproximateIndex:
             self._evict_oldest()
 
     def settle(self, worker: str, hashes: Sequence[int], now: float, *, until_ttl: bool) -> None:
-        """A routed prompt has its first token, or failed. `keep`: there are no events to tell, so
-        that it is believed on."""
+        """End a prediction after the first token or a failure. With `until_ttl`, where no events
+        come, it remains until its time to live ends."""
         same = self._active_by_key.get((worker, hashes[-1])) if hashes else None
         if not same:
             return
@@ -103,40 +91,41 @@ class ApproximateIndex:
             self._start_grace(same[0], now)
 
     def expire_retained(self, worker: str, now: float) -> None:
-        """From now on events tell of this worker: what was kept in their place goes."""
-        for routed in [one for one in self._active if one.until_ttl and one.key[0] == worker]:
+        """End the predictions that replaced the missing events of this worker."""
+        for routed in [
+            prompt for prompt in self._active if prompt.until_ttl and prompt.key[0] == worker
+        ]:
             self._start_grace(routed, now)
 
     def remove_worker(self, worker: str) -> None:
-        """The worker is no more."""
-        for routed in [one for one in self._active if one.key[0] == worker]:
+        """Remove all predictions for the worker."""
+        for routed in [prompt for prompt in self._active if prompt.key[0] == worker]:
             self._deactivate(routed)
             self._remove(routed)
-        for routed in [one for one in self._in_grace if one.key[0] == worker]:
+        for routed in [prompt for prompt in self._in_grace if prompt.key[0] == worker]:
             self._in_grace.remove(routed)
             self._remove(routed)
 
-    def merge_overlaps(self, found: dict[str, int], hashes: Sequence[int], now: float) -> None:
-        """Raise `found` (worker -> blocks of the longest prefix that it holds) to what is predicted
-        where that is more."""
+    def merge_overlaps(self, overlaps: dict[str, int], hashes: Sequence[int], now: float) -> None:
+        """Raise `overlaps` (worker -> blocks of the longest prefix) to the predicted ones."""
         if now >= self._next_expiry_s:
             self.expire(now)
-        pieces = self._nodes
+        nodes = self._nodes
         depth, size = 0, len(hashes)
         while depth < size:
-            piece = pieces.get(hashes[depth])
-            if piece is None:
+            node = nodes.get(hashes[depth])
+            if node is None:
                 return
-            count = piece.match_length(hashes, depth)
+            count = match_length(node.blocks, 0, hashes, depth)
             depth += count
-            for worker in piece.prompt_counts:
-                if found.get(worker, 0) < depth:
-                    found[worker] = depth
-            if count < len(piece.blocks):
+            for worker in node.prompt_counts:
+                if overlaps.get(worker, 0) < depth:
+                    overlaps[worker] = depth
+            if count < len(node.blocks):
                 return
 
     def expire(self, now: float) -> None:
-        """Forget what is not believed any more."""
+        """Remove expired predictions."""
         if now < self._next_expiry_s:
             return
         while self._in_grace and self._in_grace[0].expires_s <= now:
@@ -145,7 +134,7 @@ class ApproximateIndex:
             self._deactivate(routed)
             self._remove(routed)
         oldest = *islice(self._in_grace, 1), *islice(self._active, 1)
-        self._next_expiry_s = min((one.expires_s for one in oldest), default=inf)
+        self._next_expiry_s = min((prompt.expires_s for prompt in oldest), default=inf)
 
     def _evict_oldest(self) -> None:
         if self._in_grace:
@@ -170,36 +159,35 @@ class ApproximateIndex:
             same.remove(routed)
 
     def _insert(self, worker: str, hashes: Sequence[int]) -> None:
-        """One prompt more."""
-        pieces = self._nodes
+        nodes = self._nodes
         depth, size = 0, len(hashes)
         while depth < size:
-            piece = pieces.get(hashes[depth])
-            if piece is None:
-                pieces[hashes[depth]] = _PrefixNode(hashes[depth:], {worker: 1})
+            node = nodes.get(hashes[depth])
+            if node is None:
+                nodes[hashes[depth]] = _PrefixNode(hashes[depth:], {worker: 1})
                 return
-            count = piece.match_length(hashes, depth)
-            if count < len(piece.blocks):
-                below = piece.blocks[count:]
-                pieces[below[0]] = _PrefixNode(below, piece.prompt_counts.copy())
-                piece.blocks = piece.blocks[:count]
-            piece.prompt_counts[worker] = piece.prompt_counts.get(worker, 0) + 1
+            count = match_length(node.blocks, 0, hashes, depth)
+            if count < len(node.blocks):
+                below = node.blocks[count:]
+                nodes[below[0]] = _PrefixNode(below, node.prompt_counts.copy())
+                node.blocks = node.blocks[:count]
+            node.prompt_counts[worker] = node.prompt_counts.get(worker, 0) + 1
             depth += count
 
     def _remove(self, routed: _RoutedPrompt) -> None:
         worker, hashes = routed.key[0], routed.hashes
-        pieces = self._nodes
+        nodes = self._nodes
         depth, size = 0, len(hashes)
         self.block_count -= size
         while depth < size:
             block = hashes[depth]
-            piece = pieces[block]
-            prompts = piece.prompt_counts
+            node = nodes[block]
+            prompts = node.prompt_counts
             left = prompts[worker] - 1
             if left:
                 prompts[worker] = left
             else:
                 del prompts[worker]
                 if not prompts:
-                    del pieces[block]
-            depth += len(piece.blocks)
+                    del nodes[block]
+            depth += len(node.blocks)

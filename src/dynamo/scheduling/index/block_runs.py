@@ -1,7 +1,7 @@
-"""Chains of blocks as runs, and the order in which they are forgotten: cold ones, tails first.
+"""Runs of blocks, and their least-recently-used order for eviction.
 
-A run is a piece of a chain, 8 bytes a block. Further runs may hang under any of its blocks.
-A worker holds a run up to some depth, because whoever holds a block holds those above it.
+A run is a stretch of a hash chain, 8 bytes a block. Other runs may be children of any of its
+blocks. A worker holds a run up to some depth, because a held block implies the blocks above it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,40 @@ from typing import Final
 RUN_BYTES: Final = 440
 RUN_BLOCK_BYTES: Final = 9
 HOLDER_BYTES: Final = 320
-"""Upper bounds: of a run, of a block in it, of a worker beyond the first that holds it."""
+"""Upper bounds for a run, for a block in it, and for each holder beyond the first."""
 
 SWEEP_CURSOR: Final = 0
 COPY_CURSOR: Final = 1
 
 _SHARED_INTS: Final = tuple(range(4_096))
-"""Ints that runs share: a copy of a run's ends then finds them in the processor's cache."""
+"""Shared int objects for depths: copying the depths of a run then hits the CPU cache."""
+
+
+def match_length(blocks: Sequence[int], place: int, hashes: Sequence[int], start: int) -> int:
+    """Return how many of `blocks` from `place` equal `hashes` from `start`. The first must equal.
+
+    A binary search suffices, because equal chained hashes imply equal hashes before them.
+    """
+    high = min(len(blocks) - place, len(hashes) - start)
+    if blocks[place + high - 1] == hashes[start + high - 1]:
+        return high
+    low = 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if blocks[place + middle - 1] == hashes[start + middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 class BlockRun:
-    """`name`: its number. `hashes`: the blocks, the first under `parent`. `workers`: the set of
-    those that hold some of it. `doubtful`: it may repeat blocks that stand in another run, too.
-    `copied`: the last copy that is done with it. `before`, `after`: neighbours in the order of last
-    use."""
+    """A stretch of a hash chain below the block `parent`, and its holders.
+
+    `holder_bits` is the set of workers that hold any of it. `may_repeat_blocks`: some blocks may
+    be in another run, too. `last_copy` is the number of the last copy that contains the run.
+    Depths are stored as ends counted from the chain's root, at `_root_offset` above the run.
+    """
 
     __slots__ = (
         "_holder_ends",
@@ -47,13 +67,12 @@ class BlockRun:
     lru_next: BlockRun
 
     def __init__(
-        self, name: int, parent: int, owner: str, worker: int, hashes: Sequence[int] = ()
+        self, number: int, parent: int, owner: str, owner_bit: int, hashes: Sequence[int] = ()
     ) -> None:
-        """`owner`, as a set `worker`, holds all of it."""
-        self.number = name
+        self.number = number
         self.parent = parent
         self.hashes = array("Q", hashes)
-        self.holder_bits = worker
+        self.holder_bits = owner_bit
         self.may_repeat_blocks = False
         self.last_copy = 0
         self._root_offset = 0
@@ -63,31 +82,30 @@ class BlockRun:
 
     @property
     def holder_count(self) -> int:
-        """How many workers hold some of it."""
+        """The number of workers that hold any of it."""
         return 1 if self._holder_ends is None else len(self._holder_ends)
 
     @property
     def depths(self) -> Mapping[str, int]:
-        """Worker -> how many of its blocks it holds."""
+        """worker -> how many of the blocks it holds."""
         ends, start = self._holder_ends, self._root_offset
         if ends is None:
             return {self._owner: self._owner_end - start}
         return {worker: end - start for worker, end in ends.items()}
 
     def get_depth(self, worker: str) -> int:
-        """How many of its blocks a worker holds."""
+        """Return how many of the blocks a worker holds."""
         ends, start = self._holder_ends, self._root_offset
         if ends is None:
             return self._owner_end - start if worker == self._owner else 0
         return ends.get(worker, start) - start
 
-    def set_depth(self, name: str, worker: int, depth: int) -> int:
-        """A worker (`worker`: as a set) holds so many of its blocks (0: none). By how many the
-        holders grew."""
+    def set_depth(self, name: str, bit: int, depth: int) -> int:
+        """Set how many blocks a worker holds. Return the change of the number of holders."""
         if depth:
-            self.holder_bits |= worker
+            self.holder_bits |= bit
         else:
-            self.holder_bits &= ~worker
+            self.holder_bits &= ~bit
         end = self._root_offset + depth
         if end < len(_SHARED_INTS):
             end = _SHARED_INTS[end]
@@ -109,7 +127,7 @@ class BlockRun:
         return len(ends) - before
 
     def append_blocks(self, hashes: Sequence[int]) -> None:
-        """Its only holder holds these after what there is."""
+        """Append blocks that the only holder holds."""
         self.hashes.extend(hashes)
         end = self._root_offset + len(self.hashes)
         if self._holder_ends is None:
@@ -119,13 +137,13 @@ class BlockRun:
                 self._holder_ends[name] = end
 
     def find_max_depth(self) -> int:
-        """How many of its blocks are held by anybody."""
+        """Return the largest depth of any holder."""
         if self._holder_ends is None:
             return self._owner_end - self._root_offset
         return max(self._holder_ends.values(), default=self._root_offset) - self._root_offset
 
     def truncate(self, length: int) -> Sequence[int]:
-        """Nobody is to hold more than `length` blocks; those that go, tails first."""
+        """Keep the first `length` blocks. Return the removed ones, last block first."""
         own = self.hashes
         gone = own[: length - 1 : -1] if length else own[::-1]
         del own[length:]
@@ -138,26 +156,26 @@ class BlockRun:
             )
         return gone
 
-    def merge_overlaps(self, found: dict[str, int], start: int, most: int) -> dict[str, int]:
-        """`found` (worker -> overlap) and, of workers not in it, what they hold of the first `most`
-        blocks, `start` blocks of the prompt being above them."""
+    def merge_overlaps(self, overlaps: dict[str, int], start: int, length: int) -> dict[str, int]:
+        """Return `overlaps` with those of other holders added; it may be changed in place. The
+        prompt has `start` blocks above this run and matches its first `length` blocks."""
         if start != self._root_offset:
             self._rebase(start)
-        top = start + most
+        top = start + length
         ends = self._holder_ends
         if ends is None:
-            found.setdefault(self._owner, min(self._owner_end, top))
-            return found
-        if most < len(self.hashes):
-            here = {name: end if end < top else top for name, end in ends.items()}  # noqa: FURB136
+            overlaps.setdefault(self._owner, min(self._owner_end, top))
+            return overlaps
+        if length < len(self.hashes):
+            held = {name: end if end < top else top for name, end in ends.items()}  # noqa: FURB136
         else:
-            here = ends.copy()
-        if found:
-            here.update(found)
-        return here
+            held = ends.copy()
+        if overlaps:
+            held.update(overlaps)
+        return held
 
     def _rebase(self, start: int) -> None:
-        """Ends are counted from the root, for matches to copy; where that is, a match tells."""
+        """Set the distance to the chain's root, which only a match knows, and shift the ends."""
         more = start - self._root_offset
         self._root_offset = start
         self._owner_end += more
@@ -165,40 +183,24 @@ class BlockRun:
             self._holder_ends = {name: end + more for name, end in self._holder_ends.items()}
 
     def find_position(self, block: int) -> int:
-        """Where a block of it stands. Raises ValueError."""
+        """Return the index of a block. Raises ValueError."""
         return 0 if self.hashes[0] == block else self.hashes.index(block)
 
     def find_next_position(self, worker: str, block: int) -> int:
-        """The place right after a block of it, most likely the last that `worker` holds."""
+        """Return the index after a block, which is most likely the last that `worker` holds."""
         depth = self.get_depth(worker)
         if depth and self.hashes[depth - 1] == block:
             return depth
         return self.find_position(block) + 1
 
-    def match_length(self, place: int, hashes: Sequence[int], start: int) -> int:
-        """How many blocks from `place` on are those of `hashes` from `start` on; the first is. The
-        chain makes halving enough: where two are equal, so are all before."""
-        own = self.hashes
-        high = min(len(own) - place, len(hashes) - start)
-        if own[place + high - 1] == hashes[start + high - 1]:
-            return high
-        low = 1
-        while high - low > 1:
-            middle = (low + high) >> 1
-            if own[place + middle - 1] == hashes[start + middle - 1]:
-                low = middle
-            else:
-                high = middle
-        return low
-
     def match_tail(self, length: int, hashes: Sequence[int], start: int) -> int:
-        """How many of the last of its first `length` blocks are those of `hashes` from `start` on,
-        tails first."""
+        """Return how many blocks before index `length`, going upwards, equal `hashes` from
+        `start`."""
         own, most = self.hashes, min(length, len(hashes) - start)
         if most > 2 and own[length - most] == hashes[start + most - 1]:
-            given = array("Q", hashes[start : start + most])
-            given.reverse()
-            if given == own[length - most : length]:
+            tail = array("Q", hashes[start : start + most])
+            tail.reverse()
+            if tail == own[length - most : length]:
                 return most
         count = 0
         while count < most and own[length - count - 1] == hashes[start + count]:
@@ -207,8 +209,8 @@ class BlockRun:
 
 
 class LruBlockRuns:
-    """All runs in the order of last use. `children`: block -> how many runs hang under it.
-    `named`: by number."""
+    """All runs in the order of last use. `child_counts` is the number of runs directly below each
+    parent block."""
 
     def __init__(self) -> None:
         self._sentinel = BlockRun(-1, 0, "", 0)
@@ -219,13 +221,13 @@ class LruBlockRuns:
         self.by_number: list[BlockRun] = []
         self.count = 0
 
-    def create(self, parent: int, owner: str, worker: int, hashes: Sequence[int]) -> BlockRun:
-        """A new run, the warmest. `worker`: `owner` as a set."""
+    def create(self, parent: int, owner: str, owner_bit: int, hashes: Sequence[int]) -> BlockRun:
+        """Return a new run, held whole by `owner`, as the most recently used."""
         if self._free_numbers:
-            name = self._free_numbers.pop()
-            run = self.by_number[name] = BlockRun(name, parent, owner, worker, hashes)
+            number = self._free_numbers.pop()
+            run = self.by_number[number] = BlockRun(number, parent, owner, owner_bit, hashes)
         else:
-            run = BlockRun(len(self.by_number), parent, owner, worker, hashes)
+            run = BlockRun(len(self.by_number), parent, owner, owner_bit, hashes)
             self.by_number.append(run)
         self.child_counts[parent] = self.child_counts.get(parent, 0) + 1
         self._link(run)
@@ -233,7 +235,7 @@ class LruBlockRuns:
         return run
 
     def delete(self, run: BlockRun) -> None:
-        """It is empty."""
+        """Delete an empty run and recycle its number."""
         left = self.child_counts[run.parent] - 1
         if left:
             self.child_counts[run.parent] = left
@@ -245,14 +247,14 @@ class LruBlockRuns:
         self.count -= 1
 
     def touch(self, run: BlockRun) -> None:
-        """It was used."""
+        """Mark the run as the most recently used."""
         if self._sentinel.lru_previous is not run:
             self._unlink(run)
             self._link(run)
 
     def find_coldest(self, count: int) -> tuple[BlockRun, int] | None:
-        """The coldest run that has blocks with nothing below them, and to what length it may be
-        cut: by at most `count`. None: there is no run."""
+        """Return the least recently used run with removable blocks, and its length without up to
+        `count` of them. Blocks with children below them stay. None: there is no run."""
         for _ in range(self.count):
             run = self._sentinel.lru_next
             length = _length_after_eviction(run.hashes, self.child_counts, count)
@@ -265,12 +267,12 @@ class LruBlockRuns:
         return run, max(0, len(run.hashes) - count)
 
     def start_walk(self, walk: int) -> None:
-        """`next` begins with the coldest. `walk`: SWEEP or COPY, each goes its own way."""
+        """Start the walk of SWEEP_CURSOR or COPY_CURSOR at the least recently used run."""
         self._cursors[walk] = self._sentinel.lru_next
 
     def advance(self, walk: int) -> BlockRun | None:
-        """Every run, one a call, in spite of changes between the calls; one that was used meanwhile
-        comes again. None: that was all."""
+        """Return the next run of a walk, or None at its end. Runs may change between two calls. A
+        run that was touched in between is returned again."""
         run = self._cursors[walk]
         if run is self._sentinel:
             return None
@@ -290,7 +292,7 @@ class LruBlockRuns:
 
     def _unlink(self, run: BlockRun) -> None:
         if run in self._cursors:
-            self._cursors = [run.lru_next if one is run else one for one in self._cursors]
+            self._cursors = [run.lru_next if at is run else at for at in self._cursors]
         run.lru_previous.lru_next, run.lru_next.lru_previous = run.lru_next, run.lru_previous
 
 

@@ -1,4 +1,4 @@
-"""What a router believes of every worker's cache: what events say, and what it has sent there."""
+"""The router's view of every worker's cache: KV events combined with predictions."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ from dynamo.scheduling.index.tiered_index import LowerTierBlocks, TieredIndex
 log = logging.getLogger(__name__)
 
 CacheViewMode = Literal["exact", "stale", "approximate", "no prefix cache"]
-"""exact: the worker's events are complete. stale: a gap is being repaired; what was known is
-believed on, predictions beside it. approximate: it sends no events, only predictions tell. no
-prefix cache: it keeps nothing for later prompts, and nothing is predicted."""
+"""How the cache of a worker is known.
+
+- exact: from complete events.
+- stale: a gap is being repaired; the last known blocks and predictions are used.
+- approximate: from predictions only, because the worker sends no events.
+- no prefix cache: nothing is predicted, because the worker keeps nothing for later prompts.
+"""
 
 NO_PREFIX_CACHE: Final = "no prefix cache"
 
 RemoteMatch = Callable[[Sequence[int]], Awaitable[Mapping[str, int]]]
-"""Blocks -> worker -> how many of them it holds, of an index elsewhere."""
+"""Look block hashes up in a remote index: worker -> overlap in blocks."""
 
 MAX_LOOP_TURN_S: Final = 0.0005
 MAX_REMOTE_MATCHES: Final = 1024
 MODE_MESSAGES: Final[dict[CacheViewMode, str]] = {
     "exact": "a worker's cache is known exactly",
-    "stale": "events of a worker's cache are missing and asked for again",
-    "approximate": "a worker sends no KV events: its cache is guessed from what is sent there",
-    NO_PREFIX_CACHE: "a worker has no prefix cache: nothing is expected there",
+    "stale": "KV events of a worker are missing and are being repaired",
+    "approximate": "a worker sends no KV events: its cache is predicted from routed prompts",
+    NO_PREFIX_CACHE: "a worker has no prefix cache: no overlap is predicted for it",
 }
 DEFAULT_PREDICTION_TTL_S: Final = 120.0
 PREDICTION_BUDGET_DIVISOR: Final = 4
@@ -45,10 +49,10 @@ PREDICTED_BLOCK_BYTES: Final = 160
 
 
 class CacheView:
-    """Overlaps of a prompt with every worker's cache.
+    """Overlaps of prompts with every worker's cache.
 
-    A worker is named "instance", or "instance/rank" where it has data-parallel ranks. `ttl_s`: how
-    long a prediction is believed where no events come. Of `budget_bytes` a quarter is for
+    A worker is named "instance", or "instance/rank" with data-parallel ranks. `ttl_s` is the time
+    to live of predictions for workers without events. A quarter of `budget_bytes` is for
     predictions.
     """
 
@@ -79,31 +83,31 @@ class CacheView:
 
     @property
     def device_index(self) -> KvIndex:
-        """Blocks in the devices' memory, as events tell."""
+        """The index of blocks in device memory, built from events."""
         return self.tiers.device
 
     @property
     def predicted_blocks(self) -> int:
-        """Blocks of prompts that were routed and are not yet for events to tell."""
+        """The number of currently predicted blocks."""
         self._approximate_index.expire(self._clock.now())
         return self._approximate_index.block_count
 
     async def subscribe(self, events: Events, subject_prefix: str) -> None:
-        """Hear every source of KV events under the prefix, until `close`."""
+        """Subscribe to every source of KV events below the prefix, until `close`."""
         self.count_lost_events = events.count_lost_events
         self._unsubscribe.append(await events.subscribe(subject_prefix, self._enqueue_event))
 
     def use_remote_index(self, match: RemoteMatch) -> None:
-        """From now on what events say is asked of another index: `prepare` each prompt."""
+        """Use a remote index in place of events. Call `fetch_remote_match` before each lookup."""
         self._remote_match = match
 
     @property
     def is_remote(self) -> bool:
-        """Whether `prepare` is needed."""
+        """Whether lookups need `fetch_remote_match`."""
         return self._remote_match is not None
 
     async def fetch_remote_match(self, hashes: Sequence[int]) -> None:
-        """Have the other index's answer for this prompt at hand; nothing where there is none."""
+        """Fetch and cache the overlaps of this prompt from the remote index, if there is one."""
         if self._remote_match is None or not hashes:
             return
         answer = await self._remote_match(hashes)
@@ -113,60 +117,59 @@ class CacheView:
             self._remote_matches.popitem(last=False)
 
     def set_modes(self, modes: Mapping[str, CacheViewMode]) -> None:
-        """How far each worker's view can be trusted, as the other index says; those not named are
-        approximate."""
+        """Set the modes of the remote index. Workers without a mode become approximate."""
         for worker in self._modes.keys() | modes.keys():
             self._set_mode(worker, modes.get(worker, "approximate"))
 
     def close(self) -> None:
-        """Hear no more."""
+        """Unsubscribe, and drop events that were not processed yet."""
         self._pending_events.clear()
         for unsubscribe in self._unsubscribe:
             unsubscribe()
         self._unsubscribe.clear()
 
     def apply(self, worker: str, changes: Sequence[KvEvent]) -> None:
-        """What a worker says of its cache. From now on it is known exactly."""
-        tiers, heard = self.tiers, self.event_counts
+        """Apply changes that a worker reports. Its mode becomes exact unless events are missing."""
+        tiers, counts = self.tiers, self.event_counts
         for change in changes:
             if isinstance(change, BlocksStored):
                 tiers.get_or_create_tier(change.tier).store(worker, change.parent, change.hashes)
-                heard["stored"] += len(change.hashes)
+                counts["stored"] += len(change.hashes)
             elif isinstance(change, BlocksRemoved):
                 tiers.get_or_create_tier(change.tier).remove(worker, change.hashes)
-                heard["removed"] += len(change.hashes)
+                counts["removed"] += len(change.hashes)
             else:
                 tiers.remove_worker(worker)
-                heard["cleared"] += 1
+                counts["cleared"] += 1
         if self._modes.get(worker) != "exact" and worker not in self._incomplete_workers:
             self._set_mode(worker, "exact")
 
     def remove_worker(self, worker: str) -> None:
-        """The worker is no more."""
+        """Remove everything known about the worker."""
         self.tiers.remove_worker(worker)
         self._approximate_index.remove_worker(worker)
         self._incomplete_workers.discard(worker)
         if self._modes.pop(worker, None) is not None:
-            log.info("worker's cache forgotten", extra={"fields": {"worker": worker}})
+            log.info("cache view of a worker removed", extra={"fields": {"worker": worker}})
 
     def find_overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
-        """worker -> blocks of the longest prefix of `hashes` that it holds on its device, or will
-        hold by what was routed there (> 0 only)."""
+        """Return worker -> blocks of the longest prefix of `hashes` that its device holds or is
+        predicted to hold (> 0 only)."""
         if self._remote_match is None:
-            found = self.tiers.device.match(hashes)
+            overlaps = self.tiers.device.match(hashes)
         else:
-            found = dict(self._remote_matches.get(hashes[-1], ())) if hashes else {}
-        self._approximate_index.merge_overlaps(found, hashes, self._clock.now())
-        return found
+            overlaps = dict(self._remote_matches.get(hashes[-1], ())) if hashes else {}
+        self._approximate_index.merge_overlaps(overlaps, hashes, self._clock.now())
+        return overlaps
 
     def find_lower_tier_blocks(
         self, hashes: Sequence[int], overlaps: Mapping[str, int]
     ) -> Mapping[str, LowerTierBlocks]:
-        """worker -> blocks in lower tiers right after its `overlaps`."""
+        """Return worker -> blocks in lower tiers directly after its overlap."""
         return self.tiers.find_lower_tier_blocks(hashes, overlaps)
 
     def set_cacheless_workers(self, workers: AbstractSet[str]) -> None:
-        """These workers, and no others, keep nothing for later prompts, as they say."""
+        """Set the workers that announce that they keep nothing for later prompts."""
         for worker in workers - self._cacheless_workers:
             self.tiers.remove_worker(worker)
             self._approximate_index.remove_worker(worker)
@@ -174,8 +177,7 @@ class CacheView:
         self._cacheless_workers = frozenset(workers)
 
     def on_request_routed(self, worker: str, hashes: Sequence[int]) -> None:
-        """A prompt was sent to the worker: it will hold these blocks. The caller leaves `hashes` as
-        they are."""
+        """Predict that the worker will hold these blocks. The caller must not change `hashes`."""
         if worker in self._cacheless_workers:
             return
         if worker not in self._modes:
@@ -183,23 +185,23 @@ class CacheView:
         self._approximate_index.add(worker, hashes, self._clock.now())
 
     def on_prefill_ended(self, worker: str, hashes: Sequence[int]) -> None:
-        """The first token of a routed prompt came, or it failed: its blocks are now for events to
-        tell. Where none come, they are believed on."""
-        keep = self._modes.get(worker) != "exact"
-        self._approximate_index.settle(worker, hashes, self._clock.now(), until_ttl=keep)
+        """End the prediction of a routed prompt after its first token or failure. Without events it
+        remains until its time to live ends."""
+        until_ttl = self._modes.get(worker) != "exact"
+        self._approximate_index.settle(worker, hashes, self._clock.now(), until_ttl=until_ttl)
 
     def get_mode(self, worker: str) -> CacheViewMode:
-        """How far the view of this worker can be trusted."""
+        """Return the mode of a worker."""
         if worker in self._cacheless_workers:
             return NO_PREFIX_CACHE
         return self._modes.get(worker, "approximate")
 
     def get_modes(self, workers: Iterable[str] = ()) -> dict[str, CacheViewMode]:
-        """The mode of every worker that was heard of or sent to, and of `workers`."""
+        """Return the modes of all known workers and of `workers`."""
         return {worker: self.get_mode(worker) for worker in sorted({*self._modes, *workers})}
 
     def on_event(self, event: Event) -> None:
-        """One event of the plane."""
+        """Apply an event. Events of other subjects are ignored."""
         if not event.subject.endswith(KV_EVENTS_SUBJECT):
             return
         self.event_counts[event.kind] += 1
@@ -217,7 +219,7 @@ class CacheView:
             self._apply_payload(worker, event.payload)
 
     def _enqueue_event(self, event: Event) -> None:
-        """Large states take turns with the rest of the loop; order is kept."""
+        """Apply an event in order. Dumps, and events behind them, wait for short loop turns."""
         if not self._pending_events and event.kind != "dump":
             self.on_event(event)
             return
@@ -242,7 +244,7 @@ class CacheView:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.event_counts["undecodable"] += 1
             fields = {"worker": worker, "error": str(error)}
-            log.exception("KV event not understood", extra={"fields": fields})
+            log.exception("a KV event could not be decoded", extra={"fields": fields})
             self._incomplete_workers.add(worker)
             self._set_mode(worker, "stale")
             return

@@ -1,4 +1,4 @@
-"""What /metrics says of the views that a process has; everything is asked at scrape."""
+"""Metrics of the cache views of a process, computed at scrape time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CacheViewSource = Callable[[], Iterable[CacheView]]
 
 
 def declare_cache_view_metrics(registry: Registry, views: CacheViewSource) -> None:
-    """Size, trust and events of `views()` together."""
+    """Declare size, mode and event metrics, each summed over `views()`."""
     _declare_size_metrics(registry, views)
     _declare_event_metrics(registry, views)
 
@@ -28,52 +28,52 @@ def _declare_size_metrics(registry: Registry, views: CacheViewSource) -> None:
 
     registry.gauge(
         "dynamo_kv_index_blocks",
-        "KV blocks that the index knows, by events.",
+        "KV blocks that the index knows from events.",
         callback=lambda: sum(view.device_index.block_count for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_bytes",
-        "Upper bound of the memory that the index takes; index.budget_bytes bounds it.",
+        "Upper bound of the memory of the index, limited by index.budget_bytes.",
         callback=lambda: sum(view.device_index.bytes_used for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_predicted_blocks",
-        "KV blocks that are predicted, because prompts were routed there.",
+        "KV blocks predicted from routed prompts.",
         callback=lambda: sum(view.predicted_blocks for view in views()),
     )
     registry.gauge(
         "dynamo_kv_index_workers",
-        "Workers by how their cache is known: exact, stale (a gap is being repaired), approximate, "
-        "no prefix cache.",
+        "Workers by the mode of their cache view: exact, stale (a gap is being repaired), "
+        "approximate (predictions only), no prefix cache.",
         ("mode",),
         callback=modes,
     )
     registry.counter(
         "dynamo_kv_index_forgotten_blocks_total",
-        "KV blocks forgotten for want of memory (index.budget_bytes).",
+        "KV blocks evicted to stay within index.budget_bytes.",
         callback=lambda: sum(view.device_index.evicted_blocks for view in views()),
     )
 
 
 def _declare_event_metrics(registry: Registry, views: CacheViewSource) -> None:
-    def heard(kinds: Iterable[str]) -> Mapping[tuple[str, ...], float]:
-        found = list(views())
-        return {(kind,): sum(view.event_counts[kind] for view in found) for kind in kinds}
+    def count_events(kinds: Iterable[str]) -> Mapping[tuple[str, ...], float]:
+        present = list(views())
+        return {(kind,): sum(view.event_counts[kind] for view in present) for kind in kinds}
 
     registry.counter(
         "dynamo_kv_index_blocks_told_total",
-        "KV blocks that events told of, by what became of them.",
+        "KV blocks in received events, by change.",
         ("change",),
-        callback=lambda: heard(BLOCK_CHANGES),
+        callback=lambda: count_events(BLOCK_CHANGES),
     )
     registry.counter(
         "dynamo_kv_index_events_total",
-        "KV events heard, by kind: stale is a gap, dump a whole state, gone a worker that left.",
+        "KV events received, by kind: stale marks a gap, dump a full state, gone a removed worker.",
         ("kind",),
-        callback=lambda: heard(EVENT_KINDS),
+        callback=lambda: count_events(EVENT_KINDS),
     )
     registry.counter(
         "dynamo_kv_index_events_lost_total",
-        "Events that could not be repaired.",
+        "Events that were lost and could not be repaired.",
         callback=lambda: sum(view.count_lost_events() for view in views()),
     )

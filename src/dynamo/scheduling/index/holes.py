@@ -1,4 +1,4 @@
-"""Blocks that workers gave up out of turn: before those that hang under them."""
+"""Holes: blocks that a worker removed before their children."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 MAX_HOLES: Final = 8_192
 HOLE_BYTES: Final = 160
 HOLE_BUDGET_DIVISOR: Final = 16
-"""At most so small a part of the index's budget is for holes."""
+"""Holes take at most this fraction (1/n) of the budget of the index."""
 
 
 class Holes:
-    """`workers`: block -> set of those that do not hold it, although what they hold goes on behind
-    it as far as the index knows. The oldest are forgotten."""
+    """The holes of all workers. `workers_by_block` maps a block to the bitset of workers that lack
+    it but hold blocks below it, as far as the index knows. The oldest holes are dropped first."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._max_holes = min(MAX_HOLES, budget_bytes // HOLE_BUDGET_DIVISOR // HOLE_BYTES)
@@ -23,42 +23,42 @@ class Holes:
         return len(self.workers_by_block)
 
     def add(self, worker: int, blocks: Iterable[int]) -> None:
-        """`worker`, as a set, holds none of these any more."""
-        found = self.workers_by_block
+        """Add holes of `worker` (a bitset)."""
+        holes = self.workers_by_block
         for block in blocks:
-            found[block] = found.pop(block, 0) | worker
-        while len(found) > self._max_holes:
-            del found[next(iter(found))]
+            holes[block] = holes.pop(block, 0) | worker
+        while len(holes) > self._max_holes:
+            del holes[next(iter(holes))]
 
     def fill(self, worker: int, blocks: Sequence[int]) -> bool:
-        """`worker` holds these; whether one was a hole of it."""
-        found = self.workers_by_block
-        if found.keys().isdisjoint(blocks):
+        """Remove holes of `worker` that it now holds. Return whether there were any."""
+        holes = self.workers_by_block
+        if holes.keys().isdisjoint(blocks):
             return False
-        filled = [block for block in blocks if found.get(block, 0) & worker]
+        filled = [block for block in blocks if holes.get(block, 0) & worker]
         for block in filled:
-            found[block] ^= worker
-            if not found[block]:
-                del found[block]
+            holes[block] ^= worker
+            if not holes[block]:
+                del holes[block]
         return bool(filled)
 
     def trim_end(self, worker: int, blocks: Sequence[int], length: int) -> int:
-        """What is left of the first `length` blocks without the holes of `worker` at the end."""
-        found = self.workers_by_block
-        while length and found.get(blocks[length - 1], 0) & worker:
+        """Return `length` reduced by the holes of `worker` at the end of `blocks[:length]`."""
+        holes = self.workers_by_block
+        while length and holes.get(blocks[length - 1], 0) & worker:
             length -= 1
         return length
 
     def iter_holes(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(place in `blocks`, workers without it)."""
-        found = self.workers_by_block
-        if found.keys().isdisjoint(blocks):
+        """Yield (index in `blocks`, bitset of workers without this block)."""
+        holes = self.workers_by_block
+        if holes.keys().isdisjoint(blocks):
             return
         for place, block in enumerate(blocks):
-            if workers := found.get(block):
+            if workers := holes.get(block):
                 yield place, workers
 
     def remove_workers(self, workers: int) -> None:
-        """These are no more."""
+        """Remove all holes of these workers (a bitset)."""
         left = {block: held & ~workers for block, held in self.workers_by_block.items()}
         self.workers_by_block = {block: held for block, held in left.items() if held}

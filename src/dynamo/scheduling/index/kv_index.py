@@ -1,9 +1,10 @@
 """The KV index: runs of blocks, found by a flat map from block hash to run.
 
-A chained hash names a whole prefix, and whoever holds a block holds the blocks above it. So a match
-needs no walk: look up the first block, find by halving how much of its run the prompt shares, look
-up the next. And the map needs few blocks: events begin and end where somebody's part of a run does,
-so the first block of a run and the last that a worker holds of it (anchors) are enough.
+A chained hash identifies a whole prefix, and a held block implies the blocks above it. A match
+therefore walks no tree: it looks up a block, finds by binary search how much of its run the prompt
+shares, and looks up the next block. The map contains few blocks, because events begin and end where
+a worker's part of a run does. The first block of a run and the last one of each holder (anchors)
+suffice.
 """
 
 from __future__ import annotations
@@ -21,31 +22,33 @@ from dynamo.scheduling.index.block_runs import (
     SWEEP_CURSOR,
     BlockRun,
     LruBlockRuns,
+    match_length,
 )
 from dynamo.scheduling.index.holes import HOLE_BYTES, Holes
 from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
 
 DEFAULT_BUDGET_BYTES: Final = 256 << 20
 PIECE_OVERHEAD_BYTES: Final = 2 * ANCHOR_BYTES + RUN_BYTES + HOLDER_BYTES
-"""Upper bound of what a piece of a chain takes besides its blocks."""
+"""Upper bound of the memory of a new run besides its blocks."""
 
 MAX_BLOCKS_PER_EVICTION: Final = 64
 RUNS_PER_SWEEP: Final = 8
 
 Chain = tuple[int, Sequence[int], Mapping[str, int]]
-"""Parent, blocks, worker -> how many of them it holds."""
+"""Parent block, blocks, and worker -> how many of them it holds."""
 
 
 class KvIndex:
-    """Exact as far as it is told, within its budget. Not thread-safe; no clock, no I/O.
+    """The blocks that each worker holds, exact within a memory budget. Not thread-safe.
 
-    It relies on what prefix caches promise: who holds a block holds those above it. Of a worker
-    that breaks this it may believe too much, until what hangs under the gap goes, too. Over
-    `budget_bytes` the coldest branches are forgotten, tails first: it errs on the side of less.
+    The index relies on the invariant of prefix caches: a worker that holds a block holds the blocks
+    above it. If a worker breaks the invariant, its overlap may be too large until the blocks below
+    the gap are removed, too. Above `budget_bytes` the least recently used branches are evicted from
+    their ends, so that overlaps become too small rather than too large.
     """
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._spare_bytes = budget_bytes
         self.block_count = 0
         self.evicted_blocks = 0
@@ -60,24 +63,19 @@ class KvIndex:
         self._copy_number = 0
         self._copied_chains: deque[Chain] | None = None
 
-    @property
-    def budget_bytes(self) -> int:
-        """What `bytes_used` stays below."""
-        return self._budget_bytes
-
-    @budget_bytes.setter
-    def budget_bytes(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
+    def reduce_budget(self, reduction_bytes: int) -> None:
+        """Reduce the upper limit of `bytes_used`, which takes effect at the next update."""
+        self.budget_bytes -= reduction_bytes
         self._spare_bytes = 0
 
     @property
     def workers(self) -> Sequence[str]:
-        """Every worker that was heard of and not dropped."""
+        """The workers that have stored blocks and were not removed."""
         return self._worker_bitsets.names
 
     @property
     def bytes_used(self) -> int:
-        """An upper bound of the memory that the index takes."""
+        """An upper bound of the memory of the index."""
         shared = self._holder_count - self._runs.count
         return (
             RUN_BLOCK_BYTES * self.block_count
@@ -88,7 +86,7 @@ class KvIndex:
         )
 
     def store(self, worker: str, parent: int, hashes: Sequence[int]) -> None:
-        """`worker` holds this chain; its first block hangs under `parent` (0: the root)."""
+        """Add a chain that `worker` holds. Its first block follows `parent` (0: the root)."""
         bit = self._worker_bitsets.get_or_assign_bit(worker)
         filled = bool(self._holes.workers_by_block) and self._holes.fill(bit, hashes)
         above, place = self._find_run(parent), -1
@@ -110,7 +108,7 @@ class KvIndex:
             if run is None:
                 run, count = self._insert(worker, bit, above, parent, hashes[at:])
             else:
-                count = run.match_length(place, hashes, at)
+                count = match_length(run.hashes, place, hashes, at)
                 if place + count > run.get_depth(worker):
                     self._set_depth(run, worker, bit, place + count)
             run.may_repeat_blocks |= filled
@@ -120,7 +118,7 @@ class KvIndex:
         self._enforce_budget(RUN_BLOCK_BYTES * end)
 
     def remove(self, worker: str, hashes: Sequence[int]) -> None:
-        """`worker` does not hold these blocks any more, nor what hangs under them."""
+        """Remove these blocks, and the blocks below them, from `worker`."""
         bit = self._worker_bitsets.get_bit(worker)
         missed = self._remove_blocks(worker, bit, hashes) if bit else ()
         while missed:
@@ -131,49 +129,42 @@ class KvIndex:
             missed = left
         self._enforce_budget((ANCHOR_BYTES + HOLE_BYTES) * len(hashes))
 
-    def clear(self, worker: str) -> None:
-        """`worker` holds nothing."""
-        self.remove_worker(worker)
-
     def remove_worker(self, worker: str) -> None:
-        """`worker` is no more. Takes no time: its blocks are forgotten in steps, by and by."""
+        """Remove a worker in constant time. Later updates remove its blocks step by step."""
         self._removed_workers |= self._worker_bitsets.remove(worker)
 
     def match(self, hashes: Sequence[int]) -> dict[str, int]:
-        """worker -> blocks of the longest prefix of `hashes` that it holds (> 0 only)."""
+        """Return worker -> blocks of the longest prefix of `hashes` that it holds (> 0 only)."""
         path: list[tuple[int, int, BlockRun]] = []
-        gets, named, gone = (
-            self._shard_getters,
-            self._runs.by_number,
-            self._removed_workers | self._workers_being_swept,
-        )
+        getters, by_number = self._shard_getters, self._runs.by_number
+        removed = self._removed_workers | self._workers_being_swept
         at, end = 0, len(hashes)
         while at < end:
             block = hashes[at]
-            name = gets[block & 255](block)
-            if name is None:
+            number = getters[block & 255](block)
+            if number is None:
                 break
-            run = named[name]
-            if gone and run.holder_bits & gone and not self._purge_removed_workers(run):
+            run = by_number[number]
+            if removed and run.holder_bits & removed and not self._purge_removed_workers(run):
                 break
             place = run.find_position(block)
-            count = run.match_length(place, hashes, at)
+            count = match_length(run.hashes, place, hashes, at)
             path.append((at - place, place + count, run))
             at += count
         if self._holes.workers_by_block and self._apply_holes(path, hashes[:at]):
             return self.match(hashes)
-        found: dict[str, int] = {}
+        overlaps: dict[str, int] = {}
         others = -1
-        for start, most, run in reversed(path):
+        for start, length, run in reversed(path):
             self._runs.touch(run)
             if run.holder_bits & others:
-                found = run.merge_overlaps(found, start, most)
+                overlaps = run.merge_overlaps(overlaps, start, length)
                 others &= ~run.holder_bits
-        return found
+        return overlaps
 
     def iter_spans(self, hashes: Sequence[int]) -> Iterator[tuple[int, Mapping[str, int]]]:
-        """Wherever blocks of `hashes` are held, in order: (from, worker -> up to where). Whoever
-        holds what is above them does not matter here."""
+        """Yield (start, worker -> end) for each held span of `hashes`, in order. Unlike `match`, a
+        span may begin anywhere in `hashes`."""
         at = 0
         while at < len(hashes):
             run = self._find_run(hashes[at])
@@ -181,13 +172,13 @@ class KvIndex:
                 at += 1
                 continue
             place = run.find_position(hashes[at])
-            count = run.match_length(place, hashes, at)
+            count = match_length(run.hashes, place, hashes, at)
             depths = run.depths.items()
             yield at, {name: at + min(held - place, count) for name, held in depths if held > place}
             at += count
 
     def get_blocks(self, worker: str) -> set[int]:
-        """Every block of a worker. Walks all runs."""
+        """Return all blocks of a worker. The cost is a walk over all runs."""
         bit = self._worker_bitsets.get_bit(worker)
         return {
             block
@@ -196,30 +187,30 @@ class KvIndex:
             for block in run.hashes[: run.get_depth(worker)]
         }
 
-    def iter_chains(self) -> Iterator[Chain]:
-        """All that is known. A chain may come before the one that its parent stands in."""
-        return filter(None, map(self._to_chain, self._runs))
-
     def copy(self) -> Generator[Chain, None, None]:
-        """All that is known when the first is taken, about in the order of last use. Between two
-        steps the index may change: what is to change is copied before. One copy at a time."""
+        """Yield all chains as they are at the first step, roughly in order of last use. A chain may
+        precede the one that contains its parent.
+
+        The index may change between steps, because a run is copied before its first change. Only
+        one copy may be open at a time.
+        """
         self._copy_number += 1
-        kept = self._copied_chains = deque()
+        chains = self._copied_chains = deque()
         self._runs.start_walk(COPY_CURSOR)
         try:
             while True:
                 run = self._runs.advance(COPY_CURSOR)
                 if run is not None:
                     self._copy_before_change(run)
-                while kept:
-                    yield kept.popleft()
+                while chains:
+                    yield chains.popleft()
                 if run is None:
                     return
         finally:
             self._copied_chains = None
 
     def _copy_before_change(self, run: BlockRun) -> None:
-        """It is about to change, or its turn has come."""
+        """Add the run to the open copy, if there is one that lacks it."""
         if self._copied_chains is not None and run.last_copy != self._copy_number:
             run.last_copy = self._copy_number
             if chain := self._to_chain(run):
@@ -231,19 +222,16 @@ class KvIndex:
         return (run.parent, run.hashes[: max(depths.values())], depths) if depths else None
 
     def _find_run(self, block: int) -> BlockRun | None:
-        """The run that has this anchor."""
-        name = self._shard_getters[block & 255](block)
-        if name is None:
+        """Return the run with this anchor, or None."""
+        number = self._shard_getters[block & 255](block)
+        if number is None:
             return None
-        run = self._runs.by_number[name]
-        if (self._removed_workers or self._workers_being_swept) and not self._purge_removed_workers(
-            run
-        ):
-            return None
-        return run
+        run = self._runs.by_number[number]
+        removed = self._removed_workers or self._workers_being_swept
+        return None if removed and not self._purge_removed_workers(run) else run
 
     def _purge_removed_workers(self, run: BlockRun) -> bool:
-        """Whether it is still there when those dropped are forgotten."""
+        """Remove removed workers from the run. Return whether any block remains."""
         gone = run.holder_bits & (self._removed_workers | self._workers_being_swept)
         if gone:
             self._copy_before_change(run)
@@ -253,8 +241,8 @@ class KvIndex:
         return len(run.hashes) > 0
 
     def _try_extend(self, run: BlockRun, parent: int, hashes: Sequence[int]) -> bool:
-        """Whether these blocks are simply more of a run that one worker holds and `parent` ends:
-        most events."""
+        """Append the blocks to a run with one holder whose last block is `parent`, if they are new.
+        Most events take this path."""
         known = self._runs.child_counts
         if parent in known or not hashes or not known.keys().isdisjoint(hashes):
             return False
@@ -269,8 +257,8 @@ class KvIndex:
     def _insert(
         self, worker: str, bit: int, above: BlockRun | None, parent: int, hashes: Sequence[int]
     ) -> tuple[BlockRun, int]:
-        """Blocks of one worker, the first of them unknown, up to one that is known: the run in
-        which they stand now, and how many they are."""
+        """Add blocks of one worker from an unknown first one up to a known one. Return the run that
+        contains them, and their number."""
         count = len(hashes)
         if not self._runs.child_counts.keys().isdisjoint(hashes):
             count = 1
@@ -299,7 +287,8 @@ class KvIndex:
             self._anchors.put(run.hashes[depth - 1], run.number)
 
     def _remove_blocks(self, worker: str, bit: int, hashes: Sequence[int]) -> Sequence[int]:
-        """Those that stand nowhere at the end of what `worker` holds, or perhaps elsewhere, too."""
+        """Remove blocks at the ends of what `worker` holds. Return the others, and those that may
+        be in another run, too."""
         missed: list[int] = []
         at, end = 0, len(hashes)
         while at < end:
@@ -329,8 +318,8 @@ class KvIndex:
     def _reduce_depth(
         self, run: BlockRun, worker: str, bit: int, depth: int
     ) -> tuple[int, Sequence[int]]:
-        """`worker` holds less of it than before. Of what nobody holds now, tails first: how many
-        blocks, and those that stand elsewhere, too."""
+        """Reduce a worker's depth. Return the number of blocks without a holder that were removed,
+        and those of them that are in another run, too."""
         if run.holder_bits == bit:
             return self._truncate(run, depth)
         last = run.get_depth(worker) == len(run.hashes)
@@ -338,7 +327,7 @@ class KvIndex:
         return self._truncate(run, run.find_max_depth()) if last else (0, ())
 
     def _truncate(self, run: BlockRun, length: int) -> tuple[int, Sequence[int]]:
-        """Forget what is beyond `length`: how many blocks, and those that stand elsewhere, too."""
+        """Remove the blocks beyond `length`. Return their number, and those in other runs, too."""
         if length == len(run.hashes):
             return 0, ()
         if self._copied_chains is not None:
@@ -356,8 +345,8 @@ class KvIndex:
     def _apply_holes(
         self, path: Sequence[tuple[int, int, BlockRun]], hashes: Sequence[int]
     ) -> bool:
-        """Whether somebody on the path of these blocks turned out to hold less."""
-        found = False
+        """Reduce the depths of workers with holes on the path. Return whether any changed."""
+        changed = False
         for place, workers in self._holes.iter_holes(hashes):
             for start, most, run in path:
                 left = max(0, place - start)
@@ -367,11 +356,11 @@ class KvIndex:
                     if run.get_depth(name) > left:
                         self._spare_bytes -= ANCHOR_BYTES
                         self._reduce_depth(run, name, self._worker_bitsets.get_bit(name), left)
-                        found = True
-        return found
+                        changed = True
+        return changed
 
     def _evict(self) -> bool:
-        """Forget some of what was not used for longest. False: nothing is left."""
+        """Evict some of the least recently used blocks. Return False when nothing is left."""
         coldest = self._runs.find_coldest(MAX_BLOCKS_PER_EVICTION)
         if coldest is None:
             return False
@@ -379,13 +368,13 @@ class KvIndex:
         return True
 
     def _enforce_budget(self, grown: int) -> None:
-        """After a change that took at most `grown` bytes: back below the budget, and on with
-        forgetting who was dropped."""
+        """Evict after a growth of at most `grown` bytes, and continue the sweep of removed
+        workers."""
         self._spare_bytes -= grown
         if self._spare_bytes < 0:
-            while self.bytes_used > self._budget_bytes and self._evict():
+            while self.bytes_used > self.budget_bytes and self._evict():
                 pass
-            self._spare_bytes = self._budget_bytes - self.bytes_used
+            self._spare_bytes = self.budget_bytes - self.bytes_used
         if self._workers_being_swept or self._removed_workers:
             self._sweep()
 

@@ -1,4 +1,4 @@
-"""KVIndexer: which workers of a component hold which blocks, for programs of one's own."""
+"""KVIndexer: the library interface to the KV index, for user programs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dynamo.scheduling.index.cache_view import CacheView, CacheViewMode
 
 
 class KVIndexer:
-    """`async with KVIndexer(component) as indexer`, or `start` and `close`. `block_size`: tokens in
-    one block, as the workers have it."""
+    """Which workers of a component hold which blocks. Use it as an async context manager, or call
+    `start` and `close`. `block_size`, in tokens, must be that of the workers."""
 
     def __init__(self, component: Component, block_size: int = BLOCK_TOKENS) -> None:
         self._runtime = component.namespace.runtime
@@ -24,29 +24,29 @@ class KVIndexer:
         self.view = CacheView(self._runtime.clock, block_tokens=block_size)
 
     async def start(self) -> None:
-        """Hear the KV events of every worker of the component, present and future."""
+        """Subscribe to the KV events of all present and future workers of the component."""
         await self.view.subscribe(self._runtime.events, self._events_subject)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Unsubscribe from the KV events."""
         self.view.close()
 
     def update_index(self, event: Event) -> None:
-        """One `kv_events` event; what `start` hears comes here by itself."""
+        """Apply a `kv_events` event. Events of the subscription are applied automatically."""
         self.view.on_event(event)
 
     def find_matches(self, token_ids: Sequence[int], salt: str = "") -> dict[str, int]:
-        """worker -> tokens of the longest prefix that it holds, in full blocks (> 0 only)."""
+        """Return worker -> tokens of the longest held prefix, in full blocks (> 0 only)."""
         hashes = block_hashes(pack_ids(token_ids), self.block_size, root_hash(salt))
         held = self.find_matches_for_hashes(hashes)
         return {worker: blocks * self.block_size for worker, blocks in held.items()}
 
     def find_matches_for_hashes(self, hashes: Sequence[int]) -> dict[str, int]:
-        """worker -> blocks of the longest prefix that it holds (> 0 only)."""
+        """Return worker -> blocks of the longest held prefix (> 0 only)."""
         return self.view.find_overlaps(hashes)
 
     def workers(self) -> Mapping[str, CacheViewMode]:
-        """How far the view of each worker can be trusted."""
+        """Return worker -> mode of its cache view."""
         return self.view.get_modes()
 
     async def __aenter__(self) -> Self:

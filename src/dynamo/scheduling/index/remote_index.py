@@ -1,4 +1,4 @@
-"""Asking an index in another process: `dynamo indexer`, which several routers share."""
+"""Queries to the index of a `dynamo indexer`, which several routers share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ MATCH_ENDPOINT: Final = "match"
 MODES_ENDPOINT: Final = "modes"
 
 MATCH_TIMEOUT_S: Final = 0.05
-"""A router waits so long for the index; then its predictions must do."""
+"""A router waits this long for an answer and then relies on its predictions."""
 
 MODES_POLL_INTERVAL_S: Final = 0.5
+QUERY_ERRORS: Final = (DynamoError, OSError, msgspec.DecodeError, UnicodeDecodeError)
 
 encode_indexer_reply = msgspec.msgpack.Encoder().encode
 _decode_overlaps = msgspec.msgpack.Decoder(dict[str, int]).decode
@@ -33,39 +34,28 @@ _decode_modes = msgspec.msgpack.Decoder(dict[str, CacheViewMode]).decode
 
 
 class RemoteIndex:
-    """The other end of `dynamo indexer`: `match` for a prompt, `follow` for how far its view of
-    each worker can be trusted."""
+    """The client of an indexer. `match` looks a prompt up; `poll_modes` follows its view modes."""
 
     def __init__(self, match: Client, modes: Client, clock: Clock) -> None:
         self._match_client = match
         self._modes_client = modes
         self._clock = clock
-        self.query_count = 0
-        self.failed_query_count = 0
 
     async def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """worker -> blocks that it holds. Empty where no indexer answers in time."""
-        self.query_count += 1
+        """Return worker -> overlap in blocks. Empty when no indexer answers in time."""
         try:
             return _decode_overlaps(await self._query(self._match_client, pack_hashes(hashes)))
-        except (DynamoError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
-            self.failed_query_count += 1
+        except QUERY_ERRORS:
             return {}
 
     async def poll_modes(self, view: CacheView) -> None:
-        """Keep the modes of `view` those of the indexer; while it is away, all are approximate."""
+        """Copy the indexer's modes to `view` forever. Without an answer all are approximate."""
         away = False
         while True:
             try:
                 view.set_modes(_decode_modes(await self._query(self._modes_client, b"")))
                 away = False
-            except (
-                DynamoError,
-                OSError,
-                TimeoutError,
-                msgspec.DecodeError,
-                UnicodeDecodeError,
-            ) as error:
+            except QUERY_ERRORS as error:
                 view.set_modes({})
                 if not away:
                     log.warning("no indexer answers", extra={"fields": {"error": str(error)}})
@@ -75,12 +65,11 @@ class RemoteIndex:
     async def _query(self, client: Client, payload: bytes) -> bytes:
         answer = bytearray()
 
-        def take(part: bytes) -> bool:
+        def on_payload(part: bytes) -> bool:
             answer.extend(part)
             return True
 
-        async with asyncio.timeout(
-            MATCH_TIMEOUT_S if client is self._match_client else MODES_POLL_INTERVAL_S
-        ):
-            await client.call(client.pick("round_robin"), payload, Context("index"), take)
+        timeout_s = MATCH_TIMEOUT_S if client is self._match_client else MODES_POLL_INTERVAL_S
+        async with asyncio.timeout(timeout_s):
+            await client.call(client.pick("round_robin"), payload, Context("index"), on_payload)
         return bytes(answer)

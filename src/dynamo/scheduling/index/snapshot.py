@@ -1,5 +1,7 @@
-"""An index as bytes: frames, each made or read in about a millisecond, so that whoever saves or
-restores an index serves between them."""
+"""Snapshots of an index as bytes, in frames.
+
+Encoding or restoring a frame takes about a millisecond, so that a process can serve in between.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SNAPSHOT_VERSION: Final = 2
 MAX_FRAME_CHAINS: Final = 64
 MAX_FRAME_BLOCKS: Final = 4_096
 LENGTH_BYTES: Final = 4
-"""A frame is its length, little-endian, and msgpack: first a `_Head`, then lists of `_Chain`."""
+"""A frame is a little-endian length and msgpack: a `_SnapshotHeader`, then `_SnapshotChain`s."""
 
 
 class _SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -27,7 +29,7 @@ class _SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _SnapshotChain(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks (packed u64) under `parent`; worker -> how many of them it holds."""
+    """Blocks (packed u64) below `parent`, and worker -> how many of them it holds."""
 
     parent: int
     hashes: bytes
@@ -40,8 +42,11 @@ _decode_chains = msgspec.msgpack.Decoder(list[_SnapshotChain]).decode
 
 
 def encode_snapshot(index: KvIndex, block_tokens: int) -> Generator[bytes, None, None]:
-    """Frames that hold what the index knows when the second is taken, whatever changes between
-    them. One at a time of an index; close it if it is not exhausted."""
+    """Yield frames with the state of the index at the time of the second frame.
+
+    The index may change between frames. Only one snapshot of an index may be open at a time. Close
+    a generator that is not exhausted.
+    """
     yield _encode_frame(_SnapshotHeader(SNAPSHOT_VERSION, block_tokens))
     with closing(index.copy()) as chains:
         while part := _pack_chains(chains):
@@ -49,12 +54,17 @@ def encode_snapshot(index: KvIndex, block_tokens: int) -> Generator[bytes, None,
 
 
 def restore_snapshot(index: KvIndex, packed: bytes, block_tokens: int) -> Iterator[None]:
-    """Add what `snapshot` made, a frame a step. Raises `ConfigError` for another version or block
-    size, and for what is no snapshot."""
+    """Add a snapshot to the index, one frame for each step. Raises `ConfigError` for another
+    version or block size, and for other data."""
     frames = _split_frames(packed)
     try:
-        head = _decode_header(next(frames, b""))
-        _check_header(head, block_tokens)
+        header = _decode_header(next(frames, b""))
+        if header != _SnapshotHeader(SNAPSHOT_VERSION, block_tokens):
+            raise ConfigError(
+                f"the saved index has version {header.version} and blocks of {header.block_tokens} "
+                f"tokens, not version {SNAPSHOT_VERSION} and {block_tokens} tokens",
+                hint="use another file, or delete this one: the index is learnt again",
+            )
         yield
         for frame in frames:
             for chain in _decode_chains(frame):
@@ -63,7 +73,7 @@ def restore_snapshot(index: KvIndex, packed: bytes, block_tokens: int) -> Iterat
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
             f"not a saved index: {error}",
-            hint="name another file; a broken index can be deleted, it is learnt anew",
+            hint="use another file, or delete this one: the index is learnt again",
         ) from error
 
 
@@ -89,21 +99,12 @@ def _split_frames(packed: bytes) -> Iterator[memoryview]:
         start = at + LENGTH_BYTES
         at = start + int.from_bytes(view[at:start], "little")
         if at > len(view):
-            raise ValueError("it ends early")
+            raise ValueError("the last frame is incomplete")
         yield view[start:at]
-
-
-def _check_header(head: _SnapshotHeader, block_tokens: int) -> None:
-    if head != _SnapshotHeader(SNAPSHOT_VERSION, block_tokens):
-        raise ConfigError(
-            f"a saved index of version {head.version} and blocks of {head.block_tokens} tokens",
-            hint=f"this one has version {SNAPSHOT_VERSION} and blocks of {block_tokens}: name another file; "
-            "this one can be deleted, it is learnt anew",
-        )
 
 
 def _store_chain(index: KvIndex, chain: _SnapshotChain) -> None:
     hashes = array("Q")
     hashes.frombytes(chain.hashes)
-    for worker, depth in sorted(chain.holders.items(), key=lambda one: -one[1]):
+    for worker, depth in sorted(chain.holders.items(), key=lambda item: -item[1]):
         index.store(worker, chain.parent, hashes[:depth])

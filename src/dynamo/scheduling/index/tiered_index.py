@@ -1,4 +1,4 @@
-"""Blocks below the device's memory: host, disk, and a store that every worker reaches."""
+"""KV indexes by memory tier: device, host, disk and a store shared by all workers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dynamo.scheduling.index.kv_index import DEFAULT_BUDGET_BYTES, KvIndex
 
 LOWER_TIERS: Final[tuple[Tier, ...]] = ("host", "disk", "shared")
 LOWER_TIER_BUDGET_DIVISOR: Final = 8
-"""Each lower tier in use takes an eighth of the budget from the device's index."""
+"""Each lower tier in use takes 1/n of the budget from the device index."""
 
 
 class LowerTierBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a prompt that follow what the device holds, by the fastest tier that has each."""
+    """The number of a prompt's blocks after those on the device, by the fastest tier of each."""
 
     host: int = 0
     disk: int = 0
@@ -24,7 +24,7 @@ class LowerTierBlocks(msgspec.Struct, frozen=True):
 
 
 class TieredIndex:
-    """One index a tier, under one budget; those below the device come into being when used."""
+    """An index for each tier under a common budget. Lower tiers are created on first use."""
 
     def __init__(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
@@ -32,24 +32,26 @@ class TieredIndex:
         self.device = self.tiers["device"]
 
     def get_or_create_tier(self, name: Tier) -> KvIndex:
-        """The index of one tier."""
-        found = self.tiers.get(name)
-        if found is None:
+        """Return the index of a tier."""
+        index = self.tiers.get(name)
+        if index is None:
             share = self._budget_bytes // LOWER_TIER_BUDGET_DIVISOR
-            self.tiers[name] = found = KvIndex(share)
-            self.device.budget_bytes -= share
-        return found
+            self.tiers[name] = index = KvIndex(share)
+            self.device.reduce_budget(share)
+        return index
 
     def remove_worker(self, worker: str) -> None:
-        """The worker is no more, or holds nothing, in no tier."""
+        """Remove all blocks of the worker from every tier."""
         for index in self.tiers.values():
             index.remove_worker(worker)
 
     def find_lower_tier_blocks(
         self, hashes: Sequence[int], device: Mapping[str, int]
     ) -> dict[str, LowerTierBlocks]:
-        """For every worker with blocks of lower tiers right after its overlap on the device
-        (`device`: worker -> blocks): how many, in order, until the first that nobody has."""
+        """Return worker -> blocks in lower tiers directly after its overlap on the device.
+
+        `device` is worker -> overlap. Counting stops at the first block that no tier holds.
+        """
         lower = {tier: self.tiers[tier] for tier in LOWER_TIERS if tier in self.tiers}
         if not lower:
             return {}
@@ -58,22 +60,22 @@ class TieredIndex:
         shared = 0
         for held in places.pop("shared", {}).values():
             shared |= held
-        found = {}
+        by_worker = {}
         for worker in workers:
             own: dict[str, int] = {tier: held.get(worker, 0) for tier, held in places.items()}
             counts = _count_blocks_per_tier({**own, "shared": shared}, device.get(worker, 0))
             if counts:
-                found[worker] = LowerTierBlocks(**counts)
-        return found
+                by_worker[worker] = LowerTierBlocks(**counts)
+        return by_worker
 
 
 def _held_positions(index: KvIndex, hashes: Sequence[int]) -> dict[str, int]:
-    """worker -> which of `hashes` it holds, a bit each."""
-    found: dict[str, int] = {}
+    """Return worker -> bitset of the positions in `hashes` that it holds."""
+    positions: dict[str, int] = {}
     for start, depths in index.iter_spans(hashes):
         for worker, end in depths.items():
-            found[worker] = found.get(worker, 0) | (1 << end) - (1 << start)
-    return found
+            positions[worker] = positions.get(worker, 0) | (1 << end) - (1 << start)
+    return positions
 
 
 def _count_blocks_per_tier(places: Mapping[str, int], start: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Sets of workers as ints, one bit a worker."""
+"""Sets of workers as ints with one bit for each worker."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class WorkerBitsets:
-    """Gives workers bits and names the members of sets.
+    """The assignment of bits to workers.
 
-    A bit is used again only after `forget`: until then sets may still hold it.
+    The bit of a removed worker may remain in sets until `recycle_bits` makes it available again.
     """
 
     def __init__(self) -> None:
@@ -18,42 +18,42 @@ class WorkerBitsets:
 
     @property
     def names(self) -> Sequence[str]:
-        """Every worker that has a bit."""
+        """The workers that have a bit."""
         return tuple(self._bits)
 
     def get_or_assign_bit(self, worker: str) -> int:
-        """The set of this worker alone; its bit is assigned on first use."""
-        found = self._bits.get(worker)
-        if found is None:
+        """Return the set of this worker alone. Its bit is assigned on first use."""
+        bit = self._bits.get(worker)
+        if bit is None:
             if self._unused:
                 number = self._unused.pop()
                 self._names[number] = worker
             else:
                 number = len(self._names)
                 self._names.append(worker)
-            self._bits[worker] = found = 1 << number
-        return found
+            self._bits[worker] = bit = 1 << number
+        return bit
 
     def get_bit(self, worker: str) -> int:
-        """The set of this worker alone; the empty one where it has no bit."""
+        """Return the set of this worker alone, or the empty set without a bit."""
         return self._bits.get(worker, 0)
 
     def remove(self, worker: str) -> int:
-        """The worker is no member any more; what it was as a set."""
+        """Remove the worker and return its former set."""
         return self._bits.pop(worker, 0)
 
     def recycle_bits(self, dropped: int) -> None:
-        """No set holds these dropped workers any more."""
+        """Make the bits of removed workers available again. No set may contain them."""
         while dropped:
             low = dropped & -dropped
             self._unused.append(low.bit_length() - 1)
             dropped ^= low
 
     def list_members(self, workers: int) -> Sequence[str]:
-        """The names in a set, dropped ones that are not forgotten included."""
-        found = []
+        """Return the names in a set, including removed workers with unrecycled bits."""
+        names = []
         while workers:
             low = workers & -workers
-            found.append(self._names[low.bit_length() - 1])
+            names.append(self._names[low.bit_length() - 1])
             workers ^= low
-        return found
+        return names

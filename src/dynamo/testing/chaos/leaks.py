@@ -66,7 +66,7 @@ def _index_mismatches(view: CacheView, alive: Mapping[str, SimulatedWorker]) -> 
     if inexact := [name for name in alive if view.get_mode(name) != "exact"]:
         yield f"{len(inexact)} workers' caches are not known exactly"
     indexed: dict[str, set[int]] = {name: set() for name in alive}
-    for _, hashes, holders in view.device_index.iter_chains():
+    for _, hashes, holders in view.device_index.copy():
         for name, depth in holders.items():
             indexed.setdefault(name, set()).update(hashes[:depth])
     for name, blocks in indexed.items():
