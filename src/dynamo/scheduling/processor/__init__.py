@@ -1,4 +1,4 @@
-"""From conversations and texts to tokens, and back."""
+"""The processor: conversations and texts to token ids, and back."""
 
 from dynamo.scheduling.processor.chat_processor import ChatProcessor
 

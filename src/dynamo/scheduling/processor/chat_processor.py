@@ -1,4 +1,4 @@
-"""The one converter: ChatRequest and TextReply above it, GenerateRequest and Reply below."""
+"""ChatProcessor: text requests and replies above, token requests and replies below."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from dynamo.scheduling.processor.stop_strings import StopStrings
 from dynamo.scheduling.processor.vocabulary import Vocabulary
 
 MAX_INLINE_IDS = 1_000
-"""So many are decoded on the loop: at most 1 ms."""
+"""Up to this many ids are decoded on the event loop, in at most 1 ms."""
 
 
 class ChatProcessor:
-    """Serves one model by `send`. Made in milliseconds (it reads the whole vocabulary): off the
-    loop where one runs. `rng` gives the seeds of requests without one."""
+    """The processor of one model, which sends token requests through `send`.
+
+    The constructor reads the whole vocabulary, which takes milliseconds: call it off the event
+    loop. `rng` draws the sampling seeds of requests without one.
+    """
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class ChatProcessor:
         )
 
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
-        """Continue a conversation. Done when every choice is complete or the reader had enough.
+        """Continue a conversation until every choice is complete or the reader wants no more.
 
-        Raises InvalidRequest, ContextLengthExceeded, and what the workers raise.
+        Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers.
         """
         ids = self._prompt_encoder.encode_chat(request, self._max_prompt_chars)
         if isinstance(ids, bytes):
@@ -73,7 +76,7 @@ class ChatProcessor:
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
     ) -> None:
-        """Continue a text or token ids; `echo` repeats it in front. As `chat` otherwise."""
+        """Continue a text or token ids; `echo` repeats the prompt first. Otherwise like `chat`."""
         prompt = request.prompt
         if isinstance(prompt, str):
             ids = await self._prompt_encoder.encode_with_special_tokens(
@@ -89,7 +92,7 @@ class ChatProcessor:
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
     ) -> list[int]:
-        """The ids of a text (`add_special`: in the tokenizer's frame) or of a conversation."""
+        """Return the ids of a conversation or a text (`add_special`: with BOS and the like)."""
         if not isinstance(prompt, str):
             messages = tuple(dict(message) for message in prompt)
             ids = self._prompt_encoder.encode_chat(ChatRequest(self._model, messages))
@@ -100,18 +103,18 @@ class ChatProcessor:
         return list(unpack_ids(ids if isinstance(ids, bytes) else await ids))
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included. Raises InvalidRequest for an unknown id."""
+        """Return the text of `ids` with special tokens. Raises InvalidRequest for an unknown id."""
         self._check_ids(ids, "tokens")
         return await self._decode(ids)
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each of `ids` by itself."""
+        """Return the text of each id decoded alone."""
         decode = self._tokenizer.decode
-        return await self._clock.offload(lambda: [decode([one]) for one in ids])
+        return await self._clock.offload(lambda: [decode([token_id]) for token_id in ids])
 
     async def _decode(self, ids: Sequence[int]) -> str:
-        text = self._vocabulary.decode
-        return text(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(text, ids)
+        decode = self._vocabulary.decode
+        return decode(ids) if len(ids) <= MAX_INLINE_IDS else await self._clock.offload(decode, ids)
 
     async def _generate_when_encoded(
         self, ids: Awaitable[bytes], options: TextOptions, context: Context, reply: TextReply
@@ -141,11 +144,9 @@ class ChatProcessor:
             Detokeniser(choice, self._vocabulary, options, stops, reply, echo)
             for choice in range(options.n)
         ]
-        return (
-            self._fan_out(request, context, choices)
-            if max_tokens
-            else _finish_without_tokens(choices)
-        )
+        if not max_tokens:
+            return _finish_without_tokens(choices)
+        return self._fan_out(request, context, choices)
 
     def _build_request(
         self, prompt: bytes, options: TextOptions, context: Context, max_tokens: int
@@ -177,16 +178,16 @@ class ChatProcessor:
     async def _fan_out(
         self, request: GenerateRequest, context: Context, choices: Sequence[Detokeniser]
     ) -> None:
-        """Every choice as a request of its own; the first failure cancels the others."""
+        """Send each choice as a separate request. The first failure cancels the others."""
 
-        async def one(number: int, choice: Detokeniser) -> None:
+        async def send_choice(number: int, choice: Detokeniser) -> None:
             await self._send(replace(request, choice=number), context, choice)
 
-        await run_all(*(one(number, choice) for number, choice in enumerate(choices)))
+        await run_all(*(send_choice(number, choice) for number, choice in enumerate(choices)))
 
 
 async def _finish_without_tokens(choices: Sequence[Detokeniser]) -> None:
-    """The answer that was asked for: no token."""
+    """Answer a request for zero tokens."""
     for choice in choices:
         choice.begin(Started())
         choice.finish(Finish("length"))

@@ -1,4 +1,4 @@
-"""One choice's way back: token ids in, text out. The hot path of the frontend."""
+"""Detokeniser: the reply of one choice, from token ids to text. The frontend's hot path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dynamo.scheduling.processor.vocabulary import TextDecoder, Vocabulary
 
 
 class Detokeniser(Reply):
-    """Turns one choice's tokens into text as they come; every token stays a delta of its own.
+    """Turns the tokens of one choice into text. Every token remains a separate delta.
 
-    Text waits only while a character is incomplete or a stop string may have begun; logprobs wait
-    with it. A stop string ends the choice here and, by the False upward, the engine's work.
+    Text and its logprobs are held back only while a character is incomplete or a stop string may
+    have begun. A stop string finishes the choice; the returned False then cancels the generation.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Detokeniser(Reply):
         skip = options.skip_special_tokens
         self._token_texts = vocabulary.texts if skip else vocabulary.texts_with_special
         self._skipped_ids = vocabulary.special_ids if skip else frozenset[int]()
-        self._decoder: TextDecoder | None = None  # most answers need none
+        self._decoder: TextDecoder | None = None  # created on first use: most answers need none
         self._stop_scanner = None if stops is None else StopStringScanner(stops)
         self._may_begin_stop = None if stops is None else stops.search_beginning
         self._include_stop = options.include_stop
@@ -65,7 +65,7 @@ class Detokeniser(Reply):
         self._min_tokens = options.min_tokens
         self._echo = echo
         self._token_count = 0
-        self._text_offset = 0  # of tokens with logprobs
+        self._text_offset = 0  # characters decoded by `_decode_token`
         self._fast_path: FastPath | None = None
         self._nothing_pending = True
         self._pending_text: list[tuple[str, list[DecodedTokenLogprob] | None]] = []
@@ -83,8 +83,8 @@ class Detokeniser(Reply):
                 text = self._token_texts[ids[0]]
             except IndexError:
                 text = None
-            risky = self._may_begin_stop
-            if text is not None and (risky is None or risky(text) is None):
+            may_begin = self._may_begin_stop
+            if text is not None and (may_begin is None or may_begin(text) is None):
                 self._token_count += 1
                 return self._reply.text(self._choice, text)
         if logprobs is None:
@@ -93,13 +93,13 @@ class Detokeniser(Reply):
 
     def open_fast_path(self, token_log: array[int] | None = None) -> SendToken | None:
         self._token_count = self._count_tokens()
-        self._fast_path = lane = self._reply.open_fast_path(
+        self._fast_path = fast_path = self._reply.open_fast_path(
             self._choice, TextTable(self._token_texts, self._may_begin_stop), token_log
         )
-        if lane is None:
+        if fast_path is None:
             return None
-        lane.buffer_empty = self._nothing_pending
-        return lane.send_token
+        fast_path.buffer_empty = self._nothing_pending
+        return fast_path.send_token
 
     def finish(self, end: Finish) -> None:
         stop = end.stop_token
@@ -124,23 +124,20 @@ class Detokeniser(Reply):
             )
         text = decoder.step(token)
         self._text_offset += len(text)
-        going_on = self._emit(text) if text else True
+        wants_more = self._emit(text) if text else True
         self._nothing_pending = not (
             self._pending_text or self._remainder or self._logprobs or decoder.has_pending
         )
         if self._fast_path is not None:
             self._fast_path.buffer_empty = self._nothing_pending
-        return going_on
+        return wants_more
 
     def _count_tokens(self) -> int:
-        return (
-            self._token_count
-            if self._fast_path is None
-            else self._token_count + self._fast_path.tokens_sent
-        )
+        sent = 0 if self._fast_path is None else self._fast_path.tokens_sent
+        return self._token_count + sent
 
     def _emit(self, text: str) -> bool:
-        """Let out what may go out. False: the choice has ended, or its reader is gone."""
+        """Send the text that cannot begin a stop string. Return False when the choice has ended."""
         logprobs, self._logprobs = self._logprobs or None, []
         if self._stop_scanner is None:
             return self._reply.text(self._choice, text, logprobs)
@@ -157,8 +154,8 @@ class Detokeniser(Reply):
         return False
 
     def _emit_pending(self, free: int) -> bool:
-        """Let out `free` characters, each token's as a delta of its own; the rest of one that must
-        be cut goes out with the next."""
+        """Send `free` characters, one delta for each token. The rest of a cut token is sent with
+        the next one."""
         while free and self._pending_text:
             text, logprobs = self._pending_text.pop(0)
             self._hold_back(text[free:])

@@ -1,5 +1,7 @@
-"""What a request leaves open: request > configuration > the model's generation_config > the
-seeds' defaults."""
+"""Defaults for values that a request omits.
+
+Precedence: request, configuration, the model's generation_config, the constants below.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _NO_OVERRIDES = SamplingOverrides()
 
 
 class RequestDefaults:
-    """The defaults of one model, worked out once."""
+    """The defaults of one model."""
 
     def __init__(
         self,
@@ -34,19 +36,16 @@ class RequestDefaults:
         context_tokens: int,
         rng: Random,
     ) -> None:
-        said = {
-            name: generation[name]
-            for name in _GENERATION_CONFIG_KEYS
-            if generation.get(name) is not None
+        self._default_values: dict[str, Any] = {
+            "temperature": DEFAULT_TEMPERATURE,
+            "top_p": DEFAULT_TOP_P,
+            "top_k": DEFAULT_TOP_K,
         }
-        mine = {
-            "temperature": configured.temperature,
-            "top_p": configured.top_p,
-            "top_k": configured.top_k,
-        }
-        said |= {name: value for name, value in mine.items() if value is not None}
-        seeds = {"temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P, "top_k": DEFAULT_TOP_K}
-        self._default_values: dict[str, Any] = seeds | said
+        settings = {name: getattr(configured, name) for name in self._default_values}
+        of_model = {name: generation.get(name) for name in _GENERATION_CONFIG_KEYS}
+        for name, value in (*of_model.items(), *settings.items()):
+            if value is not None:
+                self._default_values[name] = value
         self._default_values["top_k"] = max(0, self._default_values["top_k"])
         self._default_sampling = SamplingParams(**self._default_values)
         self._max_tokens = (
@@ -55,22 +54,25 @@ class RequestDefaults:
         self._context_tokens = context_tokens
         self._random_bits = rng.getrandbits
 
-    def resolve_sampling(self, asked: SamplingOverrides) -> SamplingParams:
-        """Every value of `asked` that is not None, over the defaults; a random seed if none."""
-        if asked == _NO_OVERRIDES:
+    def resolve_sampling(self, overrides: SamplingOverrides) -> SamplingParams:
+        """Return the defaults with all overrides that are not None. The default seed is random."""
+        if overrides == _NO_OVERRIDES:
             return replace(self._default_sampling, seed=self._random_bits(SEED_BITS))
-        given = {name: getattr(asked, name) for name in asked.__struct_fields__}
-        values = self._default_values | {
-            name: one for name, one in given.items() if one is not None
-        }
+        values = self._default_values.copy()
+        for name in overrides.__struct_fields__:
+            value = getattr(overrides, name)
+            if value is not None:
+                values[name] = value
         if "seed" not in values:
             return SamplingParams(seed=self._random_bits(SEED_BITS), **values)
         return SamplingParams(**values)
 
     def resolve_max_tokens(self, options: TextOptions, prompt_tokens: int) -> int:
-        """How long the answer may become. Raises ContextLengthExceeded where the prompt, or the
-        prompt and an explicit `max_tokens`, do not fit; InvalidRequest for an empty prompt and
-        for min_tokens over it."""
+        """Return the answer's maximum length.
+
+        Raises ContextLengthExceeded when the prompt, or the prompt and an explicit `max_tokens`,
+        exceed the context. Raises InvalidRequest for an empty prompt and a larger `min_tokens`.
+        """
         if prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
         context, wanted = self._context_tokens, options.max_tokens
@@ -79,21 +81,20 @@ class RequestDefaults:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens, and the prompt alone has "
                 f"{prompt_tokens}",
-                hint="shorten the prompt, leaving room for the answer",
+                hint="shorten the prompt and leave room for the answer",
                 param="prompt",
             )
         if wanted is not None and wanted > left:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; {prompt_tokens} of the prompt and "
                 f"max_tokens {wanted} are {prompt_tokens + wanted}",
-                hint=f"ask for at most {left}, or leave max_tokens out",
+                hint=f"set max_tokens to at most {left}, or omit it",
                 param="max_tokens",
             )
         tokens = min(self._max_tokens, left) if wanted is None else wanted
         if options.min_tokens > tokens:
             raise InvalidRequest(
-                f"min_tokens {options.min_tokens} is more than the {tokens} that the answer may "
-                "have",
+                f"min_tokens {options.min_tokens} is above the answer's maximum of {tokens} tokens",
                 param="min_tokens",
             )
         return tokens

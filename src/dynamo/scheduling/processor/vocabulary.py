@@ -1,5 +1,4 @@
-"""Token ids to text: a table where it is exact, the tokenizer's own incremental decoder where it
-is not."""
+"""Token ids to text, by a table of bytes where it is exact, else by the tokenizer's decoder."""
 
 from __future__ import annotations
 
@@ -13,28 +12,28 @@ from dynamo.models.tokenization.tokenizer import Tokenizer
 
 Utf8Decoder = getincrementaldecoder("utf-8")
 BYTE_TOKEN_PATTERN = re.compile("<0x([0-9A-F]{2})>")
-"""How vocabularies name a token that is one byte."""
+"""The name of a single-byte token in vocabularies."""
 
 
 class TextDecoder(Protocol):
-    """Ids in, text out, for one answer. A character is never split: its bytes wait."""
+    """The incremental decoder of one answer. The bytes of an incomplete character are held back."""
 
     @property
     def has_pending(self) -> bool:
-        """The next token cannot be read by itself, because something is held back."""
+        """Whether the decoder holds back bytes, so that the next token cannot be decoded alone."""
 
     def step(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" if it completes none."""
+        """Return the text that `token_id` completes, or ""."""
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that stayed incomplete."""
+        """Return the rest at the end: U+FFFD for an incomplete character."""
 
 
 class Vocabulary:
-    """What every answer of one model reads. Reads the whole tokenizer once: milliseconds.
+    """The texts of a model's tokens. The constructor reads the whole tokenizer in milliseconds.
 
-    `texts[id]`: the token's text where the id alone is whole, non-empty text and not special, else
-    None. `shown[id]`: the same with special tokens as text.
+    `texts[id]` is the token's text if the id alone is whole, non-empty text and not special, else
+    None. `texts_with_special` contains the texts of special tokens, too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -50,14 +49,14 @@ class Vocabulary:
         ]
 
     def create_decoder(self, *, skip_special: bool) -> TextDecoder:
-        """A decoder for one answer; special tokens that are skipped need not be given to it."""
+        """Return a decoder for one answer. Skipped special tokens need not be passed to it."""
         if self._exact:
             return TableDecoder(self._token_bytes)
         return TokenizerDecoder(self._tokenizer, skip_special=skip_special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Of whole `ids`, special tokens included. On a thread the table lets others run meanwhile;
-        a library that decodes does not."""
+        """Decode ids including special tokens. On a thread the table releases the GIL from time to
+        time, unlike a tokenizer library."""
         raw = self._token_bytes
         if not self._exact:
             return self._tokenizer.decode(ids)
@@ -66,18 +65,17 @@ class Vocabulary:
         return b"".join(parts).decode(errors="replace")
 
     def get_token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, as well as they are known."""
+        """Return the bytes of a token, as well as they are known."""
         if token_id >= len(self._token_bytes):
             return b""
         if self._exact:
             return self._token_bytes[token_id] or b""
-        found = self._bytes_cache.get(token_id)
-        if found is None:
-            found = self._bytes_cache[token_id] = self._decode_behind_token(token_id)
-        return found
+        if token_id not in self._bytes_cache:
+            self._bytes_cache[token_id] = self._decode_behind_token(token_id)
+        return self._bytes_cache[token_id]
 
     def _decode_behind_token(self, token_id: int) -> bytes:
-        """As it is behind another token: of the first one decoders drop the space in front."""
+        """Decode after another token, because decoders drop the leading space of the first one."""
         decode, before = self._tokenizer.decode, unpack_ids(self._tokenizer.encode("a"))
         text = decode([*before, token_id])[len(decode(before)) :]
         byte = BYTE_TOKEN_PATTERN.fullmatch(self._tokenizer.id_to_token(token_id) or "")
@@ -85,8 +83,8 @@ class Vocabulary:
 
 
 class TableDecoder:
-    """Bytes from the table through Python's UTF-8 decoder, whose U+FFFD are those of the
-    reference decoder (Rust's from_utf8_lossy)."""
+    """Decode table bytes with Python's UTF-8 decoder, which places U+FFFD like the reference
+    decoder (Rust's from_utf8_lossy)."""
 
     __slots__ = ("_decoder", "_token_bytes")
 
@@ -107,7 +105,7 @@ class TableDecoder:
 
 
 class TokenizerDecoder:
-    """The tokenizer's own; every token needs those before it."""
+    """The tokenizer's own decoder. Every token depends on those before it."""
 
     __slots__ = ("_stream", "flush", "step")
 
