@@ -1,4 +1,4 @@
-"""Ready-made components, wired: what the command line starts, and what graphs are made of."""
+"""The ready-made services: their processes, and their classes for service graphs."""
 
 from dynamo.services.components import Frontend, Processor, Router, Worker
 from dynamo.services.deployment.launch import deployment_specs, run_child, serve

@@ -1,4 +1,4 @@
-"""A router's view of the workers' caches, as the settings ask for it."""
+"""Opening of a router's view of the workers' KV caches."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from dynamo.scheduling.index.remote_index import (
 
 
 def create_cache_view(runtime: DistributedRuntime, block_tokens: int = 0) -> CacheView:
-    """One that knows nothing yet. `block_tokens` 0: those of the settings."""
-    about = runtime.settings.index
+    """Return an empty view. `block_tokens` 0 stands for `engine.block_size`."""
+    settings = runtime.settings.index
     return CacheView(
         runtime.clock,
-        budget_bytes=about.budget_bytes,
+        budget_bytes=settings.budget_bytes,
         block_tokens=block_tokens or runtime.settings.engine.block_size,
-        ttl_s=about.prediction_ttl,
+        ttl_s=settings.prediction_ttl,
     )
 
 
 async def follow_kv_events(runtime: DistributedRuntime, view: CacheView, component: str) -> None:
-    """Hear the KV events of all workers of "namespace.component"."""
+    """Apply the KV events of all workers of `component` ("namespace.component") to `view`."""
     await view.subscribe(runtime.events, f"{component}.{KV_EVENTS_SUBJECT}")
 
 
 async def open_cache_view(
     runtime: DistributedRuntime, block_tokens: int, component: str
 ) -> CacheView:
-    """Of the workers of "namespace.component": with an index of its own or, with `index.shared`,
-    asking `dynamo indexer`."""
+    """Return a view of the workers of `component` ("namespace.component").
+
+    The view has its own index; with `index.shared` it asks the `dynamo indexer` process instead.
+    """
     view = create_cache_view(runtime, block_tokens)
     if not runtime.settings.index.shared:
         await follow_kv_events(runtime, view, component)
@@ -45,5 +47,5 @@ async def open_cache_view(
         runtime.clock,
     )
     view.use_remote_index(remote.match)
-    runtime.tasks.start(remote.poll_modes(view), "trust in the shared index")
+    runtime.tasks.start(remote.poll_modes(view), "modes of the shared index")
     return view

@@ -1,4 +1,4 @@
-"""Which models there are: follows the cards that workers announce and has each model opened."""
+"""The catalogue of models: follows the cards that workers announce and opens each model."""
 
 from __future__ import annotations
 
@@ -20,70 +20,77 @@ RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 
 OpenModel = Callable[[ModelCard], Awaitable[None]]
-"""Opens the model of a card, in place of one of that name that is open. Raises DynamoError."""
+"""Opens the model of a card, instead of an open one of that name. Raises `DynamoError`."""
 ReportNotOpen = Callable[[str, str], None]
-"""(model, reason): why it is not open yet."""
+"""(model, reason): the model cannot be opened yet."""
 
 _decode_card = msgspec.json.Decoder(ModelCard).decode
 
 
 def models_prefix(namespace: str) -> str:
-    """Below it stands `{model}/{instance}` for every worker."""
+    """Return the key prefix of cards; a worker's card has the key `{prefix}{model}/{instance}`."""
     return f"/{namespace}/models/"
 
 
 def model_identity(card: ModelCard) -> ModelCard:
-    """What two workers of the same model have in common."""
+    """Return the card without the fields in which workers of one model may differ."""
     tokenizer = msgspec.structs.replace(card.tokenizer, path="")
     return msgspec.structs.replace(card, tokenizer=tokenizer, engine=None, created=0, source="")
 
 
 def majority_card(cards: Collection[ModelCard], opened: ModelCard | None = None) -> ModelCard:
-    """The card that most workers announce, so that one worker of another kind takes no model away
-    from those that serve it; of equals the one that is `opened`, else the newest."""
-    same: defaultdict[bytes, list[ModelCard]] = defaultdict(list)
+    """Return the card that most workers announce, so that one different worker replaces no model.
+
+    Among equals, the `opened` identity wins, then the newest card.
+    """
+    groups: defaultdict[bytes, list[ModelCard]] = defaultdict(list)
     for card in cards:
-        same[msgspec.json.encode(model_identity(card))].append(card)
-    newest = [(alike, max(alike, key=lambda one: one.created)) for alike in same.values()]
-    _, found = max(
-        newest, key=lambda one: (len(one[0]), model_identity(one[1]) == opened, one[1].created)
-    )
-    return found
+        groups[msgspec.json.encode(model_identity(card))].append(card)
+
+    def rank(group: list[ModelCard]) -> tuple[int, bool, int]:
+        created = max(card.created for card in group)
+        return len(group), model_identity(group[0]) == opened, created
+
+    majority = max(groups.values(), key=rank)
+    return max(majority, key=lambda card: card.created)
 
 
 class Catalogue:
-    """A model is opened with its first card and again when most of its workers have come to
-    announce another; it stays open while its workers are away."""
+    """Opens a model with its first card, and again when most workers announce another card.
+
+    A model stays open while its workers are away.
+    """
 
     def __init__(
-        self, runtime: DistributedRuntime, open_model: OpenModel, tell: ReportNotOpen
+        self, runtime: DistributedRuntime, open_model: OpenModel, on_not_open: ReportNotOpen
     ) -> None:
         self._runtime = runtime
         self._open_model = open_model
-        self._report_not_open = tell
+        self._report_not_open = on_not_open
         self._prefix = models_prefix(runtime.settings.runtime.namespace)
         self._cards: defaultdict[str, dict[str, ModelCard]] = defaultdict(dict)
         self._opened_cards: dict[str, ModelCard] = {}
         self._opening: set[str] = set()
 
     def incompatible_workers(self) -> dict[str, str]:
-        """Workers that do not agree with the card that their model was opened with: what is
-        different, by instance."""
-        found = {}
+        """Return by instance how a worker's card differs from the card that was opened."""
+        incompatible = {}
         for name, opened in self._opened_cards.items():
             for instance, card in self._cards[name].items():
-                different = block_identity(opened).describe_differences(block_identity(card))
-                if different:
-                    found[instance] = f"{name}: {different}"
-        return found
+                differences = block_identity(opened).describe_differences(block_identity(card))
+                if differences:
+                    incompatible[instance] = f"{name}: {differences}"
+        return incompatible
 
     async def run(self) -> None:
-        """For ever; a broken watch is taken up again."""
+        """Follow the cards until cancelled; a failed watch is started again."""
         while True:
             try:
                 await self._watch()
-            except Exception as error:  # noqa: BLE001 - what is open stays open meanwhile
-                log.warning("models watch failed", extra={"fields": {"error": str(error)}})
+            except Exception as error:  # noqa: BLE001 - open models stay open
+                log.warning(
+                    "the watch of model cards failed", extra={"fields": {"error": str(error)}}
+                )
             await self._runtime.clock.sleep(RETRY_S)
 
     async def _watch(self) -> None:
@@ -105,7 +112,7 @@ class Catalogue:
                     self._cards[name][instance] = _decode_card(change.value)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 fields = {"key": change.key, "error": str(error)}
-                log.warning("bad model card", extra={"fields": fields})
+                log.warning("invalid model card", extra={"fields": fields})
         return changed
 
     def _open_if_changed(self, name: str) -> None:
@@ -126,7 +133,7 @@ class Catalogue:
                 except DynamoError as error:
                     self._report_not_open(name, error.message)
                     fields = {"model": name, "error": error.message}
-                    log.warning("model cannot be opened yet", extra={"fields": fields})
+                    log.warning("a model cannot be opened yet", extra={"fields": fields})
                     await self._runtime.clock.sleep(delay_s)
                     delay_s = min(delay_s * 2, MAX_RETRY_S)
                 else:

@@ -1,4 +1,4 @@
-"""Workers of a model that cannot be routed to, because they name its KV blocks in another way."""
+"""The check that workers of a model hash its KV blocks like the model's card."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ BLOCK_IDENTITY_CAPABILITY = "blocks"
 
 
 class CardCompatibility:
-    """`serves` is a `Where`: instances of the card's model that agree with the card. One that does
-    not is refused, with an error in the log each time it is announced."""
+    """Accepts the instances of the card's model whose block identity equals the card's.
+
+    Other instances are refused, with an error in the log each time they are announced.
+    """
 
     def __init__(self, card: ModelCard) -> None:
         self._model_name = card.name
         self._block_identity = block_identity(card)
 
     def accepts(self, instance: Instance) -> bool:
-        """Whether requests of this model may go to the instance."""
+        """Return whether requests of this model may be sent to the instance."""
         if instance.capabilities.get("model") != self._model_name:
             return False
-        different = self._differences(instance)
-        if different:
-            fields = {"worker": instance.id, "model": self._model_name, "different": different}
-            log.error(
-                "worker refused: it does not agree with the model's card", extra={"fields": fields}
-            )
-        return not different
+        differences = self._differences(instance)
+        if differences:
+            fields = {"worker": instance.id, "model": self._model_name, "differences": differences}
+            log.error("worker refused: differs from the model's card", extra={"fields": fields})
+        return not differences
 
     def _differences(self, instance: Instance) -> str:
         try:
-            told = msgspec.convert(
-                instance.capabilities.get(BLOCK_IDENTITY_CAPABILITY, {}), BlockIdentity
-            )
+            capability = instance.capabilities.get(BLOCK_IDENTITY_CAPABILITY, {})
+            announced = msgspec.convert(capability, BlockIdentity)
         except msgspec.ValidationError as error:
             return f"unreadable: {error}"
-        return self._block_identity.describe_differences(told)
+        return self._block_identity.describe_differences(announced)

@@ -1,7 +1,7 @@
-"""The ready-made services as graphs name them: `from dynamo.services import Frontend, ...`.
+"""The ready-made services as graph nodes: `from dynamo.services import Frontend, ...`.
 
-A class of them says what stands in a graph, not how it works. A subclass with a decorator of its
-own gives another name, replicas and configuration.
+These classes only stand for the processes. A decorated subclass sets another name, replicas and
+configuration.
 """
 
 from __future__ import annotations
@@ -15,48 +15,53 @@ from dynamo.sdk import dynamo_endpoint, service
 
 @service()
 class Frontend:
-    """OpenAI's API over HTTP."""
+    """The OpenAI API over HTTP."""
 
     dynamo_role: ClassVar[str] = "frontend"
 
 
 @service()
 class Processor:
-    """Chat requests in text, answered by the model's workers. It runs in the frontend's process."""
+    """Answers chat requests of services by the model's workers, in the frontend's process."""
 
     dynamo_role: ClassVar[str] = "processor"
 
     @dynamo_endpoint("chat/completions")
     async def chat(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """OpenAI's chat request (`model` may be left out: the first one), answered by its chunks:
-        the first carries the prompt's length under `usage`, the last the whole usage."""
+        """Answer OpenAI's chat request with its chunks.
+
+        Without `model`, the first model answers. The first chunk has the prompt's length under
+        `usage`, the last one the whole usage.
+        """
         for chunk in _not_running(request):
             yield chunk
 
     @dynamo_endpoint("chat/answer")
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The same request, answered at once: `content`, `finish_reason`, `usage`."""
+        """Answer OpenAI's chat request at once: `content`, `finish_reason`, `usage`."""
         answer: dict[str, Any] = _not_running(request)
         return answer
 
 
 @service()
 class Router:
-    """Which worker gets a request. It runs in the frontend's process; a class made of it, or
-    `router.replicas`, gives it processes of its own."""
+    """Chooses the worker of each request, in the frontend's process.
+
+    A decorated subclass, or `router.replicas`, runs routers in their own processes.
+    """
 
     dynamo_role: ClassVar[str] = "router"
 
 
 @service()
 class Worker:
-    """A model and its engine."""
+    """Runs the engine of a model."""
 
     dynamo_role: ClassVar[str] = "worker"
 
 
 def _not_running(request: dict[str, Any]) -> Any:
     raise Unsupported(
-        f"a request with {', '.join(request)} at a Processor that nobody runs",
-        hint="let `dynamo serve` start it, or give a fake to dynamo.testing.local_graph",
+        f"a request with {', '.join(request)} reached a Processor class that is not running",
+        hint="start it by `dynamo serve`, or pass a fake to dynamo.testing.local_graph",
     )

@@ -1,4 +1,4 @@
-"""The frontend's process: HTTP, processor and router, for every model that workers announce."""
+"""The frontend process: HTTP, processor and router for every model that workers announce."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dynamo.services.shared_metrics import SharedPortMetrics
 
 log = logging.getLogger(__name__)
 
-
 MODELS_TIMEOUT_S = 10.0
+"""A frontend that shares its port waits up to this long for the announced models to be open."""
 
 
 class FrontendService:
-    """Listens, follows the models, serves them until the runtime shuts down."""
+    """Serves all announced models over HTTP until the runtime shuts down."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
-        """Raises `PortInUse`, `ConfigError`."""
+        """Start serving. Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         gateway = Gateway()
         self._routing = routing = ProcessRouting(runtime)
-        answers = RoutingQueries(runtime, routing)
+        queries = RoutingQueries(runtime, routing)
         self._model_watcher = ModelWatcher(runtime, gateway, routing)
         server = runtime.settings.server
         application = Application(
@@ -41,7 +41,7 @@ class FrontendService:
             reasons=lambda: runtime.health.reasons,
             facts=self._health_facts,
             metrics_text=SharedPortMetrics(runtime).render,
-            routing=answers,
+            routing=queries,
         )
         runtime.on_settings_change(lambda settings: application.update_settings(settings.server))
         http = HttpServer(
@@ -52,14 +52,14 @@ class FrontendService:
         )
         host = server.http_host
         self._model_watcher.start()
-        if runtime.supervised:  # others may share the port and answer what this one cannot yet
+        if runtime.supervised:  # other frontends on this port may serve the models already
             await self._model_watcher.wait_until_opened(MODELS_TIMEOUT_S)
         port = await http.start(host, server.http_port, reuse_port=runtime.supervised)
         runtime.add_shutdown_hook(http.stop)
         runtime.public_address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         ServiceModelWatcher(runtime, gateway).start()
         await ProcessorEndpoints(runtime, gateway).start()
-        await answers.start()
+        await queries.start()
         runtime.metrics.gauge(
             "dynamo_frontend_workers",
             "Instances that serve a model",
@@ -72,7 +72,7 @@ class FrontendService:
         log.info("frontend listens", extra={"fields": {"url": runtime.public_address}})
 
     def _health_facts(self) -> Mapping[str, Any]:
-        """What only this process knows, for /health."""
+        """Return the fields of /health that this process adds."""
         return {
             "workers": self._model_watcher.count_workers(),
             "refused_workers": self._model_watcher.incompatible_workers(),

@@ -1,4 +1,4 @@
-"""The file in which an indexer keeps its index over a restart."""
+"""The file that preserves an indexer's index over a restart."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ T = TypeVar("T")
 SETTING_NAME: Final = "index.file"
 
 MAX_SLICE_S: Final = 0.001
-"""Saving and restoring hold the loop about so long at a time."""
+"""Saving and restoring block the event loop for about this long at a time."""
 
 
 class IndexFile:
-    """Reads and writes on threads; copies, encodes and takes in by turns with the rest of the
-    loop."""
+    """Reads and writes the file on threads; encodes and decodes in short slices on the loop."""
 
     def __init__(self, path: str, block_tokens: int, clock: Clock) -> None:
         self._path = Path(path).expanduser()
@@ -33,7 +32,7 @@ class IndexFile:
         self._save_lock = asyncio.Lock()
 
     async def restore(self, index: KvIndex) -> int:
-        """Add what was saved; how many blocks. Raises `ConfigError` where that cannot be used."""
+        """Add the saved blocks and return how many. Raises `ConfigError` for an unusable file."""
         packed = await self._clock.offload(_read_file, self._path)
         if packed is None:
             return 0
@@ -43,22 +42,21 @@ class IndexFile:
             while self._run_slice(steps) is not None:
                 await self._clock.sleep(0)
         except ConfigError as error:
-            raise ConfigError(
-                f"{SETTING_NAME}: {self._path} is {error}", hint=error.hint
-            ) from error
+            message = f"{SETTING_NAME}: {self._path} is {error}"
+            raise ConfigError(message, hint=error.hint) from error
         return index.block_count - before
 
     async def save(self, index: KvIndex) -> None:
-        """The index as it is now, whole or not at all. Raises OSError."""
+        """Write a snapshot of the index atomically. Raises OSError."""
         async with self._save_lock:
-            fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            file = await self._clock.offload(_create_file, fresh)
+            temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            file = await self._clock.offload(_create_file, temporary)
             try:
                 await self._write(file, index)
-                await self._clock.offload(_replace_file, file, fresh, self._path)
+                await self._clock.offload(_replace_file, file, temporary, self._path)
             except BaseException:
                 file.close()
-                fresh.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
                 raise
 
     async def _write(self, file: IO[bytes], index: KvIndex) -> None:
@@ -67,14 +65,14 @@ class IndexFile:
                 await self._clock.offload(file.write, b"".join(part))
 
     def _run_slice(self, steps: Iterator[T]) -> list[T] | None:
-        """What comes of a turn's steps; None: that was all."""
-        until = self._clock.now() + MAX_SLICE_S
-        done: list[T] = []
+        """Return the results of one slice; None if no step was left."""
+        deadline = self._clock.now() + MAX_SLICE_S
+        results: list[T] = []
         for step in steps:
-            done.append(step)
-            if self._clock.now() >= until:
+            results.append(step)
+            if self._clock.now() >= deadline:
                 break
-        return done or None
+        return results or None
 
 
 def _read_file(path: Path) -> bytes | None:
@@ -89,13 +87,13 @@ def _read_file(path: Path) -> bytes | None:
     except OSError as error:
         raise ConfigError(
             f"{SETTING_NAME}: {path} cannot be read: {error.strerror}",
-            hint="name another file, or let this user read and write it",
+            hint="name another file, or permit this user to read and write it",
         ) from error
 
 
-def _replace_file(file: IO[bytes], fresh: Path, path: Path) -> None:
+def _replace_file(file: IO[bytes], temporary: Path, path: Path) -> None:
     file.close()
-    fresh.replace(path)
+    temporary.replace(path)
 
 
 def _create_file(path: Path) -> IO[bytes]:

@@ -1,4 +1,4 @@
-"""The model's files, fetched while the frontends answer already that they are on their way."""
+"""Download of a model's files while the frontends already answer that it is in progress."""
 
 from __future__ import annotations
 
@@ -18,56 +18,58 @@ REPORT_INTERVAL_S = 2.0
 
 
 class ThreadSafeProgress:
-    """A `models` progress that may be called from any thread; `tell(text)` hears of it on the loop
-    that this was made on: every step at once, how far it is every few seconds."""
+    """A progress callback for any thread, which calls `report(text)` on its creator's loop.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._report = tell
+    A new step is reported at once, its progress every REPORT_INTERVAL_S.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._loop = asyncio.get_running_loop()
         self._last_report = ("", 0.0)
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, step: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if (
-            what == self._last_report[0]
-            and now - self._last_report[1] < REPORT_INTERVAL_S
-            and done < total
-        ):
+        last_step, reported_at = self._last_report
+        if step == last_step and now - reported_at < REPORT_INTERVAL_S and done < total:
             return
-        self._last_report = (what, now)
-        share = f" ({done * 100 // total} %)" if total else ""
-        self._loop.call_soon_threadsafe(self._report, f"{what}{share}")
+        self._last_report = (step, now)
+        percent = f" ({done * 100 // total} %)" if total else ""
+        self._loop.call_soon_threadsafe(self._report, f"{step}{percent}")
 
 
 CANCEL_TIMEOUT_S = 3.0
-"""So long a fetch that was told to stop may take to do so; the process does not wait longer."""
-PREPARING_REASON = "the model is getting ready"
+"""A cancelled download may take this long to stop; the process does not wait longer."""
+PREPARING_REASON = "the model is being prepared"
 
 
 def make_preparation(
-    settings: Settings, shown: AbstractContextManager[ModelProgress]
+    settings: Settings, progress_display: AbstractContextManager[ModelProgress]
 ) -> Prepare | None:
-    """What fetches the model that `settings` name, with a progress that is entered meanwhile; None
-    where the model is here. Raises `ModelUnavailable` where it cannot be anywhere."""
+    """Return what downloads the settings' model, or None if the model is on this host.
+
+    The progress display is entered during the download. Raises `ModelUnavailable` for a model that
+    cannot exist.
+    """
     if locate_model(settings.model.path).path is not None:
         return None
 
-    async def fetch(tell: Callable[[str], None]) -> None:
-        tell(PREPARING_REASON)
-        with shown as progress:
-            told = ThreadSafeProgress(lambda how: tell(f"{PREPARING_REASON}: {how}"))
-            await fetch_model(settings, progress, told)
+    async def fetch(report: Callable[[str], None]) -> None:
+        report(PREPARING_REASON)
+        with progress_display as display:
+            reported = ThreadSafeProgress(lambda text: report(f"{PREPARING_REASON}: {text}"))
+            await fetch_model(settings, display, reported)
 
     return fetch
 
 
-async def fetch_model(settings: Settings, *told: ModelProgress) -> None:
-    """Find or fetch it and prove its encoder. Cancelling ends a download. Raises
+async def fetch_model(settings: Settings, *callbacks: ModelProgress) -> None:
+    """Find or download the model and verify its encoder. Cancelling stops a download. Raises
     `ModelUnavailable`."""
     stopped = threading.Event()
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    arguments = (settings, told, stopped, done)
-    # A daemon: what hangs in the network must not hold up the end of the process.
+    arguments = (settings, callbacks, stopped, done)
+    # A daemon thread: a hanging download must not delay the end of the process.
     thread = threading.Thread(target=_fetch_in_thread, args=arguments, name="fetch", daemon=True)
     thread.start()
     try:
@@ -80,15 +82,15 @@ async def fetch_model(settings: Settings, *told: ModelProgress) -> None:
 
 def _fetch_in_thread(
     settings: Settings,
-    told: tuple[ModelProgress, ...],
+    callbacks: tuple[ModelProgress, ...],
     stopped: threading.Event,
     done: asyncio.Future[None],
 ) -> None:
     from dynamo.models.resolve import resolve_model_blocking
 
-    def progress(what: str, at: int, total: int) -> None:
-        for one in told:
-            one(what, at, total)
+    def progress(step: str, done_bytes: int, total: int) -> None:
+        for callback in callbacks:
+            callback(step, done_bytes, total)
 
     failure: Exception | None = None
     try:
@@ -96,7 +98,7 @@ def _fetch_in_thread(
         resolve_model_blocking(
             settings.model.path, progress, with_weights=with_weights, stopped=stopped
         )
-    except Exception as error:  # noqa: BLE001 - raised again where it is awaited
+    except Exception as error:  # noqa: BLE001 - raised again by fetch_model
         failure = error
     done.get_loop().call_soon_threadsafe(_resolve_future, done, failure)
 

@@ -240,7 +240,7 @@ async def _open_router(pipeline: ModelPipeline) -> None:
 
 
 class Stage(NamedTuple):
-    """One row of `STAGES`: the attribute that `open` sets, and the purpose of the stage."""
+    """A row of `STAGES`: the attribute that `open` sets, and the purpose of the stage."""
 
     name: str
     open: Callable[[ModelPipeline], Awaitable[None]]

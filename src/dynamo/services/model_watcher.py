@@ -1,4 +1,4 @@
-"""The models that workers announce, each opened: tokenizer, template, processor, pipeline."""
+"""Opening of announced models: tokenizer, chat template, pipeline and processor of each."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ from dynamo.services.routing import ProcessRouting
 
 
 async def ensure_file(runtime: DistributedRuntime, files: Client, ref: FileRef) -> FileRef:
-    """The file on this host: the publisher's path, the user's cache, or fetched into that through
-    the `files` endpoint. Raises `ModelUnavailable`."""
+    """Have a model's file on this host: at the worker's path, in the user's cache, or copied into
+    the cache through the workers' `files` endpoint. Raises `ModelUnavailable`."""
     offload = runtime.clock.offload
     if await offload(find_file, ref) is not None:
         return ref
     for instance in list(files.instances.values()):
         parts: list[bytes] = []
 
-        def take(part: bytes, parts: list[bytes] = parts) -> bool:
+        def receive(part: bytes, parts: list[bytes] = parts) -> bool:
             parts.append(part)
             return True
 
         context = Context(request_id=secrets.token_hex(8))
         try:
-            await files.call(instance, ref.sha256.encode(), context, take)
+            await files.call(instance, ref.sha256.encode(), context, receive)
         except (NotFound, WorkerFailed):
             continue
         await offload(store_file, ref, b"".join(parts))
         return ref
-    raise ModelUnavailable(f"no worker offers {ref.name}", hint="it is tried again")
+    raise ModelUnavailable(f"no worker serves the file {ref.name}", hint="the frontend retries")
 
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.02
-
 NO_MODEL_ANNOUNCED = "no worker has announced a model yet"
 NO_LOCAL_WORKERS = "this deployment starts no workers (engine.workers = 0) and waits for others"
 
 
 class ModelWatcher:
-    """Follows what workers announce and gives it to a gateway; the runtime's health says what is
-    still missing."""
+    """Opens the models that workers announce and adds them to a gateway.
+
+    The runtime's health reports models without workers, and that no model is open yet.
+    """
 
     def __init__(
         self, runtime: DistributedRuntime, gateway: Gateway, routing: ProcessRouting
@@ -74,37 +75,39 @@ class ModelWatcher:
             NO_MODEL_ANNOUNCED if runtime.settings.engine.workers else NO_LOCAL_WORKERS
         )
         if self._no_models_reason is NO_LOCAL_WORKERS:
-            log.warning("no workers are started here", extra={"fields": {"engine.workers": 0}})
+            log.warning(
+                "this deployment starts no workers", extra={"fields": {"engine.workers": 0}}
+            )
         self._catalogue = Catalogue(runtime, self._open_model, self._set_pending)
         self._set_pending("", self._no_models_reason)
         runtime.health.on_change(self._on_health_change)
 
     def start(self) -> None:
-        """From now on until the runtime shuts down."""
+        """Follow the announced models until the runtime shuts down."""
         self._runtime.tasks.start(self._catalogue.run(), MODELS_HEALTH_KEY)
 
-    async def wait_until_opened(self, within_s: float) -> None:
-        """Return when the models that workers announce already are open, or after `within_s`."""
+    async def wait_until_opened(self, timeout_s: float) -> None:
+        """Wait until all models that are announced now are open, at most `timeout_s`."""
         runtime = self._runtime
         try:
             cards = await runtime.discovery.get(models_prefix(runtime.settings.runtime.namespace))
-        except PlaneUnavailable:  # nobody can say which
+        except PlaneUnavailable:
             return
-        wanted = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
-        until = runtime.clock.now() + within_s
-        while not wanted <= self._pipelines.keys() and runtime.clock.now() < until:
+        announced = {unquote(key.rsplit("/", 2)[-2]) for key in cards}
+        deadline = runtime.clock.now() + timeout_s
+        while not announced <= self._pipelines.keys() and runtime.clock.now() < deadline:
             await runtime.clock.sleep(POLL_INTERVAL_S)
 
     def count_workers(self) -> Mapping[str, int]:
-        """How many instances serve each model."""
+        """Return the number of instances by model."""
         return {name: len(pipeline.client.instances) for name, pipeline in self._pipelines.items()}
 
     def incompatible_workers(self) -> Mapping[str, str]:
-        """Workers that do not agree with their model's card, and in what."""
+        """Return by instance how a worker's card differs from its model's card."""
         return self._catalogue.incompatible_workers()
 
     async def _open_model(self, card: ModelCard) -> None:
-        """Everything that turns a model's requests into calls of its workers."""
+        """Build the pipeline and processor of a card's model and serve it."""
         runtime, name = self._runtime, card.name
         component = runtime.namespace().component(WORKER_COMPONENT)
         files = await component.endpoint("files").client()
@@ -128,25 +131,24 @@ class ModelWatcher:
             runtime.clock,
         )
         self._gateway.add(ServedModel(card.names, processor, card.created, card.context_tokens))
-        before = self._pipelines.pop(name, None)
+        previous = self._pipelines.get(name)
         self._pipelines[name] = pipeline
         pipeline.client.on_change(lambda: self._update_health(name, pipeline))
         self._update_health(name, pipeline)
         runtime.health.set_healthy(MODELS_HEALTH_KEY)
-        if before is not None:
-            await before.close()
-        log.info(
-            "model ready", extra={"fields": {"model": name, "encoder": tokenizer.encoder_name}}
-        )
+        if previous is not None:
+            await previous.close()
+        fields = {"model": name, "encoder": tokenizer.encoder_name}
+        log.info("model ready", extra={"fields": fields})
 
     def _on_health_change(self) -> None:
-        """Requests are told what health tells of the deployment."""
+        """Answer requests with the deployment's health reason while no model is open."""
         self._gateway.set_no_models_reason(
             self._runtime.health.reasons.get(PREPARATION_REASON, self._no_models_reason)
         )
 
     def _set_pending(self, name: str, reason: str) -> None:
-        """No model is open yet, or `name` is not, and why."""
+        """Report why a model is not open yet; "" for `name` means all models."""
         if name:
             self._gateway.set_pending(name, reason)
         else:
@@ -162,4 +164,4 @@ class ModelWatcher:
         if pipeline.client.instances:
             self._runtime.health.set_healthy(name)
         else:
-            self._runtime.health.set_unhealthy(name, "no worker of this model can be reached now")
+            self._runtime.health.set_unhealthy(name, "no worker of this model is reachable")

@@ -1,4 +1,4 @@
-"""The processor's own process: models for services that call it, without HTTP."""
+"""Chat over the request plane: endpoints of the frontend and of a processor process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProcessorEndpoints:
         self._unknown_roles = runtime.settings.server.unknown_roles
 
     async def start(self) -> None:
-        """Serve both until the runtime shuts down."""
+        """Serve both endpoints until the runtime shuts down."""
         spec = spec_of(Processor)
         component = self._runtime.namespace().component(spec.name)
         await component.endpoint(spec.endpoints["chat"].name).serve(self._handle_chat)
@@ -64,8 +64,8 @@ class ProcessorEndpoints:
 
     def _decode_request(self, payload: bytes) -> tuple[ChatRequest, Any]:
         body = _decode(payload)
-        wanted = body.get("model") if isinstance(body, dict) else None
-        name, served = find_worker_model(self._gateway, wanted)
+        model = body.get("model") if isinstance(body, dict) else None
+        name, served = find_worker_model(self._gateway, model)
         return chat_request_from_dict(body, name, self._unknown_roles), served.processor
 
 
@@ -73,11 +73,10 @@ log = logging.getLogger(__name__)
 
 
 class ProcessorService:
-    """Follows the models and answers for them over the request plane until the runtime shuts
-    down."""
+    """Serves all announced models over the request plane, without HTTP."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
-        """Set it up."""
+        """Serve until the runtime shuts down."""
         gateway = Gateway()
         ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
         ServiceModelWatcher(runtime, gateway).start()

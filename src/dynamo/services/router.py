@@ -1,5 +1,8 @@
-"""The router's own process: answers which instance a request should go to, and why. Tokens never
-pass through it; what becomes of a request it hears from the frontends."""
+"""The router process: chooses workers for the requests of frontends, and explains its choices.
+
+Tokens never pass through this process. The frontends publish which requests they send and how those
+end.
+"""
 
 from __future__ import annotations
 
@@ -37,40 +40,43 @@ from dynamo.services.routing_queries import RoutingQueries
 log = logging.getLogger(__name__)
 
 RESERVATION_TIMEOUT_S = 5.0
-"""A place that nobody has taken by then is given back: its frontend died on the way."""
+"""A choice that no frontend has used after this time is released: the frontend has died."""
 RETRY_AFTER_S = 1.0
 _REPLICA_SUFFIX = re.compile(r"-([1-9]\d?)\Z")
 
 
 class RouterService:
-    """Follows the models and their workers; answers until the runtime shuts down."""
+    """Chooses workers for all announced models until the runtime shuts down."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
-        """Raises `PortInUse`, `ConfigError`."""
+        """Start serving. Raises `PortInUse`, `ConfigError`."""
         self._runtime = runtime
         self._routing = ProcessRouting(runtime)
         if (mode := runtime.settings.router.mode) != KV:
-            log.warning("frontends ask a router in mode kv alone", extra={"fields": {"mode": mode}})
+            log.warning(
+                "frontends use router processes in mode kv only", extra={"fields": {"mode": mode}}
+            )
         self._models: dict[str, ModelPipeline] = {}
         self._decisions = runtime.metrics.counter(
-            "dynamo_router_decisions_total", "Questions of frontends that this router answered"
+            "dynamo_router_decisions_total",
+            "Choices of workers that this router made for frontends",
         )
         runtime.health.set_unhealthy(MODELS_HEALTH_KEY, "no worker has announced a model yet")
-        answers = RoutingQueries(runtime, self._routing)
-        await answers.start()
-        await self._serve_http(answers)
+        queries = RoutingQueries(runtime, self._routing)
+        await queries.start()
+        await self._serve_http(queries)
         component = runtime.namespace().component(spec_of(components.Router).name)
         await component.endpoint(CHOOSE_ENDPOINT).serve(self._handle_choose)
         catalogue = Catalogue(runtime, self._open_model, self._set_pending)
         self._incompatible_workers = catalogue.incompatible_workers
         runtime.tasks.start(catalogue.run(), MODELS_HEALTH_KEY)
-        runtime.tasks.start(self._release_expired(), "places not taken")
+        runtime.tasks.start(self._release_expired(), "unused choices")
 
-    async def _serve_http(self, answers: RoutingQueries) -> None:
+    async def _serve_http(self, queries: RoutingQueries) -> None:
         runtime, settings = self._runtime, self._runtime.settings
         application = RouterApplication(
             settings.server,
-            answers,
+            queries,
             runtime.clock,
             runtime.metrics,
             reasons=lambda: runtime.health.reasons,
@@ -89,24 +95,25 @@ class RouterService:
         log.info("router listens", extra={"fields": {"url": runtime.public_address}})
 
     async def _handle_choose(self, payload: bytes, out: ResponseWriter) -> None:
-        """One question; `TAKEN` at once, the answer when it has fallen."""
+        """Answer QUERY_ACCEPTED at once and the decision later."""
         out.send(QUERY_ACCEPTED)
         try:
-            ask = decode_query(payload)
+            query = decode_query(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"not a question for a router: {error}") from error
-        model = self._models.get(ask.model)
+            raise ProtocolError(f"the payload is not a routing query: {error}") from error
+        model = self._models.get(query.model)
         if model is None:
             raise ModelNotReady(
-                f"no worker has announced {ask.model!r} here", retry_after_s=RETRY_AFTER_S
+                f"no worker has announced {query.model!r} to this router",
+                retry_after_s=RETRY_AFTER_S,
             )
-        request = request_from_query(ask, out.context.request_id)
-        made = await model.policy.choose(request, out.context, frozenset(ask.excluded))
-        if model.peer_requests is not None and isinstance(made.placement, PlacedRequest):
-            model.peer_requests.reserve(made.placement)
-        self._routing.observer.decision_log.add(request, replace(made, placement=None))
+        request = request_from_query(query, out.context.request_id)
+        decision = await model.policy.choose(request, out.context, frozenset(query.excluded))
+        if model.peer_requests is not None and isinstance(decision.placement, PlacedRequest):
+            model.peer_requests.reserve(decision.placement)
+        self._routing.observer.decision_log.add(request, replace(decision, placement=None))
         self._decisions.inc()
-        out.send(encode_reply(made))
+        out.send(encode_reply(decision))
 
     async def _open_model(self, card: ModelCard) -> None:
         model = await open_router_process_pipeline(self._runtime, self._routing, card)
@@ -143,6 +150,6 @@ class RouterService:
 
 
 def replica_index(name: str) -> int:
-    """How many replicas of a process called `name` come before it: 1 of "router-2"."""
+    """Return the index of a replica by its process name: 1 for "router-2"."""
     number = _REPLICA_SUFFIX.search(name)
     return int(number[1]) - 1 if number else 0

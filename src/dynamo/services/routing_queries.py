@@ -1,4 +1,4 @@
-"""What several processes know of routing, as one answer: each keeps its own decisions."""
+"""Queries for routing decisions, records and samples of all processes that route."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ T = TypeVar("T")
 
 
 class ExplanationQuery(msgspec.Struct, frozen=True, tag="explain"):
-    """All decisions for a request; "" = the last ones."""
+    """All decisions for a request; "" stands for the latest requests."""
 
     request_id: str
 
 
 class RecordsQuery(msgspec.Struct, frozen=True, tag="records"):
-    """Decisions between two Unix times."""
+    """The routing records between two Unix times."""
 
     start: float
     end: float
 
 
 class SamplesQuery(msgspec.Struct, frozen=True, tag="samples"):
-    """Samples after a Unix time."""
+    """The samples after a Unix time."""
 
     since: float
 
@@ -59,7 +59,7 @@ _decode_query = msgspec.msgpack.Decoder(RoutingQuery).decode
 
 
 class RoutingQueries:
-    """Answers for this process over the request plane, and for all of them to its HTTP routes."""
+    """Answers queries of other processes, and merges their answers for this one's HTTP routes."""
 
     def __init__(self, runtime: DistributedRuntime, routing: ProcessRouting) -> None:
         self._runtime = runtime
@@ -67,7 +67,7 @@ class RoutingQueries:
         self._client: Client | None = None
 
     async def start(self) -> None:
-        """Serve until the runtime shuts down, if there is anything to tell in this mode."""
+        """Serve until the runtime shuts down, if the router mode records decisions."""
         if not self._routing.records_decisions:
             return
         endpoint = self._runtime.namespace().component(QUERY_COMPONENT).endpoint(QUERY_ENDPOINT)
@@ -76,22 +76,21 @@ class RoutingQueries:
 
     @property
     def records_decisions(self) -> bool:
-        """Whether decisions are remembered in the mode that is set."""
+        """Whether the router mode records decisions."""
         return self._routing.records_decisions
 
     async def explain(self, request_id: str) -> list[Explanation]:
-        """All that is known of a request; empty where it is unknown. "" = the last requests."""
+        """Return the decisions for a request, oldest first; "" stands for the latest requests."""
         own = self._local_explanations(request_id)
-        found = merge_explanations(
-            await self._gather(ExplanationQuery(request_id), own, list[Explanation])
-        )
-        if not request_id or any(one.request_id == request_id for one in found):
-            return found
-        last = http_request_id(found[-1].request_id, request_id) if found else ""
-        return [one for one in found if http_request_id(one.request_id, request_id) == last]
+        query = ExplanationQuery(request_id)
+        explanations = merge_explanations(await self._gather(query, own, list[Explanation]))
+        if not request_id or any(item.request_id == request_id for item in explanations):
+            return explanations
+        ids = [http_request_id(item.request_id, request_id) for item in explanations]
+        return [item for item, id_ in zip(explanations, ids, strict=True) if id_ == ids[-1]]
 
     async def report(self, seconds: float | None = None) -> PerformanceReport:
-        """Of the last so many seconds, or of all that is remembered."""
+        """Return a report on the last `seconds`, or on all records."""
         now = self._runtime.clock.wall()
         start = 0.0 if seconds is None else now - seconds
         offload, collector = self._runtime.clock.offload, self._routing.observer.collector
@@ -102,42 +101,42 @@ class RoutingQueries:
         )
 
     async def samples(self, since: float = 0.0) -> list[TimelineSample]:
-        """Every worker over time."""
+        """Return the samples of all workers after a Unix time, oldest first."""
         own = self._routing.timeline.samples_since(since)
         return merge_samples(await self._gather(SamplesQuery(since), own, list[TimelineSample]))
 
     async def _handle_query(self, payload: bytes, out: ResponseWriter) -> None:
-        question = _decode_query(payload)
+        query = _decode_query(payload)
         routing = self._routing
-        if isinstance(question, ExplanationQuery):
-            out.send(_encode(self._local_explanations(question.request_id)))
-        elif isinstance(question, RecordsQuery):
+        if isinstance(query, ExplanationQuery):
+            out.send(_encode(self._local_explanations(query.request_id)))
+        elif isinstance(query, RecordsQuery):
             collector = routing.observer.collector
             between = await self._runtime.clock.offload(
-                collector.records_between, question.start, question.end
+                collector.records_between, query.start, query.end
             )
             out.send(_encode(between))
         else:
-            out.send(_encode(routing.timeline.samples_since(question.since)))
+            out.send(_encode(routing.timeline.samples_since(query.since)))
 
     def _local_explanations(self, request_id: str) -> list[Explanation]:
         explained = self._routing.observer.decision_log
         return explained.find(request_id) if request_id else explained.latest(MAX_RECENT_REQUESTS)
 
-    async def _gather(self, question: RoutingQuery, own: Sequence[T], kind: Any) -> list[T]:
-        """This process's part and that of all others; who does not answer in time is left out."""
+    async def _gather(self, query: RoutingQuery, own: Sequence[T], kind: Any) -> list[T]:
+        """Return the items of all processes; one that does not answer in time is left out."""
         client = self._client
         if client is None:
             return list(own)
-        mine = self._runtime.instance_id
-        others = [one for name, one in client.instances.items() if name != mine]
-        parts = await run_all(
-            *(self._query_instance(client, one, question, kind) for one in others)
+        own_id = self._runtime.instance_id
+        others = [other for name, other in client.instances.items() if name != own_id]
+        answers = await run_all(
+            *(self._query_instance(client, other, query, kind) for other in others)
         )
-        return [*own, *(item for part in parts for item in part)]
+        return [*own, *(item for answer in answers for item in answer)]
 
     async def _query_instance(
-        self, client: Client, instance: Instance, question: RoutingQuery, kind: Any
+        self, client: Client, instance: Instance, query: RoutingQuery, kind: Any
     ) -> list[Any]:
         answers: list[bytes] = []
 
@@ -148,8 +147,8 @@ class RoutingQueries:
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 context = Context("routing", timeout_s=QUERY_TIMEOUT_S)
-                await client.call(instance, _encode(question), context, sink)
-            found: list[Any] = msgspec.msgpack.decode(answers[0], type=kind)
+                await client.call(instance, _encode(query), context, sink)
+            items: list[Any] = msgspec.msgpack.decode(answers[0], type=kind)
         except (
             DynamoError,
             TimeoutError,
@@ -158,57 +157,57 @@ class RoutingQueries:
             UnicodeDecodeError,
         ) as error:
             fields = {"instance": instance.id, "error": str(error)}
-            log.warning("a router's part is missing", extra={"fields": fields})
+            log.warning("a routing process did not answer", extra={"fields": fields})
             return []
-        return found
+        return items
 
 
-def merge_explanations(found: Sequence[Explanation]) -> list[Explanation]:
-    """Where a router of its own decided and a frontend knows the outcome, one explanation of both;
-    newest requests last."""
-    kept: dict[tuple[str, int, str, int], Explanation] = {}
+def merge_explanations(explanations: Sequence[Explanation]) -> list[Explanation]:
+    """Join the explanations of a router, which knows the costs, and of the frontend, which knows
+    the outcome. The newest come last."""
+    merged: dict[tuple[str, int, str, int], Explanation] = {}
     counts: defaultdict[tuple[str, str, int, str], int] = defaultdict(int)
-    for one in sorted(found, key=lambda each: (each.at, bool(each.costs))):
-        who = (one.router, one.request_id, one.choice, one.worker)
-        key = (one.request_id, one.choice, one.worker, counts[who])
-        counts[who] += 1
-        there = kept.get(key)
-        kept[key] = one if there is None else _join_explanations(there, one)
-    return list(kept.values())
+    for item in sorted(explanations, key=lambda item: (item.at, bool(item.costs))):
+        source = (item.router, item.request_id, item.choice, item.worker)
+        key = (item.request_id, item.choice, item.worker, counts[source])
+        counts[source] += 1
+        other = merged.get(key)
+        merged[key] = item if other is None else _join_explanations(other, item)
+    return list(merged.values())
 
 
-def _join_explanations(one: Explanation, other: Explanation) -> Explanation:
-    decided, answered = (one, other) if one.costs else (other, one)
+def _join_explanations(first: Explanation, second: Explanation) -> Explanation:
+    decided, answered = (first, second) if first.costs else (second, first)
     return replace(decided, outcome=answered.outcome or decided.outcome)
 
 
 def build_report(
     records: Sequence[RoutingRecord],
-    like: RoutingMetricsCollector,
+    collector: RoutingMetricsCollector,
     time_range: tuple[float, float] | None,
 ) -> PerformanceReport:
-    """A report over the records of several processes, with the alerts of this one."""
-    collector = like.with_records(sorted(records, key=lambda one: one.timestamp))
-    return collector.report(time_range)
+    """Return a report on the records of several processes, with this collector's alerts."""
+    ordered = sorted(records, key=lambda record: record.timestamp)
+    return collector.with_records(ordered).report(time_range)
 
 
 def merge_samples(samples: Sequence[TimelineSample]) -> list[TimelineSample]:
-    """One sample a moment: of loads the fullest report, of what was sent there the sum."""
-    moments: dict[float, TimelineSample] = {}
-    for one in sorted(samples, key=lambda each: each.at):
-        there = moments.get(one.at)
-        moments[one.at] = one if there is None else _add_sample(there, one)
-    return list(moments.values())
+    """Merge the samples of each moment: the fullest load report, the sum of sent requests."""
+    merged: dict[float, TimelineSample] = {}
+    for sample in sorted(samples, key=lambda sample: sample.at):
+        other = merged.get(sample.at)
+        merged[sample.at] = sample if other is None else _merge_pair(other, sample)
+    return list(merged.values())
 
 
-def _add_sample(one: TimelineSample, other: TimelineSample) -> TimelineSample:
-    workers = dict(one.workers)
-    for name, sample in other.workers.items():
-        there = workers.get(name)
-        workers[name] = sample if there is None else _merge_worker_samples(there, sample)
-    return TimelineSample(one.at, one.waiting + other.waiting, workers)
+def _merge_pair(first: TimelineSample, second: TimelineSample) -> TimelineSample:
+    workers = dict(first.workers)
+    for name, sample in second.workers.items():
+        other = workers.get(name)
+        workers[name] = sample if other is None else _merge_worker_samples(other, sample)
+    return TimelineSample(first.at, first.waiting + second.waiting, workers)
 
 
-def _merge_worker_samples(one: WorkerSample, other: WorkerSample) -> WorkerSample:
-    known = max(one, other, key=lambda each: (each.total_blocks, bool(each.view)))
-    return replace(known, sent=one.sent + other.sent, routed=one.routed + other.routed)
+def _merge_worker_samples(first: WorkerSample, second: WorkerSample) -> WorkerSample:
+    fullest = max(first, second, key=lambda sample: (sample.total_blocks, bool(sample.view)))
+    return replace(fullest, sent=first.sent + second.sent, routed=first.routed + second.routed)

@@ -1,4 +1,4 @@
-"""Models that users' services answer for: found by their offers, served like any other."""
+"""Models that user services offer: discovered by their records and served like any model."""
 
 from __future__ import annotations
 
@@ -31,98 +31,106 @@ log = logging.getLogger(__name__)
 WATCH_RETRY_S = 1.0
 SERVICE_OWNER = "service"
 
-_decode_offer = msgspec.json.Decoder(ServiceModelRecord).decode
+_decode_record = msgspec.json.Decoder(ServiceModelRecord).decode
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
 
 class ServiceModelWatcher:
-    """Follows the offers of a namespace and gives them to a gateway. A model stays there while its
-    services are away: calls wait for them, then tell so."""
+    """Follows the models that services offer and adds them to a gateway.
+
+    A model stays while its services are away; calls wait for a service and then fail.
+    """
 
     def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
         self._runtime = runtime
         self._gateway = gateway
         self._prefix = service_models_prefix(runtime.settings.runtime.namespace)
-        self._offers: defaultdict[str, dict[str, ServiceModelRecord]] = defaultdict(dict)
+        self._records: defaultdict[str, dict[str, ServiceModelRecord]] = defaultdict(dict)
         self._open_models: dict[str, tuple[ServiceModelRecord, Client]] = {}
 
     def start(self) -> None:
-        """From now on until the runtime shuts down."""
-        self._runtime.tasks.start(self._run(), "offers")
+        """Follow the offers until the runtime shuts down."""
+        self._runtime.tasks.start(self._run(), "service models")
 
     async def _run(self) -> None:
         while True:
             try:
                 async with self._runtime.discovery.watch(self._prefix) as changes:
-                    self._offers.clear()
+                    self._records.clear()
                     async for batch in changes:
                         await self._apply_changes(batch)
-            except Exception as error:  # noqa: BLE001 - what is served stays so meanwhile
-                log.warning("offers watch failed", extra={"fields": {"error": str(error)}})
+            except Exception as error:  # noqa: BLE001 - open models stay open
+                log.warning(
+                    "the watch of service models failed", extra={"fields": {"error": str(error)}}
+                )
             await self._runtime.clock.sleep(WATCH_RETRY_S)
 
     async def _apply_changes(self, batch: Sequence[RecordChange]) -> None:
         changed = set()
         for change in batch:
             quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
-            offers = self._offers[unquote(quoted)]
-            offers.pop(instance, None)
+            records = self._records[unquote(quoted)]
+            records.pop(instance, None)
             changed.add(unquote(quoted))
             try:
                 if change.value is not None:
-                    offers[instance] = _decode_offer(change.value)
+                    records[instance] = _decode_record(change.value)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 fields = {"key": change.key, "error": str(error)}
-                log.warning("bad offer", extra={"fields": fields})
+                log.warning("invalid service model record", extra={"fields": fields})
         for model in changed:
             await self._open_if_changed(model)
 
     async def _open_if_changed(self, model: str) -> None:
-        offers = self._offers[model]
-        before = self._open_models.get(model)
-        if not offers or (before is not None and before[0] in offers.values()):
+        records = self._records[model]
+        previous = self._open_models.get(model)
+        if not records or (previous is not None and previous[0] in records.values()):
             return
-        offer = next(iter(offers.values()))
-        there = self._gateway.models.get(model)
-        if there is not None and there.owned_by != SERVICE_OWNER:
-            log.error(
-                "a service offers a model that workers serve", extra={"fields": {"model": model}}
-            )
+        record = next(iter(records.values()))
+        served, fields = self._gateway.models.get(model), {"model": model}
+        if served is not None and served.owned_by != SERVICE_OWNER:
+            log.error("a service offers a model that workers serve", extra={"fields": fields})
             return
         runtime = self._runtime
-        component = runtime.namespace(offer.namespace).component(offer.component)
-        client = await component.endpoint(offer.endpoint).client()
+        component = runtime.namespace(record.namespace).component(record.component)
+        client = await component.endpoint(record.endpoint).client()
         processor = ServiceModelProcessor(
-            offer, client, self._gateway, runtime.settings.server.unknown_roles
+            record, client, self._gateway, runtime.settings.server.unknown_roles
         )
-        self._open_models[model] = (offer, client)
-        made = int(runtime.clock.wall())
-        self._gateway.add(ServedModel((model,), processor, made, 0, SERVICE_OWNER, offer.derived))
-        if not offer.derived:
+        self._open_models[model] = (record, client)
+        created = int(runtime.clock.wall())
+        self._gateway.add(
+            ServedModel((model,), processor, created, 0, SERVICE_OWNER, record.derived)
+        )
+        if not record.derived:
             runtime.health.set_healthy(MODELS_HEALTH_KEY)
-        if before is not None:
-            await before[1].close()
-        log.info("model offered", extra={"fields": {"model": model, "service": offer.component}})
+        if previous is not None:
+            await previous[1].close()
+        fields["service"] = record.component
+        log.info("service model ready", extra={"fields": fields})
 
 
 class ServiceModelProcessor:
-    """One model that a service answers for. Its `chat` streams texts or chunks, or answers once:
-    a text, a completion, or another request, which then goes to the model by the usual way."""
+    """The text processor of a model that a service offers.
+
+    The service's chat endpoint streams texts or chunks, or answers once: with a text, a completion,
+    or another request, which is then answered by a model that workers serve.
+    """
 
     def __init__(
-        self, offer: ServiceModelRecord, client: Client, gateway: Gateway, unknown_roles: str
+        self, record: ServiceModelRecord, client: Client, gateway: Gateway, unknown_roles: str
     ) -> None:
-        self._offer = offer
+        self._record = record
         self._client = client
         self._gateway = gateway
         self._unknown_roles = unknown_roles
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
-        """Ask the service."""
+        """Answer by the service."""
         body = chat_request_to_dict(request)
         reader = ChatChunkReader(reply)
-        if self._offer.streams:
+        if self._record.streams:
             await call_with_retries(
                 self._client, _encode(body), context, lambda item: reader.receive(_decode(item))
             )
@@ -145,27 +153,27 @@ class ServiceModelProcessor:
     async def complete(
         self, request: CompletionRequest, context: Context, reply: TextReply
     ) -> None:
-        """Ask the service, the prompt being what a user says. Raises `Unsupported` for what only a
-        model can do with a prompt."""
+        """Answer by the service, with the prompt as a user's message. Raises `Unsupported` for
+        token ids and echo."""
         if request.echo or isinstance(request.prompt, bytes):
             raise self._chat_only_error()
-        said = {"role": "user", "content": request.prompt}
-        await self.chat(ChatRequest(request.model, (said,), request.options), context, reply)
+        message = {"role": "user", "content": request.prompt}
+        await self.chat(ChatRequest(request.model, (message,), request.options), context, reply)
 
     async def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
     ) -> list[int]:
-        """Raises `Unsupported`."""
+        """Raise `Unsupported`."""
         del prompt, add_special
         raise self._chat_only_error()
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """Raises `Unsupported`."""
+        """Raise `Unsupported`."""
         del ids
         raise self._chat_only_error()
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
-        """Raises `Unsupported`."""
+        """Raise `Unsupported`."""
         del ids
         raise self._chat_only_error()
 
@@ -178,7 +186,7 @@ class ServiceModelProcessor:
 
     def _chat_only_error(self) -> Unsupported:
         return Unsupported(
-            f"model {self._offer.model!r} is a service: it has no tokens and echoes no prompt",
+            f"model {self._record.model!r} is a service, without tokenizer and echo",
             hint="POST /v1/chat/completions",
             param="model",
         )

@@ -1,4 +1,4 @@
-"""One answer of several frontends that share a port: their metrics, merged."""
+"""The merged metrics of all frontends that share an HTTP port."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_RESPONSE_BYTES = 8 << 20
 
 
 class SharedPortMetrics:
-    """The other frontends of this deployment on this host, found by their records."""
+    """Scrapes the other frontends of this deployment, found by their process records."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         self._runtime = runtime
         self._deployment = deployment_of(runtime.settings)
 
     async def render(self) -> str:
-        """This process's metrics and theirs, as if of one process. One that does not answer in time
-        is left out, with a warning."""
+        """Return the metrics of all frontends as if of one process. A frontend that does not answer
+        in time is left out, with a warning."""
         own = self._runtime.metrics.render()
         if self._runtime.settings.server.http_workers == 1:
             return own
@@ -37,38 +37,33 @@ class SharedPortMetrics:
 
     async def _other_frontends(self) -> Sequence[ProcessRecord]:
         processes = await self._runtime.clock.offload(self._deployment.live_processes)
-        mine = self._runtime.instance_id
-        return [
-            one
-            for one in processes
-            if one.role == "frontend" and one.instance != mine and one.status_url
-        ]
+        frontends = (process for process in processes if process.role == "frontend")
+        own_id = self._runtime.instance_id
+        return [other for other in frontends if other.instance != own_id and other.status_url]
 
     async def _scrape(self, status_url: str) -> str:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 return await http_get_text(status_url, "/metrics")
         except (OSError, TimeoutError, ValueError) as error:
-            log.warning(
-                "a frontend's metrics are missing",
-                extra={"fields": {"url": status_url, "error": str(error)}},
-            )
+            fields = {"url": status_url, "error": str(error)}
+            log.warning("a frontend's metrics are missing", extra={"fields": fields})
             return ""
 
 
 async def http_get_text(url: str, path: str) -> str:
-    """The body of one GET to one of our own status ports. Raises OSError, `ValueError`."""
-    where = urlsplit(url)
+    """Return the body of a GET to a status port of a Dynamo process. Raises OSError, ValueError."""
+    parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(
-        where.hostname, where.port, limit=MAX_RESPONSE_BYTES
+        parts.hostname, parts.port, limit=MAX_RESPONSE_BYTES
     )
     try:
-        head = f"GET {path} HTTP/1.1\r\nhost: {where.netloc}\r\nconnection: close\r\n\r\n"
+        head = f"GET {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n\r\n"
         writer.write(head.encode())
-        answer = await reader.read(-1)
+        response = await reader.read(-1)
     finally:
         writer.close()
-    first, _, body = answer.partition(b"\r\n\r\n")
-    if not first.startswith(b"HTTP/1.1 200 "):
-        raise ValueError(f"{url}{path} answered {first[:40]!r}")
+    head_bytes, _, body = response.partition(b"\r\n\r\n")
+    if not head_bytes.startswith(b"HTTP/1.1 200 "):
+        raise ValueError(f"{url}{path} answered {head_bytes[:40]!r}")
     return body.decode()

@@ -1,4 +1,4 @@
-"""The worker's process: a model's files, an engine of the kind asked for, served."""
+"""The worker process: opens a model's files and an engine, and serves them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ENGINE_HEALTH_KEY = "engine"
 
 
 class WorkerService:
-    """Opens the model that the settings name and serves it until the runtime shuts down."""
+    """Serves the settings' model until the runtime shuts down."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
-        """Raises `ModelUnavailable`, `ConfigError`."""
+        """Start the engine and serve. Raises `ModelUnavailable`, `ConfigError`."""
         settings = runtime.settings
         kind = settings.engine.kind
         ENGINES.check(kind)
 
-        def tell(how: str) -> None:
-            runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {how}")
-            log.info("getting the model ready", extra={"fields": {"step": how}})
+        def report(step: str) -> None:
+            runtime.health.set_unhealthy(MODEL_HEALTH_KEY, f"{PREPARING_REASON}: {step}")
+            log.info("preparing the model", extra={"fields": {"step": step}})
 
         files = await resolve_model(
             settings.model.path,
-            ThreadSafeProgress(tell),
+            ThreadSafeProgress(report),
             with_weights=engine_needs_weights(kind),
             clock=runtime.clock,
         )
@@ -44,25 +44,23 @@ class WorkerService:
         card = make_card(files, settings)
         engine = await open_engine(kind, EngineInputs(settings, card, files, runtime.clock))
         worker = inference_worker.EngineWorker(engine, card)
-        announced = await worker.attach(runtime)
+        served_card = await worker.attach(runtime)
         runtime.add_shutdown_hook(worker.close)
         runtime.health.set_healthy(MODEL_HEALTH_KEY)
         runtime.tasks.start(_watch_engine(runtime), "engine watch")
-        log.info(
-            "worker serves",
-            extra={"fields": {"model": announced.name, "engine": kind, "id": runtime.instance_id}},
-        )
+        fields = {"model": served_card.name, "engine": kind, "id": runtime.instance_id}
+        log.info("worker serves", extra={"fields": fields})
 
 
 async def _watch_engine(runtime: DistributedRuntime) -> None:
-    """A worker whose engine has died is of no use: it leaves, and the supervisor starts another."""
+    """End the process when its engine has died, so that the supervisor starts another."""
     while not (reason := runtime.health.reasons.get(ENGINE_HEALTH_KEY)):
         await runtime.clock.sleep(ENGINE_CHECK_INTERVAL_S)
     runtime.fail(WorkerFailed(f"the engine died: {reason}"))
 
 
 def make_card(files: ModelFiles, settings: Settings) -> ModelCard:
-    """The model's card under the names and limits of the settings."""
+    """Return the model's card with the names and limits of the settings."""
     return files.build_card(
         names=settings.model.names,
         context_tokens=settings.model.context_tokens,
