@@ -1,4 +1,4 @@
-"""`dynamo run in=text`: a pipe in, an answer out, nothing left behind."""
+"""`dynamo run in=text`: a pipe or a terminal as input, the answer as output."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def test_a_pipe_is_one_message(tiny_model: Path, environ: dict[str, str]) -> Non
     assert ended.stdout.strip()
     assert "Traceback" not in ended.stderr
     ps = subprocess.run([*DYNAMO, "ps", "--json"], capture_output=True, env=environ, check=True)
-    assert [one for one in json.loads(ps.stdout) if one["deployment"].startswith("text-")] == []
+    assert [p for p in json.loads(ps.stdout) if p["deployment"].startswith("text-")] == []
 
 
 def test_a_terminal_is_a_conversation(tiny_model: Path, environ: dict[str, str]) -> None:
-    ours, theirs = pty.openpty()
+    parent_end, child_end = pty.openpty()
     command = [*DYNAMO, "run", "in=text", "out=mock", str(tiny_model), *FAST]
     child = subprocess.Popen(
-        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+        command, stdin=child_end, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
     )
-    os.close(theirs)
-    os.write(ours, b"the quick\nbrown fox\n\x04")
+    os.close(child_end)
+    os.write(parent_end, b"the quick\nbrown fox\n\x04")
     out, err = child.communicate(timeout=50)
-    os.close(ours)
+    os.close(parent_end)
 
     assert child.returncode == 0, err.decode()
     assert out.decode().count("> ") >= 3
@@ -71,19 +71,19 @@ def test_a_message_beyond_the_context_is_an_error(
 def test_ctrl_c_ends_an_answer(tiny_model: Path, environ: dict[str, str]) -> None:
     slow = ["--timing", "constant:1,500", "--sampling.max_tokens", "1000"]
     command = [*DYNAMO, "run", "in=text", "out=mock", str(tiny_model), *slow]
-    ours, theirs = pty.openpty()
+    parent_end, child_end = pty.openpty()
     child = subprocess.Popen(
-        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+        command, stdin=child_end, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
     )
-    os.close(theirs)
+    os.close(child_end)
     assert child.stdout is not None
     while child.stdout.read(1) != b">":
         pass
-    os.write(ours, b"the quick\n")
-    child.stdout.read(len(" w"))  # the prompt's space, and the answer has begun
+    os.write(parent_end, b"the quick\n")
+    child.stdout.read(len(" w"))  # the prompt's space and the first character of the answer
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=20)  # well before the time to drain
-    os.close(ours)
+    _, err = child.communicate(timeout=20)  # well before the drain time
+    os.close(parent_end)
 
     assert child.returncode == 0, err.decode()
     assert b"error" not in err

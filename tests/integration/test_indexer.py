@@ -1,4 +1,4 @@
-"""`dynamo indexer` beside a deployment, as its user starts it."""
+"""`dynamo indexer` as a separate command beside a deployment."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ WORDS = "the quick brown fox jumps over a lazy dog " * 20
 ASK = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": WORDS}]}
 
 
-def modes(one: Deployment) -> set[str]:
-    told = json.loads(one.get("/health")[1])
-    return {mode for views in told["routing"].values() for mode in views.values()}
+def view_modes(deployment: Deployment) -> set[str]:
+    health = json.loads(deployment.get("/health")[1])
+    return {mode for views in health["routing"].values() for mode in views.values()}
 
 
-def test_routers_ask_it_and_go_on_without_it(
+def test_routers_use_the_indexer_and_continue_without_it(
     start: Callable[..., Deployment], tiny_model: Path, tmp_path: Path
 ) -> None:
     fast = ("--speedup-ratio", "1000", "--model-name", "tiny")
-    one = start(
+    deployment = start(
         "out=mock", tiny_model, "--workers", 2, "--router-mode", "kv", "--shared-index", *fast
     )
     saved = tmp_path / "index.bin"
-    command = [sys.executable, "-m", "dynamo", "indexer", "--deployment", f"http-{one.port}"]
-    environ = {**os.environ, **one.environ}
+    command = [sys.executable, "-m", "dynamo", "indexer", "--deployment", f"http-{deployment.port}"]
+    environ = {**os.environ, **deployment.environ}
     process = subprocess.Popen([*command, "--index.file", str(saved)], env=environ)
     try:
-        until(lambda: modes(one) == {"exact"})
-        assert one.post("/v1/chat/completions", ASK)[0] == 200
+        until(lambda: view_modes(deployment) == {"exact"})
+        assert deployment.post("/v1/chat/completions", ASK)[0] == 200
         hit = until(
-            lambda: one.post("/v1/chat/completions", ASK)[1]["usage"]["prompt_tokens_details"]
+            lambda: deployment.post("/v1/chat/completions", ASK)[1]["usage"][
+                "prompt_tokens_details"
+            ]
         )
         assert hit["cached_tokens"] > 0
         process.terminate()
@@ -44,14 +46,22 @@ def test_routers_ask_it_and_go_on_without_it(
     finally:
         process.kill()
         process.wait()
-    until(lambda: modes(one) == {"approximate"})
-    assert one.post("/v1/chat/completions", ASK)[0] == 200
-    told = subprocess.run(
-        [sys.executable, "-m", "dynamo", "doctor", "--json", "--deployment", f"http-{one.port}"],
+    until(lambda: view_modes(deployment) == {"approximate"})
+    assert deployment.post("/v1/chat/completions", ASK)[0] == 200
+    doctor = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "dynamo",
+            "doctor",
+            "--json",
+            "--deployment",
+            f"http-{deployment.port}",
+        ],
         env=environ,
         capture_output=True,
     )
-    routing = next(found for found in json.loads(told.stdout) if found["check"] == "routing")
+    routing = next(check for check in json.loads(doctor.stdout) if check["check"] == "routing")
     assert routing["verdict"] == "warn"
     assert "2 workers approximate" in routing["found"]
 
@@ -61,18 +71,18 @@ def test_stopping_a_deployment_ends_its_indexer_too(
 ) -> None:
     fast = ("--speedup-ratio", "1000", "--model-name", "tiny")
     routers = ("--router-replicas", "1", "--router.port", "0", "--router-mode", "kv")
-    one = start("out=mock", tiny_model, *routers, "--shared-index", *fast)
-    name = f"http-{one.port}"
+    deployment = start("out=mock", tiny_model, *routers, "--shared-index", *fast)
+    name = f"http-{deployment.port}"
     dynamo = [sys.executable, "-m", "dynamo"]
-    environ = {**os.environ, **one.environ}
+    environ = {**os.environ, **deployment.environ}
     process = subprocess.Popen([*dynamo, "indexer", "--deployment", name], env=environ)
 
     def routing() -> str:
-        told = subprocess.run(
+        doctor = subprocess.run(
             [*dynamo, "doctor", "--json", "--deployment", name], env=environ, capture_output=True
         )
-        checks = json.loads(told.stdout)
-        return str(next(each["found"] for each in checks if each["check"] == "routing"))
+        checks = json.loads(doctor.stdout)
+        return str(next(check["found"] for check in checks if check["check"] == "routing"))
 
     try:
         until(lambda: "1 workers exact" in routing())

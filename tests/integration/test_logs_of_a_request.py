@@ -1,4 +1,4 @@
-"""What a deployment's logs say of one request, from the frontend to the worker."""
+"""The log lines of a request in all processes of a deployment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ask(url: str, request_id: str) -> None:
         pass
 
 
-def test_its_id_is_in_every_process_and_its_text_in_none(
+def test_every_process_logs_the_request_id_and_none_the_text(
     start: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUST_LOG", "warn,dynamo::application=info,dynamo.communication=debug")
@@ -32,17 +32,17 @@ def test_its_id_is_in_every_process_and_its_text_in_none(
     text = running.log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "component", "target", "message"} <= line.keys() for line in lines)
-    mine = [line for line in lines if line.get("request_id", "").startswith("order-7")]
-    assert {(line["component"], line["message"]) for line in mine} >= {
+    request_lines = [line for line in lines if line.get("request_id", "").startswith("order-7")]
+    assert {(line["component"], line["message"]) for line in request_lines} >= {
         ("frontend", "request"),
         ("worker", "call"),
     }
-    assert len({line["request_id"].partition(".")[0] for line in mine}) == 1
+    assert len({line["request_id"].partition(".")[0] for line in request_lines}) == 1
     assert {line["target"].split(".")[1] for line in lines} <= {"application", "communication"}
     assert "swordfish" not in text
 
 
-def test_its_text_is_logged_when_asked_for(start: Any, tiny_model: Path) -> None:
+def test_log_prompts_logs_the_text(start: Any, tiny_model: Path) -> None:
     running = start("out=echo", tiny_model, "--model-name", "tiny", "--log-prompts")
 
     ask(running.url, "order-8")

@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "kv"])
-def test_some_are_answered_and_the_rest_is_told_when(
+def test_some_requests_are_answered_and_the_others_get_retry_after(
     start: Any, tiny_model: Any, mode: str
 ) -> None:
     running = start(
@@ -39,13 +39,13 @@ def test_some_are_answered_and_the_rest_is_told_when(
         list(pool.map(ask, range(4)))
         answers = list(pool.map(ask, range(4, 28)))
 
-    taken = [text for status, _, text in answers if status == 200]
-    refused = [(after, text) for status, after, text in answers if status == 503]
-    assert len(taken) + len(refused) == 24
-    assert len(taken) >= 4
+    answered = [text for status, _, text in answers if status == 200]
+    refused = [(retry_after, text) for status, retry_after, text in answers if status == 503]
+    assert len(answered) + len(refused) == 24
+    assert len(answered) >= 4
     assert len(refused) >= 4
-    assert all(json.loads(text)["usage"]["completion_tokens"] == 50 for text in taken)
-    assert all(int(after) >= 1 for after, _ in refused)
+    assert all(json.loads(text)["usage"]["completion_tokens"] == 50 for text in answered)
+    assert all(int(retry_after) >= 1 for retry_after, _ in refused)
     assert {json.loads(text)["error"]["code"] for _, text in refused} == {"overloaded"}
     metrics = running.get("/metrics")[1]
     assert "dynamo_admission_rejected_total{" in metrics

@@ -1,4 +1,4 @@
-"""etcd and NATS with TLS, certificates of clients, and users."""
+"""etcd and NATS with TLS, client certificates, and users."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dynamo.testing.servers import EtcdProcess, NatsProcess
 
 @pytest.fixture
 async def opened() -> AsyncIterator[list[Any]]:
-    made: list[Any] = []
-    yield made
-    for one in made:
-        await one.close()
+    planes: list[Any] = []
+    yield planes
+    for plane in planes:
+        await plane.close()
 
 
 async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) -> None:
@@ -36,9 +36,9 @@ async def test_a_server_with_tls_and_users(tmp_path: Path, opened: list[Any]) ->
         options = PlaneOptions(
             server_tls=client, user="u", password="secret word", reconnect_wait_s=0.1
         )
-        link = await NatsClient.open(server.url, options)
-        opened.append(link)
-        await link.wait_connected()
+        nats = await NatsClient.open(server.url, options)
+        opened.append(nats)
+        await nats.wait_connected()
         wrong = await NatsClient.open(server.url, PlaneOptions(server_tls=TlsFiles(ca=client.ca)))
         opened.append(wrong)
         await wrong.first_attempt_done.wait()
@@ -66,7 +66,7 @@ async def test_etcd_with_tls(tmp_path: Path, opened: list[Any]) -> None:
                 await wrong.get("/")
 
 
-async def test_certificate_files_that_are_not_there_are_told_at_once() -> None:
+async def test_missing_certificate_files_raise_at_once() -> None:
     options = PlaneOptions(server_tls=TlsFiles(ca="/nowhere/ca.pem"))
     with pytest.raises(ConfigError, match="/nowhere/ca"):
         await open_discovery("etcds://127.0.0.1:1", options)

@@ -1,4 +1,4 @@
-"""A server that follows a script: exact bytes, at exact moments."""
+"""A scripted HTTP server, and both clients under one interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynamo_client.session import ClientSession
 RESET = object()
 CLOSE = object()
 HOLD = object()
-"""Say nothing more until the client leaves."""
+"""Send nothing more until the client disconnects."""
 Step = Any
 
 
@@ -60,18 +60,18 @@ def stream(*parts: bytes) -> bytes:
 
 
 class ScriptedServer:
-    """Answers request after request by `script`: steps that are bytes or one of the words above."""
+    """Answers each request by the next entry of `script`: bytes, RESET, CLOSE or HOLD."""
 
     def __init__(self) -> None:
         self.script: deque[tuple[Step, ...]] = deque()
         self.requests: list[dict[str, Any]] = []
         self.connections = 0
-        self.left = asyncio.Event()
+        self.disconnected = asyncio.Event()
         self.url = ""
         self._writers: list[asyncio.StreamWriter] = []
 
-    def will(self, *answers: Step | tuple[Step, ...]) -> None:
-        self.script.extend(one if isinstance(one, tuple) else (one,) for one in answers)
+    def add_answers(self, *answers: Step | tuple[Step, ...]) -> None:
+        self.script.extend(item if isinstance(item, tuple) else (item,) for item in answers)
 
     async def start(self, tls: ssl.SSLContext | None = None) -> asyncio.Server:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=tls)
@@ -85,15 +85,15 @@ class ScriptedServer:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             while await self._answer(reader, writer):
                 pass
-        self.left.set()
+        self.disconnected.set()
         writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.split(": ", 1) for line in head[1:] if line)
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        made = {"line": head[0], "headers": headers, "connection": self.connections}
-        self.requests.append(made | {"body": json.loads(body) if body else None})
+        request = {"line": head[0], "headers": headers, "connection": self.connections}
+        self.requests.append(request | {"body": json.loads(body) if body else None})
         for step in self.script.popleft():
             if step is RESET:
                 writer.transport.abort()
@@ -117,22 +117,30 @@ class ScriptedServer:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that nobody has signed, and its key."""
+    """A self-signed certificate of 127.0.0.1 and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
     folder = tmp_path_factory.mktemp("certificate")
     cert, key = folder / "cert.pem", folder / "key.pem"
-    make = (
+    command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=x"
     )
-    words = [*make.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", cert, "-keyout", key]
-    subprocess.run(words, check=True, capture_output=True)
+    arguments = [
+        *command.split(),
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-out",
+        cert,
+        "-keyout",
+        key,
+    ]
+    subprocess.run(arguments, check=True, capture_output=True)
     return cert, key
 
 
 @pytest.fixture
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[ScriptedServer]:
-    """Over TLS where the test wants a certificate."""
+    """A scripted server, with TLS if the test uses the fixture `certificate`."""
     scripted, tls = ScriptedServer(), None
     if "certificate" in request.fixturenames:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -144,8 +152,8 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[ScriptedServer
     await listening.wait_closed()
 
 
-class Patient(AsyncNetworkBackend):
-    """Notes the pauses and takes none."""
+class RecordingAsyncNetwork(AsyncNetworkBackend):
+    """Records the pauses and does not sleep."""
 
     def __init__(self) -> None:
         self.pauses: list[float] = []
@@ -154,7 +162,7 @@ class Patient(AsyncNetworkBackend):
         self.pauses.append(seconds)
 
 
-class PatientBlocking(BlockingNetworkBackend):
+class RecordingBlockingNetwork(BlockingNetworkBackend):
     def __init__(self) -> None:
         self.pauses: list[float] = []
 
@@ -162,17 +170,17 @@ class PatientBlocking(BlockingNetworkBackend):
         self.pauses.append(seconds)
 
 
-class Both:
-    """The same calls on either client; the blocking one on a thread."""
+class EitherClient:
+    """Calls the methods of either client; the blocking client runs on a thread."""
 
     def __init__(self, kind: str, config: DynamoConfig) -> None:
-        self.network: Patient | PatientBlocking
+        self.network: RecordingAsyncNetwork | RecordingBlockingNetwork
         if kind == "async":
-            self.network = Patient()
+            self.network = RecordingAsyncNetwork()
             self._async: DynamoClient | None = DynamoClient(config)
             self._async._session = ClientSession(config, self.network)
         else:
-            self.network = PatientBlocking()
+            self.network = RecordingBlockingNetwork()
             self._async = None
             self._sync = SyncDynamoClient(config)
             self._sync._session = ClientSession(config, self.network)
@@ -183,25 +191,25 @@ class Both:
         return await asyncio.to_thread(getattr(self._sync, name), *args, **kwargs)
 
     async def texts(self, into: list[str] | None = None, **kwargs: Any) -> list[str]:
-        """The deltas of a streamed chat, also into `into` as they come."""
-        found = [] if into is None else into
+        """Return the deltas of a streamed chat, and add them to `into` as they arrive."""
+        texts = [] if into is None else into
         if self._async is not None:
-            async for one in await self._async.chat_completion([], stream=True, **kwargs):
-                found.append(one["choices"][0]["delta"]["content"])
+            async for chunk in await self._async.chat_completion([], stream=True, **kwargs):
+                texts.append(chunk["choices"][0]["delta"]["content"])
         else:
-            await asyncio.to_thread(self._read, found, kwargs)
-        return found
+            await asyncio.to_thread(self._read, texts, kwargs)
+        return texts
 
-    def _read(self, found: list[str], kwargs: dict[str, Any]) -> None:
+    def _read(self, texts: list[str], kwargs: dict[str, Any]) -> None:
         chunks = self._sync.chat_completion([], stream=True, **kwargs)
-        found.extend(one["choices"][0]["delta"]["content"] for one in chunks)
+        texts.extend(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
 
     async def close(self) -> None:
         await self.call("close")
 
 
-class Words:
-    """What a script is made of."""
+class ScriptParts:
+    """The parts of a script for `ScriptedServer.add_answers`."""
 
     RESET, CLOSE, HOLD = RESET, CLOSE, HOLD
     STREAM_HEAD, LAST_CHUNK = STREAM_HEAD, LAST_CHUNK
@@ -209,19 +217,19 @@ class Words:
 
 
 @pytest.fixture
-def words() -> type[Words]:
-    return Words
+def parts() -> type[ScriptParts]:
+    return ScriptParts
 
 
 @pytest.fixture(params=["async", "sync"])
-async def make(request: pytest.FixtureRequest, server: ScriptedServer) -> AsyncIterator[Any]:
-    """`make(**config)` -> a client of `server`."""
-    made: list[Both] = []
+async def make_client(request: pytest.FixtureRequest, server: ScriptedServer) -> AsyncIterator[Any]:
+    """`make_client(**config)` returns a client of `server`."""
+    clients: list[EitherClient] = []
 
-    def one(**config: Any) -> Both:
-        made.append(Both(request.param, DynamoConfig(server.url, **config)))
-        return made[-1]
+    def create(**config: Any) -> EitherClient:
+        clients.append(EitherClient(request.param, DynamoConfig(server.url, **config)))
+        return clients[-1]
 
-    yield one
-    for client in made:
+    yield create
+    for client in clients:
         await client.close()

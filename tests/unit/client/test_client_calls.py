@@ -1,3 +1,5 @@
+"""Requests of both clients: format, errors, retries, timeouts, configuration."""
+
 from __future__ import annotations
 
 import asyncio
@@ -18,11 +20,11 @@ from dynamo_client import (
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def test_the_request_is_openais_and_the_connection_is_used_again(
-    make: Any, server: Any, words: Any
+async def test_requests_have_openais_format_and_reuse_the_connection(
+    make_client: Any, server: Any, parts: Any
 ) -> None:
-    server.will(*[words.reply(200, {"choices": []})] * 3)
-    client = make(api_key="secret")
+    server.add_answers(*[parts.reply(200, {"choices": []})] * 3)
+    client = make_client(api_key="secret")
 
     await client.call("chat_completion", HI, max_tokens=5, top_p=0.5, request_id="mine", seed=None)
     await client.call("completion", "once", "m", temperature=0.0)
@@ -44,16 +46,20 @@ async def test_the_request_is_openais_and_the_connection_is_used_again(
     assert server.connections == 1
 
 
-async def test_json_that_is_no_object_is_an_error(make: Any, server: Any, words: Any) -> None:
-    server.will(words.reply(200, []))
+async def test_json_other_than_an_object_is_an_error(
+    make_client: Any, server: Any, parts: Any
+) -> None:
+    server.add_answers(parts.reply(200, []))
     with pytest.raises(DynamoAPIError):
-        await make(max_retries=0).call("list_models")
+        await make_client(max_retries=0).call("list_models")
 
 
-async def test_an_error_tells_all_that_the_server_said(make: Any, server: Any, words: Any) -> None:
+async def test_an_error_has_the_fields_of_the_servers_response(
+    make_client: Any, server: Any, parts: Any
+) -> None:
     body = {"error": {"message": "no such model", "code": "model_not_found", "hint": "try tiny"}}
-    server.will(words.reply(404, body), words.reply(401, b"<html>"))
-    client = make()
+    server.add_answers(parts.reply(404, body), parts.reply(401, b"<html>"))
+    client = make_client()
 
     with pytest.raises(DynamoAPIError, match="no such model") as caught:
         await client.call("chat_completion", HI)
@@ -68,11 +74,13 @@ async def test_an_error_tells_all_that_the_server_said(make: Any, server: Any, w
 
 
 @pytest.mark.parametrize("status", [408, 429, 502, 503, 504])
-async def test_what_may_pass_is_tried_again(
-    make: Any, server: Any, words: Any, status: int
+async def test_temporary_errors_are_retried(
+    make_client: Any, server: Any, parts: Any, status: int
 ) -> None:
-    server.will(words.reply(status, {}), words.reply(status, {}), words.reply(200, {"data": [1]}))
-    client = make(retry_delay=0.5)
+    server.add_answers(
+        parts.reply(status, {}), parts.reply(status, {}), parts.reply(200, {"data": [1]})
+    )
+    client = make_client(retry_delay=0.5)
 
     assert await client.call("list_models") == [1]
     first, second = client.network.pauses
@@ -80,10 +88,12 @@ async def test_what_may_pass_is_tried_again(
     assert 0.75 <= second <= 1.25
 
 
-async def test_retry_after_is_honoured_and_tries_end(make: Any, server: Any, words: Any) -> None:
-    busy = words.reply(503, {"error": {"message": "full", "code": "overloaded"}}, "retry-after: 7")
-    server.will(busy, busy)
-    client = make(max_retries=1)
+async def test_retry_after_is_obeyed_and_retries_end(
+    make_client: Any, server: Any, parts: Any
+) -> None:
+    busy = parts.reply(503, {"error": {"message": "full", "code": "overloaded"}}, "retry-after: 7")
+    server.add_answers(busy, busy)
+    client = make_client(max_retries=1)
 
     with pytest.raises(DynamoAPIError) as caught:
         await client.call("chat_completion", HI)
@@ -92,70 +102,74 @@ async def test_retry_after_is_honoured_and_tries_end(make: Any, server: Any, wor
     assert 7 <= pause <= 8.75
 
 
-async def test_a_server_that_asks_for_an_hour_is_not_waited_for(
-    make: Any, server: Any, words: Any
+async def test_a_retry_after_of_an_hour_is_not_obeyed(
+    make_client: Any, server: Any, parts: Any
 ) -> None:
-    server.will(words.reply(429, {}, "retry-after: 3600"))
-    client = make()
+    server.add_answers(parts.reply(429, {}, "retry-after: 3600"))
+    client = make_client()
 
     with pytest.raises(DynamoAPIError):
         await client.call("chat_completion", HI)
     assert client.network.pauses == []
 
 
-async def test_a_connection_that_breaks_is_tried_again(make: Any, server: Any, words: Any) -> None:
-    cut = words.reply(200, {"data": [1, 2]})[:-4]
-    server.will(words.RESET, words.CLOSE, (cut, words.CLOSE), words.reply(200, {"data": [3]}))
-    client = make()
+async def test_a_broken_connection_is_retried(make_client: Any, server: Any, parts: Any) -> None:
+    cut = parts.reply(200, {"data": [1, 2]})[:-4]
+    server.add_answers(
+        parts.RESET, parts.CLOSE, (cut, parts.CLOSE), parts.reply(200, {"data": [3]})
+    )
+    client = make_client()
 
     assert await client.call("list_models") == [3]
     assert len(client.network.pauses) == 3
 
 
-async def test_an_idle_connection_that_closed_costs_no_try(
-    make: Any, server: Any, words: Any
+async def test_a_closed_idle_connection_costs_no_retry(
+    make_client: Any, server: Any, parts: Any
 ) -> None:
-    server.will((words.reply(200, {"data": [1]}), words.CLOSE), words.reply(200, {"data": [2]}))
-    client = make(max_retries=0)
+    server.add_answers(
+        (parts.reply(200, {"data": [1]}), parts.CLOSE), parts.reply(200, {"data": [2]})
+    )
+    client = make_client(max_retries=0)
 
     assert await client.call("list_models") == [1]
     assert await client.call("list_models") == [2]
     assert server.connections == 2
 
 
-async def test_health_is_asked_once(make: Any, server: Any, words: Any) -> None:
-    server.will(words.reply(503, {"status": "starting"}))
-    client = make()
+async def test_health_checks_are_not_retried(make_client: Any, server: Any, parts: Any) -> None:
+    server.add_answers(parts.reply(503, {"status": "starting"}))
+    client = make_client()
 
     with pytest.raises(DynamoAPIError, match="starting"):
         await client.call("health_check")
     assert client.network.pauses == []
 
 
-async def test_a_reply_that_takes_too_long_is_not_asked_for_again(
-    make: Any, server: Any, words: Any
-) -> None:
-    server.will((words.HOLD,))
-    client = make(timeout=0.1)
+async def test_a_timeout_is_not_retried(make_client: Any, server: Any, parts: Any) -> None:
+    server.add_answers((parts.HOLD,))
+    client = make_client(timeout=0.1)
 
     with pytest.raises(DynamoTimeoutError, match="did not answer within"):
         await client.call("chat_completion", HI)
     assert client.network.pauses == []
-    await server.left.wait()
+    await server.disconnected.wait()
 
 
-async def test_nobody_there(server: Any) -> None:
+async def test_an_unreachable_server_raises_with_a_hint(server: Any) -> None:
     async with DynamoClient(DynamoConfig("http://127.0.0.1:1", max_retries=0)) as client:
         with pytest.raises(DynamoConnectionError, match="cannot connect") as caught:
             await client.health_check()
     assert "dynamo run" in caught.value.hint
 
 
-async def test_odd_replies(make: Any, server: Any, words: Any) -> None:
+async def test_unusual_and_malformed_replies(make_client: Any, server: Any, parts: Any) -> None:
     plain = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b'{"data": [1]}'
-    early = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + words.reply(200, {"data": [2]})
-    server.will((plain, words.CLOSE), early, b"SSH-2.0-x\r\n\r\n", words.reply(200, b"{oops"))
-    client = make(max_retries=0)
+    early = b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + parts.reply(200, {"data": [2]})
+    server.add_answers(
+        (plain, parts.CLOSE), early, b"SSH-2.0-x\r\n\r\n", parts.reply(200, b"{oops")
+    )
+    client = make_client(max_retries=0)
 
     assert await client.call("list_models") == [1]
     assert await client.call("list_models") == [2]
@@ -165,27 +179,27 @@ async def test_odd_replies(make: Any, server: Any, words: Any) -> None:
         await client.call("list_models")
 
 
-async def test_a_cancelled_call_closes_its_connection(server: Any, words: Any) -> None:
-    server.will((words.HOLD,))
+async def test_a_cancelled_call_closes_its_connection(server: Any, parts: Any) -> None:
+    server.add_answers((parts.HOLD,))
     async with DynamoClient(DynamoConfig(server.url)) as client:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await client.chat_completion(HI)
-        await server.left.wait()
+        await server.disconnected.wait()
 
 
-async def test_a_client_that_nobody_closed_leaves_nothing(server: Any, words: Any) -> None:
-    server.will(words.reply(200, {"data": []}))
+async def test_a_dropped_client_closes_its_connections(server: Any, parts: Any) -> None:
+    server.add_answers(parts.reply(200, {"data": []}))
     client = DynamoClient(DynamoConfig(server.url))
     await client.list_models()
 
     del client
     gc.collect()
 
-    await server.left.wait()
+    await server.disconnected.wait()
 
 
-def test_wrong_configurations() -> None:
+def test_invalid_configurations_are_refused() -> None:
     with pytest.raises(ValueError, match="like http://localhost:8000"):
         DynamoClient(DynamoConfig("ftp://somewhere"))
     assert "secret" not in repr(DynamoConfig(api_key="secret"))

@@ -1,4 +1,4 @@
-"""TLS, and servers that cannot be reached."""
+"""TLS, and servers that are unreachable."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_calls_and_streams_over_tls(
-    make: Any, server: Any, words: Any, certificate: tuple[Path, Path], monkeypatch: Any
+    make_client: Any, server: Any, parts: Any, certificate: tuple[Path, Path], monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    server.will(
-        words.reply(200, {"data": [{"id": "m"}]}),
-        words.stream(words.event(words.delta("a" * 70_000)), words.event(words.delta("b"))),
-        words.reply(200, {"status": "healthy"}),
+    server.add_answers(
+        parts.reply(200, {"data": [{"id": "m"}]}),
+        parts.stream(parts.event(parts.delta("a" * 70_000)), parts.event(parts.delta("b"))),
+        parts.reply(200, {"status": "healthy"}),
     )
-    client = make()
+    client = make_client()
 
     assert await client.call("list_models") == [{"id": "m"}]
     assert await client.texts() == ["a" * 70_000, "b"]
@@ -36,10 +36,10 @@ async def test_calls_and_streams_over_tls(
     assert server.connections == 1
 
 
-async def test_a_certificate_that_nobody_knows_is_told_at_once(
-    make: Any, server: Any, certificate: tuple[Path, Path]
+async def test_an_untrusted_certificate_raises_without_retries(
+    make_client: Any, server: Any, certificate: tuple[Path, Path]
 ) -> None:
-    client = make()
+    client = make_client()
     with pytest.raises(DynamoCertificateError, match="is not trusted") as caught:
         await client.call("list_models")
 
@@ -47,10 +47,10 @@ async def test_a_certificate_that_nobody_knows_is_told_at_once(
     assert client.network.pauses == []
 
 
-async def test_a_proxy_in_the_environment_is_named(
-    make: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+async def test_the_hint_names_a_proxy_of_the_environment(
+    make_client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = make(max_retries=0)
+    client = make_client(max_retries=0)
     monkeypatch.setattr(client.network, "connect", refuse)
     with pytest.raises(DynamoConnectionError) as caught:
         await client.call("list_models")
