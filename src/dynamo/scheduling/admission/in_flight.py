@@ -116,11 +116,8 @@ class InFlight:
     def predict_prefill_s(
         self, prompt_tokens: int, ahead: int = 0, sufficient_s: float = 0.0
     ) -> float:
-        """Return the predicted seconds from a slot to the first token, at the best worker.
-
-        The search stops at a worker that needs at most `sufficient_s`. `ahead` requests are on
-        their way to some worker, too.
-        """
+        """Return the predicted seconds from a slot to the first token, at the best worker or the
+        first one within `sufficient_s`. `ahead` requests are on their way to some worker, too."""
         if self._first_token_count < MIN_FIRST_TOKENS:
             return 0.0
         workers = [worker for worker in self._capacity.workers.values() if worker.free_slots]

@@ -65,9 +65,7 @@ class ChatProcessor:
 
     def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> Awaitable[None]:
         """Continue a conversation until every choice is complete or the reader wants no more.
-
-        Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers.
-        """
+        Raises InvalidRequest, ContextLengthExceeded, and the errors of the workers."""
         ids = self._prompt_encoder.encode_chat(request, self._max_prompt_chars)
         if isinstance(ids, bytes):
             return self._generate(ids, request.options, context, reply)
@@ -166,9 +164,7 @@ class ChatProcessor:
         )
 
     def _check_ids(self, ids: Collection[int], param: str) -> None:
-        if not ids:
-            return
-        for token_id in (min(ids), max(ids)):
+        for token_id in (min(ids), max(ids)) if ids else ():
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidRequest(
                     f"token id {token_id} is not in the vocabulary of {self._vocab_size}",

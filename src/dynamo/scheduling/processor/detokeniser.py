@@ -119,9 +119,8 @@ class Detokeniser(Reply):
             self._logprobs.append(self._convert_logprobs(logprobs))
         decoder = self._decoder
         if decoder is None:
-            decoder = self._decoder = self._vocabulary.create_decoder(
-                skip_special=bool(self._skipped_ids)
-            )
+            skip_special = bool(self._skipped_ids)
+            decoder = self._decoder = self._vocabulary.create_decoder(skip_special=skip_special)
         text = decoder.step(token)
         self._text_offset += len(text)
         wants_more = self._emit(text) if text else True
@@ -143,9 +142,8 @@ class Detokeniser(Reply):
             return self._reply.text(self._choice, text, logprobs)
         self._pending_text.append((self._remainder + text, logprobs))
         self._remainder = ""
-        free, stop = self._stop_scanner.feed(
-            text, may_match=self._count_tokens() > self._min_tokens
-        )
+        may_match = self._count_tokens() > self._min_tokens
+        free, stop = self._stop_scanner.feed(text, may_match=may_match)
         if not self._emit_pending(free):
             return False
         if stop is None:
@@ -175,12 +173,8 @@ class Detokeniser(Reply):
         tail = self._decoder.flush() if self._decoder is not None else ""
         if tail and not self._emit(tail):
             return False
-        return (
-            self._emit_pending(sum([len(text) for text, _ in self._pending_text]))
-            and self._emit_remainder()
-        )
-
-    def _emit_remainder(self) -> bool:
+        if not self._emit_pending(sum([len(text) for text, _ in self._pending_text])):
+            return False
         rest, self._remainder = self._remainder, ""
         return self._reply.text(self._choice, rest) if rest else True
 

@@ -16,9 +16,7 @@ from dynamo.core.settings.schema import SamplingSettings
 from dynamo.core.text import SamplingOverrides, TextOptions
 from dynamo.core.values import SamplingParams
 
-DEFAULT_TEMPERATURE = 0.7
-DEFAULT_TOP_P = 0.9
-DEFAULT_TOP_K = 50
+DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
 DEFAULT_MAX_TOKENS = 1024
 SEED_BITS = 63
 
@@ -36,21 +34,16 @@ class RequestDefaults:
         context_tokens: int,
         rng: Random,
     ) -> None:
-        self._default_values: dict[str, Any] = {
-            "temperature": DEFAULT_TEMPERATURE,
-            "top_p": DEFAULT_TOP_P,
-            "top_k": DEFAULT_TOP_K,
-        }
-        settings = {name: getattr(configured, name) for name in self._default_values}
+        self._default_values: dict[str, Any] = {**DEFAULT_SAMPLING}
+        settings = {name: getattr(configured, name) for name in DEFAULT_SAMPLING}
         of_model = {name: generation.get(name) for name in _GENERATION_CONFIG_KEYS}
         for name, value in (*of_model.items(), *settings.items()):
             if value is not None:
                 self._default_values[name] = value
         self._default_values["top_k"] = max(0, self._default_values["top_k"])
         self._default_sampling = SamplingParams(**self._default_values)
-        self._max_tokens = (
-            configured.max_tokens or generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
-        )
+        max_tokens = generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS
+        self._max_tokens = configured.max_tokens or max_tokens
         self._context_tokens = context_tokens
         self._random_bits = rng.getrandbits
 

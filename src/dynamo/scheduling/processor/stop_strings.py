@@ -55,18 +55,13 @@ def _beginning_pattern(string: str) -> str:
 class StopStringScanner:
     """The search in one choice. `pending_text` may begin a stop string and is held back."""
 
-    __slots__ = ("_stop_strings", "pending_text")
-
     def __init__(self, stops: StopStrings) -> None:
         self._stop_strings = stops
         self.pending_text = ""
 
     def feed(self, text: str, *, may_match: bool = True) -> tuple[int, str | None]:
-        """Search the next piece of text.
-
-        Return how many characters of `pending_text` and `text` together may be sent, and the stop
-        string that ended the answer. Without `may_match` no match may end in this piece.
-        """
+        """Return how many characters of `pending_text` and the next piece `text` may be sent, and
+        the stop string that ended the answer. Without `may_match` no match may end in `text`."""
         whole = self.pending_text + text
         stops = self._stop_strings
         if may_match and (match := stops.find_match(whole, len(self.pending_text))) is not None:

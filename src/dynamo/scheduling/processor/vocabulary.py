@@ -86,8 +86,6 @@ class TableDecoder:
     """Decode table bytes with Python's UTF-8 decoder, which places U+FFFD like the reference
     decoder (Rust's from_utf8_lossy)."""
 
-    __slots__ = ("_decoder", "_token_bytes")
-
     def __init__(self, raw: Sequence[bytes | None]) -> None:
         self._token_bytes = raw
         self._decoder = Utf8Decoder("replace")
@@ -106,8 +104,6 @@ class TableDecoder:
 
 class TokenizerDecoder:
     """The tokenizer's own decoder. Every token depends on those before it."""
-
-    __slots__ = ("_stream", "flush", "step")
 
     has_pending = True
 
