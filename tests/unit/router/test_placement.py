@@ -217,7 +217,7 @@ class CountedCost(PredictedCost):
     last: Counted
 
     def build_matrix(self, books: Sequence[WorkerState], now: float) -> Counted:
-        self.last = Counted(books, now, 5.0, 0.5)
+        self.last = Counted(self, books, now)
         return self.last
 
 

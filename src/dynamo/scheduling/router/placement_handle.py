@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dynamo.scheduling.router.prompt import Prompt
+
+EMPTY_PROMPT = Prompt(0, ())
+
 
 class Placement:
     """The handle by which the router reports the progress of a placed request to its policy.
 
-    The number of emitted tokens is read from the request's token log, so that a token costs no
-    call.
+    `id` is unique in this process; the worker must compute `new_tokens` of the prompt. Emitted
+    tokens are counted by the request's token log, so that a token costs no call.
     """
 
-    __slots__ = ("_offset", "_token_log")
+    __slots__ = (
+        "_offset",
+        "_token_log",
+        "first_token_s",
+        "hashes",
+        "id",
+        "new_tokens",
+        "prompt_tokens",
+    )
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        id: str = "",  # noqa: A002
+        prompt: Prompt = EMPTY_PROMPT,
+        new_tokens: int = 0,
+    ) -> None:
         self._offset = 0
         self._token_log: Sequence[int] = ()
+        self.id = id
+        self.prompt_tokens = prompt.tokens
+        self.hashes = prompt.hashes
+        self.new_tokens = new_tokens
+        self.first_token_s: float | None = None
 
     @property
     def emitted(self) -> int:

@@ -39,23 +39,15 @@ STALL_HALVING_TOKENS = 50.0
 
 
 class PlacedRequest(Placement):
-    """A request on its worker, from placement to its end.
-
-    `new_tokens`: prompt tokens that the worker must compute. `updates_model`: whether measured
-    times update the latency model. The callbacks receive this object.
-    """
+    """A request on its worker, until it ends. `updates_model`: whether measured times update the
+    latency model. The callbacks receive this object."""
 
     __slots__ = (
         "end_callback",
         "expected_first_token_s",
         "first_token_callback",
-        "first_token_s",
-        "hashes",
-        "id",
-        "new_tokens",
         "placed_s",
         "prefill_ms_at_first_token",
-        "prompt_tokens",
         "updates_model",
         "worker",
     )
@@ -63,15 +55,10 @@ class PlacedRequest(Placement):
     def __init__(
         self, request_key: str, worker: WorkerState, prompt: Prompt, new_tokens: int, now: float
     ) -> None:
-        super().__init__()
-        self.id = request_key
+        super().__init__(request_key, prompt, new_tokens)
         self.worker = worker
-        self.prompt_tokens = prompt.tokens
-        self.hashes = prompt.hashes
-        self.new_tokens = new_tokens
         self.placed_s = now
         self.expected_first_token_s = now
-        self.first_token_s: float | None = None
         self.prefill_ms_at_first_token = 0.0
         self.updates_model = True
         self.first_token_callback: Callable[[PlacedRequest], None] = _ignore

@@ -10,16 +10,12 @@ from dynamo.scheduling.router.worker_state import PlacedRequest, WorkerState
 
 
 class BlockCost(Cost):
-    """prefill_scale * (pending + new prompt tokens) / block size + distinct active blocks.
-
-    The active blocks are those of the worker with this request added. Only equal costs are ties.
-    Source: ai-dynamo 1.6, kv-router.
-    """
+    """(pending + new prompt tokens) / block size + distinct active blocks of the worker with this
+    request added. Only equal costs are ties. Source: ai-dynamo 1.6, kv-router."""
 
     tie_tolerance = 0.0
 
-    def __init__(self, prefill_scale: float = 1.0) -> None:
-        self._prefill_scale = prefill_scale
+    def __init__(self) -> None:
         self._active_blocks: WeakKeyDictionary[WorkerState, dict[int, int]] = WeakKeyDictionary()
 
     def terms(self, request: PendingRequest, worker: WorkerState, now: float) -> dict[str, float]:
@@ -34,7 +30,7 @@ class BlockCost(Cost):
             low, high = (middle + 1, high) if hashes[middle] in active else (low, middle)
         blocks = -(-request.prompt.tokens // size)
         return {
-            "prefill_blocks": self._prefill_scale * (worker.pending_prefill_tokens + new) / size,
+            "prefill_blocks": (worker.pending_prefill_tokens + new) / size,
             "decode_blocks": float(len(active) + blocks - low),
         }
 

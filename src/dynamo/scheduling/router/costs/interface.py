@@ -22,9 +22,9 @@ TABLE_ROWS = 16
 class Cost(ABC):
     """Compute what a request costs at a worker; the lowest cost wins.
 
-    `joint`: the solver places pending requests together and may hold them for a worker that is
-    nearly free. `uses_load_reports`: the cost depends on the load that workers report.
-    `tie_tolerance`: share of the best cost within which costs are equal.
+    `joint`: pending requests are placed together, and may be held for a nearly free worker.
+    `uses_load_reports`: the cost depends on the workers' load reports. `tie_tolerance`: share of
+    the best cost within which costs are equal.
     """
 
     joint = False
@@ -47,7 +47,7 @@ class Cost(ABC):
 
     def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CostMatrix:
         """Return the costs of one placement round over `workers`."""
-        return PairwiseCostMatrix(self, workers, now)
+        return CostMatrix(self, workers, now)
 
     def on_placed(self, placed: PlacedRequest) -> None:  # noqa: B027 - most costs keep no state
         """Note that a request was sent to its worker."""
@@ -59,18 +59,23 @@ class Cost(ABC):
         """Apply reloaded settings; most costs have none that can be reloaded."""
 
 
-class CostMatrix(ABC):
-    """Costs at one moment, with a column for each of `workers`, in their order."""
+class CostMatrix:
+    """The costs of one round, with a column for each of `workers`; calls `cost` for each pair."""
 
-    workers: Sequence[WorkerState]
+    def __init__(self, cost: Cost, workers: Sequence[WorkerState], now: float) -> None:
+        self.workers = workers
+        self._cost = cost
+        self._now = now
 
-    @abstractmethod
     def row(self, request: PendingRequest) -> list[float]:
         """Return the cost of `request` at each worker."""
+        cost, now = self._cost.cost, self._now
+        return [cost(request, worker, now) for worker in self.workers]
 
-    @abstractmethod
     def column(self, requests: Sequence[PendingRequest], index: int) -> list[float]:
         """Return the cost of each of `requests` at the worker `index`."""
+        cost, worker, now = self._cost.cost, self.workers[index], self._now
+        return [cost(request, worker, now) for request in requests]
 
     def refresh_worker(self, worker: WorkerState) -> int | None:
         """Read `worker` again after a placement. Return its index, or None without a column."""
@@ -79,33 +84,11 @@ class CostMatrix(ABC):
         except ValueError:
             return None
 
-    @abstractmethod
     def candidate_table(
         self, request: PendingRequest, costs: Sequence[float], chosen: int
     ) -> Sequence[Candidate]:
         """Return the best candidates and the chosen one. `costs` is a result of `row` that does
         not change any more."""
-
-
-class PairwiseCostMatrix(CostMatrix):
-    """A matrix that calls the cost for each pair of request and worker."""
-
-    def __init__(self, cost: Cost, workers: Sequence[WorkerState], now: float) -> None:
-        self.workers = workers
-        self._cost = cost
-        self._now = now
-
-    def row(self, request: PendingRequest) -> list[float]:
-        cost, now = self._cost.cost, self._now
-        return [cost(request, worker, now) for worker in self.workers]
-
-    def column(self, requests: Sequence[PendingRequest], index: int) -> list[float]:
-        cost, worker, now = self._cost.cost, self.workers[index], self._now
-        return [cost(request, worker, now) for request in requests]
-
-    def candidate_table(
-        self, request: PendingRequest, costs: Sequence[float], chosen: int
-    ) -> Sequence[Candidate]:
         workers, overlaps, terms = self.workers, request.overlaps, self._cost.terms
         return tuple(
             Candidate(

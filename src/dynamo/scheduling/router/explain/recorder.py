@@ -132,8 +132,8 @@ class RoutingRecorder(Observer):
         load = self.active_requests[worker]
         self.active_requests[worker] = load + 1
         self.routed_requests[worker] += 1
-        hashes = getattr(decision.placement, "hashes", ())
-        seen = self._prefix_history.add(hashes) if hashes else 0
+        placement = decision.placement
+        seen = self._prefix_history.add(placement.hashes) if placement and placement.hashes else 0
         entry = self.decision_log.add(request, decision)
         self._in_flight[request.request_id, request.choice] = (entry, load, seen)
         if decision.prompt_blocks:

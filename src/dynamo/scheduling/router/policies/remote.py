@@ -228,30 +228,12 @@ class RemotePolicy(Policy):
 class RemotePlacement(Placement):
     """Publish the progress of a request to all routers."""
 
-    __slots__ = (
-        "_clock",
-        "_replica_sync",
-        "first_token_s",
-        "hashes",
-        "id",
-        "new_tokens",
-        "prompt_tokens",
-    )
+    __slots__ = ("_clock", "_replica_sync")
 
     def __init__(
-        self,
-        id: str,  # noqa: A002
-        prompt: Prompt,
-        new_tokens: int,
-        replicas: ReplicaSync,
-        clock: Clock,
+        self, key: str, prompt: Prompt, new_tokens: int, replicas: ReplicaSync, clock: Clock
     ) -> None:
-        super().__init__()
-        self.id = id
-        self.prompt_tokens = prompt.tokens
-        self.hashes = prompt.hashes
-        self.new_tokens = new_tokens
-        self.first_token_s: float | None = None
+        super().__init__(key, prompt, new_tokens)
         self._replica_sync = replicas
         self._clock = clock
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -17,6 +16,8 @@ from dynamo.communication.events import Event, Events, EventSource
 from dynamo.core.clock import Clock
 from dynamo.core.hashing import pack_hashes
 from dynamo.core.tasks import BackgroundTasks
+from dynamo.scheduling.router.placement_handle import Placement
+from dynamo.scheduling.router.replicas.peer_requests import PeerRequests
 from dynamo.scheduling.router.replicas.routing_events import (
     FirstTokenEmitted,
     RequestEnded,
@@ -34,29 +35,7 @@ TOKEN_REPORT_INTERVAL_S = 0.5
 """Interval between reports of token counts, which have little effect on costs."""
 
 
-class RoutingEventListener(Protocol):
-    """Receive the events of other routers; `peer` is the publisher's instance id."""
-
-    def on_routed(self, peer: str, event: RequestRouted) -> None: ...
-    def on_first_token(self, peer: str, request_key: str) -> None: ...
-    def on_tokens(self, peer: str, emitted: dict[str, int]) -> None: ...
-    def on_ended(self, peer: str, request_key: str, emitted: int) -> None: ...
-    def remove_peer(self, peer: str) -> None: ...
-
-
-class PublishedRequest(Protocol):
-    """A request that this process routed. `id` is unique in this process; `first_token_s` is None
-    before the first token; `emitted` counts tokens so far."""
-
-    id: str
-    prompt_tokens: int
-    new_tokens: int
-    hashes: Sequence[int]
-    first_token_s: float | None
-    emitted: int
-
-
-def routed_event(worker: str, request: PublishedRequest) -> RequestRouted:
+def routed_event(worker: str, request: Placement) -> RequestRouted:
     """Return the event for a request. After the first token the hashes are left out, since the
     worker's KV events report its blocks."""
     first_token_emitted = request.first_token_s is not None
@@ -72,17 +51,17 @@ def routed_event(worker: str, request: PublishedRequest) -> RequestRouted:
 
 
 class ReplicaSync:
-    """Publish the requests of this process for one model, and pass those of others to `listener`.
-    Nothing is published while there is no other router."""
+    """Publish the requests of this process for one model, and pass those of others to
+    `peer_requests`. Nothing is published while there is no other router."""
 
     def __init__(
-        self, clock: Clock, publisher: str, listener: RoutingEventListener | None = None
+        self, clock: Clock, publisher: str, peer_requests: PeerRequests | None = None
     ) -> None:
         """`publisher` is this process's instance id."""
         self._clock = clock
         self._publisher = publisher
-        self._listener = listener
-        self._requests: dict[str, tuple[str, PublishedRequest]] = {}
+        self._peer_requests = peer_requests
+        self._requests: dict[str, tuple[str, Placement]] = {}
         self._reported_tokens: dict[str, int] = {}
         self._pending_events: list[RoutingEvent] = []
         self._flush_scheduled = False
@@ -107,7 +86,7 @@ class ReplicaSync:
         if self._source is not None:
             await self._source.close()
 
-    def publish_routed(self, worker: str, request: PublishedRequest) -> None:
+    def publish_routed(self, worker: str, request: Placement) -> None:
         """Publish that a request is sent to `worker`."""
         self._requests[request.id] = worker, request
         if self.peers:
@@ -188,20 +167,20 @@ class ReplicaSync:
             self.peers.add(peer)
 
     def _remove_peer(self, peer: str) -> None:
-        if self._listener is not None:
-            self._listener.remove_peer(peer)
+        if self._peer_requests is not None:
+            self._peer_requests.remove_peer(peer)
 
     def _apply(self, peer: str, event: RoutingEvent) -> None:
-        listener = self._listener
-        if listener is None:
+        requests = self._peer_requests
+        if requests is None:
             return
         if isinstance(event, RequestRouted):
-            listener.on_routed(peer, event)
+            requests.on_routed(peer, event)
         elif isinstance(event, FirstTokenEmitted):
-            listener.on_first_token(peer, event.request_key)
+            requests.on_first_token(peer, event.request_key)
         elif isinstance(event, RequestEnded):
-            listener.on_ended(peer, event.request_key, event.emitted)
+            requests.on_ended(peer, event.request_key, event.emitted)
         elif isinstance(event, TokensReported):
-            listener.on_tokens(peer, event.emitted)
+            requests.on_tokens(peer, event.emitted)
         else:
-            listener.remove_peer(peer)
+            requests.remove_peer(peer)
