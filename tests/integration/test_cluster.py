@@ -1,5 +1,7 @@
-"""Two "hosts" on this machine, each with a state folder of its own, that meet over real servers:
-frontends on one, workers on the other, as separate commands."""
+"""Simulated hosts on this machine, each with its own state folder, that share real servers.
+
+Frontends and workers are separate commands on different hosts.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +40,21 @@ Host = Callable[..., Deployment]
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """`host(name, command, *words, **environment)` starts a command there; it is stopped after
-    the test."""
+    """`host(name, command, *arguments, **environ)` starts a command on a simulated host until the
+    end of the test."""
     running: list[Deployment] = []
 
-    def begin(name: str, command: str, *words: object, **environ: str) -> Deployment:
+    def start(name: str, command: str, *arguments: object, **environ: str) -> Deployment:
         home = tmp_path / name
         home.mkdir(mode=0o700, exist_ok=True)
-        told = [str(word) for word in words]
-        one = Deployment(told, home, {"XDG_RUNTIME_DIR": str(home), **environ}, command, EXAMPLE)
-        running.append(one)
-        return one
+        texts = [str(argument) for argument in arguments]
+        environ = {"XDG_RUNTIME_DIR": str(home), **environ}
+        running.append(Deployment(texts, home, environ, command, EXAMPLE))
+        return running[-1]
 
-    yield begin
-    for one in reversed(running):
-        one.stop()
+    yield start
+    for deployment in reversed(running):
+        deployment.stop()
 
 
 def health(frontend: Deployment) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def health(frontend: Deployment) -> dict[str, Any]:
     return json.loads(text) if status else {}
 
 
-def away(frontend: Deployment) -> set[str]:
+def unreachable_planes(frontend: Deployment) -> set[str]:
     return set(health(frontend)["planes"].get("away", ()))
 
 
@@ -72,7 +74,7 @@ def ask(frontend: Deployment, times: int = 1) -> set[int]:
     return {frontend.post("/v1/chat/completions", BODY)[0] for _ in range(times)}
 
 
-def test_frontend_and_workers_meet_over_etcd_and_nats_and_outlive_both(
+def test_frontend_and_workers_use_etcd_and_nats_and_outlive_both(
     etcd: EtcdProcess, nats: NatsProcess, tiny_model: Path, host: Host
 ) -> None:
     servers = {
@@ -80,7 +82,7 @@ def test_frontend_and_workers_meet_over_etcd_and_nats_and_outlive_both(
         "DYNAMO_NATS_URL": nats.url,
         "DYNAMO_RUNTIME__NAMESPACE": "outlives",
     }
-    far = host("b", "run", "in=none", "out=mock", tiny_model, "--workers", "2", **servers)
+    backend = host("b", "run", "in=none", "out=mock", tiny_model, "--workers", "2", **servers)
     front = host("a", "run", "--workers", "0", **servers)
     front.wait_ready()
     until(lambda: workers(front) == 2)
@@ -88,16 +90,16 @@ def test_frontend_and_workers_meet_over_etcd_and_nats_and_outlive_both(
     assert (planes["discovery"], planes["events"]) == (etcd.url, nats.url)
     assert ask(front, 4) == {200}
 
-    words = ["call", "Processor.chat/answer", json.dumps(BODY)]
-    command = [sys.executable, "-m", "dynamo", *words]
+    arguments = ["call", "Processor.chat/answer", json.dumps(BODY)]
+    command = [sys.executable, "-m", "dynamo", *arguments]
     called = subprocess.run(command, capture_output=True, text=True, env=front.environ)
     assert json.loads(called.stdout)["finish_reason"] == "length", called.stderr
 
     etcd.kill()
-    until(lambda: away(front) == {"discovery"})
+    until(lambda: unreachable_planes(front) == {"discovery"})
     assert ask(front, 4) == {200}
     nats.kill()
-    until(lambda: away(front) == {"discovery", "requests", "events"})
+    until(lambda: unreachable_planes(front) == {"discovery", "requests", "events"})
     assert ask(front, 4) == {200}
     assert workers(front) == 2
     assert front.get("/health")[0] == 200
@@ -105,14 +107,14 @@ def test_frontend_and_workers_meet_over_etcd_and_nats_and_outlive_both(
     etcd.delete_data()
     etcd.start()
     nats.start()
-    until(lambda: not away(front), 5)
+    until(lambda: not unreachable_planes(front), 5)
     assert ask(front, 4) == {200}
-    until(lambda: listed(etcd, "/outlives/workers/worker/generate/") == 2, 5)
+    until(lambda: count_records(etcd, "/outlives/workers/worker/generate/") == 2, 5)
     assert workers(front) == 2
-    assert far.process.poll() is None
+    assert backend.process.poll() is None
 
 
-def test_graphs_parts_meet_over_tcp_with_a_secret(
+def test_parts_of_a_graph_connect_over_tcp_with_a_secret(
     etcd: EtcdProcess, tiny_model: Path, host: Host
 ) -> None:
     servers = {
@@ -121,21 +123,25 @@ def test_graphs_parts_meet_over_tcp_with_a_secret(
         "DYNAMO_RUNTIME__PUBLIC_HOST": "127.0.0.1",
         "DYNAMO_RUNTIME__NAMESPACE": "secret",
     }
-    ours = servers | {"DYNAMO_SECURITY__SECRET": "a secret of this deployment"}
+    with_secret = servers | {"DYNAMO_SECURITY__SECRET": "a secret of this deployment"}
     graph = ["-f", "configs/agg.yaml", "--only", "--engine.kind", "mock"]
     model = ["--model-path", tiny_model, "--deployment", "workers"]
-    host("b", "serve", "graphs.agg:AggregatedWorker", *graph, *model, **ours)
-    front = host("a", "serve", "graphs.agg:Frontend", *graph, "--deployment", "front", **ours)
+    host("b", "serve", "graphs.agg:AggregatedWorker", *graph, *model, **with_secret)
+    front = host(
+        "a", "serve", "graphs.agg:Frontend", *graph, "--deployment", "front", **with_secret
+    )
     front.wait_ready()
     assert ask(front, 2) == {200}
 
-    theirs = servers | {"DYNAMO_SECURITY__SECRET": "a secret of somebody else"}
-    stranger = host("c", "serve", "graphs.agg:Frontend", *graph, "--deployment", "c", **theirs)
+    with_other_secret = servers | {"DYNAMO_SECURITY__SECRET": "the secret of another deployment"}
+    stranger = host(
+        "c", "serve", "graphs.agg:Frontend", *graph, "--deployment", "c", **with_other_secret
+    )
     until(lambda: stranger.get("/health")[0] not in {0, 200})
     assert ask(front, 2) == {200}
 
 
-def test_a_dead_hosts_workers_are_left_at_once_and_forgotten_in_time(
+def test_workers_of_a_dead_host_get_no_requests_and_their_records_expire(
     etcd: EtcdProcess, nats: NatsProcess, tiny_model: Path, host: Host
 ) -> None:
     servers = {
@@ -144,53 +150,53 @@ def test_a_dead_hosts_workers_are_left_at_once_and_forgotten_in_time(
         "DYNAMO_RUNTIME__NAMESPACE": "dies",
         "DYNAMO_RUNTIME__LEASE_TTL": "2",
     }
-    one = host("b", "run", "in=none", "out=mock", tiny_model, "--deployment", "b", **servers)
+    killed = host("b", "run", "in=none", "out=mock", tiny_model, "--deployment", "b", **servers)
     host("c", "run", "in=none", "out=mock", tiny_model, "--deployment", "c", **servers)
     front = host("a", "run", "--workers", "0", **servers)
     front.wait_ready()
     until(lambda: workers(front) == 2)
-    one.process.send_signal(signal.SIGKILL)
+    killed.process.send_signal(signal.SIGKILL)
     assert ask(front, 6) == {200}
     until(lambda: workers(front) == 1)
-    until(lambda: listed(etcd, "/dies/workers/worker/generate/") == 1, 10)
+    until(lambda: count_records(etcd, "/dies/workers/worker/generate/") == 1, 10)
     assert ask(front, 2) == {200}
 
 
-def test_who_died_while_etcd_was_away_is_gone_when_it_is_back(
+def test_records_of_workers_that_died_without_etcd_are_deleted_later(
     etcd: EtcdProcess, tiny_model: Path, host: Host
 ) -> None:
-    found = {
+    environ = {
         "DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{etcd.port}",
-        "DYNAMO_RUNTIME__NAMESPACE": "buried",
+        "DYNAMO_RUNTIME__NAMESPACE": "dead-records",
     }
-    whole = host("a", "run", "out=mock", tiny_model, "--workers", "2", **found)
-    whole.wait_ready()
-    before = {one["pid"] for one in whole.processes() if one["role"] == "worker"}
+    deployment = host("a", "run", "out=mock", tiny_model, "--workers", "2", **environ)
+    deployment.wait_ready()
+    before = {p["pid"] for p in deployment.processes() if p["role"] == "worker"}
     etcd.kill()
-    until(lambda: away(whole) == {"discovery"})
+    until(lambda: unreachable_planes(deployment) == {"discovery"})
     os.kill(min(before), signal.SIGKILL)
-    until(lambda: len({one["pid"] for one in whole.processes()} & before) == 1)
-    assert ask(whole, 4) == {200}
+    until(lambda: len({p["pid"] for p in deployment.processes()} & before) == 1)
+    assert ask(deployment, 4) == {200}
     etcd.start()
-    until(lambda: workers(whole) == 2, 10)
-    until(lambda: listed(etcd, "/buried/workers/worker/generate/") == 2, 5)
-    assert ask(whole, 4) == {200}
+    until(lambda: workers(deployment) == 2, 10)
+    until(lambda: count_records(etcd, "/dead-records/workers/worker/generate/") == 2, 5)
+    assert ask(deployment, 4) == {200}
 
 
-def test_etcd_absent_at_the_start_is_said_and_waited_for(tiny_model: Path, host: Host) -> None:
+def test_a_deployment_waits_for_etcd_at_the_start(tiny_model: Path, host: Host) -> None:
     server = EtcdProcess()
-    found = {"DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{server.port}"}
-    whole = host("a", "run", "out=mock", tiny_model, **found)
-    until(lambda: whole.get("/live")[0] == 200)
-    assert away(whole) == {"discovery"}
+    environ = {"DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{server.port}"}
+    deployment = host("a", "run", "out=mock", tiny_model, **environ)
+    until(lambda: deployment.get("/live")[0] == 200)
+    assert unreachable_planes(deployment) == {"discovery"}
     with server:
-        whole.wait_ready()
-        assert ask(whole) == {200}
+        deployment.wait_ready()
+        assert ask(deployment) == {200}
 
 
-def listed(etcd: EtcdProcess, prefix: str) -> int:
-    """How many records there are below `prefix`."""
+def count_records(etcd: EtcdProcess, prefix: str) -> int:
+    """Count the records below `prefix`."""
     command = [str(Path(sys.executable).with_name("etcdctl")), "get", "--prefix", prefix]
     command += ["--keys-only", "--endpoints", f"127.0.0.1:{etcd.port}"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
-    return len(done.stdout.split())
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
+    return len(output.stdout.split())

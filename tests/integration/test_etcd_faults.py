@@ -1,4 +1,4 @@
-"""What a real etcd does to its clients: dies, comes back (empty), forgets leases, compacts, hangs."""
+"""Faults of a real etcd: restarts, lost data, lost leases, compaction, hanging."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ async def join(etcd: EtcdProcess) -> AsyncIterator[Join]:
         return opened[-1]
 
     yield join
-    for one in opened:
-        await one.close()
+    for plane in opened:
+        await plane.close()
 
 
-async def away(plane: Discovery) -> None:
+async def wait_unreachable(plane: Discovery) -> None:
     async with asyncio.timeout(10):
         while not plane.connection_error:
             await asyncio.sleep(0.01)
 
 
-async def back(plane: Discovery) -> None:
+async def wait_reachable(plane: Discovery) -> None:
     async with asyncio.timeout(10):
         while plane.connection_error:
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("time", range(3))
-async def test_a_restart_loses_nothing_and_tells_nothing(
+async def test_a_restart_loses_no_record_and_reports_no_change(
     etcd: EtcdProcess, join: Join, time: int
 ) -> None:
     owner, watcher = await join(), await join()
@@ -69,8 +69,8 @@ async def test_a_restart_loses_nothing_and_tells_nothing(
     async with watcher.watch("/w/") as changes:
         await read_until(changes, "/w/before", b"1")
         etcd.kill()
-        await away(owner)
-        await away(watcher)
+        await wait_unreachable(owner)
+        await wait_unreachable(watcher)
         await owner.put("/w/meanwhile", b"2")
         await owner.delete("/w/before")
         with pytest.raises(PlaneUnavailable, match="etcd at"):
@@ -82,7 +82,7 @@ async def test_a_restart_loses_nothing_and_tells_nothing(
     assert dict(await watcher.get("/w/")) == {"/w/meanwhile": b"2"}
 
 
-async def test_who_lives_is_not_told_gone_when_etcd_comes_back_empty(
+async def test_live_records_are_not_reported_deleted_when_etcd_returns_empty(
     etcd: EtcdProcess, join: Join
 ) -> None:
     lives, dies, watcher = await join(), await join(), await join()
@@ -91,8 +91,8 @@ async def test_who_lives_is_not_told_gone_when_etcd_comes_back_empty(
     async with watcher.watch("/w/") as changes:
         await read_until(changes, "/w/dies", b"2")
         etcd.kill()
-        await away(watcher)
-        await away(dies)
+        await wait_unreachable(watcher)
+        await wait_unreachable(dies)
         await dies.close()
         etcd.delete_data()
         etcd.start()
@@ -101,7 +101,7 @@ async def test_who_lives_is_not_told_gone_when_etcd_comes_back_empty(
     assert dict(await watcher.get("/w/")) == {"/w/lives": b"1"}
 
 
-async def test_the_records_of_a_dead_process_go_before_its_lease_ends(
+async def test_records_of_a_dead_process_are_deleted_before_its_lease_expires(
     etcd: EtcdProcess, join: Join
 ) -> None:
     lives, supervisor = await join(), await join()
@@ -112,20 +112,22 @@ async def test_the_records_of_a_dead_process_go_before_its_lease_ends(
     async with lives.watch("/w/") as changes:
         await read_until(changes, "/w/dead", b"1")
         etcd.kill()
-        await away(dead)
-        await dead.close()  # nobody hears that it goes
+        await wait_unreachable(dead)
+        await dead.close()  # etcd does not learn of the close
         async with BackgroundTasks() as tasks:
-            burying = tasks.start(supervisor._inner.revoke_lease_of("/_processes/dead"))  # type: ignore[attr-defined]
+            deletion = tasks.start(supervisor._inner.revoke_lease_of("/_processes/dead"))  # type: ignore[attr-defined]
             etcd.start()
-            await burying
+            await deletion
         await read_until(changes, "/w/dead", None)
     assert dict(await lives.get("/")) == {"/w/lives": b"3"}
     await supervisor._inner.revoke_lease_of("/_processes/dead")  # type: ignore[attr-defined]
 
 
-async def test_a_lost_lease_is_told_and_the_records_return(etcd: EtcdProcess, join: Join) -> None:
-    owner, watcher, told = await join(), await join(), asyncio.Event()
-    owner.on_lease_lost(told.set)
+async def test_a_lost_lease_is_reported_and_the_records_return(
+    etcd: EtcdProcess, join: Join
+) -> None:
+    owner, watcher, lost = await join(), await join(), asyncio.Event()
+    owner.on_lease_lost(lost.set)
     await owner.put("/w/a", b"1")
     async with watcher.watch("/w/") as changes:
         await read_until(changes, "/w/a", b"1")
@@ -134,12 +136,12 @@ async def test_a_lost_lease_is_told_and_the_records_return(etcd: EtcdProcess, jo
         revoke(etcd, plane._lease_id)
         await read_until(changes, "/w/a", None)
         await owner.put("/w/b", b"2")  # the first call that the server refuses
-        await told.wait()
+        await lost.wait()
         await read_until(changes, "/w/a", b"1")
     assert dict(await watcher.get("/w/")) == {"/w/a": b"1", "/w/b": b"2"}
 
 
-async def test_a_partition_forgets_its_victim_until_it_is_over(
+async def test_records_of_a_partitioned_owner_expire_and_return(
     etcd: EtcdProcess, join: Join
 ) -> None:
     async with Relay(etcd.port) as relay:
@@ -149,13 +151,13 @@ async def test_a_partition_forgets_its_victim_until_it_is_over(
             await read_until(changes, "/w/a", b"1")
             relay.silent = True
             await read_until(changes, "/w/a", None)
-            await away(owner)
+            await wait_unreachable(owner)
             relay.silent = False
             async with asyncio.timeout(4):
                 await read_until(changes, "/w/a", b"1")
 
 
-async def test_a_watcher_cut_off_sees_the_truth_after_a_compaction(
+async def test_a_disconnected_watcher_is_correct_after_a_compaction(
     etcd: EtcdProcess, join: Join
 ) -> None:
     async with Relay(etcd.port) as relay:
@@ -175,7 +177,7 @@ async def test_a_watcher_cut_off_sees_the_truth_after_a_compaction(
         assert dict(await watcher.get("/w/")) == {"/w/stays": b"19"}
 
 
-async def test_a_compacted_revision_is_told(etcd: EtcdProcess) -> None:
+async def test_a_compacted_revision_raises(etcd: EtcdProcess) -> None:
     compact(etcd)
     server = EtcdClient(EtcdEndpoint("127.0.0.1", etcd.port), QUICK)
     await server.open(1.0)
@@ -184,29 +186,29 @@ async def test_a_compacted_revision_is_told(etcd: EtcdProcess) -> None:
     await server.close()
 
 
-async def test_a_hung_etcd_is_noticed_and_forgiven(etcd: EtcdProcess, join: Join) -> None:
+async def test_a_hanging_etcd_is_detected_and_used_again(etcd: EtcdProcess, join: Join) -> None:
     owner, watcher = await join(options=QUICK), await join(options=QUICK)
     await owner.put("/w/a", b"1")
     async with watcher.watch("/w/") as changes:
         await read_until(changes, "/w/a", b"1")
         etcd.signal(signal.SIGSTOP)
-        await away(owner)
+        await wait_unreachable(owner)
         etcd.signal(signal.SIGCONT)
         await owner.put("/w/b", b"2")
         await read_until(changes, "/w/b", b"2")
-        await back(owner)
+        await wait_reachable(owner)
 
 
-async def test_the_second_server_is_asked_where_the_first_is_dead(etcd: EtcdProcess) -> None:
+async def test_the_second_server_is_used_if_the_first_is_dead(etcd: EtcdProcess) -> None:
     url = f"etcd://127.0.0.1:{free_port()},127.0.0.1:{etcd.port}/second"
     plane = await open_discovery(url, QUICK)
-    await back(plane)
+    await wait_reachable(plane)
     await plane.put("/k", b"1")
     assert dict(await plane.get("/")) == {"/k": b"1"}
     await plane.close()
 
 
-async def test_without_a_server_nothing_waits_and_closing_is_quick() -> None:
+async def test_without_a_server_calls_do_not_wait_and_closing_is_quick() -> None:
     plane = await open_discovery(f"etcd://127.0.0.1:{free_port()}", QUICK)
     async with asyncio.timeout(5):
         await plane.put("/k", b"1")
@@ -216,7 +218,7 @@ async def test_without_a_server_nothing_waits_and_closing_is_quick() -> None:
         await plane.close()
 
 
-async def test_what_cannot_be_is_said() -> None:
+async def test_invalid_urls_and_large_values_raise() -> None:
     for url in ("etcd://", "etcd://a:b", "etcd://:2379"):
         with pytest.raises(ConfigError):
             await open_discovery(url)
@@ -226,7 +228,7 @@ async def test_what_cannot_be_is_said() -> None:
     await plane.close()
 
 
-async def test_a_server_with_users() -> None:
+async def test_a_server_with_authentication() -> None:
     with EtcdProcess() as guarded:
         etcdctl(guarded, "user", "add", "root:a password")
         etcdctl(guarded, "user", "grant-role", "root", "root")
@@ -243,25 +245,25 @@ async def test_a_server_with_users() -> None:
         await plane.close()
 
 
-async def test_a_cluster_loses_the_server_that_was_asked() -> None:
+async def test_a_cluster_loses_the_server_in_use() -> None:
     nodes = [EtcdProcess() for _ in range(3)]
-    cluster = ",".join(f"n{at}=http://127.0.0.1:{one._peer}" for at, one in enumerate(nodes))
-    for at, one in enumerate(nodes):
-        one._extra = ("--name", f"n{at}", "--initial-cluster", cluster)
-    await run_all(*(asyncio.to_thread(one.start) for one in nodes))
-    url = "etcd://" + ",".join(f"127.0.0.1:{one.port}" for one in nodes)
+    cluster = ",".join(f"n{at}=http://127.0.0.1:{node._peer}" for at, node in enumerate(nodes))
+    for at, node in enumerate(nodes):
+        node._extra = ("--name", f"n{at}", "--initial-cluster", cluster)
+    await run_all(*(asyncio.to_thread(node.start) for node in nodes))
+    url = "etcd://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
     owner, watcher = await open_discovery(url, QUICK), await open_discovery(url, QUICK)
     await owner.put("/w/a", b"1")
     async with watcher.watch("/w/") as changes:
         await read_until(changes, "/w/a", b"1")
-        await asyncio.to_thread(nodes[0].kill)  # the one that both were asking
+        await asyncio.to_thread(nodes[0].kill)  # the server that both planes use
         await owner.put("/w/a", b"2")
         seen = await read_until(changes, "/w/a", b"2")
         assert ("/w/a", None) not in seen
     await owner.close()
     await watcher.close()
-    for one in nodes:
-        one.close()
+    for node in nodes:
+        node.close()
 
 
 def revoke(etcd: EtcdProcess, lease: int) -> None:
@@ -273,6 +275,6 @@ def compact(etcd: EtcdProcess) -> None:
     etcdctl(etcd, "compact", put.split('"revision":')[1].split(",")[0].split("}")[0])
 
 
-def etcdctl(etcd: EtcdProcess, *words: str) -> str:
-    command = [find_program("etcdctl"), "--endpoints", f"127.0.0.1:{etcd.port}", *words]
+def etcdctl(etcd: EtcdProcess, *arguments: str) -> str:
+    command = [find_program("etcdctl"), "--endpoints", f"127.0.0.1:{etcd.port}", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

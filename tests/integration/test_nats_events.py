@@ -1,4 +1,4 @@
-"""Events through a real NATS: away, lossy, kept, read by others; what they share with requests."""
+"""Events through a real NATS: outages, losses, retention, and the shared connection."""
 
 from __future__ import annotations
 
@@ -36,99 +36,99 @@ def nats() -> Iterator[NatsProcess]:
         yield server
 
 
-async def state(plane: Requests | Events, *, up: bool) -> None:
+async def wait_connected(plane: Requests | Events, *, up: bool) -> None:
     async with asyncio.timeout(10):
         while bool(plane.connection_error) == up:
             await asyncio.sleep(0.01)
 
 
-class Events2:
-    """A publisher and a subscriber with one directory."""
+class EventPair:
+    """A publisher and a subscriber with the same discovery plane."""
 
-    def __init__(self, publisher: Events, subscriber: Events, directory: Discovery) -> None:
+    def __init__(self, publisher: Events, subscriber: Events, discovery: Discovery) -> None:
         self.publisher = publisher
         self.subscriber = subscriber
-        self.directory = directory
+        self.discovery = discovery
 
 
 @pytest.fixture
-async def pair(nats: NatsProcess, request: pytest.FixtureRequest) -> AsyncIterator[Events2]:
-    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    planes = [await open_events(nats.url, place, QUICK) for _ in range(2)]
+async def pair(nats: NatsProcess, request: pytest.FixtureRequest) -> AsyncIterator[EventPair]:
+    discovery = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    planes = [await open_events(nats.url, discovery, QUICK) for _ in range(2)]
     for plane in planes:
-        await state(plane, up=True)
-    yield Events2(*planes, place)
+        await wait_connected(plane, up=True)
+    yield EventPair(*planes, discovery)
     for plane in planes:
         await plane.close()
-    await place.close()
+    await discovery.close()
 
 
-async def test_what_is_published_while_nats_is_away_arrives_afterwards(
-    nats: NatsProcess, pair: Events2, caplog: pytest.LogCaptureFixture
+async def test_events_published_during_an_outage_arrive_afterwards(
+    nats: NatsProcess, pair: EventPair, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "dynamo.communication.events")
-    heard = RecordingListener()
-    await pair.subscriber.subscribe("kv", heard)
+    listener = RecordingListener()
+    await pair.subscriber.subscribe("kv", listener)
     source = await pair.publisher.open_source("kv", "w")
     source.publish(b"0")
-    await heard.wait_for_payload(b"0")
+    await listener.wait_for_payload(b"0")
     nats.kill()
-    await state(pair.publisher, up=False)
+    await wait_connected(pair.publisher, up=False)
     for number in range(1, 50):
         source.publish(b"%d" % number)
         await asyncio.sleep(0)
-    while "event source cannot be reached" not in caplog.text:  # it is dialled in vain
+    while "event source cannot be reached" not in caplog.text:  # until a connection attempt failed
         await asyncio.sleep(0.01)
     nats.start()
-    await heard.wait_for_payload(b"49")
+    await listener.wait_for_payload(b"49")
     source.publish(b"50")
-    await heard.wait_for_payload(b"50")
-    assert heard.payloads_of_kind() == [b"%d" % number for number in range(51)]
+    await listener.wait_for_payload(b"50")
+    assert listener.payloads_of_kind() == [b"%d" % number for number in range(51)]
     assert pair.subscriber.count_lost_events() == 0
 
 
-async def test_the_last_event_is_missed_for_a_beat_only(pair: Events2) -> None:
-    heard, dropping = RecordingListener(), False
+async def test_a_lost_last_event_is_recovered_at_the_next_heartbeat(pair: EventPair) -> None:
+    listener, dropping = RecordingListener(), False
     plane: Any = pair.subscriber
     plane.lossy = lambda first: dropping
-    await pair.subscriber.subscribe("kv", heard)
+    await pair.subscriber.subscribe("kv", listener)
     source = await pair.publisher.open_source("kv", "w")
     source.publish(b"1")
-    await heard.wait_for_payload(b"1")
+    await listener.wait_for_payload(b"1")
     dropping = True
     source.publish(b"2")
-    await heard.wait_for_payload(b"2")
-    assert heard.payloads_of_kind() == [b"1", b"2"]
-    assert heard.payloads_of_kind("stale") == [b""]
+    await listener.wait_for_payload(b"2")
+    assert listener.payloads_of_kind() == [b"1", b"2"]
+    assert listener.payloads_of_kind("stale") == [b""]
 
 
-async def test_events_may_be_read_with_natss_own_tools(nats: NatsProcess, pair: Events2) -> None:
-    link = await NatsClient.open(nats.url, QUICK)
-    await link.wait_connected()
+async def test_events_can_be_read_with_tools_of_nats(nats: NatsProcess, pair: EventPair) -> None:
+    client = await NatsClient.open(nats.url, QUICK)
+    await client.wait_connected()
     subjects: asyncio.Queue[str] = asyncio.Queue()
-    link.subscribe("dynamo.events.>", lambda subject, _, __, ___: subjects.put_nowait(subject))
+    client.subscribe("dynamo.events.>", lambda subject, _, __, ___: subjects.put_nowait(subject))
     source = await pair.publisher.open_source("dynamo.worker.kv_events", "w")
     while subjects.empty():
         source.publish(b"1")
         await asyncio.sleep(0.01)
     assert subjects.get_nowait().startswith("dynamo.events.dynamo.worker.kv_events.")
-    await link.close()
+    await client.close()
 
 
-async def test_jetstream_keeps_events_for_who_comes_later(
+async def test_jetstream_retains_events_for_later_subscribers(
     nats: NatsProcess, request: pytest.FixtureRequest
 ) -> None:
-    place = await MemoryDiscovery.open(f"memory:{request.node.name}")
-    plane = await open_events(nats.url, place, replace(QUICK, event_retention_s=60))
-    await state(plane, up=True)
-    source = await plane.open_source("kept.worker.kv_events", "w")
+    discovery = await MemoryDiscovery.open(f"memory:{request.node.name}")
+    plane = await open_events(nats.url, discovery, replace(QUICK, event_retention_s=60))
+    await wait_connected(plane, up=True)
+    source = await plane.open_source("retained.worker.kv_events", "w")
     client = await connect(nats.url)
     stream = client.jetstream()
 
-    async def kept() -> list[bytes]:
-        ordered = await stream.subscribe("dynamo.events.kept.>", ordered_consumer=True)
+    async def retained_event() -> bytes:
+        ordered = await stream.subscribe("dynamo.events.retained.>", ordered_consumer=True)
         try:
-            return [(await ordered.next_msg(timeout=1)).data]
+            return (await ordered.next_msg(timeout=1)).data
         finally:
             await ordered.unsubscribe()
 
@@ -136,33 +136,33 @@ async def test_jetstream_keeps_events_for_who_comes_later(
         while True:
             source.publish(b"the event")
             try:
-                found = await kept()
+                data = await retained_event()
                 break
-            except (NotFoundError, TimeoutError):  # the stream is being made
+            except (NotFoundError, TimeoutError):  # the stream is being created
                 await asyncio.sleep(0.05)
-    ((kind, count, body),) = FrameSplitter(1 << 20).feed(found[0])
+    ((kind, count, body),) = FrameSplitter(1 << 20).feed(data)
     assert (kind, unpack_events(body, count)[2][0]) == (EVENTS, b"the event")
     await client.close()
     await plane.close()
-    await place.close()
+    await discovery.close()
 
 
 async def test_the_planes_of_a_process_share_one_connection(nats: NatsProcess) -> None:
-    place = f"memory:shared-{nats.port}"
+    discovery = f"memory:shared-{nats.port}"
     settings = Settings(
-        runtime=RuntimeSettings(discovery=place, requests=nats.url, events=nats.url)
+        runtime=RuntimeSettings(discovery=discovery, requests=nats.url, events=nats.url)
     )
     async with await DistributedRuntime.create(settings) as runtime:
-        await state(runtime.requests, up=True)
+        await wait_connected(runtime.requests, up=True)
         assert not runtime.unreachable_planes()
-        one, other = cast("Any", runtime.requests), cast("Any", runtime.events)
-        assert one._nats is other._nats
-        heard = RecordingListener()
-        await runtime.events.subscribe("kv", heard)
+        requests, events = cast("Any", runtime.requests), cast("Any", runtime.events)
+        assert requests._nats is events._nats
+        listener = RecordingListener()
+        await runtime.events.subscribe("kv", listener)
         source = await runtime.events.open_source("kv", "w")
         source.publish(b"1")
-        await heard.wait_for_payload(b"1")
+        await listener.wait_for_payload(b"1")
         await runtime.requests.serve("e", echo_handler)
-        got = CollectingSink()
-        await runtime.requests.call(runtime.requests.address, "e", b"x", Context("r"), got)
-        assert got.items == [b"x"]
+        sink = CollectingSink()
+        await runtime.requests.call(runtime.requests.address, "e", b"x", Context("r"), sink)
+        assert sink.items == [b"x"]

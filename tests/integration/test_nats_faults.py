@@ -1,4 +1,4 @@
-"""What a real NATS, and the way to it, do to events and requests: away, cut off, lossy."""
+"""Faults of a real NATS and of the network to it: outages, partitions, lost messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dynamo.testing.conformance.requests import CollectingSink, EndlessHandler, 
 from dynamo.testing.relay import Relay
 from dynamo.testing.servers import NatsProcess, free_port
 
-HERE = Context("request-1")
+CONTEXT = Context("request-1")
 QUICK = PlaneOptions(reconnect_wait_s=0.1)
 Plane = Requests | Events | Discovery | NatsClient
 
@@ -42,10 +42,10 @@ def nats() -> Iterator[NatsProcess]:
 
 @pytest.fixture
 async def opened(nats: NatsProcess) -> AsyncIterator[list[Any]]:
-    made: list[Any] = []
-    yield made
-    for one in made:
-        await one.close()
+    planes: list[Any] = []
+    yield planes
+    for plane in planes:
+        await plane.close()
 
 
 async def requests(
@@ -53,23 +53,23 @@ async def requests(
 ) -> Requests:
     plane = await open_requests(f"nats://127.0.0.1:{port or nats.port}", options)
     opened.append(plane)
-    await state(plane, up=True)
+    await wait_connected(plane, up=True)
     return plane
 
 
-async def state(plane: Plane, *, up: bool) -> None:
+async def wait_connected(plane: Plane, *, up: bool) -> None:
     async with asyncio.timeout(10):
         while bool(plane.connection_error) == up:
             await asyncio.sleep(0.01)
 
 
 async def ask(client: Requests, server: Requests) -> list[bytes]:
-    got = CollectingSink()
-    await client.call(server.address, "e", b"x", HERE, got)
-    return got.items
+    sink = CollectingSink()
+    await client.call(server.address, "e", b"x", CONTEXT, sink)
+    return sink.items
 
 
-async def test_without_nats_calls_go_straight_and_nobody_is_told_broken(
+async def test_calls_go_directly_during_an_outage_and_no_connection_is_reported_broken(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     server, client = await requests(nats, opened), await requests(nats, opened)
@@ -78,25 +78,25 @@ async def test_without_nats_calls_go_straight_and_nobody_is_told_broken(
     client.on_connection_broken(broken.append)
     assert await ask(client, server) == [b"x"]
     nats.kill()
-    await state(client, up=False)
+    await wait_connected(client, up=False)
     assert await ask(client, server) == [b"x"]
     nats.start()
-    await state(client, up=True)
+    await wait_connected(client, up=True)
     assert await ask(client, server) == [b"x"]
-    await state(server, up=True)
+    await wait_connected(server, up=True)
     assert await ask(client, server) == [b"x"]
     assert broken == []
 
 
-async def test_a_stream_under_way_fails_when_nats_dies_and_its_handler_is_cancelled(
+async def test_a_stream_fails_when_nats_dies_and_its_handler_is_cancelled(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     server, client = await requests(nats, opened), await requests(nats, opened)
-    handler, got = EndlessHandler(), CollectingSink()
+    handler, sink = EndlessHandler(), CollectingSink()
     await server.serve("e", handler)
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-        call = tasks.start(client.call(server.address, "e", b"", HERE, got))
-        await got.first_item.wait()
+        call = tasks.start(client.call(server.address, "e", b"", CONTEXT, sink))
+        await sink.first_item.wait()
         nats.kill()
         with pytest.raises(WorkerFailed) as caught:
             await call
@@ -125,7 +125,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_process_is_noticed_by_what_comes_back(
+async def test_a_killed_process_is_detected_by_returned_messages(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     client = await requests(nats, opened)
@@ -136,10 +136,10 @@ async def test_a_killed_process_is_noticed_by_what_comes_back(
     address = (await child.stdout.readline()).decode().strip()
     broken = asyncio.Event()
     client.on_connection_broken(lambda _: broken.set())
-    got = CollectingSink()
+    sink = CollectingSink()
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-        call = tasks.start(client.call(address, "e", b"", HERE, got))
-        await got.first_item.wait()
+        call = tasks.start(client.call(address, "e", b"", CONTEXT, sink))
+        await sink.first_item.wait()
         os.kill(child.pid, signal.SIGKILL)
         async with asyncio.timeout(3):
             with pytest.raises(WorkerFailed):
@@ -148,7 +148,7 @@ async def test_a_killed_process_is_noticed_by_what_comes_back(
     await child.wait()
 
 
-async def test_an_instance_cut_off_from_nats_is_called_straight(
+async def test_an_instance_partitioned_from_nats_is_called_directly(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     async with Relay(nats.port) as relay:
@@ -158,19 +158,19 @@ async def test_an_instance_cut_off_from_nats_is_called_straight(
         assert await ask(client, server) == [b"x"]
         relay.silent = True
         relay.abort_connections()
-        await state(server, up=False)
+        await wait_connected(server, up=False)
         broken: list[str] = []
         client.on_connection_broken(broken.append)
-        with suppress(WorkerFailed):  # at the very moment
+        with suppress(WorkerFailed):  # if the partition is not detected yet
             await ask(client, server)
         assert await ask(client, server) == [b"x"]
         relay.silent = False
-        await state(server, up=True)
+        await wait_connected(server, up=True)
         assert await ask(client, server) == [b"x"]
         assert broken == []
 
 
-async def test_a_server_that_answers_nothing_is_away_and_calls_go_straight(
+async def test_a_frozen_server_is_detected_and_calls_go_directly(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
     server, client = await requests(nats, opened), await requests(nats, opened)
@@ -178,32 +178,32 @@ async def test_a_server_that_answers_nothing_is_away_and_calls_go_straight(
     assert await ask(client, server) == [b"x"]
     nats.signal(signal.SIGSTOP)
     try:
-        await state(client, up=False)
+        await wait_connected(client, up=False)
         assert "does not answer" in client.connection_error
         assert await ask(client, server) == [b"x"]
     finally:
         nats.signal(signal.SIGCONT)
-    await state(client, up=True)
-    await state(server, up=True)
+    await wait_connected(client, up=True)
+    await wait_connected(server, up=True)
     assert await ask(client, server) == [b"x"]
 
 
-async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
+async def test_an_instance_with_a_silent_nats_is_reached_directly(
     nats: NatsProcess, opened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as that end has not noticed: NATS goes on listening for it."""
+    """The instance has not detected the fault, so NATS still has its subscriptions."""
     monkeypatch.setattr("dynamo.communication.nats_client.PING_TIMEOUT_S", 60.0)
     async with Relay(nats.port) as relay:
         server = await requests(nats, opened, relay.port)
         client = await requests(nats, opened)
-        handler, got = EndlessHandler(), CollectingSink()
+        handler, sink = EndlessHandler(), CollectingSink()
         await server.serve("endless", handler)
         await server.serve("e", echo_handler)
         async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-            call = tasks.start(client.call(server.address, "endless", b"", HERE, got))
-            await got.first_item.wait()
+            call = tasks.start(client.call(server.address, "endless", b"", CONTEXT, sink))
+            await sink.first_item.wait()
             relay.silent = True
-            assert await client.probe_directly(server.address, "nothing of that name")
+            assert await client.probe_directly(server.address, "unknown endpoint")
             client.bypass(server.address)
             with pytest.raises(WorkerFailed):
                 await call
@@ -213,17 +213,15 @@ async def test_an_instance_whose_nats_is_silent_is_reached_beside_it(
     assert not await client.probe_directly(gone, "e")
 
 
-async def test_a_lost_message_ends_the_connection_not_the_truth(
-    nats: NatsProcess, opened: list[Any]
-) -> None:
+async def test_a_lost_message_breaks_the_connection(nats: NatsProcess, opened: list[Any]) -> None:
     ends = [await NatsClient.open(nats.url, QUICK) for _ in range(2)]
     opened += ends
     for end in ends:
         await end.wait_connected()
-    one, other = (TcpRequests(NatsPlaneTransport(end, QUICK)) for end in ends)
-    await one.serve("e", echo_handler)
-    got = CollectingSink()
-    await other.call(one.address, "e", b"1", HERE, got)
+    server, client = (TcpRequests(NatsPlaneTransport(end, QUICK)) for end in ends)
+    await server.serve("e", echo_handler)
+    sink = CollectingSink()
+    await client.call(server.address, "e", b"1", CONTEXT, sink)
     publish = ends[1].publish
     dropped: list[bytes] = []
 
@@ -235,29 +233,31 @@ async def test_a_lost_message_ends_the_connection_not_the_truth(
 
     ends[1].publish = drop_once  # type: ignore[method-assign]
     async with BackgroundTasks(on_failure=lambda _: None) as tasks:
-        lost = tasks.start(other.call(one.address, "e", b"2", HERE, got))
+        lost = tasks.start(client.call(server.address, "e", b"2", CONTEXT, sink))
         while not dropped:
             await asyncio.sleep(0)
         with pytest.raises(WorkerFailed):
-            await other.call(one.address, "e", b"3", HERE, got)
+            await client.call(server.address, "e", b"3", CONTEXT, sink)
         with pytest.raises(WorkerFailed):
             await lost
-    await other.call(one.address, "e", b"4", HERE, got)
-    assert got.items == [b"1", b"4"]
-    await other.close()
-    await one.close()
+    await client.call(server.address, "e", b"4", CONTEXT, sink)
+    assert sink.items == [b"1", b"4"]
+    await client.close()
+    await server.close()
 
 
-async def test_wires_through_nats_need_the_secret_too(nats: NatsProcess, opened: list[Any]) -> None:
-    ours = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
-    server = await requests(nats, opened, options=ours)
+async def test_connections_through_nats_need_the_secret(
+    nats: NatsProcess, opened: list[Any]
+) -> None:
+    options = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
+    server = await requests(nats, opened, options=options)
     await server.serve("e", echo_handler)
     with pytest.raises(InstanceGone, match="secret"):
         await ask(await requests(nats, opened), server)
-    assert await ask(await requests(nats, opened, options=ours), server) == [b"x"]
+    assert await ask(await requests(nats, opened, options=options), server) == [b"x"]
 
 
-async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> None:
+async def test_nats_may_start_after_its_clients(opened: list[Any]) -> None:
     server = NatsProcess()
     planes = [await open_requests(server.url, QUICK) for _ in range(2)]
     opened += planes
@@ -265,11 +265,11 @@ async def test_nats_absent_at_the_start_is_found_later(opened: list[Any]) -> Non
     assert await ask(planes[1], planes[0]) == [b"x"]
     assert "NATS at" in planes[0].connection_error
     with server:
-        await state(planes[1], up=True)
+        await wait_connected(planes[1], up=True)
         assert await ask(planes[1], planes[0]) == [b"x"]
 
 
-async def test_what_cannot_be_is_said() -> None:
+async def test_invalid_urls_raise() -> None:
     for url in ("nats://", "nats:"):
         with pytest.raises(ConfigError):
             await open_requests(url)
@@ -277,40 +277,42 @@ async def test_what_cannot_be_is_said() -> None:
     await plane.close()
 
 
-def test_a_subjects_token_is_one_token() -> None:
+def test_a_name_is_encoded_as_one_subject_token() -> None:
     assert subject_token("kv_events") == "kv_events"
     assert subject_token("a.b c*>") == "a%2Eb%20c%2A%3E"
     assert subject_token("") == "%"
 
 
-async def test_a_stranger_at_the_subjects_gets_nothing_and_breaks_nothing(
+async def test_an_unauthenticated_client_gets_no_data_and_breaks_nothing(
     nats: NatsProcess, opened: list[Any]
 ) -> None:
-    ours = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
-    server = await requests(nats, opened, options=ours)
-    client = await requests(nats, opened, options=ours)
+    options = PlaneOptions(secret="0123456789abcdef", reconnect_wait_s=0.1)
+    server = await requests(nats, opened, options=options)
+    client = await requests(nats, opened, options=options)
     await server.serve("e", echo_handler)
     stranger = await NatsClient.open(nats.url, QUICK)
     opened.append(stranger)
     await stranger.wait_connected()
-    heard: list[bytes] = []
-    stranger.subscribe("mine", lambda _, payload, __, nobody: heard.append(payload))
+    received: list[bytes] = []
+    stranger.subscribe("mine", lambda _, payload, __, ___: received.append(payload))
     incarnation = server.address.removeprefix("nats://").partition("/")[0]
     for piece in (b"\1", b"\2" + bytes(4) + pack_hello("requests")):
-        door = f"dynamo.wire.{incarnation}.a.{'f' * 16}"
-        stranger.publish(door, piece.ljust(5, b"\0"), "mine")
+        subject = f"dynamo.wire.{incarnation}.a.{'f' * 16}"
+        stranger.publish(subject, piece.ljust(5, b"\0"), "mine")
     rng = random.Random(3)
-    said = [pack_hello("requests"), pack_hello("events"), b"GET / HTTP/1.1\r\n\r\n", b""]
+    bodies = [pack_hello("requests"), pack_hello("events"), b"GET / HTTP/1.1\r\n\r\n", b""]
     for number in range(300):
-        body = bytearray(rng.choice(said))
+        body = bytearray(rng.choice(bodies))
         for _ in range(rng.randint(0, 4)):
             body[rng.randrange(len(body) or 1) : 0] = rng.randbytes(1)
-        kind, place = rng.choice([1, 1, 2, 2, 3, 4, 5, 9]), rng.randrange(3)
-        to = f"dynamo.wire.{incarnation}.{rng.choice('ad')}.{number // 4:016x}"
-        stranger.publish(to, bytes([kind]) + place.to_bytes(4, "little") + bytes(body), "mine")
-        stranger.publish(to, bytes(body)[:3])
+        kind, position = rng.choice([1, 1, 2, 2, 3, 4, 5, 9]), rng.randrange(3)
+        subject = f"dynamo.wire.{incarnation}.{rng.choice('ad')}.{number // 4:016x}"
+        stranger.publish(
+            subject, bytes([kind]) + position.to_bytes(4, "little") + bytes(body), "mine"
+        )
+        stranger.publish(subject, bytes(body)[:3])
         if not number % 50:
             assert await ask(client, server) == [b"x"]
     assert await ask(client, server) == [b"x"]
-    frames = [payload[5:] for payload in heard if payload[:1] == b"\2"]
+    frames = [payload[5:] for payload in received if payload[:1] == b"\2"]
     assert {frame[4] for frame in frames} == {HELLO}

@@ -1,4 +1,4 @@
-"""A deployment's file, changed while it serves."""
+"""Reload of settings while a deployment serves."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_to
 
 
 def write(file: Path, **values: Any) -> None:
-    given = {"log": "false", "limit": "5m", "workers": 1, "level": "info", "weight": 0.3} | values
-    file.write_text(FILE.format(**given))
+    values_with_defaults = {
+        "log": "false",
+        "limit": "5m",
+        "workers": 1,
+        "level": "info",
+        "weight": 0.3,
+    } | values
+    file.write_text(FILE.format(**values_with_defaults))
 
 
-def told(running: Any, word: str) -> list[str]:
-    """The lines of its log with this."""
+def log_lines(running: Any, word: str) -> list[str]:
+    """The lines of the deployment's log that contain `word`."""
     return [line for line in running.log.read_text().splitlines() if word in line]
 
 
-def test_what_is_safe_changes_and_the_rest_is_told(
+def test_safe_settings_change_and_others_need_a_restart(
     start: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "serve.yaml"
@@ -35,15 +41,17 @@ def test_what_is_safe_changes_and_the_rest_is_told(
     running = start(tiny_model, "-f", file)
 
     write(file, log="true", limit="300ms", workers=2, level="dynamo.services=debug", weight=9)
-    until(lambda: told(running, '"setting":"logging.level"'))  # and the frontend is told next
+    until(
+        lambda: log_lines(running, '"setting":"logging.level"')
+    )  # the frontend gets the change next
     until(lambda: running.post("/v1/chat/completions", ASK)[0] == 504)
-    until(lambda: told(running, '"path":"/v1/chat/completions"'))
+    until(lambda: log_lines(running, '"path":"/v1/chat/completions"'))
     weight = '"setting":"router.routing_strategy.load_weight","before":0.3,"after":9.0'
-    until(lambda: told(running, weight))
-    until(lambda: told(running, '"engine.workers"'))
-    (line,) = told(running, '"engine.workers"')
+    until(lambda: log_lines(running, weight))
+    until(lambda: log_lines(running, '"engine.workers"'))
+    (line,) = log_lines(running, '"engine.workers"')
     assert "a changed setting needs a restart" in line
-    assert len([one for one in running.processes() if one["role"] == "worker"]) == 1
+    assert len([p for p in running.processes() if p["role"] == "worker"]) == 1
 
     file.write_text("server: {log_request: true}")
     until(lambda: "settings not reloaded" in running.log.read_text())

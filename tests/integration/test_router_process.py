@@ -1,4 +1,4 @@
-"""Routers and frontends as processes of their own: asked, killed, explained from a terminal."""
+"""Separate router and frontend processes: decisions, kills, `dynamo explain`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def body(number: int, tokens: int = 4) -> dict[str, Any]:
 
 
 def of_role(deployment: Any, role: str) -> list[dict[str, Any]]:
-    return [one for one in deployment.processes() if one["role"] == role]
+    return [p for p in deployment.processes() if p["role"] == role]
 
 
 def inflight(deployment: Any) -> int:
-    """Requests that its frontends answer now."""
+    """The number of requests in flight in the frontends."""
     lines = deployment.get("/metrics")[1].splitlines()
-    found = [line for line in lines if line.startswith("dynamo_frontend_inflight_requests ")]
-    return int(found[0].split()[1]) if found else 0
+    values = [line for line in lines if line.startswith("dynamo_frontend_inflight_requests ")]
+    return int(values[0].split()[1]) if values else 0
 
 
-def dynamo(deployment: Any, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dynamo", *map(str, words), "--url", deployment.url]
+def dynamo(deployment: Any, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dynamo", *map(str, arguments), "--url", deployment.url]
     return subprocess.run(command, capture_output=True, text=True, env=deployment.environ)
 
 
-def test_a_graph_with_routers_of_their_own_outlives_each_of_them(
+def test_a_graph_survives_the_death_of_each_router(
     start: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     serve = start(
@@ -60,16 +60,16 @@ def test_a_graph_with_routers_of_their_own_outlives_each_of_them(
     assert statuses == [200] * 30
 
     end = time.monotonic() + 30
-    while sum(one["state"] == "ready" for one in of_role(serve, "router")) < 2:
+    while sum(p["state"] == "ready" for p in of_role(serve, "router")) < 2:
         assert time.monotonic() < end
         time.sleep(0.1)
     status, answer = serve.post("/v1/chat/completions", body(99))
     assert status == 200
     request_id = answer["id"].removeprefix("chatcmpl-")
-    told = dynamo(serve, "explain", request_id)
-    assert told.returncode == 0, told.stderr
-    assert "BLOCKS HELD" in told.stdout
-    assert ", by Router-" in told.stdout
+    explained = dynamo(serve, "explain", request_id)
+    assert explained.returncode == 0, explained.stderr
+    assert "BLOCKS HELD" in explained.stdout
+    assert ", by Router-" in explained.stdout
     assert dynamo(serve, "explain", request_id, "--json").stdout.startswith("[{")
     assert dynamo(serve, "explain", "unknown").returncode == 1
 
@@ -83,33 +83,33 @@ def test_a_graph_with_routers_of_their_own_outlives_each_of_them(
     assert serve.stop(signal.SIGTERM) == 0
 
 
-def test_a_frontend_that_dies_changes_nothing_for_the_others_clients(
+def test_the_death_of_a_frontend_does_not_affect_clients_of_others(
     start: Any, tiny_model: Path
 ) -> None:
     run = start(
         *("out=mock", tiny_model, "--model-name", "tiny", "--workers", "2"),
         *("--http-workers", "3", "--router-mode", "kv", "--speedup-ratio", "1"),
     )
-    while len([one for one in of_role(run, "frontend") if one["state"] == "ready"]) < 3:
+    while len([p for p in of_role(run, "frontend") if p["state"] == "ready"]) < 3:
         time.sleep(0.05)
-    ended: list[int] = []
+    statuses: list[int] = []
 
     def ask(number: int) -> None:
         try:
-            ended.append(run.post("/v1/chat/completions", body(number, tokens=150))[0])
+            statuses.append(run.post("/v1/chat/completions", body(number, tokens=150))[0])
         except (OSError, json.JSONDecodeError):
-            ended.append(0)
+            statuses.append(0)
 
     clients = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for one in clients:
-        one.start()
+    for client in clients:
+        client.start()
     while inflight(run) < len(clients):
         time.sleep(0.02)
     os.kill(of_role(run, "frontend")[0]["pid"], signal.SIGKILL)
-    for one in clients:
-        one.join()
-    assert ended.count(200) >= len(clients) / 3
-    assert set(ended) <= {200, 0}
+    for client in clients:
+        client.join()
+    assert statuses.count(200) >= len(clients) / 3
+    assert set(statuses) <= {200, 0}
     log = run.log.read_text()
     assert "Traceback" not in log
     assert run.post("/v1/chat/completions", body(1))[0] == 200

@@ -1,4 +1,4 @@
-"""Routing by what workers hold, with its frontends and routers in one process on memory planes."""
+"""Routing services in one process on memory planes: explanations, separate routers, refusals."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SERVICES = {"frontend": FrontendService, "router": RouterService, "worker": Work
 WORDS = "the quick brown fox jumps over a lazy dog while workers serve tokens of many models "
 
 
-class House:
-    """Runtimes that share memory planes."""
+class Cluster:
+    """Runtimes of services that share memory planes."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -50,12 +50,12 @@ Open = Callable[..., Awaitable[DistributedRuntime]]
 
 
 @pytest.fixture
-async def house(
+async def cluster(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[House]:
+) -> AsyncIterator[Cluster]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     base = Settings()
-    one = House(
+    services = Cluster(
         replace(
             base,
             runtime=replace(
@@ -70,15 +70,15 @@ async def house(
             router=replace(base.router, mode="kv", port=0),
         )
     )
-    yield one
-    for runtime in one.opened:
+    yield services
+    for runtime in services.opened:
         await runtime.shutdown(0)
 
 
 async def ask(
     url: str, path: str, body: Any = None, name: str = ""
 ) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of one request on a connection of its own."""
+    """Send a request on a new connection; return status, headers and the decoded body."""
     where = urlsplit(url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     data = b"" if body is None else json.dumps(body).encode()
@@ -92,8 +92,8 @@ async def ask(
     first, _, content = answer.partition(b"\r\n\r\n")
     status, *lines = first.decode().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
-    told = json.loads(content) if "json" in headers.get("content-type", "") else content.decode()
-    return int(status.split()[1]), headers, told
+    decoded = json.loads(content) if "json" in headers.get("content-type", "") else content.decode()
+    return int(status.split()[1]), headers, decoded
 
 
 def chat(text: str = WORDS * 4, tokens: int = 3, **more: Any) -> dict[str, Any]:
@@ -101,81 +101,83 @@ def chat(text: str = WORDS * 4, tokens: int = 3, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "max_tokens": tokens, "messages": messages, **more}
 
 
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
         await asyncio.sleep(0.005)
 
 
-async def test_a_request_is_explained_by_whichever_frontend_is_asked(house: House) -> None:
+async def test_any_frontend_explains_a_request(cluster: Cluster) -> None:
     for _ in range(2):
-        await house.open("worker")
-    one, other = await house.open("frontend"), await house.open("frontend")
+        await cluster.open("worker")
+    first, second = await cluster.open("frontend"), await cluster.open("frontend")
     status, headers, answer = await ask(
-        one.public_address, "/v1/chat/completions", chat(), name="mine"
+        first.public_address, "/v1/chat/completions", chat(), name="mine"
     )
     assert status == 200
-    status, _, told = await ask(other.public_address, "/router/explain/mine")
-    (decision,) = told["decisions"]
+    status, _, body = await ask(second.public_address, "/router/explain/mine")
+    (decision,) = body["decisions"]
     assert status == 200
     assert decision["worker"] == headers["x-dynamo-worker"]
-    assert decision["router"] == one.name
+    assert decision["router"] == first.name
     assert len(decision["costs"]) == decision["candidates"] == 2
     assert set(decision["costs"][0]["terms"]) >= {"queue", "prefill"}
     outcome = decision["outcome"]
     assert outcome["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert outcome["output_tokens"] == 3
 
-    _, headers, answer = await ask(other.public_address, "/v1/chat/completions", chat(), "again")
+    _, headers, answer = await ask(second.public_address, "/v1/chat/completions", chat(), "again")
     assert headers["x-dynamo-worker"] == decision["worker"]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
-    _, _, report = await ask(one.public_address, "/router/report?seconds=60")
+    _, _, report = await ask(first.public_address, "/router/report?seconds=60")
     assert report["raw_data_summary"]["decisions"] == 2
     assert report["aggregated_metrics"]["cache_hit"]["reachable"] > 0.3
-    _, _, latest = await ask(one.public_address, "/router/explain")
+    _, _, latest = await ask(first.public_address, "/router/explain")
     assert len(latest["decisions"]) == 2
-    status, headers, page = await ask(one.public_address, "/router/view")
+    status, headers, page = await ask(first.public_address, "/router/view")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert "Router view" in page
-    _, _, metrics = await ask(one.public_address, "/metrics")
+    _, _, metrics = await ask(first.public_address, "/metrics")
     assert 'dynamo_router_alert_ratio{alert="routing_loss"} 0' in metrics
 
-    status, _, error = await ask(one.public_address, "/router/explain/nobody")
+    status, _, error = await ask(first.public_address, "/router/explain/unknown")
     assert (status, error["error"]["code"]) == (404, "not_found")
-    status, _, error = await ask(one.public_address, "/router/report?seconds=x")
+    status, _, error = await ask(first.public_address, "/router/report?seconds=x")
     assert (status, error["error"]["param"]) == (400, "seconds")
 
 
-async def test_a_mode_that_looks_at_nothing_says_so(house: House) -> None:
-    await house.open("worker")
-    frontend = await house.open("frontend", mode="round_robin")
+async def test_a_mode_without_decisions_explains_nothing(cluster: Cluster) -> None:
+    await cluster.open("worker")
+    frontend = await cluster.open("frontend", mode="round_robin")
     status, _, error = await ask(frontend.public_address, "/router/explain/x")
     assert (status, error["error"]["hint"]) == (404, "start with --router-mode kv")
 
 
 @pytest.mark.parametrize("role", ["frontend", "router"])
-async def test_a_selector_that_is_not_there_is_told_at_the_start(house: House, role: str) -> None:
-    with pytest.raises(ConfigError, match="nobody"):
-        await house.open(role, selector="nobody")
+async def test_an_unknown_selector_fails_at_the_start(cluster: Cluster, role: str) -> None:
+    with pytest.raises(ConfigError, match="unknown"):
+        await cluster.open(role, selector="unknown")
 
 
-async def test_the_adaptive_mode_shows_capacities(house: House) -> None:
+async def test_the_adaptive_mode_explains_capacities(cluster: Cluster) -> None:
     for _ in range(2):
-        await house.open("worker")
-    frontend = await house.open("frontend", mode="adaptive")
+        await cluster.open("worker")
+    frontend = await cluster.open("frontend", mode="adaptive")
     for _ in range(3):
         assert (await ask(frontend.public_address, "/v1/chat/completions", chat(), "a"))[0] == 200
-    _, _, told = await ask(frontend.public_address, "/router/explain/a")
-    (decision,) = told["decisions"]
+    _, _, body = await ask(frontend.public_address, "/router/explain/a")
+    (decision,) = body["decisions"]
     assert decision["mode"] == "adaptive"
     assert set(decision["costs"][0]["terms"]) == {"base", "available", "effective"}
 
 
-async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> None:
+async def test_a_separate_router_decides_and_frontends_continue_without_it(
+    cluster: Cluster,
+) -> None:
     for _ in range(2):
-        await house.open("worker")
-    router = await house.open("router", replicas=1)
-    frontend = await house.open("frontend", replicas=1)
+        await cluster.open("worker")
+    router = await cluster.open("router", replicas=1)
+    frontend = await cluster.open("frontend", replicas=1)
     await until(lambda: router.health.healthy)
     url = frontend.public_address
     before = (await ask(url, "/health"))[2]
@@ -188,8 +190,8 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     _, _, health = await ask(url, "/health")
     assert health["routers"] == {"tiny": {router.instance_id: "answers"}}
     assert health["routing"] == {"tiny": {headers["x-dynamo-worker"]: "exact"}}
-    _, _, told = await ask(router.public_address, "/router/explain/first")
-    (decision,) = told["decisions"]
+    _, _, body = await ask(router.public_address, "/router/explain/first")
+    (decision,) = body["decisions"]
     assert (decision["router"], decision["mode"]) == (router.name, "predicted")
     assert decision["worker"] == headers["x-dynamo-worker"]
     assert len(decision["costs"]) == 2
@@ -200,88 +202,90 @@ async def test_a_router_of_its_own_decides_and_is_done_without(house: House) -> 
     await until(lambda: not any(worker.active for worker in model.policy.worker_states.workers))
 
     await router.shutdown(0)
-    house.opened.remove(router)
+    cluster.opened.remove(router)
     status, _, _ = await ask(url, "/v1/chat/completions", chat(), "alone")
-    _, _, told = await ask(url, "/router/explain/alone")
-    assert (status, told["decisions"][0]["mode"]) == (200, "least_loaded")
+    _, _, body = await ask(url, "/router/explain/alone")
+    assert (status, body["decisions"][0]["mode"]) == (200, "least_loaded")
     _, _, health = await ask(url, "/health")
     assert (health["routing"], health["routers"]) == ({}, {})
 
-    long = asyncio.ensure_future(
+    long_request = asyncio.ensure_future(
         ask(url, "/v1/chat/completions", chat(tokens=2000, ignore_eos=True), "long")
     )
-    late = await house.open("router", replicas=1)
-    await until(lambda: late.health.healthy)
-    model = late.service._models["tiny"]  # type: ignore[attr-defined]
+    new_router = await cluster.open("router", replicas=1)
+    await until(lambda: new_router.health.healthy)
+    model = new_router.service._models["tiny"]  # type: ignore[attr-defined]
     workers = model.policy.worker_states.workers
     await until(lambda: sum(len(worker.active) for worker in workers) == 1)
-    long.cancel()
+    long_request.cancel()
     await until(lambda: not any(worker.active for worker in workers))
     await ask(url, "/v1/chat/completions", chat(), "back")
-    _, _, told = await ask(url, "/router/explain/back")
-    assert told["decisions"][0]["router"] == late.name
+    _, _, body = await ask(url, "/router/explain/back")
+    assert body["decisions"][0]["router"] == new_router.name
 
 
-async def test_a_router_of_its_own_chooses_no_worker_that_frontends_refuse(house: House) -> None:
-    await house.open("worker")
-    router = await house.open("router", replicas=1)
-    frontend = await house.open("frontend", replicas=1)
-    house.settings = replace(house.settings, engine=replace(house.settings.engine, block_size=32))
-    refused = (await house.open("worker")).instance_id
+async def test_a_separate_router_excludes_incompatible_workers(cluster: Cluster) -> None:
+    await cluster.open("worker")
+    router = await cluster.open("router", replicas=1)
+    frontend = await cluster.open("frontend", replicas=1)
+    cluster.settings = replace(
+        cluster.settings, engine=replace(cluster.settings.engine, block_size=32)
+    )
+    incompatible = (await cluster.open("worker")).instance_id
     for runtime in (frontend, router):
         while True:
-            _, _, told = await ask(runtime.public_address, "/health")
-            if told["refused_workers"]:
+            _, _, body = await ask(runtime.public_address, "/health")
+            if body["refused_workers"]:
                 break
-        assert told["refused_workers"] == {refused: "tiny: block tokens 32 instead of 16"}
-        assert told["workers"] == {"tiny": 1}
+        assert body["refused_workers"] == {incompatible: "tiny: block tokens 32 instead of 16"}
+        assert body["workers"] == {"tiny": 1}
     for number in range(4):
-        body = chat(f"{number} {WORDS * 4}")
-        assert (await ask(frontend.public_address, "/v1/chat/completions", body))[0] == 200
+        request = chat(f"{number} {WORDS * 4}")
+        assert (await ask(frontend.public_address, "/v1/chat/completions", request))[0] == 200
     _, _, metrics = await ask(router.public_address, "/metrics")
     assert "dynamo_router_decisions_total 4" in metrics
 
 
-async def test_a_frozen_router_costs_a_moment_once(
-    house: House, monkeypatch: pytest.MonkeyPatch
+async def test_a_frozen_router_delays_only_one_request(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "ACCEPT_TIMEOUT_S", 0.02)
-    asked = []
+    queries = []
 
     async def frozen(payload: bytes, out: ResponseWriter) -> None:
-        asked.append(payload)
+        queries.append(payload)
         await asyncio.Event().wait()
 
-    await house.open("worker")
-    runtime = await DistributedRuntime.create(house.settings, role="router")
-    house.opened.append(runtime)
+    await cluster.open("worker")
+    runtime = await DistributedRuntime.create(cluster.settings, role="router")
+    cluster.opened.append(runtime)
     await runtime.namespace().component("Router").endpoint(CHOOSE_ENDPOINT).serve(frozen)
-    frontend = await house.open("frontend", replicas=1)
+    frontend = await cluster.open("frontend", replicas=1)
     for _ in range(3):
         assert (await ask(frontend.public_address, "/v1/chat/completions", chat()))[0] == 200
-    assert len(asked) == 1
+    assert len(queries) == 1
     _, _, metrics = await ask(frontend.public_address, "/metrics")
     assert "dynamo_router_unasked_total 3" in metrics
     _, _, health = await ask(frontend.public_address, "/health")
     assert health["routers"] == {"tiny": {runtime.instance_id: "away"}}
 
 
-async def test_a_new_router_gets_one_question_until_it_has_answered(house: House) -> None:
-    await house.open("worker")
-    router = await house.open("router", replicas=1)
-    frontend = await house.open("frontend", replicas=1)
+async def test_a_new_router_gets_one_query_until_its_first_answer(cluster: Cluster) -> None:
+    await cluster.open("worker")
+    router = await cluster.open("router", replicas=1)
+    frontend = await cluster.open("frontend", replicas=1)
     await until(lambda: router.health.healthy)
     url = frontend.public_address
     assert (await ask(url, "/v1/chat/completions", chat()))[0] == 200
-    asked = []
+    queries = []
     started = asyncio.Event()
 
     async def slow(payload: bytes, out: ResponseWriter) -> None:
-        asked.append(payload)
+        queries.append(payload)
         await started.wait()
 
-    runtime = await DistributedRuntime.create(house.settings, role="router")
-    house.opened.append(runtime)
+    runtime = await DistributedRuntime.create(cluster.settings, role="router")
+    cluster.opened.append(runtime)
     await runtime.namespace().component("Router").endpoint(CHOOSE_ENDPOINT).serve(slow)
     tasks = [
         asyncio.ensure_future(ask(url, "/v1/chat/completions", chat(f"{number}")))
@@ -290,24 +294,24 @@ async def test_a_new_router_gets_one_question_until_it_has_answered(house: House
     answers = await asyncio.gather(*tasks)
     started.set()
     assert [status for status, _, _ in answers] == [200] * 12
-    assert len(asked) == 1
+    assert len(queries) == 1
 
 
-async def test_past_the_bound_a_client_is_told_when_to_come_again(house: House) -> None:
-    house.settings = replace(
-        house.settings,
-        engine=replace(house.settings.engine, speedup_ratio=1.0, max_num_batched_tokens=64),
+async def test_requests_beyond_the_queue_bound_get_retry_after(cluster: Cluster) -> None:
+    cluster.settings = replace(
+        cluster.settings,
+        engine=replace(cluster.settings.engine, speedup_ratio=1.0, max_num_batched_tokens=64),
     )
-    await house.open("worker")
-    frontend = await house.open("frontend", queue_threshold=0.5, queue_bound=2)
+    await cluster.open("worker")
+    frontend = await cluster.open("frontend", queue_threshold=0.5, queue_bound=2)
     url = frontend.public_address
-    asked = [
+    requests = [
         asyncio.ensure_future(ask(url, "/v1/chat/completions", chat(f"{number} {WORDS * 8}", 1)))
         for number in range(12)
     ]
-    answers = await asyncio.gather(*asked)
-    refused = [(headers, told) for status, headers, told in answers if status == 503]
+    answers = await asyncio.gather(*requests)
+    refused = [(headers, body) for status, headers, body in answers if status == 503]
     assert refused
-    assert all(told["error"]["code"] == "overloaded" for _, told in refused)
+    assert all(body["error"]["code"] == "overloaded" for _, body in refused)
     assert all(int(headers["retry-after"]) >= 1 for headers, _ in refused)
     assert sum(status == 200 for status, _, _ in answers) == 12 - len(refused) >= 3

@@ -1,4 +1,4 @@
-"""The runtime between real processes on loopback: file: discovery, tcp: planes, life and death."""
+"""The runtime between real processes: `file:` discovery, `tcp:` planes, kills and signals."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from dynamo.core.settings import Settings
 from dynamo.runtime.processes.process import run_process
 
 async def count(request):
-    for at in range(request["to"]):
-        yield at
+    for number in range(request["to"]):
+        yield number
         await asyncio.sleep(request.get("every_s", 0))
 
 async def main(runtime):
     await runtime.endpoint("dynamo.Counter.count").serve_items(count)
 
 settings = Settings()
-about = replace(settings.runtime, deployment="test", drain_s=10.0)
-sys.exit(run_process(main, replace(settings, runtime=about), "worker", "counter"))
+runtime = replace(settings.runtime, deployment="test", drain_s=10.0)
+sys.exit(run_process(main, replace(settings, runtime=runtime), "worker", "counter"))
 """
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
@@ -59,11 +59,11 @@ def deployment(settings: Settings) -> Deployment:
 def start(settings: Settings) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def begin() -> subprocess.Popen[bytes]:
+    def start() -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen([sys.executable, "-c", SERVER]))
         return started[-1]
 
-    yield begin
+    yield start
     for process in started:
         process.kill()
         process.wait()
@@ -76,9 +76,9 @@ async def client(settings: Settings) -> AsyncIterator[Client]:
 
 
 async def until(condition: Callable[[], Any]) -> Any:
-    while not (found := condition()):
+    while not (value := condition()):
         await asyncio.sleep(0.01)
-    return found
+    return value
 
 
 async def test_calls_spread_over_two_processes(start: Start, client: Client) -> None:
@@ -89,9 +89,7 @@ async def test_calls_spread_over_two_processes(start: Start, client: Client) -> 
             assert [item async for item in stream] == [0, 1, 2]
 
 
-async def test_a_killed_process_is_withheld_and_then_forgotten(
-    start: Start, client: Client
-) -> None:
+async def test_a_killed_process_is_withheld_and_then_removed(start: Start, client: Client) -> None:
     process = start()
     await client.wait_for_instances()
     (instance,) = client.instances
@@ -108,20 +106,24 @@ async def test_a_killed_process_is_withheld_and_then_forgotten(
     assert instance not in client.instances
 
 
-async def test_sigterm_lets_calls_end(start: Start, client: Client, deployment: Deployment) -> None:
+async def test_sigterm_waits_for_calls_in_flight(
+    start: Start, client: Client, deployment: Deployment
+) -> None:
     process = start()
     await client.wait_for_instances()
     async with client.generate({"to": 60, "every_s": 0.01}) as stream:
         assert await anext(stream) == 0
         process.terminate()
-        await until(lambda: [one.state for one in deployment.live_processes()] == ["draining"])
+        await until(
+            lambda: [record.state for record in deployment.live_processes()] == ["draining"]
+        )
         assert [item async for item in stream] == list(range(1, 60))
     assert await asyncio.to_thread(process.wait) == 0
     assert not client.instances
     assert deployment.live_processes() == []
 
 
-async def test_a_second_signal_ends_it_at_once(
+async def test_a_second_signal_ends_the_process_at_once(
     start: Start, client: Client, deployment: Deployment
 ) -> None:
     process = start()
@@ -129,14 +131,16 @@ async def test_a_second_signal_ends_it_at_once(
     async with client.generate({"to": 10_000, "every_s": 0.01}) as stream:
         await anext(stream)
         process.terminate()
-        await until(lambda: [one.state for one in deployment.live_processes()] == ["draining"])
+        await until(
+            lambda: [record.state for record in deployment.live_processes()] == ["draining"]
+        )
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait) == 1
 
 
 async def test_the_record_and_the_status_port(start: Start, deployment: Deployment) -> None:
     process = start()
-    await until(lambda: [one.state for one in deployment.live_processes()] == ["ready"])
+    await until(lambda: [record.state for record in deployment.live_processes()] == ["ready"])
     (record,) = deployment.live_processes()
     assert (record.role, record.name, record.pid) == ("worker", "counter", process.pid)
     assert record.address.startswith("tcp://127.0.0.1:")
@@ -155,7 +159,7 @@ async def test_the_record_and_the_status_port(start: Start, deployment: Deployme
     assert folder.st_mode & 0o777 == 0o700
 
 
-def test_what_no_restart_can_mend_ends_the_deployment(
+def test_an_error_that_no_restart_can_fix_ends_the_deployment(
     tiny_model: Path, runtime_environ: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "dynamo", "run", "out=mock", str(tiny_model)]

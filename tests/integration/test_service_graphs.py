@@ -1,4 +1,4 @@
-"""`dynamo serve`: users' services and ready-made ones, as processes."""
+"""`dynamo serve`: user services and built-in services as processes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Greeter:
 
     @dynamo_endpoint()
     async def greet(self, request):
-        said = await self.words.upper({"text": request["name"]})
-        spelt = [letter async for letter in self.words.letters(request)]
-        return said | {"greeting": self.config.get("greeting", "hello")}
+        reply = await self.words.upper({"text": request["name"]})
+        letters = [letter async for letter in self.words.letters(request)]
+        return reply | {"greeting": self.config.get("greeting", "hello")}
 
     @dynamo_endpoint()
     async def spell(self, request):
@@ -61,16 +61,16 @@ class Greeter:
 
 @asynccontextmanager
 async def client_of(environ: dict[str, str], deployment: str, path: str) -> AsyncIterator[Client]:
-    """A client of one endpoint of a deployment that runs elsewhere."""
-    place = Path(environ["XDG_RUNTIME_DIR"]) / "dynamo" / deployment / "discovery"
-    settings = Settings(runtime=RuntimeSettings(discovery=f"file:{place}"))
+    """A client of an endpoint of another deployment."""
+    folder = Path(environ["XDG_RUNTIME_DIR"]) / "dynamo" / deployment / "discovery"
+    settings = Settings(runtime=RuntimeSettings(discovery=f"file:{folder}"))
     async with await DistributedRuntime.create(settings) as runtime:
         client = await runtime.endpoint(path).client()
         await client.wait_for_instances(timeout_s=30)
         yield client
 
 
-async def test_a_service_in_two_replicas_is_called_by_another(
+async def test_a_service_calls_another_with_two_replicas(
     start: Any, tmp_path: Path, runtime_environ: dict[str, str]
 ) -> None:
     (tmp_path / "hello.py").write_text(HELLO)
@@ -83,21 +83,21 @@ async def test_a_service_in_two_replicas_is_called_by_another(
     async with client_of(runtime_environ, "hello", "hello.Greeter.greet") as client:
         answers: list[Any] = []
         async with asyncio.timeout(30):  # the second replica may start later than the caller
-            while len({one["pid"] for one in answers}) < 2:
+            while len({answer["pid"] for answer in answers}) < 2:
                 answers.append(await client.generate({"name": "ann", "text": "x"}))
 
-        assert {one["text"] for one in answers} == {"ANN"}
-        assert {one["greeting"] for one in answers} == {"good day"}
-        pids = {one["pid"] for one in answers}
+        assert {answer["text"] for answer in answers} == {"ANN"}
+        assert {answer["greeting"] for answer in answers} == {"good day"}
+        pids = {answer["pid"] for answer in answers}
 
         os.kill(min(pids), signal.SIGKILL)
         await asyncio.to_thread(until, lambda: "process died" in serve.log.read_text())
-        with suppress(WorkerFailed):  # it may have been sent to the one that died
+        with suppress(WorkerFailed):  # the request may go to the killed process
             await client.generate({"name": "bob", "text": "x"})
         after = [await client.generate({"name": "bob", "text": "x"}) for _ in range(20)]
-        assert {one["text"] for one in after} == {"BOB"}
+        assert {answer["text"] for answer in after} == {"BOB"}
     async with client_of(runtime_environ, "hello", "hello.Greeter.spell") as client:
-        assert [one async for one in client.generate({"name": "eve"})] == ["e", "v", "e"]
+        assert [letter async for letter in client.generate({"name": "eve"})] == ["e", "v", "e"]
     assert serve.stop(signal.SIGTERM) == 0
 
 
@@ -114,8 +114,8 @@ def test_an_example_graph_serves_http_and_each_part_is_a_process(
     status, answer = serve.post("/v1/chat/completions", body)
 
     assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
-    until(lambda: all(one["state"] == "ready" for one in serve.processes()))
-    assert [(one["role"], one["name"]) for one in serve.processes()] == [
+    until(lambda: all(p["state"] == "ready" for p in serve.processes()))
+    assert [(p["role"], p["name"]) for p in serve.processes()] == [
         ("supervisor", "supervisor"),
         ("frontend", "Frontend"),
         ("router", "Router"),
@@ -125,12 +125,12 @@ def test_an_example_graph_serves_http_and_each_part_is_a_process(
     assert serve.stop() == 0
 
 
-def test_parts_of_a_graph_may_be_started_one_by_one(start: Any, tiny_model: Path) -> None:
+def test_parts_of_a_graph_can_be_started_separately(start: Any, tiny_model: Path) -> None:
     common = ("-f", "configs/agg.yaml", *MOCK, "--deployment", "apart", "--only")
     model = ("--model-path", tiny_model, "--model-name", "tiny")
     llm = EXAMPLES / "llm"
     front = start("graphs.agg:Frontend", *common, command="serve", folder=llm, ready=False)
-    words = start("graphs.agg:Processor", *common, command="serve", folder=llm, ready=False)
+    processor = start("graphs.agg:Processor", *common, command="serve", folder=llm, ready=False)
     worker = start(
         "graphs.agg:AggregatedWorker", *common, *model, command="serve", folder=llm, ready=False
     )
@@ -138,12 +138,12 @@ def test_parts_of_a_graph_may_be_started_one_by_one(start: Any, tiny_model: Path
     body = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
 
     assert front.post("/v1/chat/completions", body)[0] == 200
-    assert worker.get("/health")[0] == words.get("/health")[0] == 0
+    assert worker.get("/health")[0] == processor.get("/health")[0] == 0
     assert front.stop() == 0
     call = ("call", "Processor.chat/answer", json.dumps(body), "--deployment", "apart")
-    answer = dynamo(*call, folder=llm, environ=words.environ).stdout
+    answer = dynamo(*call, folder=llm, environ=processor.environ).stdout
     assert json.loads(answer)["usage"]["completion_tokens"] == 2
-    assert (words.stop(), worker.stop()) == (0, 0)
+    assert (processor.stop(), worker.stop()) == (0, 0)
 
 
 def test_a_retrieval_service_stands_between_http_and_the_model(
@@ -158,14 +158,14 @@ def test_a_retrieval_service_stands_between_http_and_the_model(
     ask = {"max_tokens": 3, "messages": [{"role": "user", "content": "is the museum closed?"}]}
     until(lambda: "with-documents" in serve.get("/v1/models")[1])
     plain = serve.post("/v1/chat/completions", ask | {"model": "tiny"})[1]["usage"]
-    found = serve.post("/v1/chat/completions", ask | {"model": "with-documents"})[1]["usage"]
+    augmented = serve.post("/v1/chat/completions", ask | {"model": "with-documents"})[1]["usage"]
     prompt = {"model": "with-documents", "prompt": "is the museum closed?", "max_tokens": 3}
     status, answer = serve.post("/v1/completions", prompt)
     refusal, refused = serve.post("/v1/completions", prompt | {"echo": True})
 
-    assert found["prompt_tokens"] > plain["prompt_tokens"] + 20
-    assert found["completion_tokens"] == plain["completion_tokens"] == 3
-    assert (status, answer["usage"]["prompt_tokens"]) == (200, found["prompt_tokens"])
+    assert augmented["prompt_tokens"] > plain["prompt_tokens"] + 20
+    assert augmented["completion_tokens"] == plain["completion_tokens"] == 3
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, augmented["prompt_tokens"])
     assert (refusal, refused["error"]["code"]) == (400, "unsupported")
     assert serve.post("/v1/chat/completions", ask | {"model": "default"})[1]["model"] == "tiny"
 
@@ -193,7 +193,7 @@ Frontend.link(Processor).link(Worker)
 """
 
 
-def test_a_service_streams_what_the_model_says_with_words_of_its_own(
+def test_a_service_adds_text_to_the_models_stream(
     start: Any, tmp_path: Path, tiny_model: Path
 ) -> None:
     (tmp_path / "story.py").write_text(STORY)
@@ -213,17 +213,17 @@ def test_a_service_streams_what_the_model_says_with_words_of_its_own(
 
 
 def dynamo(
-    *words: str, folder: Path, environ: dict[str, str] | None = None
+    *arguments: str, folder: Path, environ: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dynamo", *words]
+    command = [sys.executable, "-m", "dynamo", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environ
     )
 
 
-def test_a_dry_run_tells_processes_and_planes() -> None:
-    words = ("serve", "retrieval:Frontend", "-f", "retrieval.yaml", "--dry-run")
-    shown = dynamo(*words, "--Documents.workers=3", folder=EXAMPLES / "retrieval").stdout
+def test_a_dry_run_lists_processes_and_planes() -> None:
+    arguments = ("serve", "retrieval:Frontend", "-f", "retrieval.yaml", "--dry-run")
+    shown = dynamo(*arguments, "--Documents.workers=3", folder=EXAMPLES / "retrieval").stdout
 
     assert [line.split()[:2] for line in shown.splitlines()[1:5]] == [
         ["Frontend", "1"],
@@ -236,7 +236,7 @@ def test_a_dry_run_tells_processes_and_planes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["graphs.disagg:Frontend"], "not there yet"),
         (["graphs.agg:Fronted"], "did you mean 'Frontend'?"),
@@ -246,9 +246,9 @@ def test_a_dry_run_tells_processes_and_planes() -> None:
         (["graphs.agg:Frontend", "--engine.kind", "vllm"], "vllm"),
     ],
 )
-def test_a_wrong_word_is_told_with_what_was_meant(words: list[str], told: str) -> None:
-    ended = dynamo("serve", *words, folder=EXAMPLES / "llm")
+def test_a_wrong_argument_is_reported_with_a_suggestion(arguments: list[str], message: str) -> None:
+    ended = dynamo("serve", *arguments, folder=EXAMPLES / "llm")
 
     assert ended.returncode == 2
-    assert told in ended.stderr
+    assert message in ended.stderr
     assert "Traceback" not in ended.stderr

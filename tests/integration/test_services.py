@@ -42,21 +42,21 @@ def settings(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 async def open_service(settings: Settings) -> AsyncIterator[Open]:
     opened: list[DistributedRuntime] = []
 
-    async def begin(role: str) -> DistributedRuntime:
+    async def attach(role: str) -> DistributedRuntime:
         runtime = await DistributedRuntime.create(settings, role=role)
         opened.append(runtime)
         await {"frontend": FrontendService, "worker": WorkerService}[role]().attach(runtime)
         return runtime
 
-    yield begin
+    yield attach
     for runtime in opened:
         await runtime.shutdown(0)
 
 
 async def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
-    """Status and JSON of one request on a connection of its own."""
-    where = urlsplit(url)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    """Send a request on a new connection; return status and JSON."""
+    target = urlsplit(url)
+    reader, writer = await asyncio.open_connection(target.hostname, target.port)
     data = b"" if body is None else json.dumps(body).encode()
     method = "GET" if body is None else "POST"
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
@@ -67,13 +67,13 @@ async def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
     return int(first.split()[1]), json.loads(content)
 
 
-async def until_status(url: str, wanted: int) -> Any:
-    while (answer := await ask(url, "/health"))[0] != wanted:
+async def until_status(url: str, expected: int) -> Any:
+    while (answer := await ask(url, "/health"))[0] != expected:
         await asyncio.sleep(0.005)
     return answer[1]
 
 
-async def test_from_nothing_to_an_answer(open_service: Open) -> None:
+async def test_a_frontend_serves_after_the_first_worker(open_service: Open) -> None:
     frontend = await open_service("frontend")
     url = frontend.public_address
     status, health = await ask(url, "/health")
@@ -91,7 +91,7 @@ async def test_from_nothing_to_an_answer(open_service: Open) -> None:
     assert answer["usage"]["completion_tokens"] == 5
 
 
-async def test_a_model_without_workers_says_so_and_recovers(open_service: Open) -> None:
+async def test_a_model_without_workers_is_unhealthy_and_recovers(open_service: Open) -> None:
     frontend, worker = await open_service("frontend"), await open_service("worker")
     url = frontend.public_address
     await until_status(url, 200)
@@ -113,24 +113,24 @@ async def test_the_tokenizer_comes_from_a_worker(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     frontend, _ = await open_service("frontend"), await open_service("worker")
     await until_status(frontend.public_address, 200)
-    shelf = list((tmp_path / "cache" / "dynamo" / "files").iterdir())
-    assert len(shelf) == 1
-    assert [path.name for path in shelf[0].iterdir()] == ["tokenizer.json"]
+    folders = list((tmp_path / "cache" / "dynamo" / "files").iterdir())
+    assert len(folders) == 1
+    assert [path.name for path in folders[0].iterdir()] == ["tokenizer.json"]
 
 
-async def test_metrics_name_the_workers(open_service: Open) -> None:
+async def test_metrics_count_the_workers(open_service: Open) -> None:
     frontend, _ = await open_service("frontend"), await open_service("worker")
     await until_status(frontend.public_address, 200)
     text = await http_get_text(frontend.public_address, "/metrics")
     assert 'dynamo_frontend_workers{model="tiny"} 1' in text
 
 
-async def test_shutdown_lets_a_stream_end(open_service: Open, settings: Settings) -> None:
+async def test_shutdown_waits_for_a_stream(open_service: Open, settings: Settings) -> None:
     frontend, _ = await open_service("frontend"), await open_service("worker")
     url = frontend.public_address
     await until_status(url, 200)
-    where = urlsplit(url)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    target = urlsplit(url)
+    reader, writer = await asyncio.open_connection(target.hostname, target.port)
     data = json.dumps(CHAT | {"stream": True, "max_tokens": 300, "ignore_eos": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
