@@ -1,7 +1,7 @@
-"""The step scheduler and the block pool under random arrivals, cancellations, failing steps and
-clearing.
+"""Step scheduler and block pool under random arrivals, cancellations, failing steps and clearing.
 
-A runner that really stores blocks (as token ids) proves that what a plan tells to load is there.
+A runner that stores blocks as token ids proves that every block that a plan loads has the right
+content.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepScheduler
 BLOCK_TOKENS = 4
 
 
-def answer(tokens: array[int]) -> int:
-    """The next token of a context: everything before it matters."""
-    return (sum(token * (place + 1) for place, token in enumerate(tokens)) * 31 + 7) % 5
+def next_token(tokens: array[int]) -> int:
+    """Return the next token of a context. Every token before it matters."""
+    return (sum(token * (index + 1) for index, token in enumerate(tokens)) * 31 + 7) % 5
 
 
 class StoringRunner:
-    """Blocks hold token ids; areas hold what was loaded or computed."""
+    """A runner whose blocks hold token ids. Areas hold the ids that were loaded or computed."""
 
     def __init__(self, stores: bool) -> None:
         self.stores = stores
@@ -37,8 +37,8 @@ class StoringRunner:
         self.areas: dict[EngineSequence, array[int]] = {}
 
     def step(self, plan: StepPlan) -> list[int]:
-        for gone in plan.released:
-            self.areas.pop(gone, None)
+        for sequence in plan.released:
+            self.areas.pop(sequence, None)
         sampled = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
@@ -50,7 +50,7 @@ class StoringRunner:
             area.extend(sequence.tokens[chunk.start : chunk.start + chunk.count])
             assert chunk.samples == (len(area) == len(sequence.tokens))
             if chunk.samples:
-                sampled.append(answer(area))
+                sampled.append(next_token(area))
         for chunk in plan.chunks:
             area = self.areas[chunk.sequence]
             for index, block in chunk.save_blocks:
@@ -70,8 +70,8 @@ class StoringRunner:
         return area
 
 
-class View:
-    """What a listener knows from events alone."""
+class KvEventView:
+    """The cache as a listener knows it from events alone."""
 
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}
@@ -95,7 +95,10 @@ class View:
             assert parent == 0 or parent in self.parents, "a block without its parent"
 
 
-class World:
+class SchedulerHarness:
+    """A scheduler with its pool, a storing runner, a listener and the sequences that are not
+    complete."""
+
     def __init__(
         self, blocks: int, budget: int, seqs: int, hits_from: HitsFrom, eviction: str, caching: bool
     ) -> None:
@@ -105,7 +108,7 @@ class World:
         self.limits = BatchLimits(seqs, budget, 40)
         self.scheduler = StepScheduler(self.pool, self.limits, hits_from=hits_from)
         self.runner = StoringRunner(stores=hits_from == "computed")
-        self.view = View()
+        self.view = KvEventView()
         self.live: list[EngineSequence] = []
 
     def add(self, prompt: list[int], max_tokens: int, priority: int) -> None:
@@ -115,15 +118,15 @@ class World:
             self.scheduler.add(sequence)
             self.live.append(sequence)
 
-    def cancel(self, which: int) -> None:
+    def cancel(self, number: int) -> None:
         if self.live:
-            self.scheduler.remove(self.live.pop(which % len(self.live)))
+            self.scheduler.remove(self.live.pop(number % len(self.live)))
 
     def clear(self) -> None:
         self.pool.clear()
 
     def fail(self) -> None:
-        """A step that raises when its runner has done all: none of it counts."""
+        """Run a step that raises after its runner has finished. None of its work counts."""
         plan = self.scheduler.schedule()
         if plan is None:
             return
@@ -143,7 +146,9 @@ class World:
         tokens = self.runner.step(plan)
         within()
         self.scheduler.complete(plan, tokens)
-        for sequence in [one for one in self.live if one.length >= one.max_length]:
+        for sequence in [
+            sequence for sequence in self.live if sequence.length >= sequence.max_length
+        ]:
             self.scheduler.remove(sequence)
             self.live.remove(sequence)
             check_answer(sequence)
@@ -152,11 +157,11 @@ class World:
     def check(self) -> None:
         self.pool.check_invariants()
         self.view.apply(self.pool.take_events())
-        dump = View()
+        dump = KvEventView()
         dump.apply(self.pool.dump_events())
         assert dump.parents == self.view.parents
         self.view.check_chains()
-        used = [block for one in self.scheduler.running for block in one.blocks]
+        used = [block for sequence in self.scheduler.running for block in sequence.blocks]
         assert len(set(used)) == self.pool.active
         assert all(block.ref_count == used.count(block) for block in used)
 
@@ -164,7 +169,7 @@ class World:
 def check_answer(sequence: EngineSequence) -> None:
     expected = sequence.tokens[: sequence.prompt_tokens]
     while len(expected) < sequence.max_length:
-        expected.append(answer(expected))
+        expected.append(next_token(expected))
     assert sequence.tokens == expected
 
 
@@ -200,8 +205,8 @@ bursts = st.lists(
     st.sampled_from(["lru", "reuse"]),
     st.sampled_from([True, True, True, False]),
 )
-def test_nothing_is_lost_and_all_complete(
-    todo: list[tuple],
+def test_no_block_is_lost_and_all_requests_complete(
+    steps_todo: list[tuple],
     blocks: int,
     budget: int,
     seqs: int,
@@ -209,29 +214,29 @@ def test_nothing_is_lost_and_all_complete(
     eviction: str,
     caching: bool,
 ) -> None:
-    world = World(blocks, budget, seqs, hits_from, eviction, caching)
-    for arrivals, then in todo:
+    harness = SchedulerHarness(blocks, budget, seqs, hits_from, eviction, caching)
+    for arrivals, actions in steps_todo:
         for arrival in arrivals:
-            world.add(*arrival)
-        for kind, which in then:
+            harness.add(*arrival)
+        for kind, number in actions:
             match kind:
                 case "cancel":
-                    world.cancel(which)
+                    harness.cancel(number)
                 case "clear":
-                    world.clear()
+                    harness.clear()
                 case "fail":
-                    world.fail()
+                    harness.fail()
                 case "step_clearing":
-                    world.step(world.clear)
+                    harness.step(harness.clear)
                 case "step_cancelling":
-                    world.step(partial(world.cancel, which))
+                    harness.step(partial(harness.cancel, number))
                 case _:
-                    world.step()
-            world.check()
+                    harness.step()
+            harness.check()
     steps = 0
-    while world.step():
-        world.check()
+    while harness.step():
+        harness.check()
         steps += 1
         assert steps < 20_000, "no end in sight"
-    assert world.pool.active == 0
-    assert world.pool.available == blocks
+    assert harness.pool.active == 0
+    assert harness.pool.available == blocks

@@ -1,4 +1,4 @@
-"""A clock that jumps, a reply that remembers, requests, and fast mock engines."""
+"""Fixtures for engine tests: a jumping clock, recording replies, requests and fast mock engines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from dynamo.core.clock import Clock
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema import EngineSettings
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.mock.engine import make_mock_engine
 
 
 class JumpingClock(Clock):
-    """Nobody waits: sleeping moves the time."""
+    """A clock on which sleeping moves the time at once."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -39,16 +39,17 @@ class JumpingClock(Clock):
         return work(*args, **kwargs)
 
 
-class Heard(Reply):
-    """What came, in order. `enough`: answer False at so many tokens."""
+class RecordingReply(Reply):
+    """Records the answer and checks the order of calls. `tokens` answers False from `limit` tokens
+    on."""
 
-    def __init__(self, enough: int = 1 << 30) -> None:
+    def __init__(self, limit: int = 1 << 30) -> None:
         self.started: Started | None = None
         self.ids: list[int] = []
         self.extras: list[Any] = []
         self.end: Finish | None = None
         self.first = asyncio.Event()
-        self._enough = enough
+        self._limit = limit
 
     def begin(self, started: Started) -> None:
         assert self.started is None
@@ -60,7 +61,7 @@ class Heard(Reply):
         self.ids += ids
         self.extras += logprobs or [None] * len(ids)
         self.first.set()
-        return len(self.ids) < self._enough
+        return len(self.ids) < self._limit
 
     def finish(self, end: Finish) -> None:
         assert self.started is not None
@@ -69,8 +70,8 @@ class Heard(Reply):
 
 
 @pytest.fixture
-def heard() -> type[Heard]:
-    return Heard
+def make_reply() -> type[RecordingReply]:
+    return RecordingReply
 
 
 @pytest.fixture
@@ -107,10 +108,10 @@ def make_request() -> Callable[..., GenerateRequest]:
 @pytest.fixture
 def make_engine(clock: JumpingClock) -> Callable[..., BatchedEngine]:
     def make(context_tokens: int = 4096, vocab_size: int = 1000, **settings: Any) -> BatchedEngine:
-        about = EngineSettings(kind="mock", **settings)
-        words = range(100, 900)
+        engine_settings = EngineSettings(kind="mock", **settings)
+        vocabulary = range(100, 900)
         return make_mock_engine(
-            about, words, clock, context_tokens=context_tokens, vocab_size=vocab_size
+            engine_settings, vocabulary, clock, context_tokens=context_tokens, vocab_size=vocab_size
         )
 
     return make

@@ -1,4 +1,4 @@
-"""BatchedEngine where requests are cut: resumed elsewhere, cancelled anywhere, dumped midway."""
+"""BatchedEngine with interrupted requests: resumed elsewhere, cancelled, and dumped midway."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import BlocksRemoved, BlocksStored
 
 
-async def ask(engine, request, reply):
+async def generate(engine, request, reply):
     await engine.generate(request, Context("r"), reply)
     return reply
 
 
 def apply(view, events):
-    """What a listener makes of events."""
+    """Apply events to `view`, a set of block hashes, as a listener does."""
     for event in events:
         if isinstance(event, BlocksStored):
             view.update(event.hashes)
@@ -25,31 +25,36 @@ def apply(view, events):
             view.clear()
 
 
-async def test_wherever_a_request_is_cut_the_rest_is_the_same(make_engine, make_request, heard):
-    """Tokens, logprobs and the end; also while others share the batch and force preemption."""
+async def test_a_resumed_request_generates_the_same_rest_from_any_cut(
+    make_engine, make_request, make_reply
+):
+    """Compare tokens, logprobs and the end. Other requests share the batch and force preemption."""
     engine = make_engine(num_blocks=16, block_size=4, max_num_batched_tokens=12)
     await engine.start()
-    free = await ask(engine, make_request(range(10), max_tokens=20), heard())
-    limits = {"top_logprobs": 2, "stop_token_ids": (free.ids[15],)}
-    whole = await ask(engine, make_request(range(10), max_tokens=20, **limits), heard())
-    assert whole.ids == free.ids[:15]
+    unlimited = await generate(engine, make_request(range(10), max_tokens=20), make_reply())
+    limits = {"top_logprobs": 2, "stop_token_ids": (unlimited.ids[15],)}
+    whole = await generate(engine, make_request(range(10), max_tokens=20, **limits), make_reply())
+    assert whole.ids == unlimited.ids[:15]
 
-    async def rest(cut):
+    async def check_rest(cut):
         ids = [*range(10), *whole.ids[:cut]]
         request = make_request(ids, resumed=cut, max_tokens=20 - cut, salt=str(cut), **limits)
-        reply = await ask(engine, request, heard())
+        reply = await generate(engine, request, make_reply())
         assert (reply.ids, reply.extras) == (whole.ids[cut:], whole.extras[cut:])
-        assert (reply.end.reason, reply.end.stop_token) == ("stop", free.ids[15])
+        assert (reply.end.reason, reply.end.stop_token) == ("stop", unlimited.ids[15])
         assert reply.end.completion_tokens == 15 - cut
 
-    await run_all(*(rest(cut) for cut in range(16)))
+    await run_all(*(check_rest(cut) for cut in range(16)))
     assert engine.scheduler.preemptions > 0
     assert engine.report_load().active_blocks == 0
     await engine.stop()
 
 
-async def test_cancelled_anywhere_nothing_is_lost(make_engine, make_request, heard):
-    """While waiting, preempted, computed, and with the cache cleared: blocks and events agree."""
+async def test_cancellation_at_any_moment_loses_no_block_and_no_event(
+    make_engine, make_request, make_reply
+):
+    """Blocks and events must agree for waiting, preempted and computed requests and a cleared
+    cache."""
     engine = make_engine(num_blocks=12, block_size=4, max_num_batched_tokens=8, max_num_seqs=3)
     await engine.start()
     held = set()
@@ -57,18 +62,20 @@ async def test_cancelled_anywhere_nothing_is_lost(make_engine, make_request, hea
     engine.on_kv_events(lambda events: apply(held, events))
     async with BackgroundTasks() as tasks:
         running = [
-            tasks.start(ask(engine, make_request(range(n, n + 14), max_tokens=25), heard()))
+            tasks.start(
+                generate(engine, make_request(range(n, n + 14), max_tokens=25), make_reply())
+            )
             for n in range(30)
         ]
-        for turn, task in enumerate(running):
+        for number, task in enumerate(running):
             await asyncio.sleep(0)
-            if turn % 3 == 0:
+            if number % 3 == 0:
                 task.cancel()
-            if turn % 7 == 0:
+            if number % 7 == 0:
                 engine.clear_prefix_cache()
             engine.scheduler.pool.check_invariants()
-        for turn, task in enumerate(running):
-            if turn % 3:
+        for number, task in enumerate(running):
+            if number % 3:
                 assert len((await task).ids) == 25
     assert engine.scheduler.preemptions > 0
     assert engine.report_load().active_blocks == 0
@@ -76,8 +83,8 @@ async def test_cancelled_anywhere_nothing_is_lost(make_engine, make_request, hea
     await engine.stop()
 
 
-async def test_a_dump_and_what_follows_it_come_to_what_is_held(make_engine, make_request, heard):
-    """Wherever the dump falls: also within a step, whose events were not told yet."""
+async def test_a_dump_and_later_events_rebuild_the_cache(make_engine, make_request, make_reply):
+    """The dump may be taken within a step, whose events are not published yet."""
     engine = make_engine(num_blocks=12, block_size=4, max_num_batched_tokens=8, max_num_seqs=3)
     await engine.start()
     views = []
@@ -85,7 +92,9 @@ async def test_a_dump_and_what_follows_it_come_to_what_is_held(make_engine, make
     engine.on_kv_events(lambda events: [apply(view, events) for view in views])
     async with BackgroundTasks() as tasks:
         running = [
-            tasks.start(ask(engine, make_request(range(n, n + 14), max_tokens=9), heard()))
+            tasks.start(
+                generate(engine, make_request(range(n, n + 14), max_tokens=9), make_reply())
+            )
             for n in range(12)
         ]
         while not all(task.done() for task in running):

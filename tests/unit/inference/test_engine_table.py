@@ -1,4 +1,4 @@
-"""Engines by name, and the echo engine."""
+"""The registry of engines and the echo engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Unsupported
 from dynamo.core.plugins import ENGINES
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema import EngineSettings
 from dynamo.inference.echo import EchoEngine
 from dynamo.inference.engine_registry import EngineInputs, open_engine
 from dynamo.models.resolve import resolve_model
@@ -18,18 +18,20 @@ CONTEXT = Context("r")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm", "llamacpp", "openai"])
-def test_planned_engines_say_so(kind):
+def test_a_planned_engine_is_reported_as_unsupported(kind):
     with pytest.raises(Unsupported, match="not supported yet"):
         ENGINES.check(kind)
 
 
-def test_an_unknown_engine_names_the_nearest():
+def test_an_unknown_engine_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError) as caught:
         ENGINES.check("mok")
     assert "mock" in caught.value.hint
 
 
-async def test_the_mock_speaks_with_any_folder_s_tokenizer(tiny_model, make_request, heard):
+async def test_the_mock_generates_ids_of_the_model_s_tokenizer(
+    tiny_model, make_request, make_reply
+):
     files = await resolve_model(str(tiny_model))
     settings = Settings(engine=EngineSettings(kind="mock", speedup_ratio=1e6))
     engine = await open_engine(
@@ -37,32 +39,32 @@ async def test_the_mock_speaks_with_any_folder_s_tokenizer(tiny_model, make_requ
     )
     info = await engine.start()
     assert (info.num_blocks, info.max_num_seqs, info.max_num_batched_tokens) == (16384, 256, 8192)
-    reply = heard()
+    reply = make_reply()
     await engine.generate(make_request([7, 8, 9], max_tokens=50), CONTEXT, reply)
     assert len(reply.ids) == 50
     assert min(reply.ids) > 2  # never a special token
     await engine.stop()
 
 
-async def test_echo_repeats_the_prompt(make_request, heard):
+async def test_echo_repeats_the_prompt(make_request, make_reply):
     engine = EchoEngine(context_tokens=100)
     await engine.start()
-    reply = heard()
+    reply = make_reply()
     await engine.generate(make_request([5, 6, 7], max_tokens=10), CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([5, 6, 7], "stop")
-    reply = heard()
+    reply = make_reply()
     await engine.generate(make_request([5, 6, 7], max_tokens=2), CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([5, 6], "length")
-    reply = heard()
+    reply = make_reply()
     resumed = make_request([5, 6, 7, 5], resumed=1, max_tokens=9)
     await engine.generate(resumed, CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([6, 7], "stop")
     assert engine.report_load().running == 0
 
 
-async def test_echo_refuses_what_does_not_fit(make_request, heard):
+async def test_echo_refuses_empty_and_too_long_prompts(make_request, make_reply):
     engine = EchoEngine(context_tokens=3)
     with pytest.raises(ContextLengthExceeded):
-        await engine.generate(make_request([5, 6, 7]), CONTEXT, heard())
+        await engine.generate(make_request([5, 6, 7]), CONTEXT, make_reply())
     with pytest.raises(InvalidRequest):
-        await engine.generate(make_request([]), CONTEXT, heard())
+        await engine.generate(make_request([]), CONTEXT, make_reply())

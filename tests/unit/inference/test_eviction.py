@@ -1,4 +1,4 @@
-"""Which block is given up first."""
+"""Which block the eviction policies choose first."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from dynamo.inference.eviction import (
 )
 
 
-def blocks(number: int, hits: int = 0) -> list[Block]:
-    made = [Block(at) for at in range(number)]
-    for block in made:
+def make_blocks(number: int, hits: int = 0) -> list[Block]:
+    blocks = [Block(block_id) for block_id in range(number)]
+    for block in blocks:
         block.hits = hits
-    return made
+    return blocks
 
 
-def give_back(eviction: EvictionPolicy, chain: list[Block]) -> None:
+def release(eviction: EvictionPolicy, chain: list[Block]) -> None:
     for block in reversed(chain):
         eviction.add(block)
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
-def test_of_equals_the_oldest_goes_first_and_of_one_chain_the_tail(name):
+def test_the_oldest_chain_is_evicted_first_from_its_tail(name):
     eviction = make_eviction_policy(name)
-    one, other = blocks(6)[:3], blocks(6)[3:]
-    give_back(eviction, one)
-    give_back(eviction, other)
-    gone = [eviction.pop().id for _ in range(len(eviction))]
-    assert gone == [2, 1, 0, 5, 4, 3]
+    first, second = make_blocks(6)[:3], make_blocks(6)[3:]
+    release(eviction, first)
+    release(eviction, second)
+    evicted = [eviction.pop().id for _ in range(len(eviction))]
+    assert evicted == [2, 1, 0, 5, 4, 3]
 
 
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
-def test_a_block_in_use_again_is_no_victim(name):
+def test_a_referenced_block_is_not_evicted(name):
     eviction = make_eviction_policy(name)
-    chain = blocks(4)
-    give_back(eviction, chain)
+    chain = make_blocks(4)
+    release(eviction, chain)
     eviction.remove(chain[0])
     chain[0].hits += 1
     assert {eviction.pop().id for _ in range(3)} == {1, 2, 3}
@@ -52,59 +52,59 @@ def test_a_block_in_use_again_is_no_victim(name):
     assert len(eviction) == 0
 
 
-def test_what_several_wanted_stays_one_lifetime_longer():
+def test_a_shared_block_stays_one_lifetime_longer():
     eviction = make_eviction_policy("reuse")
-    held = [Block(at) for at in range(600)]
-    for block in held[:100]:
+    blocks = [Block(block_id) for block_id in range(600)]
+    for block in blocks[:100]:
         eviction.add(block)
-    for block in held[100:200]:  # each victim is 100 blocks old: that is a lifetime
+    for block in blocks[100:200]:  # each victim is 100 blocks old: that is a lifetime
         eviction.add(block)
         eviction.pop()
     shared = Block(1000)
     shared.hits = 1
     eviction.add(shared)
-    after = 0
-    for block in held[200:]:
+    survived = 0
+    for block in blocks[200:]:
         eviction.add(block)
         if eviction.pop() is shared:
             break
-        after += 1
-    assert 190 <= after <= 210
+        survived += 1
+    assert 190 <= survived <= 210
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_policy_is_refused():
     assert isinstance(make_eviction_policy("lru"), LeastRecentlyUsed)
     with pytest.raises(ConfigError, match="fifo"):
         make_eviction_policy("fifo")
 
 
 @given(st.sampled_from(sorted(EVICTION_POLICIES)), st.data())
-def test_a_block_leaves_before_the_one_that_it_hangs_under(name, data):
-    """Chains over a tree: whoever uses a block uses all above it."""
+def test_a_block_is_evicted_before_its_parent(name, data):
+    """Chains form a tree: a sequence that uses a block uses all blocks above it."""
     eviction = make_eviction_policy(name)
     tree: dict[int, tuple[Block, int]] = {}
-    idle: set[int] = set()
+    evictable: set[int] = set()
     for number in range(data.draw(st.integers(5, 60))):
-        if idle and data.draw(st.booleans()):
-            gone = eviction.pop()
-            idle.discard(gone.id)
-            assert not [at for at, (_, above) in tree.items() if above == gone.id]
-            del tree[gone.id]
+        if evictable and data.draw(st.booleans()):
+            victim = eviction.pop()
+            evictable.discard(victim.id)
+            assert not [block_id for block_id, (_, parent) in tree.items() if parent == victim.id]
+            del tree[victim.id]
             continue
-        above = data.draw(st.sampled_from([-1, *tree]))
+        parent = data.draw(st.sampled_from([-1, *tree]))
         chain = []
-        at = above
-        while at != -1:
-            chain.append(tree[at][0])
-            at = tree[at][1]
+        block_id = parent
+        while block_id != -1:
+            chain.append(tree[block_id][0])
+            block_id = tree[block_id][1]
         chain.reverse()
         for block in chain:
             eviction.remove(block)
             block.hits += 1
-        for fresh in range(data.draw(st.integers(0, 3))):
-            block = Block(number * 10 + fresh)
-            tree[block.id] = (block, above)
-            above = block.id
+        for number_in_chain in range(data.draw(st.integers(0, 3))):
+            block = Block(number * 10 + number_in_chain)
+            tree[block.id] = (block, parent)
+            parent = block.id
             chain.append(block)
-        give_back(eviction, chain)
-        idle.update(block.id for block in chain)
+        release(eviction, chain)
+        evictable.update(block.id for block in chain)

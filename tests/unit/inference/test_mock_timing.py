@@ -1,4 +1,4 @@
-"""The mock's modelled time and its pacing."""
+"""The mock's modelled step times and its pacing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynamo.inference.mock.timing import DYNAMO_TIMING, parse_timing
 from dynamo.inference.model_runner import StepPlan
 
 
-def test_dynamo_s_polynomials():
+def test_the_default_is_dynamo_s_polynomials():
     prefill = StepPlan((), new_tokens=1000)
     assert DYNAMO_TIMING.step_ms(prefill, 10_000) == pytest.approx(0.4209989 + 15.18344 + 16.50142)
     decode = StepPlan((), decode_seqs=2, decode_context=5_000)
@@ -23,7 +23,7 @@ def test_dynamo_s_polynomials():
     assert DYNAMO_TIMING.step_ms(StepPlan(()), 10_000) == 1.0
 
 
-def test_constant_and_file(tmp_path):
+def test_constant_and_file_timings(tmp_path):
     plan = StepPlan((None, None, None), new_tokens=100, decode_seqs=2, decode_context=50)
     assert parse_timing("constant:0.5,3").step_ms(plan, 1) == 53
     file = tmp_path / "linear.json"
@@ -45,13 +45,13 @@ def test_constant_and_file(tmp_path):
         "/tmp",
     ],
 )
-def test_wrong_timings_are_refused(text):
+def test_a_wrong_timing_is_refused(text):
     with pytest.raises(ConfigError):
         parse_timing(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ('{"type": "linear", "c0": 1, "c1": 0.1, "c4": 2}', "c4"),
         ('{"type": "linear", "c0": -1, "c1": 0.1}', "c0"),
@@ -61,28 +61,30 @@ def test_wrong_timings_are_refused(text):
         ("\xff", "file.json"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(tmp_path, text, why):
+def test_a_wrong_file_is_refused_with_the_reason(tmp_path, text, reason):
     file = tmp_path / "file.json"
     file.write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=reason):
         parse_timing(str(file))
 
 
-async def test_steps_take_their_modelled_time(make_engine, make_request, heard, clock):
+async def test_steps_take_the_modelled_time(make_engine, make_request, make_reply, clock):
     engine = make_engine(timing="constant:1,10")
     await engine.start()
-    await engine.generate(make_request(range(50), max_tokens=5), Context("r"), heard())
+    await engine.generate(make_request(range(50), max_tokens=5), Context("r"), make_reply())
     assert clock.time == pytest.approx(100 + 0.050 + 5 * 0.010)
     clock.time += 7  # idle
-    await engine.generate(make_request([900], max_tokens=1), Context("r"), heard())
+    await engine.generate(make_request([900], max_tokens=1), Context("r"), make_reply())
     assert clock.time == pytest.approx(107 + 0.100 + 0.011)
     await engine.stop()
 
 
-async def test_short_steps_arm_no_timer_but_add_up(make_engine, make_request, heard, clock):
+async def test_short_steps_set_no_timer_but_accumulate(
+    make_engine, make_request, make_reply, clock
+):
     engine = make_engine(timing="constant:0,10", speedup_ratio=50)
     await engine.start()
-    await engine.generate(make_request(range(50), max_tokens=100), Context("r"), heard())
+    await engine.generate(make_request(range(50), max_tokens=100), Context("r"), make_reply())
     assert clock.sleeps == 20
     assert clock.time == pytest.approx(100 + 100 * 0.0002)
     await engine.stop()

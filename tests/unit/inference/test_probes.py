@@ -1,4 +1,4 @@
-"""What an engine says to a probe, and to a request that failed elsewhere."""
+"""Answers of an engine to probes, and the early begin of retried requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ async def test_an_idle_engine_computes_a_token_for_a_probe(make_engine):
     await engine.stop()
 
 
-async def test_a_busy_one_shows_what_it_has_computed(make_engine, make_request, heard):
+async def test_a_busy_engine_reports_its_progress(make_engine, make_request, make_reply):
     engine = make_engine()
     await engine.start()
     async with BackgroundTasks() as tasks:
-        reply = heard()
+        reply = make_reply()
         tasks.start(engine.generate(make_request(range(20), max_tokens=900), Context("r"), reply))
         await reply.first.wait()
         first = await answer_probe(engine)
@@ -34,32 +34,32 @@ async def test_a_busy_one_shows_what_it_has_computed(make_engine, make_request, 
     await engine.stop()
 
 
-async def test_a_retried_request_hears_when_it_enters_the_batch(
-    make_engine, make_request, heard, monkeypatch
+async def test_a_retried_request_begins_when_it_enters_the_batch(
+    make_engine, make_request, make_reply, monkeypatch
 ):
     engine = make_engine()
     await engine.start()
-    computing, go_on = asyncio.Event(), asyncio.Event()
+    computing, resume = asyncio.Event(), asyncio.Event()
     step = MockRunner.step
 
-    async def held(self, plan):
+    async def blocked_step(self, plan):
         computing.set()
-        await go_on.wait()
+        await resume.wait()
         return await step(self, plan)
 
-    monkeypatch.setattr(MockRunner, "step", held)
-    first, again = heard(), heard()
+    monkeypatch.setattr(MockRunner, "step", blocked_step)
+    first, retried = make_reply(), make_reply()
     async with BackgroundTasks() as tasks:
         request = make_request(range(20), max_tokens=3)
         calls = [
             tasks.start(engine.generate(request, Context("a"), first)),
-            tasks.start(engine.generate(request, Context("b", attempt=1), again)),
+            tasks.start(engine.generate(request, Context("b", attempt=1), retried)),
         ]
         await computing.wait()
         assert first.started is None
-        assert again.started is not None
-        go_on.set()
+        assert retried.started is not None
+        resume.set()
         await asyncio.wait(calls)
-    assert first.ids == again.ids
-    assert len(again.ids) == 3
+    assert first.ids == retried.ids
+    assert len(retried.ids) == 3
     await engine.stop()

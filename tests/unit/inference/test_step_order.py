@@ -1,4 +1,4 @@
-"""Who gives way and who comes first when blocks are short."""
+"""The order of preemption and admission when blocks are short."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from dynamo.inference.sequence import EngineSequence, TokenContent
 from dynamo.inference.step_scheduler import BatchLimits, HitsFrom, StepPlan, StepScheduler
 
 
-def make(blocks: int, *, caching: bool = True, hits_from: HitsFrom = "computed") -> StepScheduler:
+def make_scheduler(
+    blocks: int, *, caching: bool = True, hits_from: HitsFrom = "computed"
+) -> StepScheduler:
     pool = BlockPool(blocks, 4, prefix_caching=caching)
     return StepScheduler(pool, BatchLimits(8, 64, 400), hits_from=hits_from)
 
 
-def tokens(first: int, count: int, priority: int = 0) -> EngineSequence:
+def make_sequence(first: int, count: int, priority: int = 0) -> EngineSequence:
     content = TokenContent(array("I", range(first, first + count)).tobytes(), 4)
     return EngineSequence(content, count, 10, priority=priority)
 
@@ -28,26 +30,26 @@ def step(scheduler: StepScheduler) -> StepPlan:
     return plan
 
 
-def worked_on(plan: StepPlan) -> list[EngineSequence]:
+def sequences_of(plan: StepPlan) -> list[EngineSequence]:
     return [chunk.sequence for chunk in plan.chunks]
 
 
-def test_the_lower_priority_gives_way_though_it_came_first() -> None:
-    scheduler = make(6)
-    low, high = tokens(0, 11), tokens(50, 11, priority=1)
+def test_the_lower_priority_is_preempted_although_it_came_first() -> None:
+    scheduler = make_scheduler(6)
+    low, high = make_sequence(0, 11), make_sequence(50, 11, priority=1)
     scheduler.add(low)
     step(scheduler)
     scheduler.add(high)
-    assert worked_on(step(scheduler)) == [low, high]
-    assert worked_on(step(scheduler)) == [high]
+    assert sequences_of(step(scheduler)) == [low, high]
+    assert sequences_of(step(scheduler)) == [high]
     assert (low.preemptions, high.preemptions) == (1, 0)
 
 
 @pytest.fixture
 def short_of_blocks() -> tuple[StepScheduler, EngineSequence, EngineSequence]:
-    """The next step needs one block more than there are."""
-    scheduler = make(6)
-    first, last = tokens(0, 11), tokens(50, 11)
+    """Return a scheduler whose next step needs one block more than there are."""
+    scheduler = make_scheduler(6)
+    first, last = make_sequence(0, 11), make_sequence(50, 11)
     scheduler.add(first)
     scheduler.add(last)
     step(scheduler)
@@ -55,37 +57,37 @@ def short_of_blocks() -> tuple[StepScheduler, EngineSequence, EngineSequence]:
     return scheduler, first, last
 
 
-def test_nobody_is_admitted_in_a_step_that_sends_somebody_back(
+def test_a_step_that_preempts_admits_no_sequence(
     short_of_blocks: tuple[StepScheduler, EngineSequence, EngineSequence],
 ) -> None:
     scheduler, first, last = short_of_blocks
-    newcomer = tokens(90, 2, priority=1)
+    newcomer = make_sequence(90, 2, priority=1)
     scheduler.add(newcomer)
-    assert worked_on(step(scheduler)) == [first]
+    assert sequences_of(step(scheduler)) == [first]
     assert scheduler.preemptions == last.preemptions == 1
-    assert newcomer in worked_on(step(scheduler))
+    assert newcomer in sequences_of(step(scheduler))
 
 
-def test_who_was_sent_back_comes_before_who_came_later(
+def test_a_preempted_sequence_is_admitted_before_later_arrivals(
     short_of_blocks: tuple[StepScheduler, EngineSequence, EngineSequence],
 ) -> None:
     scheduler, first, last = short_of_blocks
-    newcomer = tokens(90, 2)
+    newcomer = make_sequence(90, 2)
     scheduler.add(newcomer)
-    assert worked_on(step(scheduler)) == [first]
+    assert sequences_of(step(scheduler)) == [first]
     scheduler.remove(first)
-    assert worked_on(step(scheduler)) == [last, newcomer]
+    assert sequences_of(step(scheduler)) == [last, newcomer]
 
 
-def test_who_leaves_the_queue_is_not_computed_and_costs_nothing() -> None:
-    scheduler = make(6)
-    waits, other = tokens(0, 11), tokens(50, 11)
-    scheduler.add(waits)
+def test_a_sequence_removed_from_the_queue_is_not_computed() -> None:
+    scheduler = make_scheduler(6)
+    waiting, other = make_sequence(0, 11), make_sequence(50, 11)
+    scheduler.add(waiting)
     scheduler.add(other)
-    scheduler.remove(waits)
-    scheduler.remove(waits)
+    scheduler.remove(waiting)
+    scheduler.remove(waiting)
     plan = step(scheduler)
-    assert worked_on(plan) == [other]
+    assert sequences_of(plan) == [other]
     assert list(plan.released) == []
     assert scheduler.prefill_tokens() == 0
 
@@ -93,7 +95,9 @@ def test_who_leaves_the_queue_is_not_computed_and_costs_nothing() -> None:
 @pytest.mark.parametrize(
     ("caching", "hits_from"), [(False, "computed"), (False, "scheduled"), (True, "scheduled")]
 )
-def test_nothing_is_saved_where_nobody_would_load_it(caching: bool, hits_from: HitsFrom) -> None:
-    scheduler = make(20, caching=caching, hits_from=hits_from)
-    scheduler.add(tokens(0, 11))
+def test_blocks_are_saved_only_if_they_can_be_loaded_later(
+    caching: bool, hits_from: HitsFrom
+) -> None:
+    scheduler = make_scheduler(20, caching=caching, hits_from=hits_from)
+    scheduler.add(make_sequence(0, 11))
     assert [chunk.save_blocks for chunk in step(scheduler).chunks] == [()]

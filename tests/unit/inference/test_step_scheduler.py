@@ -1,4 +1,4 @@
-"""What one step holds: budget, chunks, admission, preemption, what is loaded and saved."""
+"""The content of a step: budget, chunks, admission, preemption, loaded and saved blocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dynamo.inference.sequence import EngineSequence, SequenceContent, TokenCont
 from dynamo.inference.step_scheduler import BatchLimits, StepScheduler
 
 
-def make(blocks=100, budget=64, seqs=8, context=400, hits_from="computed"):
+def make_scheduler(blocks=100, budget=64, seqs=8, context=400, hits_from="computed"):
     pool = BlockPool(blocks, 4)
     return StepScheduler(pool, BatchLimits(seqs, budget, context), hits_from=hits_from)
 
 
-def tokens(ids, max_tokens=10, priority=0):
+def make_sequence(ids, max_tokens=10, priority=0):
     content = TokenContent(array("I", ids).tobytes(), 4)
     return EngineSequence(content, len(ids), max_tokens, priority=priority)
 
@@ -27,48 +27,52 @@ def step(scheduler, token=1):
     return plan
 
 
-def shape(plan):
+def chunk_shapes(plan):
     return [(chunk.start, chunk.count, chunk.samples) for chunk in plan.chunks]
 
 
-def test_a_long_prompt_comes_in_chunks_and_others_share_the_budget():
-    scheduler = make(budget=10)
-    scheduler.add(tokens(range(25)))
-    scheduler.add(tokens(range(100, 108)))
-    assert shape(step(scheduler)) == [(0, 10, False)]
-    assert shape(step(scheduler)) == [(10, 10, False)]
-    assert shape(step(scheduler)) == [(20, 5, True), (0, 5, False)]
+def test_a_long_prompt_is_chunked_and_others_share_the_budget():
+    scheduler = make_scheduler(budget=10)
+    scheduler.add(make_sequence(range(25)))
+    scheduler.add(make_sequence(range(100, 108)))
+    assert chunk_shapes(step(scheduler)) == [(0, 10, False)]
+    assert chunk_shapes(step(scheduler)) == [(10, 10, False)]
+    assert chunk_shapes(step(scheduler)) == [(20, 5, True), (0, 5, False)]
     plan = step(scheduler)
-    assert shape(plan) == [(25, 1, True), (5, 3, True)]
+    assert chunk_shapes(plan) == [(25, 1, True), (5, 3, True)]
     assert (plan.new_tokens, plan.decode_seqs, plan.decode_context) == (3, 1, 26)
 
 
-def test_idle_and_busy_are_told_apart():
-    scheduler = make()
+def test_a_plan_tells_whether_the_engine_was_idle():
+    scheduler = make_scheduler()
     assert scheduler.schedule() is None
-    one = tokens(range(5))
-    scheduler.add(one)
+    sequence = make_sequence(range(5))
+    scheduler.add(sequence)
     assert not step(scheduler).back_to_back
     assert step(scheduler).back_to_back
-    scheduler.remove(one)
+    scheduler.remove(sequence)
     assert scheduler.schedule() is None
-    scheduler.add(tokens(range(5)))
+    scheduler.add(make_sequence(range(5)))
     assert not step(scheduler).back_to_back
 
 
-def test_places_are_limited_and_priority_goes_first():
-    scheduler = make(seqs=2)
-    low, high, later = tokens(range(3)), tokens(range(9, 12), priority=1), tokens(range(6))
-    for one in (low, later, high):
-        scheduler.add(one)
+def test_batch_slots_are_limited_and_go_by_priority():
+    scheduler = make_scheduler(seqs=2)
+    low, high, later = (
+        make_sequence(range(3)),
+        make_sequence(range(9, 12), priority=1),
+        make_sequence(range(6)),
+    )
+    for sequence in (low, later, high):
+        scheduler.add(sequence)
     assert [chunk.sequence for chunk in step(scheduler).chunks] == [high, low]
     scheduler.remove(high)
     assert [chunk.sequence for chunk in step(scheduler).chunks] == [low, later]
 
 
-def test_the_last_is_preempted_and_comes_back_by_what_is_cached():
-    scheduler = make(blocks=6)
-    first, last = tokens(range(11)), tokens(range(50, 61))
+def test_the_last_sequence_is_preempted_and_resumes_from_the_cache():
+    scheduler = make_scheduler(blocks=6)
+    first, last = make_sequence(range(11)), make_sequence(range(50, 61))
     scheduler.add(first)
     scheduler.add(last)
     step(scheduler)
@@ -86,13 +90,13 @@ def test_the_last_is_preempted_and_comes_back_by_what_is_cached():
     assert last.cached_tokens == 0  # of the first admission
 
 
-def test_what_is_saved_and_loaded():
-    scheduler = make()
-    first = tokens(range(10))
+def test_full_blocks_are_saved_and_hits_are_loaded():
+    scheduler = make_scheduler()
+    first = make_sequence(range(10))
     scheduler.add(first)
     chunk = step(scheduler).chunks[0]
     assert chunk.save_blocks == tuple((index, first.blocks[index].id) for index in (0, 1))
-    second = tokens(range(10))
+    second = make_sequence(range(10))
     scheduler.add(second)
     decoding, chunk = step(scheduler).chunks
     assert decoding.save_blocks == ()
@@ -101,11 +105,11 @@ def test_what_is_saved_and_loaded():
     assert second.cached_tokens == 8
 
 
-def test_twins_of_one_step_end_up_sharing_one_block():
-    scheduler = make()
-    twins = [tokens(range(10)), tokens(range(10))]
-    for one in twins:
-        scheduler.add(one)
+def test_equal_sequences_of_one_step_end_up_with_shared_blocks():
+    scheduler = make_scheduler()
+    twins = [make_sequence(range(10)), make_sequence(range(10))]
+    for sequence in twins:
+        scheduler.add(sequence)
     plan = step(scheduler)
     assert [len(chunk.save_blocks) for chunk in plan.chunks] == [2, 2]
     assert twins[0].blocks[:2] == twins[1].blocks[:2]
@@ -114,45 +118,45 @@ def test_twins_of_one_step_end_up_sharing_one_block():
 
 
 def test_hits_from_scheduled_count_within_the_step():
-    scheduler = make(hits_from="scheduled")
-    scheduler.add(tokens(range(10)))
-    scheduler.add(tokens(range(10)))
-    assert shape(step(scheduler)) == [(0, 10, True), (8, 2, True)]
+    scheduler = make_scheduler(hits_from="scheduled")
+    scheduler.add(make_sequence(range(10)))
+    scheduler.add(make_sequence(range(10)))
+    assert chunk_shapes(step(scheduler)) == [(0, 10, True), (8, 2, True)]
 
 
-def test_ending_within_the_step_is_ignored_by_its_completion():
-    scheduler = make()
-    one = tokens(range(10))
-    scheduler.add(one)
+def test_the_result_of_a_sequence_that_ended_in_the_step_is_ignored():
+    scheduler = make_scheduler()
+    sequence = make_sequence(range(10))
+    scheduler.add(sequence)
     plan = scheduler.schedule()
-    scheduler.remove(one)
-    scheduler.remove(one)
+    scheduler.remove(sequence)
+    scheduler.remove(sequence)
     assert scheduler.pool.active == 0
     scheduler.complete(plan, [1])
-    assert one.length == 10
+    assert sequence.length == 10
     assert scheduler.pool.cached == 0
     assert scheduler.schedule() is None
 
 
-def test_hashes_alone_are_enough():
-    class Counted(SequenceContent):
-        """Prompt blocks by their hashes; generated ones are unlike any other."""
+def test_a_content_of_hashes_is_enough():
+    class HashOnlyContent(SequenceContent):
+        """Prompt blocks are given by their hashes. Generated blocks have unique hashes."""
 
         def __init__(self, hashes):
             self.root = 0
             self.hashes = list(hashes)
 
         def ensure_hashes(self, blocks):
-            self.hashes += [id(self) + at for at in range(len(self.hashes), blocks)]
+            self.hashes += [id(self) + index for index in range(len(self.hashes), blocks)]
 
         def append_token(self, token):
             pass
 
-    scheduler = make(hits_from="scheduled")
-    first = EngineSequence(Counted([11, 12, 13]), 14, 6)
+    scheduler = make_scheduler(hits_from="scheduled")
+    first = EngineSequence(HashOnlyContent([11, 12, 13]), 14, 6)
     scheduler.add(first)
-    scheduler.add(EngineSequence(Counted([11, 12, 77]), 13, 6))
-    assert shape(step(scheduler, token=0)) == [(0, 14, True), (8, 5, True)]
+    scheduler.add(EngineSequence(HashOnlyContent([11, 12, 77]), 13, 6))
+    assert chunk_shapes(step(scheduler, token=0)) == [(0, 14, True), (8, 5, True)]
     for _ in range(4):
         step(scheduler, token=0)
     assert first.length == 19
@@ -163,10 +167,10 @@ def test_the_pool_evicts_the_oldest_chain_from_its_tail():
     pool = BlockPool(4, 4)
     chains = {}
     for name, root in (("old", 100), ("new", 200)):
-        blocks, parent, above = pool.allocate(2), 0, None
-        for at, block in enumerate(blocks):
-            assert pool.register(block, above, parent, root + at) is block
-            parent, above = root + at, block
+        blocks, parent_hash, parent_block = pool.allocate(2), 0, None
+        for index, block in enumerate(blocks):
+            assert pool.register(block, parent_block, parent_hash, root + index) is block
+            parent_hash, parent_block = root + index, block
         chains[name] = blocks
     pool.release(chains["old"])
     pool.release(chains["new"])
@@ -179,20 +183,20 @@ def test_the_pool_evicts_the_oldest_chain_from_its_tail():
     pool.check_invariants()
 
 
-def test_check_finds_a_lost_block():
+def test_check_invariants_finds_a_lost_block():
     pool = BlockPool(4, 4)
     pool.allocate(1)[0].ref_count = 0
     with pytest.raises(AssertionError, match="lost free block"):
         pool.check_invariants()
 
 
-def test_a_twin_s_block_is_saved_though_its_content_is_held():
-    """What is held when the step is planned may be evicted by the rest of the plan."""
-    scheduler = make(budget=14)
-    first, second = tokens(range(10)), tokens(range(10))
+def test_a_block_is_saved_although_its_content_is_cached():
+    """A block that is cached when the step is planned may be evicted by the rest of the plan."""
+    scheduler = make_scheduler(budget=14)
+    first, second = make_sequence(range(10)), make_sequence(range(10))
     scheduler.add(first)
     scheduler.add(second)
-    assert shape(step(scheduler)) == [(0, 10, True), (0, 4, False)]
+    assert chunk_shapes(step(scheduler)) == [(0, 10, True), (0, 4, False)]
     plan = scheduler.schedule()
-    assert shape(plan) == [(10, 1, True), (4, 6, True)]
+    assert chunk_shapes(plan) == [(10, 1, True), (4, 6, True)]
     assert plan.chunks[1].save_blocks == ((1, second.blocks[1].id),)

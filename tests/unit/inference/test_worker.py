@@ -1,4 +1,4 @@
-"""A worker over the memory planes: calls, card, load, KV events, files, leaving."""
+"""A worker over the memory planes: calls, card, load, KV events, files and shutdown."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def runtime():
     planes = RuntimeSettings(
         discovery="memory:", requests="memory:", events="memory:", namespace="unit"
     )
-    async with await DistributedRuntime.create(Settings(runtime=planes), role="worker") as one:
-        yield one
+    async with await DistributedRuntime.create(Settings(runtime=planes), role="worker") as runtime:
+        yield runtime
 
 
 @pytest.fixture
@@ -54,19 +54,19 @@ async def worker(runtime, make_engine, card):
     return worker
 
 
-async def client_of(runtime, endpoint, component="worker"):
+async def open_client(runtime, endpoint, component="worker"):
     client = await runtime.namespace("unit").component(component).endpoint(endpoint).client()
     await client.wait_for_instances(1, timeout_s=5)
     return client
 
 
-async def call(client, payload, sink, **about):
-    await client.call(client.pick("round_robin"), payload, CONTEXT, sink, **about)
+async def call(client, payload, sink, **options):
+    await client.call(client.pick("round_robin"), payload, CONTEXT, sink, **options)
 
 
-async def test_it_answers_and_names_itself(runtime, worker, make_request, heard):
-    client = await client_of(runtime, "generate")
-    reply = heard()
+async def test_a_worker_answers_and_names_itself(runtime, worker, make_request, make_reply):
+    client = await open_client(runtime, "generate")
+    reply = make_reply()
     request = encode_request(make_request(range(40), max_tokens=5, top_logprobs=1))
     await call(client, request, ReplyDecoder(reply).feed)
     assert reply.started.worker == runtime.instance_id
@@ -75,18 +75,18 @@ async def test_it_answers_and_names_itself(runtime, worker, make_request, heard)
     await worker.close()
 
 
-async def test_what_is_no_request_is_refused(runtime, worker):
-    client = await client_of(runtime, "generate")
+async def test_an_invalid_request_is_refused(runtime, worker):
+    client = await open_client(runtime, "generate")
     with pytest.raises(ProtocolError):
         await call(client, b"\xc1", lambda _: True)
     await worker.close()
 
 
-async def test_the_card_says_what_is_really_served(runtime, worker):
+async def test_the_card_describes_the_engine_that_serves(runtime, worker):
     key = model_card_key("unit", "org/tiny", runtime.instance_id)
     assert key == f"/unit/models/org%2Ftiny/{runtime.instance_id}"
-    found = await runtime.discovery.get("/unit/models/")
-    card = msgspec.json.decode(found[key], type=ModelCard)
+    records = await runtime.discovery.get("/unit/models/")
+    card = msgspec.json.decode(records[key], type=ModelCard)
     assert card.names == ("org/tiny", "tiny")
     assert card.context_tokens == 400
     assert card.engine.engine == "mock"
@@ -95,76 +95,76 @@ async def test_the_card_says_what_is_really_served(runtime, worker):
     assert not await runtime.discovery.get("/unit/models/")
 
 
-async def test_files_come_by_hash_in_the_caller_s_time(runtime, worker, card, content):
-    client = await client_of(runtime, "files")
+async def test_files_are_served_by_hash_within_the_caller_s_window(runtime, worker, card, content):
+    client = await open_client(runtime, "files")
     window = FlowWindow(FILE_CHUNK_BYTES)
-    got = bytearray()
+    received = bytearray()
 
-    def take(chunk):
-        got.extend(chunk)
+    def receive(chunk):
+        received.extend(chunk)
         window.release(len(chunk))
         return True
 
-    await call(client, card.tokenizer.sha256.encode(), take, window=window)
-    assert bytes(got) == content
+    await call(client, card.tokenizer.sha256.encode(), receive, window=window)
+    assert bytes(received) == content
     with pytest.raises(NotFound):
-        await call(client, b"0" * 64, take)
+        await call(client, b"0" * 64, receive)
     await worker.close()
 
 
-async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request, heard):
-    client = await client_of(runtime, "generate")
+async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request, make_reply):
+    client = await open_client(runtime, "generate")
     request = encode_request(make_request(range(40), max_tokens=1))
-    await call(client, request, ReplyDecoder(heard()).feed)
-    stored, loads, told = [], [], asyncio.Event()
+    await call(client, request, ReplyDecoder(make_reply()).feed)
+    stored, loads, arrived = [], [], asyncio.Event()
 
     def on_kv(event):
         assert event.publisher == runtime.instance_id
         stored.extend(msgspec.msgpack.decode(event.payload, type=list[KvEvent]))
-        told.set()
+        arrived.set()
 
     def on_load(event):
         loads.append(msgspec.msgpack.decode(event.payload, type=Load))
-        told.set()
+        arrived.set()
 
     await runtime.events.subscribe("unit.worker.kv_events", on_kv)
     await runtime.events.subscribe("unit.worker.load_metrics", on_load)
     while not (stored and loads):
-        told.clear()
-        await told.wait()
+        arrived.clear()
+        await arrived.wait()
     assert len(stored) == 1
     assert isinstance(stored[0], BlocksStored)
     assert len(stored[0].hashes) == 2
     assert loads[-1].total_blocks == 16_384
     other = encode_request(make_request(range(100, 140), max_tokens=1))
-    await call(client, other, ReplyDecoder(heard()).feed)
+    await call(client, other, ReplyDecoder(make_reply()).feed)
     while len(stored) < 2:
-        told.clear()
-        await told.wait()
+        arrived.clear()
+        await arrived.wait()
     assert stored[1].parent == 0
     await worker.close()
 
 
-async def test_the_cache_is_cleared_on_demand(runtime, worker, make_request, heard):
-    client = await client_of(runtime, "generate")
+async def test_the_prefix_cache_is_cleared_on_demand(runtime, worker, make_request, make_reply):
+    client = await open_client(runtime, "generate")
     request = encode_request(make_request(range(40), max_tokens=1))
-    await call(client, request, ReplyDecoder(heard()).feed)
+    await call(client, request, ReplyDecoder(make_reply()).feed)
     answers = []
     await call(
-        await client_of(runtime, "clear_kv_blocks"), b"", lambda x: answers.append(x) or True
+        await open_client(runtime, "clear_kv_blocks"), b"", lambda x: answers.append(x) or True
     )
     assert msgspec.msgpack.decode(answers[0]) == {"cleared": 2}
-    again = heard()
-    await call(client, request, ReplyDecoder(again).feed)
-    assert again.started.cached_tokens == 0
+    second = make_reply()
+    await call(client, request, ReplyDecoder(second).feed)
+    assert second.started.cached_tokens == 0
     await worker.close()
 
 
-async def test_closing_leaves_discovery_and_finishes_what_runs(
-    runtime, worker, make_request, heard
+async def test_closing_leaves_discovery_and_finishes_running_requests(
+    runtime, worker, make_request, make_reply
 ):
-    client = await client_of(runtime, "generate")
-    reply = heard()
+    client = await open_client(runtime, "generate")
+    reply = make_reply()
     request = encode_request(make_request(range(40), max_tokens=300))
     running = runtime.tasks.start(call(client, request, ReplyDecoder(reply).feed))
     await reply.first.wait()
@@ -176,11 +176,11 @@ async def test_closing_leaves_discovery_and_finishes_what_runs(
         client.pick("round_robin")
 
 
-async def test_metrics_tell_of_the_engine(runtime, worker, make_request, heard):
-    client = await client_of(runtime, "generate")
+async def test_metrics_describe_the_engine(runtime, worker, make_request, make_reply):
+    client = await open_client(runtime, "generate")
     for _ in range(2):
         request = encode_request(make_request(range(40), max_tokens=3))
-        await call(client, request, ReplyDecoder(heard()).feed)
+        await call(client, request, ReplyDecoder(make_reply()).feed)
     lines = runtime.metrics.render().splitlines()
     assert "dynamo_worker_generated_tokens_total 6" in lines
     assert "dynamo_worker_prompt_tokens_total 80" in lines
@@ -190,11 +190,11 @@ async def test_metrics_tell_of_the_engine(runtime, worker, make_request, heard):
     await worker.close()
 
 
-async def test_any_engine_can_be_served(runtime, card, make_request, heard):
+async def test_any_engine_can_be_served(runtime, card, make_request, make_reply):
     worker = EngineWorker(EchoEngine(context_tokens=100), card, component="echoes")
     await worker.attach(runtime)
-    client = await client_of(runtime, "generate", "echoes")
-    reply = heard()
+    client = await open_client(runtime, "generate", "echoes")
+    reply = make_reply()
     await call(client, encode_request(make_request([5, 6, 7])), ReplyDecoder(reply).feed)
     assert reply.ids == [5, 6, 7]
     await worker.close()

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, and a forward pass of it as plain as the textbook's."""
+"""A tiny Llama with random weights, and a reference forward pass in its simplest form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.core.codec import pack_ids
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema import EngineSettings
 from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
@@ -34,16 +34,16 @@ CONFIG = {
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-    header, data, at = {}, b"", 0
+    header, data, offset = {}, b"", 0
     for name, tensor in tensors.items():
         raw = tensor.astype(np.float32).tobytes()
         header[name] = {
             "dtype": "F32",
             "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(raw)],
+            "data_offsets": [offset, offset + len(raw)],
         }
         data += raw
-        at += len(raw)
+        offset += len(raw)
     head = json.dumps(header).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + data)
 
@@ -87,15 +87,15 @@ def tiny_llama(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 Logits = np.ndarray[Any, np.dtype[np.float64]]
 
 
-class Textbook:
-    """Llama in float64, one sequence at a time, every position from nothing."""
+class ReferenceLlama:
+    """Llama in float64: a single sequence, all positions computed from the start."""
 
     def __init__(self, weights: ModelWeights) -> None:
         self.weights = weights
         self.config = weights.config
 
     def logits(self, ids: list[int]) -> Logits:
-        """[positions, vocabulary]"""
+        """Return the logits, [positions, vocabulary]."""
         embedding = self.tensor("model.embed_tokens")
         rows = embedding[ids]
         for layer in range(self.config.num_layers):
@@ -109,14 +109,14 @@ class Textbook:
         return self.norm(rows, "model.norm") @ head.T
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        """The next `count` tokens, each checked to be clearly the best."""
-        found: list[int] = []
+        """Return the next `count` tokens. Each must be clearly the best."""
+        tokens: list[int] = []
         for _ in range(count):
-            last = self.logits(ids + found)[-1]
+            last = self.logits(ids + tokens)[-1]
             second, best = np.argsort(last)[-2:]
             assert last[best] - last[second] > 1e-4, "a near tie: choose another prompt"
-            found.append(int(best))
-        return found
+            tokens.append(int(best))
+        return tokens
 
     def tensor(self, name: str) -> Logits:
         return self.weights.tensor(f"{name}.weight").astype(np.float64)
@@ -152,12 +152,12 @@ class Textbook:
 
 
 @pytest.fixture(scope="session")
-def textbook(tiny_llama: Path) -> Textbook:
-    return Textbook(open_weights(tiny_llama))
+def reference_llama(tiny_llama: Path) -> ReferenceLlama:
+    return ReferenceLlama(open_weights(tiny_llama))
 
 
-class Heard(Reply):
-    """What came."""
+class RecordingReply(Reply):
+    """Records the answer."""
 
     def __init__(self) -> None:
         self.started: Started | None = None
@@ -178,8 +178,8 @@ class Heard(Reply):
 
 
 @pytest.fixture
-def heard() -> Callable[[], Heard]:
-    return Heard
+def make_reply() -> Callable[[], RecordingReply]:
+    return RecordingReply
 
 
 MakeEngine = Callable[..., BatchedEngine]
@@ -187,22 +187,25 @@ MakeEngine = Callable[..., BatchedEngine]
 
 @pytest.fixture
 def make_engine(tiny_llama: Path) -> MakeEngine:
-    """`make_engine(num_blocks=..., ...)`: settings of the engine by name."""
+    """Return `make_engine(num_blocks=..., ...)`, which takes engine settings by name."""
 
     def make(**settings: Any) -> BatchedEngine:
-        chosen = EngineSettings(**({"threads": 2, "num_blocks": 64, "block_size": 4} | settings))
-        runner = NativeRunner(lambda: open_weights(tiny_llama), chosen)
-        return BatchedEngine(runner, prefix_caching=chosen.prefix_caching)
+        engine_settings = EngineSettings(
+            **({"threads": 2, "num_blocks": 64, "block_size": 4} | settings)
+        )
+        runner = NativeRunner(lambda: open_weights(tiny_llama), engine_settings)
+        return BatchedEngine(runner, prefix_caching=engine_settings.prefix_caching)
 
     return make
 
 
-Ask = Callable[..., GenerateRequest]
+MakeRequest = Callable[..., GenerateRequest]
 
 
 @pytest.fixture
-def ask() -> Ask:
-    """`ask(ids, max_tokens, **fields of GenerateRequest)`, greedy unless `sampling` says."""
+def make_request() -> MakeRequest:
+    """Return `make_request(ids, max_tokens, **fields of GenerateRequest)`. Sampling is greedy by
+    default."""
 
     def make(ids: list[int], max_tokens: int, **fields: Any) -> GenerateRequest:
         stops = fields.pop("stops", StopConditions(max_tokens=max_tokens, ignore_eos=True))

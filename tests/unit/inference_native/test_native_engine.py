@@ -1,4 +1,4 @@
-"""The whole engine: batch, chunks, cache, preemption and eviction change no token."""
+"""The whole native engine: batching, chunks, cache, preemption and eviction change no token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.core.context import Context
 from dynamo.core.errors import WorkerFailed
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema import EngineSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.values import SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
@@ -19,12 +19,12 @@ from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.checkpoint.weights import SafetensorsWeights
 
 rng = np.random.default_rng(11)
-PROMPTS = [[int(one) for one in rng.integers(0, 320, size)] for size in (1, 5, 23, 40, 64, 9)]
+PROMPTS = [rng.integers(0, 320, size).tolist() for size in (1, 5, 23, 40, 64, 9)]
 COUNT = 12
 
 
-async def answers(engine: Any, requests: list[Any], make: Any) -> list[Any]:
-    replies = [make() for _ in requests]
+async def generate_all(engine: Any, requests: list[Any], make_reply: Any) -> list[Any]:
+    replies = [make_reply() for _ in requests]
     await run_all(
         *(
             engine.generate(request, Context("r"), reply)
@@ -35,8 +35,8 @@ async def answers(engine: Any, requests: list[Any], make: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(textbook: Any) -> list[list[int]]:
-    return [textbook.greedy(prompt, COUNT) for prompt in PROMPTS]
+def expected(reference_llama: Any) -> list[list[int]]:
+    return [reference_llama.greedy(prompt, COUNT) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -52,47 +52,57 @@ def expected(textbook: Any) -> list[list[int]]:
     ],
     ids=str,
 )
-async def test_every_schedule_gives_the_textbook_s_tokens(
-    make_engine: Any, ask: Any, heard: Any, expected: list[list[int]], settings: dict[str, Any]
+async def test_every_schedule_gives_the_reference_s_tokens(
+    make_engine: Any,
+    make_request: Any,
+    make_reply: Any,
+    expected: list[list[int]],
+    settings: dict[str, Any],
 ) -> None:
     engine = make_engine(**settings)
     await engine.start()
     for _ in range(2):
-        got = await answers(engine, [ask(prompt, COUNT) for prompt in PROMPTS], heard)
-        assert [one.ids for one in got] == expected
+        replies = await generate_all(
+            engine, [make_request(prompt, COUNT) for prompt in PROMPTS], make_reply
+        )
+        assert [reply.ids for reply in replies] == expected
     if settings.get("num_blocks"):
         assert engine.scheduler.preemptions > 0
     elif settings.get("prefix_caching", True):
-        assert [one.started.cached_tokens for one in got] == [0, 4, 20, 36, 60, 8]
+        assert [reply.started.cached_tokens for reply in replies] == [0, 4, 20, 36, 60, 8]
     await engine.stop()
 
 
-async def test_a_continued_request_goes_on_as_it_would_have(
-    make_engine: Any, ask: Any, heard: Any
+async def test_a_resumed_request_generates_the_same_rest(
+    make_engine: Any, make_request: Any, make_reply: Any
 ) -> None:
     engine = make_engine()
     await engine.start()
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=5, frequency_penalty=0.5)
-    whole, other = await answers(
-        engine, [ask(PROMPTS[2], 10, sampling=sampling, choice=choice) for choice in (0, 1)], heard
+    whole, other = await generate_all(
+        engine,
+        [make_request(PROMPTS[2], 10, sampling=sampling, choice=choice) for choice in (0, 1)],
+        make_reply,
     )
     assert whole.ids != other.ids
-    rest = ask(PROMPTS[2] + whole.ids[:4], 6, sampling=sampling, resumed=4)
-    [resumed] = await answers(engine, [rest], heard)
+    rest = make_request(PROMPTS[2] + whole.ids[:4], 6, sampling=sampling, resumed=4)
+    [resumed] = await generate_all(engine, [rest], make_reply)
     assert whole.ids == whole.ids[:4] + resumed.ids
     await engine.stop()
 
 
-async def test_logprobs_are_of_the_model_s_own_distribution(
-    make_engine: Any, ask: Any, heard: Any, textbook: Any
+async def test_logprobs_are_those_of_the_unmodified_distribution(
+    make_engine: Any, make_request: Any, make_reply: Any, reference_llama: Any
 ) -> None:
     engine = make_engine()
     await engine.start()
     biased = SamplingParams(temperature=0, logit_bias={17: 100.0})
-    got, plain = await answers(
-        engine, [ask(PROMPTS[1], 1, sampling=biased, top_logprobs=3), ask(PROMPTS[1], 1)], heard
+    got, plain = await generate_all(
+        engine,
+        [make_request(PROMPTS[1], 1, sampling=biased, top_logprobs=3), make_request(PROMPTS[1], 1)],
+        make_reply,
     )
-    logits = textbook.logits(PROMPTS[1])[-1]
+    logits = reference_llama.logits(PROMPTS[1])[-1]
     logprobs = logits - np.log(np.exp(logits).sum())
     best = np.argsort(-logprobs)[:3]
     assert got.ids == [17]
@@ -104,53 +114,55 @@ async def test_logprobs_are_of_the_model_s_own_distribution(
     await engine.stop()
 
 
-async def test_min_tokens_bans_what_would_stop(
-    make_engine: Any, ask: Any, heard: Any, expected: list[list[int]]
+async def test_min_tokens_bans_stop_tokens(
+    make_engine: Any, make_request: Any, make_reply: Any, expected: list[list[int]]
 ) -> None:
     engine = make_engine()
     await engine.start()
     stop = expected[2][0]
     stops = StopConditions(max_tokens=6, min_tokens=3, stop_token_ids=(stop,))
-    [got] = await answers(engine, [ask(PROMPTS[2], 6, stops=stops)], heard)
+    [got] = await generate_all(engine, [make_request(PROMPTS[2], 6, stops=stops)], make_reply)
     assert stop not in got.ids[:3]
-    [at_once] = await answers(
+    [at_once] = await generate_all(
         engine,
-        [ask(PROMPTS[2], 6, stops=StopConditions(max_tokens=6, stop_token_ids=(stop,)))],
-        heard,
+        [make_request(PROMPTS[2], 6, stops=StopConditions(max_tokens=6, stop_token_ids=(stop,)))],
+        make_reply,
     )
     assert at_once.ids == []
     assert at_once.end.stop_token == stop
     await engine.stop()
 
 
-async def test_an_abort_frees_the_area(make_engine: Any, ask: Any, heard: Any) -> None:
+async def test_a_cancelled_request_frees_its_area(
+    make_engine: Any, make_request: Any, make_reply: Any
+) -> None:
     engine = make_engine(max_num_seqs=1)
     await engine.start()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await engine.generate(ask(PROMPTS[0], 200), Context("r"), heard())
-    [got] = await answers(engine, [ask(PROMPTS[1], 2)], heard)
+            await engine.generate(make_request(PROMPTS[0], 200), Context("r"), make_reply())
+    [got] = await generate_all(engine, [make_request(PROMPTS[1], 2)], make_reply)
     assert len(got.ids) == 2
     assert engine.report_load().running == 0
     await engine.stop()
 
 
-async def test_damaged_weights_fail_every_request_and_say_so(
-    tiny_llama: Path, ask: Any, heard: Any
+async def test_damaged_weights_fail_every_request_with_the_reason(
+    tiny_llama: Path, make_request: Any, make_reply: Any
 ) -> None:
     class Damaged(SafetensorsWeights):
         def tensor(self, name: str) -> Any:
-            found = super().tensor(name)
+            tensor = super().tensor(name)
             if name.endswith("0.mlp.down_proj.weight"):
-                found[3, 3] = np.nan
-            return found
+                tensor[3, 3] = np.nan
+            return tensor
 
     settings = EngineSettings(threads=2, num_blocks=64, block_size=4)
     engine = BatchedEngine(NativeRunner(lambda: Damaged(tiny_llama), settings))
     await engine.start()
     for sampling in (SamplingParams(temperature=0), SamplingParams()):
-        request = ask(PROMPTS[1], 2, sampling=sampling)
+        request = make_request(PROMPTS[1], 2, sampling=sampling)
         with pytest.raises(WorkerFailed, match="not finite"):
-            await engine.generate(request, Context("r"), heard())
+            await engine.generate(request, Context("r"), make_reply())
     assert engine.report_load().running == engine.report_load().active_blocks == 0
     await engine.stop()

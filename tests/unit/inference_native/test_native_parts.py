@@ -1,4 +1,4 @@
-"""Areas and blocks, rows of a step, threads, sizes."""
+"""Parts of the native engine: areas and blocks, rows of a step, threads, sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dynamo.core.errors import ConfigError, ModelUnavailable
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema import EngineSettings
 from dynamo.inference.native.blas import set_blas_threads
 from dynamo.inference.native.engine_sizing import (
     available_memory_bytes,
@@ -27,42 +27,42 @@ from dynamo.models.checkpoint.weights import SafetensorsWeights
 SHAPE = KvShape(2, 3, 8)
 
 
-def slots_of(num_blocks: int = 8) -> KvStorage:
+def make_storage(num_blocks: int = 8) -> KvStorage:
     return KvStorage(
         SHAPE, max_num_seqs=3, context_tokens=64, num_blocks=num_blocks, block_tokens=4
     )
 
 
-def test_blocks_come_back_as_they_were_saved() -> None:
-    slots = slots_of()
-    first, second = slots.allocate_slot(), slots.allocate_slot()
-    area = slots.areas[first]
+def test_loaded_blocks_equal_saved_blocks() -> None:
+    storage = make_storage()
+    first, second = storage.allocate_slot(), storage.allocate_slot()
+    area = storage.areas[first]
     area[:, :, :, :12] = np.random.default_rng(0).random(area[:, :, :, :12].shape)
-    slots.save_blocks(first, [(0, 5), (1, 2), (2, 7)])
-    slots.load_blocks(second, [5, 2, 7])
-    assert (slots.areas[second][:, :, :, :12] == area[:, :, :, :12]).all()
-    assert not slots.areas[second][:, :, :, 12:].any()
+    storage.save_blocks(first, [(0, 5), (1, 2), (2, 7)])
+    storage.load_blocks(second, [5, 2, 7])
+    assert (storage.areas[second][:, :, :, :12] == area[:, :, :, :12]).all()
+    assert not storage.areas[second][:, :, :, 12:].any()
 
 
 def test_the_lowest_free_slot_is_taken() -> None:
-    slots = slots_of()
-    assert [slots.allocate_slot() for _ in range(3)] == [0, 1, 2]
-    slots.free_slot(2)
-    slots.free_slot(0)
-    assert slots.allocate_slot() == 0
+    storage = make_storage()
+    assert [storage.allocate_slot() for _ in range(3)] == [0, 1, 2]
+    storage.free_slot(2)
+    storage.free_slot(0)
+    assert storage.allocate_slot() == 0
 
 
-def test_idle_areas_give_their_memory_back() -> None:
-    slots = slots_of(num_blocks=16)
-    taken = [slots.allocate_slot() for _ in range(3)]
-    for slot in taken:
-        slots.mark_used(slot, 12)
-        slots.areas[slot] = 1.0
-    slots.free_slot(taken[0])
-    assert slots.areas[taken[0]].all()
-    slots.free_slot(taken[1])
-    assert not slots.areas[:2].any()
-    assert slots.areas[taken[2]].all()
+def test_free_areas_return_their_memory() -> None:
+    storage = make_storage(num_blocks=16)
+    slots = [storage.allocate_slot() for _ in range(3)]
+    for slot in slots:
+        storage.mark_used(slot, 12)
+        storage.areas[slot] = 1.0
+    storage.free_slot(slots[0])
+    assert storage.areas[slots[0]].all()
+    storage.free_slot(slots[1])
+    assert not storage.areas[:2].any()
+    assert storage.areas[slots[2]].all()
 
 
 @pytest.mark.parametrize("seqs", [1 << 20, 1 << 60])
@@ -75,38 +75,40 @@ def test_too_much_address_space_is_refused_with_a_hint(seqs: int) -> None:
 @pytest.mark.parametrize("blocks", [1 << 40, 1 << 62])
 def test_too_many_blocks_are_refused_with_a_hint(blocks: int) -> None:
     with pytest.raises(ConfigError, match="MiB of memory for KV blocks") as caught:
-        slots_of(num_blocks=blocks)
+        make_storage(num_blocks=blocks)
     assert "--num-blocks" in caught.value.hint
 
 
-def test_rows_are_decoding_sequences_by_slot_then_prompts() -> None:
-    work = [
+def test_rows_begin_with_decoding_sequences_by_slot() -> None:
+    chunks = [
         SlotChunk(4, 9, [40], True),
         SlotChunk(7, 2, [70, 71, 72], True),
         SlotChunk(2, 5, [20], True),
         SlotChunk(3, 6, [30], False),
     ]
-    got = make_ragged_batch(work)
-    assert got.token_ids.tolist() == [20, 30, 40, 70, 71, 72]
-    assert got.positions.tolist() == [5, 6, 9, 2, 3, 4]
-    assert got.decode_slots.tolist() == [2, 3, 4]
-    assert got.decode_parts == ((DecodeRun(0, 3, 2, 10),),)
-    assert got.prefill_spans == (PrefillSpan(3, 6, 7, 2),)
-    assert got.sampled_rows.tolist() == [2, 5, 0]
+    batch = make_ragged_batch(chunks)
+    assert batch.token_ids.tolist() == [20, 30, 40, 70, 71, 72]
+    assert batch.positions.tolist() == [5, 6, 9, 2, 3, 4]
+    assert batch.decode_slots.tolist() == [2, 3, 4]
+    assert batch.decode_parts == ((DecodeRun(0, 3, 2, 10),),)
+    assert batch.prefill_spans == (PrefillSpan(3, 6, 7, 2),)
+    assert batch.sampled_rows.tolist() == [2, 5, 0]
 
 
-def test_runs_end_at_gaps_and_where_padding_would_cost_more() -> None:
-    work = [SlotChunk(slot, start, [0], True) for slot, start in ((0, 9), (1, 9), (3, 9), (4, 900))]
-    assert make_ragged_batch(work).decode_parts == (
+def test_runs_end_at_gaps_and_where_padding_costs_more() -> None:
+    chunks = [
+        SlotChunk(slot, start, [0], True) for slot, start in ((0, 9), (1, 9), (3, 9), (4, 900))
+    ]
+    assert make_ragged_batch(chunks).decode_parts == (
         (DecodeRun(0, 2, 0, 10), DecodeRun(2, 3, 3, 10), DecodeRun(3, 4, 4, 901)),
     )
 
 
-def test_parts_weigh_about_the_same() -> None:
-    work = [
+def test_parts_have_about_the_same_weight() -> None:
+    chunks = [
         SlotChunk(slot, length, [0], True) for slot, length in enumerate([4000, 1500, 1500, 1000])
     ]
-    parts = make_ragged_batch(work, 2).decode_parts
+    parts = make_ragged_batch(chunks, 2).decode_parts
     assert [sum(run.length * (run.high - run.low) for run in part) for part in parts] == [
         4001,
         1501 * 2 + 1001,
@@ -114,24 +116,24 @@ def test_parts_weigh_about_the_same() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_crew_does_every_row_once(threads: int) -> None:
-    crew = ThreadPool(threads)
-    done = np.zeros(100, int)
+def test_a_thread_pool_computes_every_row_once(threads: int) -> None:
+    thread_pool = ThreadPool(threads)
+    visits = np.zeros(100, int)
     names = set()
 
     def work(low: int, high: int) -> None:
-        done[low:high] += 1
+        visits[low:high] += 1
         names.add(threading.current_thread().name)
 
-    crew.split_rows(100, 10, work)
-    crew.split_rows(100, 60, work)
-    assert (done == 2).all()
+    thread_pool.split_rows(100, 10, work)
+    thread_pool.split_rows(100, 60, work)
+    assert (visits == 2).all()
     assert 1 <= len(names) <= 2
-    crew.stop()
+    thread_pool.stop()
 
 
-def test_a_crew_raises_what_a_thread_raised_and_goes_on() -> None:
-    crew = ThreadPool(2)
+def test_a_thread_pool_raises_a_job_s_error_and_stays_usable() -> None:
+    thread_pool = ThreadPool(2)
 
     def fail() -> None:
         raise ValueError("here")
@@ -140,17 +142,17 @@ def test_a_crew_raises_what_a_thread_raised_and_goes_on() -> None:
         pass
 
     with pytest.raises(ValueError, match="here"):
-        crew.run_jobs([fine, fail])
+        thread_pool.run_jobs([fine, fail])
     with pytest.raises(ValueError, match="here"):
-        crew.run_jobs([fail, fine])
-    crew.run_jobs([fine, fine])
-    crew.stop()
+        thread_pool.run_jobs([fail, fine])
+    thread_pool.run_jobs([fine, fine])
+    thread_pool.stop()
 
 
 CONFIG = LlamaConfig(48, 96, 2, 6, 3, 8, 320, 4096, 1e-5, 1e4)
 
 
-def test_sizes_follow_settings_and_memory() -> None:
+def test_sizes_follow_from_settings_and_memory() -> None:
     info = plan_engine_info(EngineSettings(num_blocks=10, block_size=8), CONFIG, SHAPE, 0)
     assert (info.num_blocks, info.block_tokens, info.context_tokens) == (10, 8, 80)
     free = plan_engine_info(EngineSettings(), CONFIG, SHAPE, 1024)
@@ -159,7 +161,7 @@ def test_sizes_follow_settings_and_memory() -> None:
     assert free.num_blocks * 16 * SHAPE.token_bytes <= available_memory_bytes()
 
 
-def test_memory_is_what_a_container_leaves(tmp_path: Path) -> None:
+def test_available_memory_respects_the_container_s_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("900000000\n")
     (tmp_path / "memory.stat").write_text("anon 100000000\ninactive_file 700000000\nfile 9\n")
     (tmp_path / "memory.max").write_text("1000000000\n")
@@ -171,7 +173,7 @@ def test_memory_is_what_a_container_leaves(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path / "none") > 0
 
 
-async def test_weights_that_do_not_fit_say_so(tiny_llama: Path) -> None:
+async def test_weights_that_do_not_fit_are_reported(tiny_llama: Path) -> None:
     class Large(SafetensorsWeights):
         def tensor(self, name: str) -> Any:
             raise MemoryError("Unable to allocate 3 TiB")
