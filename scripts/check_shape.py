@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""The rules of size and naming: prints every breach of them and exits with 1 if there is one.
+"""Check the rules of size and naming. Prints every breach and exits with 1 if there is one.
 
     scripts/check_shape.py [ROOT]
 
-A file has at most 400 lines, a function at most 50; nothing is called utils, common, helpers or
-manager; tasks are started in one module; src imports only libraries that pyproject.toml names
-(those of the test extra in `dynamo.testing`).
+- A file has at most 400 lines, a function at most 50.
+- No file or folder is named utils, common, helpers or manager.
+- Only core/tasks.py starts asyncio tasks.
+- src imports only libraries that pyproject.toml declares. `dynamo.testing` may also import those of
+  the test extra.
 """
 
 from __future__ import annotations
@@ -30,27 +32,27 @@ TESTING = Path("src/dynamo/testing")
 
 
 def main(root: Path) -> int:
-    """Print what is wrong under `root`."""
+    """Print the breaches under `root`. Returns 1 if there are any."""
     project = root / "pyproject.toml"
     shipped, testing = libraries(project, UNSHIPPED), libraries(project, UNSHIPPED - {"test"})
-    wrong = []
+    lines = []
     for path in python_files(root):
-        wrong += breaches(root, path, testing if root / TESTING in path.parents else shipped)
-    for line in wrong:
+        lines += breaches(root, path, testing if root / TESTING in path.parents else shipped)
+    for line in lines:
         print(line)
-    return 1 if wrong else 0
+    return 1 if lines else 0
 
 
 def python_files(root: Path) -> list[Path]:
-    """Every source file below the known folders."""
+    """Return the source files in the known folders."""
     return sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
 
 
 def libraries(project: Path, without: set[str]) -> set[str]:
-    """Import names of what the project declares, extras too, but not those of `without`."""
-    about = tomllib.loads(project.read_text())["project"]
-    declared = [*about["dependencies"]]
-    for extra, names in about.get("optional-dependencies", {}).items():
+    """Return the import names of declared libraries, with all extras but those of `without`."""
+    metadata = tomllib.loads(project.read_text())["project"]
+    declared = [*metadata["dependencies"]]
+    for extra, names in metadata.get("optional-dependencies", {}).items():
         if extra not in without:
             declared += names
     bare = {re.split(r"[<>=\[;! ]", name, maxsplit=1)[0].lower() for name in declared}
@@ -58,7 +60,7 @@ def libraries(project: Path, without: set[str]) -> set[str]:
 
 
 def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:
-    """What is wrong with one file, a line each."""
+    """Yield a line for each breach in a file."""
     where = path.relative_to(root)
     text = path.read_text()
     lines = text.count("\n")
@@ -75,7 +77,7 @@ def breaches(root: Path, path: Path, allowed: set[str]) -> Iterator[str]:
 
 
 def long_functions(where: Path, tree: ast.AST) -> Iterator[str]:
-    """Functions over the limit."""
+    """Yield functions above the limit."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -84,7 +86,7 @@ def long_functions(where: Path, tree: ast.AST) -> Iterator[str]:
 
 
 def loose_tasks(where: Path, tree: ast.AST) -> Iterator[str]:
-    """Tasks that nobody owns."""
+    """Yield asyncio tasks that are started outside of core/tasks.py."""
     if where == TASKS:
         return
     for node in ast.walk(tree):
@@ -93,7 +95,7 @@ def loose_tasks(where: Path, tree: ast.AST) -> Iterator[str]:
 
 
 def foreign_imports(where: Path, tree: ast.AST, allowed: set[str]) -> Iterator[str]:
-    """Imports of libraries that the project does not declare."""
+    """Yield imports of libraries that the project does not declare."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):

@@ -44,8 +44,8 @@ def main(root: Path, only: list[Path]) -> int:
     breaches = 0
     for path in checked_files(root, only):
         text = path.read_text()
-        found = python_breaches(text) if path.suffix == ".py" else page_breaches(text)
-        for line, message in found:
+        in_file = python_breaches(text) if path.suffix == ".py" else page_breaches(text)
+        for line, message in in_file:
             breaches += 1
             print(f"{path.relative_to(root)}:{line}: {message}")
     for message in repeated_classes(root / "src"):

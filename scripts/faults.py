@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Every fault of tests/faults/table.py on every kind of planes; writes docs/faults.md.
+"""Inject every fault of tests/faults/table.py on every kind of planes and write docs/faults.md.
 
-    scripts/faults.py [--only WORD] [--planes plain|servers] [--dry]
+    scripts/faults.py [--only WORD] [--planes plain|servers]
 
-Without --only and --planes the page is written anew; else what was found is printed.
+With --only or --planes, results are printed and the page is not written.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ NAMES = {"plain": "file, TCP", "servers": "etcd, NATS"}
 HEAD = """\
 # Faults
 
-What is done to a deployment of real processes while streams run through it, what is to come of it,
-and what came of it last. Written by `make faults` ({when}, {cores} shared cores); mock workers,
-a step every 20 ms, defaults only. "The same" means: token by token what an undisturbed deployment
-answers.
+Faults that are injected into a deployment of real processes during streams, with the expected and
+the last measured outcome. Written by `make faults` ({when}, {cores} shared cores) with mock
+workers, a step every 20 ms and default settings. "The same" means the tokens that a deployment
+without the fault generates.
 
 | fault | expected | {planes} |
 |---|---|---|---|
 """
 
 MORE = """
-Beside these, in one process and on every test run: events lost, doubled and out of order
-(`tests/conformance`, `tests/faults/test_index_truth.py`), any deaths at any token
-(`tests/unit/scheduling/test_migration.py`), cut, half-open and delayed connections and single
-streams that get lost (`tests/faults/test_wires.py`), frozen against slow workers on virtual time
-(`tests/unit/runtime/test_watch.py`), and minutes of a bad day, in which workers crash, the
-network breaks and clients leave many times over (`tests/simulation/test_day.py`; a whole day:
-`benchmarks/day.py`).
+Every test run also injects faults in one process:
+
+- lost, repeated and reordered events (`tests/conformance`, `tests/faults/test_index_truth.py`)
+- deaths of workers at any token (`tests/unit/scheduling/test_migration.py`)
+- cut, half-open and delayed connections, and single lost streams (`tests/faults/test_wires.py`)
+- frozen and slow workers in virtual time (`tests/unit/runtime/test_failure_detector.py`)
+- minutes of a simulated day with crashes, network partitions and disconnecting clients
+  (`tests/simulation/test_day.py`; `benchmarks/day.py` simulates a whole day)
 """
 
 
 def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
-    """Whether it came as expected, and what was measured or went wrong."""
+    """Inject a fault. Returns if the outcome is as expected, and a measurement or the error."""
     with tempfile.TemporaryDirectory(prefix="dynamo-faults-") as folder:
         more = {"timing": fault.timing} if fault.timing else {}
         stage = Stage(
@@ -74,12 +75,12 @@ def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Exit code 1 where something came otherwise than expected."""
+    """Inject the chosen faults. Returns 1 if an outcome is not as expected."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="faults whose name or function has this in it")
+    parser.add_argument("--only", default="", help="faults whose name or function contains this")
     parser.add_argument("--planes", choices=PLANES)
     args = parser.parse_args()
-    rows, bad = [], 0
+    rows, failed = [], 0
     with tempfile.TemporaryDirectory(prefix="dynamo-faults-") as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         for fault in TABLE:
@@ -90,13 +91,13 @@ def main() -> int:
                 if planes not in fault.planes:
                     cells.append("")
                     continue
-                began = time.monotonic()
-                good, said = play(fault, planes, model)
-                bad += not good
-                cells.append(said if good else f"**failed:** {said}")
+                started = time.monotonic()
+                passed, outcome = play(fault, planes, model)
+                failed += not passed
+                cells.append(outcome if passed else f"**failed:** {outcome}")
                 print(
-                    f"{'ok  ' if good else 'BAD '} {NAMES[planes]:10} {fault.name}: {said} "
-                    f"({time.monotonic() - began:.0f} s)",
+                    f"{'ok    ' if passed else 'FAILED'} {NAMES[planes]:10} {fault.name}: "
+                    f"{outcome} ({time.monotonic() - started:.0f} s)",
                     flush=True,
                 )
             rows.append(f"| {fault.name} | {fault.expected} | {' | '.join(cells)} |")
@@ -104,11 +105,11 @@ def main() -> int:
         head = HEAD.format(
             when=time.strftime("%Y-%m-%d"),
             cores=os.cpu_count(),
-            planes=" | ".join(NAMES[one] for one in PLANES),
+            planes=" | ".join(NAMES[planes] for planes in PLANES),
         )
         PAGE.write_text(head + "\n".join(rows) + "\n" + MORE)
-    print(f"{bad} of {len(rows)} not as expected; {platform.platform()}")
-    return bool(bad)
+    print(f"{failed} outcomes of {len(rows)} faults not as expected; {platform.platform()}")
+    return bool(failed)
 
 
 if __name__ == "__main__":

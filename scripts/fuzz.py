@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Bend frames, HTTP and JSON at random and see what breaks. Exit code 1: something did.
+"""Fuzz the parsers of frames, HTTP and JSON. Exits with 1 if there are findings.
 
     scripts/fuzz.py [--seconds 600] [--only frames|http|framing|json] [--seed N]
 
-Each fuzzer prints how many inputs it fed, the slowest, and how far memory grew after the first
+Each fuzzer prints the number of inputs, the slowest one and the growth of memory after the first
 fifth of the time. A finding is printed with its input.
 """
 
@@ -31,14 +31,14 @@ TARGETS: dict[str, type[Target]] = {
 
 
 def main() -> int:
-    """Run them one after the other."""
+    """Run the fuzzers one after the other. Returns 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600, help="of each fuzzer (600)")
+    parser.add_argument("--seconds", type=float, default=600, help="duration of each fuzzer (600)")
     parser.add_argument("--only", choices=sorted(TARGETS), help="one fuzzer")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     options = parser.parse_args()
     print(f"seed {options.seed}")
-    found = 0
+    findings = 0
     for name in [options.only] if options.only else TARGETS:
         result = asyncio.run(run(TARGETS[name](), options.seconds, options.seed))
         print(
@@ -49,8 +49,8 @@ def main() -> int:
         )
         for finding in result.findings:
             print(f"  {finding[:2000]}")
-        found += len(result.findings) + result.held
-    return 1 if found else 0
+        findings += len(result.findings) + result.held
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

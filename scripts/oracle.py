@@ -1,11 +1,11 @@
-"""Make the reference answers that the native engine is tested against.
+"""Generate the reference answers for the tests of the native engine.
 
     python scripts/oracle.py [--out tests/data/oracle/greedy.json] [MODEL.gguf]
 
-Needs torch and transformers (the `oracle` extra). Everything is transformers' own: its GGUF reader
-dequantises the weights into a float32 LlamaForCausalLM, its tokenizer and the model's chat template
-make the prompts' ids, its forward pass chooses. So weights reader, tokenizer and forward pass of
-this project are all checked against something that shares no code with them.
+Needs torch and transformers (the `oracle` extra). The GGUF reader of transformers dequantises the
+weights into a float32 LlamaForCausalLM. Its tokenizer and the model's chat template make the
+prompts' ids, and its forward pass chooses the tokens. The reference therefore shares no code with
+this project's weights reader, tokenizer and forward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DATA = Path(__file__).parent.parent / "tests" / "data" / "oracle"
 
 
 def main() -> None:
-    """Read prompts.json, answer, write greedy.json."""
+    """Read prompts.json, generate answers and write greedy.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="default: the default model's file")
     parser.add_argument("--out", type=Path, default=DATA / "greedy.json")
@@ -31,22 +31,22 @@ def main() -> None:
     model, tokenizer = load(path)
     answers = []
     for prompt in prompts:
-        answers.append(answer(model, tokenizer, prompt))
+        answers.append(generate(model, tokenizer, prompt))
         print(prompt["name"], flush=True)
-    about = {"made_by": made_by(), "model": path.name, "tokens": TOKENS}
-    lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in answers)
-    options.out.write_text(f'{{"about": {json.dumps(about)},\n"answers": [\n{lines}\n]}}\n')
+    metadata = {"made_by": library_versions(), "model": path.name, "tokens": TOKENS}
+    lines = ",\n".join(json.dumps(answer, ensure_ascii=False) for answer in answers)
+    options.out.write_text(f'{{"about": {json.dumps(metadata)},\n"answers": [\n{lines}\n]}}\n')
 
 
 def default_model() -> Path:
-    """The default model's GGUF in the user's cache, fetched if need be."""
+    """Return the default model's GGUF file from the user's cache, downloading it if necessary."""
     from dynamo.models.resolve import resolve_model_blocking
 
     return resolve_model_blocking("").path
 
 
-def made_by() -> str:
-    """The versions that the answers hang on."""
+def library_versions() -> str:
+    """Return the versions of the libraries that generate the answers."""
     import torch
     import transformers
 
@@ -54,20 +54,20 @@ def made_by() -> str:
 
 
 def load(path: Path) -> tuple[Any, Any]:
-    """Model in float32 and tokenizer, both out of the GGUF file."""
+    """Load the float32 model and the tokenizer from the GGUF file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.float32, attn_implementation="eager"
+        **source, dtype=torch.float32, attn_implementation="eager"
     )
-    return model.eval(), AutoTokenizer.from_pretrained(**where)
+    return model.eval(), AutoTokenizer.from_pretrained(**source)
 
 
-def answer(model: Any, tokenizer: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens (end of sequence or not), and at each step how far the two best logits lie
-    apart; the logprobs of the first and the last step."""
+def generate(model: Any, tokenizer: Any, prompt: dict[str, Any]) -> dict[str, Any]:
+    """Generate TOKENS greedy tokens, also beyond the end of sequence. The result has the gap
+    between the two best logits of every step, and the logprobs of the first and the last step."""
     import torch
 
     text = tokenizer.apply_chat_template(
@@ -77,10 +77,10 @@ def answer(model: Any, tokenizer: Any, prompt: dict[str, Any]) -> dict[str, Any]
     ids: list[int] = []
     gaps: list[float] = []
     logprobs: dict[str, list[list[float]]] = {}
-    cache, fed = None, torch.tensor([prompt_ids])
+    cache, inputs = None, torch.tensor([prompt_ids])
     with torch.inference_mode():
         for step in range(TOKENS):
-            out = model(fed, past_key_values=cache, use_cache=True)
+            out = model(inputs, past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, out.logits[0, -1]
             best = logits.topk(2)
             ids.append(int(best.indices[0]))
@@ -91,15 +91,16 @@ def answer(model: Any, tokenizer: Any, prompt: dict[str, Any]) -> dict[str, Any]
                     [int(token), round(float(value), 5)]
                     for token, value in zip(top.indices, top.values, strict=True)
                 ]
-            fed = torch.tensor([ids[-1:]])
-    ended = ids.index(model.config.eos_token_id) if model.config.eos_token_id in ids else TOKENS
+            inputs = torch.tensor([ids[-1:]])
+    eos = model.config.eos_token_id
+    length = ids.index(eos) if eos in ids else TOKENS
     return {
         "name": prompt["name"],
         "prompt_ids": prompt_ids,
         "ids": ids,
         "gaps": gaps,
         "logprobs": logprobs,
-        "text": tokenizer.decode(ids[:ended]),
+        "text": tokenizer.decode(ids[:length]),
     }
 
 

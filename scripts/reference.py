@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/reference from the code; with --check, only tell whether it is up to date.
+"""Write docs/reference from the code; with --check, only check whether it is up to date.
 
 scripts/reference.py [--check]
 """
@@ -38,31 +38,31 @@ from dynamo.core.settings.values import type_name
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
-MADE = "<!-- Made by scripts/reference.py from the code (`make docs`). -->\n"
+HEADER = "<!-- Made by scripts/reference.py from the code (`make docs`). -->\n"
 HELP_COLUMNS = "100"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or compare them. Returns 1 if one is out of date."""
-    made = pages()
+    rendered = pages()
     if "--check" in arguments:
-        return _compare(made)
+        return _compare(rendered)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in made.items():
+    for name, text in rendered.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
     return 0
 
 
-def _compare(made: Mapping[str, str]) -> int:
-    stale = [name for name, text in made.items() if not _same(FOLDER / name, text)]
+def _compare(rendered: Mapping[str, str]) -> int:
+    stale = [name for name, text in rendered.items() if not _same(FOLDER / name, text)]
     for name in stale:
         print(f"docs/reference/{name} is out of date: run `make docs`")
-        print("\n".join(_difference(FOLDER / name, made[name])))
+        print("\n".join(_difference(FOLDER / name, rendered[name])))
     return 1 if stale else 0
 
 
 def pages() -> Mapping[str, str]:
-    """Every page by its file name."""
+    """Return the text of every page by file name."""
     return {
         "settings.md": settings_page(),
         "commands.md": commands_page(),
@@ -73,64 +73,59 @@ def pages() -> Mapping[str, str]:
 
 
 def settings_page() -> str:
-    """Every setting, a table a section."""
+    """Return the page of settings, with a table for each section."""
     parts = [_title("Settings")]
     parts.append(
-        "Each setting is declared once. Precedence: flag, then environment, then the file named by "
-        "`--config` or `DYNAMO_CONFIG_PATH`, then the default. Any setting may be given as "
-        "`--SECTION.KEY VALUE`. Sizes take units (`8GB` = 8·10⁹, `16Gi` = 16·2³⁰ bytes), durations "
-        "too (`15s`, `2m`, `300ms`); bare numbers are in the unit shown. In names and modes `-` "
-        "and `_` are equal. An unknown key is an error that names the nearest one. `dynamo config "
-        "explain FILE` prints every effective value and where it came from. Settings take effect "
-        "at a start; those **changed while serving** also when the file is written, or the "
-        "supervisor gets SIGHUP.\n"
+        "A flag takes precedence over the environment, the environment over the file named by "
+        "`--config` or `DYNAMO_CONFIG_PATH`, the file over the default. Every setting has a flag "
+        "`--SECTION.KEY VALUE`. Sizes take units (`8GB` = 8·10⁹, `16Gi` = 16·2³⁰ bytes), and so do "
+        "durations (`15s`, `2m`, `300ms`); numbers without a unit are in the unit shown. In names "
+        "and modes, `-` and `_` are equal. An unknown key is an error that names the nearest key. "
+        "`dynamo config explain FILE` prints every effective value and its origin. Settings take "
+        "effect at a start. Those **changed while serving** also take effect when the file is "
+        "written or the supervisor gets SIGHUP.\n"
     )
     short = ", ".join(f"`{name}` (`{key}`)" for name, key in ENVIRONMENT_ALIASES.items())
     parts.append(f"Short names in the environment: {short}, `DYNAMO_CONFIG_PATH` (the file).\n")
-    declared = setting_specs_by_key().values()
-    for section, about in section_descriptions().items():
-        parts.append(f"## {section}\n\n{about}\n")
-        rows = [_setting_row(one) for one in declared if one.key.partition(".")[0] == section]
+    specs = setting_specs_by_key().values()
+    for section, description in section_descriptions().items():
+        parts.append(f"## {section}\n\n{description}\n")
+        rows = [_setting_row(spec) for spec in specs if spec.key.partition(".")[0] == section]
         parts.append(_table(SETTING_COLUMNS, rows))
-    for one in declared:
-        if one.entry_schema is not None:
-            parts.append(f"## {one.key}[]\n\nA list; {one.meta.help}. Each entry:\n")
-            entry_specs = setting_specs_by_key(one.entry_schema).values()
-            rows = [_setting_row(inner, one.key) for inner in entry_specs]
+    for spec in specs:
+        if spec.entry_schema is not None:
+            parts.append(f"## {spec.key}[]\n\nA list; {spec.meta.help}. Each entry:\n")
+            entry_specs = setting_specs_by_key(spec.entry_schema).values()
+            rows = [_setting_row(entry, spec.key) for entry in entry_specs]
             parts.append(_table(SETTING_COLUMNS, rows))
     return "\n".join(parts)
 
 
-SETTING_COLUMNS = ("setting", "type", "default", "flag", "what it does")
+SETTING_COLUMNS = ("setting", "type", "default", "flag", "meaning")
 
 
-def _setting_row(one: SettingSpec, entry_of: str = "") -> Sequence[str]:
-    about = one.meta
-    kind = type_name(one) + (f", {about.unit}" if about.unit else "")
-    notes = [about.help]
-    if about.choices:
-        notes.append(f"one of {', '.join(f'`{choice}`' for choice in about.choices)}")
-    if about.ge is not None or about.le is not None:
-        notes.append(_bounds(about.ge, about.le))
-    if about.reload:
+def _setting_row(spec: SettingSpec, entry_of: str = "") -> Sequence[str]:
+    meta = spec.meta
+    kind = type_name(spec) + (f", {meta.unit}" if meta.unit else "")
+    notes = [meta.help]
+    if meta.choices:
+        notes.append(f"one of {', '.join(f'`{choice}`' for choice in meta.choices)}")
+    if meta.ge is not None or meta.le is not None:
+        notes.append(_bounds(meta.ge, meta.le))
+    if meta.reload:
         notes.append("**changed while serving**")
-    if about.unused:
+    if meta.unused:
         notes.append("**not in use yet**")
-    if about.not_yet:
-        words = ", ".join(f"`{word}`" for word, _ in about.not_yet)
+    if meta.not_yet:
+        words = ", ".join(f"`{word}`" for word, _ in meta.not_yet)
         notes.append(f"not in use yet: {words}")
-    if about.aliases:
-        notes.append(f"also {', '.join(f'`{alias}`' for alias in about.aliases)}")
-    if about.secret:
+    if meta.aliases:
+        notes.append(f"also {', '.join(f'`{alias}`' for alias in meta.aliases)}")
+    if meta.secret:
         notes.append("never shown")
-    name = f"`{one.key}`" if entry_of else f"`{one.key}`<br>`{environment_name(one.key)}`"
-    return (
-        name,
-        kind,
-        _shown(one.default),
-        f"`{about.flag}`" if about.flag else "",
-        "; ".join(notes),
-    )
+    name = f"`{spec.key}`" if entry_of else f"`{spec.key}`<br>`{environment_name(spec.key)}`"
+    flag = f"`{meta.flag}`" if meta.flag else ""
+    return name, kind, _format_default(spec.default), flag, "; ".join(notes)
 
 
 def _bounds(low: float | None, high: float | None) -> str:
@@ -139,14 +134,14 @@ def _bounds(low: float | None, high: float | None) -> str:
     return f"at least {low:g}" if low is not None else f"at most {high:g}"
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if default is None or default in ("", ()):
         return ""
     return f"`{', '.join(default) if isinstance(default, tuple) else default}`"
 
 
 def commands_page() -> str:
-    """The help of every command."""
+    """Return the page with the help of every command."""
     os.environ["COLUMNS"] = HELP_COLUMNS
     parts = [_title("Commands")]
     parts.append("Exit codes: 0, 1 failure, 2 wrong usage, 130 interrupted.\n")
@@ -159,21 +154,21 @@ def commands_page() -> str:
 
 
 def errors_page() -> str:
-    """Every error code with its HTTP status."""
+    """Return the page of error codes with their HTTP status."""
     _import_everything()
     parts = [_title("Errors")]
     parts.append(
-        'Over HTTP an error is `{"error": {message, type, code, param, hint, request_id}}`; in a '
-        "stream that has begun it is one `data:` event before `[DONE]`. `code` is what a program "
-        "tests. Statuses 429 and 503 carry `Retry-After`. On the command line an error is a line "
-        "`error:` and mostly a line `hint:`; wrong usage exits with 2, everything else with 1.\n"
+        'Over HTTP an error is `{"error": {message, type, code, param, hint, request_id}}`. In a '
+        "stream that has begun, the error is a `data:` event before `[DONE]`. Programs should test "
+        "`code`. Statuses 429 and 503 carry `Retry-After`. Commands print a line `error:` and "
+        "usually a line `hint:`; wrong usage exits with 2, any other error with 1.\n"
     )
-    found: dict[str, type[DynamoError]] = {}
+    kinds: dict[str, type[DynamoError]] = {}
     for kind in _subclasses(DynamoError):
-        found.setdefault(kind.code, kind)
+        kinds.setdefault(kind.code, kind)
     rows = [
         (f"`{code}`", _status(kind), "yes" if kind.retryable else "", _first_line(kind))
-        for code, kind in sorted(found.items())
+        for code, kind in sorted(kinds.items())
     ]
     parts.append(_table(("code", "HTTP status", "retry", "meaning"), rows))
     return "\n".join(parts)
@@ -194,7 +189,7 @@ def _subclasses(base: type[DynamoError]) -> Iterator[type[DynamoError]]:
 
 
 class Metric(NamedTuple):
-    """A metric as it is declared in the code."""
+    """A metric that the code declares."""
 
     name: str
     kind: str
@@ -203,24 +198,24 @@ class Metric(NamedTuple):
 
 
 def metrics_page() -> str:
-    """Every metric that the code declares."""
+    """Return the page of metrics."""
     parts = [_title("Metrics")]
     parts.append(
-        "The HTTP port's `/metrics` tells of the frontend (of all frontends that share the port); "
-        "every process has a status port with its own, listed by `dynamo ps`. Histograms have "
-        "`_bucket`, `_sum` and `_count`.\n"
+        "`/metrics` of the HTTP port has the metrics of all frontends that share the port. Every "
+        "process has a status port with its own metrics; `dynamo ps` lists these ports. Histograms "
+        "have `_bucket`, `_sum` and `_count`.\n"
     )
     rows = [
-        (f"`{one.name}`", one.kind, one.labels, one.help)
-        for one in sorted(declared_metrics(ROOT / "src"))
+        (f"`{metric.name}`", metric.kind, metric.labels, metric.help)
+        for metric in sorted(declared_metrics(ROOT / "src"))
     ]
     parts.append(_table(("metric", "kind", "labels", "meaning"), rows))
     return "\n".join(parts)
 
 
 def declared_metrics(source: Path) -> set[Metric]:
-    """Metrics by their declarations: `registry.counter(NAME, HELP, ...)` and the like."""
-    found = set()
+    """Return the metrics declared as `registry.counter(NAME, HELP, ...)`, gauge or histogram."""
+    metrics = set()
     for path in source.rglob("*.py"):
         tree = ast.parse(path.read_text())
         names = {
@@ -230,72 +225,70 @@ def declared_metrics(source: Path) -> set[Metric]:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        found |= {one for node in ast.walk(tree) if (one := _metric(node, names))}
-    return found
+        metrics |= {metric for node in ast.walk(tree) if (metric := _metric(node, names))}
+    return metrics
 
 
 def _metric(node: ast.AST, names: Mapping[str, ast.expr]) -> Metric | None:
     if not isinstance(node, ast.Call) or len(node.args) < 2:
         return None
-    called = (
-        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    )
+    kind = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     name, text = (ast.unparse(arg) for arg in node.args[:2])
-    if called not in {"counter", "gauge", "histogram"} or not name.startswith("'"):
+    if kind not in {"counter", "gauge", "histogram"} or not name.startswith("'"):
         return None
-    at = 3 if called == "histogram" else 2
-    given = [word.value for word in node.keywords if word.arg == "labels"]
-    labels = given or node.args[at : at + 1]
-    literal = names.get(labels[0].id) if labels and isinstance(labels[0], ast.Name) else None
-    shown = literal if literal is not None else (labels[0] if labels else None)
-    words = ast.literal_eval(shown) if shown is not None else ()
-    return Metric(ast.literal_eval(name), called, ast.literal_eval(text), ", ".join(words))
+    position = 3 if kind == "histogram" else 2
+    keyword = [word.value for word in node.keywords if word.arg == "labels"]
+    labels = keyword or node.args[position : position + 1]
+    constant = names.get(labels[0].id) if labels and isinstance(labels[0], ast.Name) else None
+    literal = constant if constant is not None else (labels[0] if labels else None)
+    words = ast.literal_eval(literal) if literal is not None else ()
+    return Metric(ast.literal_eval(name), kind, ast.literal_eval(text), ", ".join(words))
 
 
 def http_page() -> str:
-    """Routes, and the fields of the two bodies."""
+    """Return the page of HTTP routes and request fields."""
     parts = [_title("HTTP")]
-    refused: set[str] = set(NEUTRAL_VALUES)
+    rejected: set[str] = set(NEUTRAL_VALUES)
     rows = [(f"`{method}`", f"`{path}`", text) for path, method, text in declared_routes()]
-    parts.append(_table(("method", "path", "what it answers"), rows))
+    parts.append(_table(("method", "path", "response"), rows))
     parts.append(
-        "\nFields beyond these are ignored. `Authorization: Bearer KEY` where `server.api_keys` is "
-        "set. `x-request-id` is taken over, or made, and answered. `x-dynamo-timeout: SECONDS` is "
-        "the client's own limit of the whole request (504 `deadline_exceeded`), shorter than "
-        "`server.request_timeout`.\n"
+        "\nOther fields are ignored. If `server.api_keys` is set, requests need `Authorization: "
+        "Bearer KEY`. The response has the request's `x-request-id`, or a new one. "
+        "`x-dynamo-timeout: SECONDS` limits the whole request (504 `deadline_exceeded`), if it is "
+        "shorter than `server.request_timeout`.\n"
     )
     for title, body in (("chat/completions", ChatBody), ("completions", CompletionBody)):
         parts.append(f"## /v1/{title}\n")
-        every = list(_fields(body))
-        refused |= {name.strip("`") for name, kind, _ in every if kind == "any"}
-        fields = [row for row in every if row[1] != "any"]
-        parts.append(_table(("field", "type", "range"), fields))
-    shown = ", ".join(f"`{name}`" for name in sorted(refused))
-    parts.append(f"\nKnown, and refused where they would change the answer: {shown}.\n")
+        fields = list(_fields(body))
+        rejected |= {name.strip("`") for name, kind, _ in fields if kind == "any"}
+        rows = [row for row in fields if row[1] != "any"]
+        parts.append(_table(("field", "type", "range"), rows))
+    names = ", ".join(f"`{name}`" for name in sorted(rejected))
+    parts.append(f"\nThese fields are rejected if they would change the answer: {names}.\n")
     return "\n".join(parts)
 
 
 ROUTES = {
     "/v1/chat/completions": "continue a conversation; `stream: true` for server-sent events",
     "/v1/completions": "continue a text, a list of texts, or token ids",
-    "/v1/models": "what is served",
-    "/v1/models/": "one model, by the name that follows",
-    "/tokenize": "a text's or a conversation's token ids",
+    "/v1/models": "the models that are served",
+    "/v1/models/": "one model; its name follows",
+    "/tokenize": "the token ids of a text or conversation",
     "/detokenize": "the text of token ids",
-    "/health": "200 when a request would be served, else 503 and why",
-    "/live": "200 as long as the process answers",
+    "/health": "200 if requests can be served, else 503 with the reason",
+    "/live": "200 while the process responds",
     "/metrics": "[metrics](metrics.md) in Prometheus' text format",
     "/version": "the version",
-    "/router/explain": "the last routing decisions (mode `kv` or `adaptive`, as all of /router)",
-    "/router/explain/": "all decisions for a request, by the id that follows (its x-request-id)",
-    "/router/report": "how well requests are routed; `?seconds=N`: the last N",
-    "/router/timeline": "samples of every worker, one a second; `?since=UNIX`",
-    "/router/view": "the same as a page",
+    "/router/explain": "the last routing decisions (/router needs mode `kv` or `adaptive`)",
+    "/router/explain/": "all decisions for a request; its id (x-request-id) follows",
+    "/router/report": "a report on the quality of routing; `?seconds=N` for the last N seconds",
+    "/router/timeline": "a sample of every worker per second; `?since=UNIX`",
+    "/router/view": "the report and the timeline as a page",
 }
 
 
 def declared_routes() -> Iterator[tuple[str, str, str]]:
-    """(path, method, description) of every route in the application's table."""
+    """Yield (path, method, description) of every route in the application's tables."""
     folder = Path(dynamo.__path__[0]) / "application"
     sources = [(folder / name).read_text() for name in ("app.py", "status.py", "routing.py")]
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
@@ -309,13 +302,12 @@ def declared_routes() -> Iterator[tuple[str, str, str]]:
 
 
 def _fields(body: type[msgspec.Struct]) -> Iterator[Sequence[str]]:
-    schema = msgspec.json.schema(body)
-    about = schema["$defs"][body.__name__]
-    for name, field in about["properties"].items():
+    schema = msgspec.json.schema(body)["$defs"][body.__name__]
+    for name, field in schema["properties"].items():
         if name in NEUTRAL_VALUES:
             continue
         arms = [arm for arm in field.get("anyOf", [field]) if arm.get("type") != "null"]
-        required = " (required)" if name in about.get("required", ()) else ""
+        required = " (required)" if name in schema.get("required", ()) else ""
         kinds = " or ".join(dict.fromkeys(_kind(arm) for arm in arms))
         yield f"`{name}`", kinds + required, "; ".join(filter(None, map(_range, arms)))
 
@@ -341,7 +333,7 @@ def _import_everything() -> None:
 
 
 def _title(name: str) -> str:
-    return f"# {name}\n\n{MADE}"
+    return f"# {name}\n\n{HEADER}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

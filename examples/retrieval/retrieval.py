@@ -2,9 +2,9 @@
 
     dynamo serve retrieval:Frontend -f retrieval.yaml
 
-Requests for the model `with-documents` pass Retrieval, which puts what it finds before the
-conversation and hands the request on: the answer's tokens do not pass it. Requests for the model
-itself never leave the usual way.
+Requests for the model `with-documents` go to Retrieval, which adds matching texts as a system
+message and returns the request. The model answers the returned request directly, so tokens do not
+pass through Retrieval. Requests for the model itself skip Retrieval.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from dynamo.services import Frontend, Processor, Worker
 
 
 class DocumentsConfig(msgspec.Struct):
-    """Section `Documents` of the file."""
+    """Section `Documents` of the configuration file."""
 
     folder: str = "documents"
     at_most: int = 2
@@ -38,13 +38,13 @@ class Documents:
     @dynamo_endpoint()
     async def find(self, request: dict[str, str]) -> list[str]:
         words = set(request["question"].lower().replace("?", "").split())
-        ranked = sorted(self.texts, key=lambda one: len(words & one[0]), reverse=True)
-        return [text for known, text in ranked[: self.config.at_most] if words & known]
+        ranked = sorted(self.texts, key=lambda document: len(words & document[0]), reverse=True)
+        return [text for text_words, text in ranked[: self.config.at_most] if words & text_words]
 
 
 @service(dynamo={"namespace": "dynamo", "model": "with-documents"})
 class Retrieval:
-    """What HTTP clients reach as the model `with-documents`."""
+    """Serves the model `with-documents` for HTTP clients."""
 
     documents = depends(Documents)
     processor = depends(Processor)
@@ -52,11 +52,14 @@ class Retrieval:
     @dynamo_endpoint()
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         question = request["messages"][-1]["content"]
-        found = await self.documents.find({"question": question})
-        if not found:
+        texts = await self.documents.find({"question": question})
+        if not texts:
             return request
-        about = "Answer with the help of these texts:\n\n" + "\n\n".join(found)
-        return {**request, "messages": [{"role": "system", "content": about}, *request["messages"]]}
+        prompt = "Answer with the help of these texts:\n\n" + "\n\n".join(texts)
+        return {
+            **request,
+            "messages": [{"role": "system", "content": prompt}, *request["messages"]],
+        }
 
 
 Frontend.link(Retrieval)

@@ -1,5 +1,5 @@
-"""The client's examples as the specification's third document gives them; only the address, and
-line breaks that its text lost, are ours."""
+"""The client's examples from the specification's third document. Only the address differs, and
+line breaks that the document lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/cluster.md, as they stand: only ports, the model and `export` differ."""
+"""The commands of docs/how-to/cluster.md, with other ports and another model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SERVERS = ("etcd ", "nats-server")
 
 
 class Terminal:
-    """Runs the page's commands; those that serve are left running."""
+    """Runs the page's commands. Commands that serve run until `end`."""
 
     def __init__(self, home: Path, model: Path, etcd: EtcdProcess, nats: NatsProcess) -> None:
         self.port = free_port()
         self.log = home / "log"
         self._home = home
         self._running: list[subprocess.Popen[bytes]] = []
-        self._instead = {
+        self._replacements = {
             "2379": str(etcd.port),
             "4222": str(nats.port),
             "8000": str(self.port),
@@ -40,15 +40,15 @@ class Terminal:
         own = {"PATH": path, "XDG_RUNTIME_DIR": str(home), "ETCDCTL_ENDPOINTS": etcd.url[7:]}
         self.environ = os.environ | own
 
-    def do(self, command: str) -> str:
-        """One line of the page; what it printed, if it ended."""
-        for theirs, ours in self._instead.items():
-            command = command.replace(theirs, ours)
+    def run(self, command: str) -> str:
+        """Run a line of the page and return its output, empty for a command that serves."""
+        for original, replacement in self._replacements.items():
+            command = command.replace(original, replacement)
         if command.startswith("export "):
             name, _, value = command.removeprefix("export ").partition("=")
-            said = self._shell(f"echo {value}")
-            self.environ[name] = said.strip()
-            return said
+            output = self._shell(f"echo {value}")
+            self.environ[name] = output.strip()
+            return output
         if not command.startswith("dynamo run"):
             return self._shell(command)
         with self.log.open("ab") as log:
@@ -64,10 +64,10 @@ class Terminal:
         return ""
 
     def end(self) -> None:
-        for one in reversed(self._running):
-            one.terminate()
-        for one in reversed(self._running):
-            assert one.wait(20) == 0, self.log.read_text()
+        for process in reversed(self._running):
+            process.terminate()
+        for process in reversed(self._running):
+            assert process.wait(20) == 0, self.log.read_text()
 
     def _shell(self, command: str) -> str:
         return subprocess.run(
@@ -79,20 +79,20 @@ class Terminal:
 def terminal(tmp_path: Path, tiny_model: Path) -> Iterator[Terminal]:
     tmp_path.chmod(0o700)
     with EtcdProcess() as etcd, NatsProcess() as nats:
-        made = Terminal(tmp_path, tiny_model, etcd, nats)
-        yield made
-        made.end()
+        terminal = Terminal(tmp_path, tiny_model, etcd, nats)
+        yield terminal
+        terminal.end()
 
 
 def test_the_page_works(terminal: Terminal) -> None:
-    said = {}
+    outputs = {}
     for block in BLOCK.findall(PAGE.read_text()):
         for command in block.splitlines():
             if command.startswith(SERVERS):
                 continue
-            said[command] = terminal.do(command)
-    found = [text for command, text in said.items() if command.startswith("etcdctl")]
-    assert found[0].count("/worker/generate/") == 3
+            outputs[command] = terminal.run(command)
+    records = [text for command, text in outputs.items() if command.startswith("etcdctl")]
+    assert records[0].count("/worker/generate/") == 3
     assert "Traceback" not in terminal.log.read_text()
 
 

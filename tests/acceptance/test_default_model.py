@@ -1,4 +1,4 @@
-"""`dynamo run` with nothing else: the default model, over HTTP, says what transformers says."""
+"""`dynamo run` without arguments: the default model over HTTP equals transformers' answers."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ END = 2
 def default_deployment(
     tmp_path_factory: pytest.TempPathFactory, runtime_environ: dict[str, str]
 ) -> Iterator[Deployment]:
-    one = Deployment([], tmp_path_factory.mktemp("default"), runtime_environ)
-    one.wait_ready(300)
-    yield one
-    one.stop()
+    deployment = Deployment([], tmp_path_factory.mktemp("default"), runtime_environ)
+    deployment.wait_ready(300)
+    yield deployment
+    deployment.stop()
 
 
 @pytest.fixture(scope="module")
 def client(default_deployment: Deployment) -> Iterator[openai.OpenAI]:
     url = default_deployment.url + "/v1"
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        yield client
 
 
 def oracle() -> list[dict[str, Any]]:
-    """Prompts with transformers' greedy answers; those with a near tie before their end left out."""
+    """Return prompts with transformers' greedy answers, without those that have a near tie."""
     prompts = json.loads((ORACLE / "prompts.json").read_text())
     answers = {a["name"]: a for a in json.loads((ORACLE / "greedy.json").read_text())["answers"]}
-    found = []
+    cases = []
     for prompt in prompts:
         answer = answers[prompt["name"]]
         ids = answer["ids"]
         length = ids.index(END) if END in ids else len(ids)
         if min(answer["gaps"][:length]) > NEAR_TIE and len(answer["prompt_ids"]) < 120:
-            found.append({**prompt, "length": length, "ends": END in ids, "text": answer["text"]})
-    return found
+            cases.append({**prompt, "length": length, "ends": END in ids, "text": answer["text"]})
+    return cases
 
 
-def greedy(client: openai.OpenAI, one: dict[str, Any]) -> Any:
+def greedy(client: openai.OpenAI, case: dict[str, Any]) -> Any:
     return client.chat.completions.create(
         model="default",
-        messages=one["messages"],
-        max_tokens=max(1, one["length"] + one["ends"]),
+        messages=case["messages"],
+        max_tokens=max(1, case["length"] + case["ends"]),
         temperature=0,
     )
 
@@ -69,19 +69,19 @@ def test_the_capital_of_france(client: openai.OpenAI) -> None:
 
 @pytest.mark.timeout(120)
 def test_five_prompts_equal_transformers_greedy_text(client: openai.OpenAI) -> None:
-    chosen = oracle()[1:6]
-    assert len(chosen) == 5
-    for one in chosen:
-        text = greedy(client, one).choices[0].message.content
+    cases = oracle()[1:6]
+    assert len(cases) == 5
+    for case in cases:
+        text = greedy(client, case).choices[0].message.content
         assert text
-        assert one["text"].startswith(text), one["name"]
-        if one["ends"]:
-            assert greedy(client, one).choices[0].finish_reason == "stop"
+        assert case["text"].startswith(text), case["name"]
+        if case["ends"]:
+            assert greedy(client, case).choices[0].finish_reason == "stop"
 
 
-def test_the_second_time_comes_from_the_cache(client: openai.OpenAI) -> None:
-    one = oracle()[0]
-    first, second = greedy(client, one), greedy(client, one)
+def test_a_repeated_prompt_comes_from_the_cache(client: openai.OpenAI) -> None:
+    case = oracle()[0]
+    first, second = greedy(client, case), greedy(client, case)
     assert first.choices[0].message.content == second.choices[0].message.content
     assert second.usage is not None
     assert second.usage.prompt_tokens_details is not None
@@ -89,7 +89,7 @@ def test_the_second_time_comes_from_the_cache(client: openai.OpenAI) -> None:
 
 
 def test_seeded_sampling_repeats_and_differs(client: openai.OpenAI) -> None:
-    def say(seed: int) -> str | None:
+    def sample(seed: int) -> str | None:
         answer = client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": "Tell me a story."}],
@@ -99,5 +99,5 @@ def test_seeded_sampling_repeats_and_differs(client: openai.OpenAI) -> None:
         )
         return answer.choices[0].message.content
 
-    assert say(1) == say(1)
-    assert say(1) != say(2)
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)

@@ -1,5 +1,5 @@
-"""The commands of docs/how-to/deploy.md as they stand: without Docker for real, one chat request
-included; those with Docker before a stand-in that notes how it was called."""
+"""The commands of docs/how-to/deploy.md. Commands with `--local` run for real, with a chat request.
+Commands with Docker call a fake `docker` that records its arguments."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PORTS = (
     *("FRONTEND_PORT", "FRONTEND_2_PORT", "ROUTER_PORT", "ETCD_PORT", "ETCD_PEER_PORT"),
     *("NATS_PORT", "NATS_MONITOR_PORT"),
 )
-STAND_IN = """#!/bin/sh
+FAKE_DOCKER = """#!/bin/sh
 printf '%s\\n' "$*" >>"$CALLS"
 case "$*" in *"$FAILS"*) exit 1 ;; esac
 """
 
 
 class Shell:
-    """A user's, in the repository's root, with a deployment of its own."""
+    """A shell in the repository's root with a separate deployment."""
 
     def __init__(self, home: Path, model: Path) -> None:
         self.ports = {name: str(free_port()) for name in PORTS}
@@ -55,14 +55,14 @@ class Shell:
         }
 
     def run(self, command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        """One command line; it may fail."""
+        """Run a command line, which may fail."""
         command = command.replace(":8000", f":{self.ports['FRONTEND_PORT']}")
         return subprocess.run(
             ["bash", "-c", command], env=self.environ, capture_output=True, text=True, cwd=folder
         )
 
     def calls(self) -> list[str]:
-        """How Docker was called, without the files that are named each time."""
+        """Return the arguments of the calls of docker, without --file and --env-file."""
         text = Path(self.environ["CALLS"]).read_text()
         return re.sub(r"--(file|env-file) \S+ ", "", text).splitlines()
 
@@ -70,22 +70,22 @@ class Shell:
 @pytest.fixture
 def shell(tmp_path: Path, tiny_model: Path) -> Iterator[Shell]:
     tmp_path.chmod(0o700)
-    made = Shell(tmp_path, tiny_model)
-    yield made
-    made.run(f"{SCRIPT} --local cleanup")
+    shell = Shell(tmp_path, tiny_model)
+    yield shell
+    shell.run(f"{SCRIPT} --local cleanup")
 
 
 @pytest.fixture
 def docker(shell: Shell, tmp_path: Path) -> Iterator[Shell]:
-    """With something called docker, a copy of `deploy/`, and somebody who is well."""
+    """Add a fake `docker`, a copy of `deploy/` and a server that answers health checks."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "docker").write_text(STAND_IN)
+    (tmp_path / "bin" / "docker").write_text(FAKE_DOCKER)
     (tmp_path / "bin" / "docker").chmod(0o755)
     (tmp_path / "there").mkdir()
     subprocess.run(["cp", "-r", ROOT / "deploy", tmp_path / "there"], check=True)
     (tmp_path / "there" / "deploy" / "secrets.env").unlink(missing_ok=True)
     address = ("127.0.0.1", int(shell.ports["FRONTEND_PORT"]))
-    with http.server.HTTPServer(address, Well) as server:
+    with http.server.HTTPServer(address, HealthHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield shell
@@ -93,7 +93,7 @@ def docker(shell: Shell, tmp_path: Path) -> Iterator[Shell]:
         thread.join()
 
 
-class Well(http.server.BaseHTTPRequestHandler):
+class HealthHandler(http.server.BaseHTTPRequestHandler):
     """Answers 200."""
 
     def do_GET(self) -> None:
@@ -106,15 +106,15 @@ class Well(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.timeout(180)
 def test_the_stack_without_docker(shell: Shell) -> None:
-    said = {}
+    outputs = {}
     for command in LOCAL:
-        ended = shell.run(command)
-        assert ended.returncode == 0, (command, ended.stdout, ended.stderr)
-        said[command] = ended.stdout
-    (chat,) = (text for command, text in said.items() if command.startswith("curl"))
+        completed = shell.run(command)
+        assert completed.returncode == 0, (command, completed.stdout, completed.stderr)
+        outputs[command] = completed.stdout
+    (chat,) = (text for command, text in outputs.items() if command.startswith("curl"))
     assert json.loads(chat)["usage"]["completion_tokens"] == 8
-    assert said["deploy/deploy.sh --local status"].count(" well\n") == 6
-    assert said["deploy/deploy.sh --local stop"].splitlines()[-2:] == [
+    assert outputs["deploy/deploy.sh --local status"].count(" healthy\n") == 6
+    assert outputs["deploy/deploy.sh --local stop"].splitlines()[-2:] == [
         "nats has stopped",
         "etcd has stopped",
     ]
@@ -125,12 +125,12 @@ def test_the_stack_without_docker(shell: Shell) -> None:
 
 def test_the_commands_with_docker(docker: Shell, tmp_path: Path) -> None:
     for command in DOCKER:
-        ended = docker.run(command, tmp_path / "there")
-        assert ended.returncode == 0, (command, ended.stderr)
-    done = [call for call in docker.calls() if call not in {"info", "compose version"}]
+        completed = docker.run(command, tmp_path / "there")
+        assert completed.returncode == 0, (command, completed.stderr)
+    calls = [call for call in docker.calls() if call not in {"info", "compose version"}]
     wait = "compose --profile stack up --detach --wait --wait-timeout 60"
     down = "compose --profile stack --profile stack down"
-    assert done == [
+    assert calls == [
         "compose --profile stack build",
         wait,
         "compose --profile stack ps --all",
@@ -145,14 +145,14 @@ def test_the_commands_with_docker(docker: Shell, tmp_path: Path) -> None:
     ]
 
 
-def test_passwords_are_made_once_and_shown_to_nobody(docker: Shell, tmp_path: Path) -> None:
+def test_passwords_are_generated_once_and_not_printed(docker: Shell, tmp_path: Path) -> None:
     there = tmp_path / "there"
     first = docker.run("deploy/deploy.sh start", there)
-    made = (there / "deploy" / "secrets.env").read_text()
+    secrets = (there / "deploy" / "secrets.env").read_text()
     docker.run("deploy/deploy.sh start", there)
-    assert (there / "deploy" / "secrets.env").read_text() == made
+    assert (there / "deploy" / "secrets.env").read_text() == secrets
     assert (there / "deploy" / "secrets.env").stat().st_mode & 0o077 == 0
-    values = dict(line.split("=") for line in made.splitlines())
+    values = dict(line.split("=") for line in secrets.splitlines())
     assert len(values["GRAFANA_PASSWORD"]) == 48
     assert values["GRAFANA_PASSWORD"] not in first.stdout
     docker.run("deploy/deploy.sh cleanup", there)
@@ -167,41 +167,41 @@ def test_passwords_are_made_once_and_shown_to_nobody(docker: Shell, tmp_path: Pa
         ("up --detach", "logs SERVICE"),
     ],
 )
-def test_what_is_wrong_with_docker_is_said(docker: Shell, fails: str, says: str) -> None:
+def test_errors_of_docker_are_reported(docker: Shell, fails: str, says: str) -> None:
     docker.environ["FAILS"] = fails
-    ended = docker.run("deploy/deploy.sh start", Path(docker.environ["CALLS"]).parent / "there")
-    assert ended.returncode == 1
-    assert says in ended.stderr
+    completed = docker.run("deploy/deploy.sh start", Path(docker.environ["CALLS"]).parent / "there")
+    assert completed.returncode == 1
+    assert says in completed.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
         ("--help", 0, "usage: deploy.sh"),
-        ("", 2, "what to do?"),
-        ("fly", 2, "no command is called fly"),
-        ("--fast start", 2, "no option is called --fast"),
-        ("start everything", 2, "start takes no everything"),
-        ("--local status", 1, "does not run"),
+        ("", 2, "a command is missing"),
+        ("fly", 2, "unknown command fly"),
+        ("--fast start", 2, "unknown option --fast"),
+        ("start everything", 2, "start takes no argument everything"),
+        ("--local status", 1, "not running"),
         ("--local logs router", 1, "no log of router"),
     ],
 )
 def test_errors_say_what_to_do(shell: Shell, words: str, code: int, says: str) -> None:
-    ended = shell.run(f"{SCRIPT} {words}", Path("/"))
-    assert ended.returncode == code
-    assert says in ended.stdout + ended.stderr
+    completed = shell.run(f"{SCRIPT} {words}", Path("/"))
+    assert completed.returncode == code
+    assert says in completed.stdout + completed.stderr
 
 
-def test_a_part_that_cannot_start_is_named_at_once(shell: Shell) -> None:
+def test_a_part_that_cannot_start_is_named_immediately(shell: Shell) -> None:
     shell.environ["DYNAMO_MODEL__PATH"] = "/nonesuch"
-    ended = shell.run(f"{SCRIPT} --local start")
-    assert ended.returncode == 1
-    assert "there is no file or folder /nonesuch" in ended.stderr
-    assert "worker has ended" in ended.stderr
+    completed = shell.run(f"{SCRIPT} --local start")
+    assert completed.returncode == 1
+    assert "there is no file or folder /nonesuch" in completed.stderr
+    assert "worker has ended" in completed.stderr
 
 
-def test_a_port_in_use_is_told_before_anything_starts(docker: Shell) -> None:
-    ended = docker.run(f"{SCRIPT} --local start")
-    assert ended.returncode == 1
-    assert "FRONTEND_PORT=PORT" in ended.stderr
-    assert "is well" not in ended.stdout
+def test_a_port_in_use_is_reported_before_anything_starts(docker: Shell) -> None:
+    completed = docker.run(f"{SCRIPT} --local start")
+    assert completed.returncode == 1
+    assert "FRONTEND_PORT=PORT" in completed.stderr
+    assert "is healthy" not in completed.stdout

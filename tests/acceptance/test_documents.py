@@ -1,9 +1,9 @@
-"""Every command of the README, the tutorial, the how-to pages and the examples works as it stands.
+"""Every command of the README, the tutorial, the how-to pages and the examples works.
 
-Blocks marked `sh` and `python` are run in order, with the default model; only ports and durations
-are others. A command that serves is up until the next one that serves, or the end of the page;
-parts started by `--only` are up together. Files that a page tells to write (a block under "`NAME`:")
-are written. `<!-- not run: WHY -->` above a block skips it.
+Blocks marked `sh` and `python` are run in order with the default model. Only ports and durations are
+replaced. A command that serves runs until the next one that serves, or until the end of the page.
+Parts started with `--only` run together. A block below "`NAME`:" is written to that file.
+`<!-- not run: WHY -->` above a block skips it.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ BEFORE = {
     "docs/how-to/chat.md": "dynamo run",
     "docs/how-to/client.md": "dynamo run",
 }
-"""What runs already where a page begins."""
-SAID = re.compile(r"^\w+ serves$", re.MULTILINE)
-"""What the terminal is told where nothing speaks HTTP."""
-PATIENCE_S = 40
-TYPING_S = 5
-"""A reader types slower than a frontend learns of a service."""
+"""Commands that run before a page's first block."""
+READY_LINE = re.compile(r"^\w+ serves$", re.MULTILINE)
+"""Output of a deployment without HTTP when it is ready."""
+TIMEOUT_S = 40
+RETRY_S = 5
+"""Commands are retried for this long, since a frontend discovers a service with a delay."""
 
 
 def pages() -> Iterator[str]:
-    """Those with something to run."""
-    found = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
-    found += sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("examples/*/README.md")])
-    for page in found:
+    """Yield the pages that have blocks to run."""
+    paths = [ROOT / "README.md", ROOT / "docs/tutorial.md"]
+    paths += sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("examples/*/README.md")])
+    for page in paths:
         if any(blocks(str(page.relative_to(ROOT)))):
             yield str(page.relative_to(ROOT))
 
 
 class Block(NamedTuple):
-    """`file`: what to write it to; else commands, or a program."""
+    """A block of a page: the content of `file`, else a Python program or shell commands."""
 
     file: str
     text: str
@@ -70,18 +70,18 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """What is to be done, in order."""
-    for found in BLOCK.finditer((ROOT / page).read_text()):
-        if not found["skip"] and (found["kind"] in RUN or found["file"]):
-            yield Block(found["file"] or "", found["text"], found["kind"] == "python")
+    """Yield the blocks to run or write, in order."""
+    for match in BLOCK.finditer((ROOT / page).read_text()):
+        if not match["skip"] and (match["kind"] in RUN or match["file"]):
+            yield Block(match["file"] or "", match["text"], match["kind"] == "python")
 
 
 class Reader:
-    """Does what a page says, in a folder and with a state of its own."""
+    """Follows the instructions of a page in a separate folder with a separate state folder."""
 
     def __init__(self, home: Path, folder: Path, environ: Mapping[str, str]) -> None:
         self.ports = {"8000": str(free_port())}
-        self.done: list[str] = []
+        self.commands: list[str] = []
         self._folder = folder
         self._log = home / "log.txt"
         self._serving: list[subprocess.Popen[bytes]] = []
@@ -91,28 +91,29 @@ class Reader:
         self._environ = os.environ | environ | {"PATH": path, "DYNAMO_SERVER__HTTP_PORT": port}
         self._environ |= {"PORT": port, "PYTHONDONTWRITEBYTECODE": "1", "DYNAMO_ROUTER__PORT": "0"}
 
-    def do(self, block: Block) -> None:
-        """One block."""
+    def follow(self, block: Block) -> None:
+        """Write the block's file or run its commands."""
         if block.file:
             (self._folder / block.file).write_text(self._other_ports(block.text))
         elif block.program:
             self.run(f"python -c {shlex.quote(block.text)}")
         else:
             for command in commands(block.text):
-                self.run(command if made() else command.replace("make run", "dynamo run"))
+                can_make = make_is_up_to_date()
+                self.run(command if can_make else command.replace("make run", "dynamo run"))
         if self._parts:
             self._wait()
 
     def run(self, command: str) -> None:
-        """One command: left running if it serves, else awaited."""
-        self.done.append(command)
+        """Start a command that serves, or run another command to its end."""
+        self.commands.append(command)
         if command.startswith("cd "):
             self._folder /= command.removeprefix("cd ")
             return
         port = self.ports["8000"]
         command = DURATION.sub("--duration 1s", self._other_ports(command))
         command = ASKS.sub(rf"\g<0> http://127.0.0.1:{port}", command)
-        if command == "dynamo stop":  # the user who runs the tests may have others
+        if command == "dynamo stop":  # the user may have other deployments
             command += f" {port}"
         if SERVES.match(command):
             self.serve(command)
@@ -120,15 +121,15 @@ class Reader:
             self._await(command)
 
     def end(self) -> None:
-        """Ctrl-C for what serves; it ends well and in time, if it has not already."""
+        """Interrupt the commands that serve and check that they end without an error."""
         while self._serving:
             self._end(self._serving.pop())
 
     def _end(self, serving: subprocess.Popen[bytes]) -> None:
         if serving.poll() is None:
-            os.killpg(serving.pid, signal.SIGINT)  # as a terminal does: `make` hears it, too
+            os.killpg(serving.pid, signal.SIGINT)  # Ctrl-C signals the whole group, `make` too
         try:
-            code = serving.wait(PATIENCE_S)
+            code = serving.wait(TIMEOUT_S)
             assert code in {0, -signal.SIGINT}, self._log.read_text()
             assert "Traceback" not in self._log.read_text(), self._log.read_text()
         finally:
@@ -137,14 +138,14 @@ class Reader:
             serving.wait()
 
     def serve(self, command: str) -> None:
-        """Leave it running; what ran before ends first, unless both are parts of one."""
+        """Start a command that serves. Earlier ones end first, unless both have `--only`."""
         part = "--only" in command
         if not part or not self._parts:
             self.end()
             self._log.write_text("")
         self._parts = part
         with self._log.open("ab") as log:
-            one = subprocess.Popen(
+            process = subprocess.Popen(
                 ["bash", "-c", re.sub(r"^((?:\w+=\S+ )*)", r"\1exec ", command)],
                 stdout=log,
                 stderr=log,
@@ -152,36 +153,39 @@ class Reader:
                 cwd=ROOT if command.startswith("make") else self._folder,
                 start_new_session=True,
             )
-        self._serving.append(one)
+        self._serving.append(process)
         if not part:
             self._wait()
 
     def _wait(self) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while not (any(map(healthy, self.ports.values())) or SAID.search(self._log.read_text())):
-            assert all(one.poll() is None for one in self._serving), self._log.read_text()
-            assert time.monotonic() < until, self._log.read_text()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (
+            any(map(healthy, self.ports.values())) or READY_LINE.search(self._log.read_text())
+        ):
+            running = all(process.poll() is None for process in self._serving)
+            assert running, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
             time.sleep(0.1)
 
     def _await(self, command: str) -> None:
-        until = time.monotonic() + TYPING_S
+        deadline = time.monotonic() + RETRY_S
         while True:
-            ended = subprocess.run(
+            completed = subprocess.run(
                 ["bash", "-c", command],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 env=self._environ,
                 cwd=ROOT if command.startswith("source") else self._folder,
-                timeout=PATIENCE_S,
+                timeout=TIMEOUT_S,
                 check=False,
             )
-            if '"error"' not in ended.stdout or time.monotonic() > until:
+            if '"error"' not in completed.stdout or time.monotonic() > deadline:
                 break
-        assert ended.returncode == 0, command + ended.stdout + ended.stderr
-        assert '"error"' not in ended.stdout
+        assert completed.returncode == 0, command + completed.stdout + completed.stderr
+        assert '"error"' not in completed.stdout
         if "capital of France" in command:
-            assert "Paris" in ended.stdout
+            assert "Paris" in completed.stdout
 
     def _other_ports(self, text: str) -> str:
         def other(port: re.Match[str]) -> str:
@@ -191,7 +195,7 @@ class Reader:
 
 
 def healthy(port: str) -> bool:
-    """A request would be served there."""
+    """Return True if the server on this port can serve requests."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -200,13 +204,13 @@ def healthy(port: str) -> bool:
 
 
 def commands(text: str) -> Iterator[str]:
-    """One each; continued lines are one."""
+    """Yield the commands of a block. A backslash joins lines."""
     yield from filter(None, text.replace("\\\n", " ").splitlines())
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder with all that pages take to be there."""
+    """Create a folder with the files that pages expect."""
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for folder in (tmp_path, *tmp_path.glob("examples/*")):
@@ -227,9 +231,9 @@ def reader(
     state.mkdir(mode=0o700)
     page = Path(request.getfixturevalue("page"))
     folder = home / page.parent if page.parts[0] == "examples" else home
-    made = Reader(home, folder, {**runtime_environ, "XDG_RUNTIME_DIR": str(state)})
-    yield made
-    made.end()
+    reader = Reader(home, folder, {**runtime_environ, "XDG_RUNTIME_DIR": str(state)})
+    yield reader
+    reader.end()
 
 
 @pytest.mark.parametrize("page", list(pages()))
@@ -238,13 +242,13 @@ def test_a_page(page: str, reader: Reader) -> None:
     if page in BEFORE:
         reader.serve(BEFORE[page])
     for block in blocks(page):
-        reader.do(block)
-    assert reader.done
+        reader.follow(block)
+    assert reader.commands
 
 
-def made() -> bool:
-    """`make` is there and `make run` would install nothing first."""
+def make_is_up_to_date() -> bool:
+    """Return True if `make` exists and `make run` would install nothing."""
     if shutil.which("make") is None:
         return False
-    asked = subprocess.run(["make", "--question", ".venv/.installed"], cwd=ROOT, check=False)
-    return asked.returncode == 0
+    command = ["make", "--question", ".venv/.installed"]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The official `openai` client against a whole deployment: what its users do."""
+"""The official `openai` client against a whole deployment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 
 @pytest.fixture
 def client(mock_deployment: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=mock_deployment.url + "/v1", api_key="any", max_retries=0) as one:
-        yield one
+    with openai.OpenAI(
+        base_url=mock_deployment.url + "/v1", api_key="any", max_retries=0
+    ) as client:
+        yield client
 
 
 HI = [{"role": "user", "content": "the quick brown fox"}]
@@ -31,7 +33,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
 
 
-def test_stream_is_the_unary_text_with_an_event_a_token(client: openai.OpenAI) -> None:
+def test_a_stream_is_the_unary_text_with_an_event_per_token(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="tiny", messages=HI, max_tokens=20)
     chunks = list(
         client.chat.completions.create(
@@ -80,10 +82,10 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_completions_of_text_list_and_tokens(client: openai.OpenAI) -> None:
-    one = client.completions.create(model="tiny", prompt="a lazy dog", max_tokens=6)
+    single = client.completions.create(model="tiny", prompt="a lazy dog", max_tokens=6)
     many = client.completions.create(model="tiny", prompt=["a lazy dog", "the fox"], max_tokens=6)
     ids = client.completions.create(model="tiny", prompt=[300, 301, 302], max_tokens=6)
-    assert one.choices[0].text == many.choices[0].text
+    assert single.choices[0].text == many.choices[0].text
     assert [c.index for c in many.choices] == [0, 1]
     assert ids.usage is not None
     assert ids.usage.prompt_tokens == 3
@@ -100,7 +102,7 @@ def test_default_is_an_alias(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
-def test_unknown_model_names_those_that_exist(client: openai.OpenAI) -> None:
+def test_the_error_of_an_unknown_model_names_existing_ones(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="nobody", messages=HI)
     assert "tiny" in str(caught.value)
@@ -120,7 +122,7 @@ def test_prompt_beyond_the_context(client: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_leaving_a_stream_frees_the_engine(client: openai.OpenAI, mock_deployment: Any) -> None:
+def test_closing_a_stream_frees_the_engine(client: openai.OpenAI, mock_deployment: Any) -> None:
     stream = client.chat.completions.create(model="tiny", messages=HI, max_tokens=7000, stream=True)
     next(iter(stream))
     stream.close()
@@ -129,4 +131,4 @@ def test_leaving_a_stream_frees_the_engine(client: openai.OpenAI, mock_deploymen
         if '"active_requests":0' in mock_deployment.get("/health")[1].replace(" ", ""):
             return
         time.sleep(0.05)
-    pytest.fail("the request is still in work")
+    pytest.fail("the request is still active")

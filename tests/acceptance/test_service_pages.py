@@ -1,4 +1,4 @@
-"""The pages about services, run as they stand."""
+"""The code and commands of the pages about services."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def blocks(page: str, kind: str, after: str = "") -> list[str]:
     return [body for name, body in BLOCK.findall(text[start:]) if name == kind]
 
 
-def until(true: Any, timeout_s: float = 30) -> None:
-    end = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end
+def wait_until(condition: Any, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_the_tutorials_own_service(start: Any, tmp_path: Path) -> None:
+def test_the_service_of_the_tutorial(start: Any, tmp_path: Path) -> None:
     page, section = "docs/tutorial.md", "## 7. Your own service"
     (code,) = blocks(page, "python", section)
     serve, call = blocks(page, "sh", section)
@@ -38,18 +38,18 @@ def test_the_tutorials_own_service(start: Any, tmp_path: Path) -> None:
     assert serve == "dynamo serve hello:Greeter\n"
 
     running = start("hello:Greeter", command="serve", ready=False)
-    until(lambda: "Greeter serves" in running.log.read_text())
+    wait_until(lambda: "Greeter serves" in running.log.read_text())
     shell = call.replace("dynamo ", f"{sys.executable} -m dynamo ", 1)
-    ended = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-c", shell], capture_output=True, text=True, env=running.environ, check=False
     )
 
-    assert (ended.stdout, ended.stderr) == (answer, "")
+    assert (completed.stdout, completed.stderr) == (answer, "")
     assert running.stop() == 0
 
 
 @pytest.mark.parametrize("number", range(len(blocks("docs/how-to/graphs.md", "python"))))
-async def test_the_how_tos_code(number: int) -> None:
+async def test_the_code_of_the_how_to_page(number: int) -> None:
     code = blocks("docs/how-to/graphs.md", "python")[number]
     names: dict[str, Any] = {"__name__": f"page{number}"}
     exec(compile(textwrap.dedent(code), f"graphs.md block {number}", "exec"), names)

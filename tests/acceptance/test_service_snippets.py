@@ -1,4 +1,4 @@
-"""Lines about services, runtimes and graphs as the specification's documents give them."""
+"""Code about services, runtimes and graphs from the specification's documents."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_service_args(tmp_path: Path) -> None:
         *("VllmWorker", "4", "VllmWorker", "gpu=1", "production.VllmWorker.generate")
     ]
     (tmp_path / "bare.yaml").write_text(ARGS.replace("VllmWorker:\n  ", "").replace("\n  ", "\n"))
-    told = run(["serve", "snippet:VllmWorker", "-f", "bare.yaml"], tmp_path)
-    assert told.returncode == 2
-    assert "write it below a service's name: `VllmWorker:`" in told.stderr
+    bare = run(["serve", "snippet:VllmWorker", "-f", "bare.yaml"], tmp_path)
+    assert bare.returncode == 2
+    assert "write it below a service's name: `VllmWorker:`" in bare.stderr
 
 
 @pytest.mark.parametrize("root", ["Frontend", "AggregatedWorker"])
@@ -105,11 +105,11 @@ def test_the_aggregated_graph_serves_http(start: Any, tiny_model: Path, root: st
 
 
 @pytest.mark.parametrize("root", ["Frontend", "Router", "PrefillWorker", "DecodeWorker"])
-def test_disaggregated_graphs_are_told_to_come(root: str) -> None:
-    told = run(["serve", f"graphs.disagg:{root}", "-f", "/config/disagg.yaml"], LLM)
+def test_disaggregated_graphs_are_not_supported_yet(root: str) -> None:
+    completed = run(["serve", f"graphs.disagg:{root}", "-f", "/config/disagg.yaml"], LLM)
 
-    assert told.returncode == 2
-    assert "not there yet; graphs.agg:Frontend serves both" in told.stderr
+    assert completed.returncode == 2
+    assert "not there yet; graphs.agg:Frontend serves both" in completed.stderr
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Several workers, and a router of its own that chooses among them by what their caches hold.
+"""Aggregated serving with a router process that chooses workers by their caches.
 
 dynamo serve graphs.agg_router:Frontend -f configs/agg_router.yaml
 dynamo serve graphs.agg_router:Router -f configs/agg_router.yaml --only
@@ -11,12 +11,12 @@ from dynamo.services import Router as ReadyRouter
 
 @service(dynamo={"namespace": "dynamo"}, workers=1)
 class Router(ReadyRouter):
-    """In a process of its own; HTTP on port 8001: health, metrics, why a worker was chosen."""
+    """A router process. HTTP on port 8001 has health, metrics and explained decisions."""
 
 
 @service(dynamo={"namespace": "dynamo"}, workers=2)
 class AggregatedWorker(Worker):
-    """Its section of the file and `--AggregatedWorker.OPTION=VALUE` configure its engine."""
+    """A worker. Its section of the file and `--AggregatedWorker.OPTION=VALUE` set its options."""
 
 
 Frontend.link(Processor).link(Router).link(AggregatedWorker)
