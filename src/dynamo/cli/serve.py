@@ -119,7 +119,7 @@ def serve_plan(
 
     def read() -> tuple[Settings, Callable[[Settings], Sequence[ChildSpec]]]:
         reloaded = reload_plan()
-        return reloaded.settings, partial(process_specs, reloaded, target=args.target)
+        return reloaded.settings, partial(process_specs, reloaded)
 
     source = SettingsSource(read, config_path(args))
     prepare = _prepare_models(plan, bar)

@@ -191,7 +191,7 @@ def test_a_ready_made_service_takes_no_methods_of_ones_own() -> None:
 
 def test_specs_are_callers_first_with_the_shared_settings() -> None:
     whole = made(Front, "--Helper.key=value", router__replicas=0)
-    specs = process_specs(whole, whole.settings, f"{__name__}:Front")
+    specs = process_specs(whole, whole.settings)
 
     assert [one.name for one in specs] == [
         *("Front", "Helper-1", "Helper-2", "Helper-3", "Engines-1", "Engines-2")

@@ -1,1 +1,1 @@
-"""Deployment."""
+"""Deployments: their processes, planned from settings or service graphs, and their start."""

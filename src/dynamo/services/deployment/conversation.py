@@ -1,4 +1,4 @@
-"""A conversation without HTTP: workers under this process, and the frontend's own path in it."""
+"""A chat without HTTP: workers in child processes, processor and router in this process."""
 
 from __future__ import annotations
 
@@ -30,58 +30,63 @@ from dynamo.telemetry.logs import set_levels
 
 WriteText = Callable[[str], None]
 ReadMessages = Callable[[], AsyncGenerator[str, None]]
-"""Called once when a model is ready; what the user says, a message each."""
+"""Called once when a model is ready; yields the user's messages."""
 
 DEFAULT_LOG_LEVEL = "info"
 QUIET_LOG_LEVEL = "warn"
 
 
 async def converse(
-    settings: Settings, lines: ReadMessages, write: WriteText, logs: TextIO = sys.stderr
+    settings: Settings, read_messages: ReadMessages, write: WriteText, logs: TextIO = sys.stderr
 ) -> int:
-    """Answer every message of `lines`, with what was said before it, until they end. Returns the
-    exit code. Raises what an answer raises, and what keeps a worker from ever starting."""
+    """Answer every message, with the conversation before it, and return the exit code.
+
+    Raises the error of an answer, or the error that keeps a worker from starting.
+    """
     settings = _private_deployment(settings)
     set_levels(settings.logging.level)
     specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER_COMPONENT]
     supervisor = Supervisor(specs, deployment_of(settings), settings, out=logs)
-    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # both results are taken below
-        ends = tasks.start(supervisor.run(), "supervisor")
-        talk = tasks.start(_run_conversation(settings, lines, write), "conversation")
-        stopped = tasks.start(supervisor.stopping.wait(), "stopped")  # Ctrl-C ends an answer, too
-        await asyncio.wait([ends, talk, stopped], return_when=asyncio.FIRST_COMPLETED)
-        talk.cancel()
-        await asyncio.wait([talk])
+    async with BackgroundTasks(
+        on_failure=lambda _: None
+    ) as tasks:  # both results are awaited below
+        running = tasks.start(supervisor.run(), "supervisor")
+        chat = tasks.start(_run_conversation(settings, read_messages, write), "conversation")
+        stopping = tasks.start(supervisor.stopping.wait(), "stopping")  # Ctrl-C stops an answer
+        await asyncio.wait([running, chat, stopping], return_when=asyncio.FIRST_COMPLETED)
+        chat.cancel()
+        await asyncio.wait([chat])
         if not supervisor.stopping.is_set():
             supervisor.stop()
-        code = await ends
+        code = await running
     if supervisor.failure is not None:
         raise supervisor.failure.to_error()
-    if not talk.cancelled():
-        talk.result()
+    if not chat.cancelled():
+        chat.result()
     return code
 
 
-async def _run_conversation(settings: Settings, lines: ReadMessages, write: WriteText) -> None:
+async def _run_conversation(
+    settings: Settings, read_messages: ReadMessages, write: WriteText
+) -> None:
     async with await DistributedRuntime.create(settings, role="console") as runtime:
         gateway = Gateway()
         ModelWatcher(runtime, gateway, ProcessRouting(runtime)).start()
         await _wait_until_healthy(runtime)
-        said: list[dict[str, str]] = []
-        async with aclosing(lines()) as messages:
+        history: list[dict[str, str]] = []
+        async with aclosing(read_messages()) as messages:
             async for message in messages:
-                said.append({"role": "user", "content": message})
-                said.append(
-                    {"role": "assistant", "content": await _answer_message(gateway, said, write)}
-                )
+                history.append({"role": "user", "content": message})
+                answer = await _answer_message(gateway, history, write)
+                history.append({"role": "assistant", "content": answer})
 
 
 async def _answer_message(
-    gateway: Gateway, said: Sequence[dict[str, str]], write: WriteText
+    gateway: Gateway, history: Sequence[dict[str, str]], write: WriteText
 ) -> str:
     name, served = gateway.find(DEFAULT_MODEL)
     reply = CollectedTextReply(write)
-    request = ChatRequest(model=name, messages=tuple(said))
+    request = ChatRequest(model=name, messages=tuple(history))
     try:
         await served.processor.chat(request, Context(request_id=secrets.token_hex(8)), reply)
     finally:
@@ -98,39 +103,36 @@ async def _wait_until_healthy(runtime: DistributedRuntime) -> None:
 
 
 def _private_deployment(settings: Settings) -> Settings:
-    """A name that no other conversation has, and quiet logs unless asked otherwise."""
+    """Return the settings with a unique deployment name and, by default, quiet logs."""
     name = settings.runtime.deployment or f"text-{os.getpid()}"
     level = settings.logging.level
-    return replace(
-        settings,
-        runtime=replace(settings.runtime, deployment=name),
-        logging=replace(
-            settings.logging, level=QUIET_LOG_LEVEL if level == DEFAULT_LOG_LEVEL else level
-        ),
+    logging = replace(
+        settings.logging, level=QUIET_LOG_LEVEL if level == DEFAULT_LOG_LEVEL else level
     )
+    return replace(settings, runtime=replace(settings.runtime, deployment=name), logging=logging)
 
 
 class CollectedTextReply(TextReply):
-    """Text as it comes, and all of it afterwards."""
+    """Writes text as it arrives and collects it in `parts`."""
 
     def __init__(self, write: WriteText) -> None:
         self._write = write
         self.parts: list[str] = []
 
     def prompt(self, prompt_tokens: int) -> None:
-        """Nothing to tell."""
+        """Do nothing."""
 
     def begin(self, choice: int, started: Started) -> None:
-        """Nothing to tell."""
+        """Do nothing."""
 
     def text(
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
     ) -> bool:
-        """Write it at once."""
+        """Write and collect the text."""
         del choice, logprobs
         self._write(delta)
         self.parts.append(delta)
         return True
 
     def finish(self, choice: int, end: TextFinish) -> None:
-        """Nothing to tell."""
+        """Do nothing."""

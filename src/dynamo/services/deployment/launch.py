@@ -1,4 +1,4 @@
-"""A whole deployment from its settings: which processes, and what each of them runs."""
+"""Start of a deployment from its settings: the processes, and the service that each runs."""
 
 from __future__ import annotations
 
@@ -31,38 +31,41 @@ SERVICE_BY_ROLE = {
 
 
 MakeProcessSpecs = Callable[[Settings], Sequence[ChildSpec]]
-"""The processes, given the settings with the port and the deployment's name filled in."""
+"""Returns the processes for settings with the port and the deployment's name filled in."""
 
 
 class SettingsSource(NamedTuple):
-    """Where the settings come from: `read` reads them again; `file`: that they name, "" = none."""
+    """Where reloads read settings: `read` reads them again; `file` is their file, "" for none."""
 
     read: Callable[[], tuple[Settings, MakeProcessSpecs]]
     file: str = ""
 
 
 class ProcessService(Protocol):
-    """What a process of some role runs."""
+    """The service that a process of one role runs."""
 
     async def attach(self, runtime: DistributedRuntime) -> None:
-        """Set everything up; it serves until the runtime shuts down."""
+        """Start serving, until the runtime shuts down."""
 
 
 def create_service(role: str) -> ProcessService:
-    """The service of a role. Raises `ConfigError`."""
+    """Return the service of a role. Raises `ConfigError` for an unknown role."""
     target = SERVICE_BY_ROLE.get(role)
     if target is None:
-        near = difflib.get_close_matches(role, SERVICE_BY_ROLE, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SERVICE_BY_ROLE)}"
-        raise ConfigError(f"no role is called {role!r}", hint=hint)
+        nearest = difflib.get_close_matches(role, SERVICE_BY_ROLE, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(SERVICE_BY_ROLE)}"
+        raise ConfigError(f"unknown role {role!r}", hint=hint)
     module, _, name = target.partition(":")
     service: ProcessService = getattr(import_module(module), name)()
     return service
 
 
 def run_child(role: str, settings: Settings | None = None, name: str = "") -> int:
-    """Run one process of a deployment; returns its exit code. Without settings it takes them, and
-    its name, from the supervisor on standard input, and dies with it."""
+    """Run one process of a deployment and return its exit code.
+
+    Without `settings`, settings and name are read from the supervisor on standard input, and the
+    process ends with the supervisor.
+    """
     from dynamo.runtime.processes.malloc import tune_malloc
     from dynamo.runtime.processes.process import run_process
 
@@ -77,7 +80,7 @@ def run_child(role: str, settings: Settings | None = None, name: str = "") -> in
 
 
 def deployment_specs(settings: Settings) -> list[ChildSpec]:
-    """Frontends, which stop first, routers of their own, workers."""
+    """Return the processes in stop order: frontends, router processes, workers."""
     counts = {
         "frontend": settings.server.http_workers,
         "router": settings.router.replicas,
@@ -105,13 +108,16 @@ def serve(
     specs: MakeProcessSpecs | None = None,
     source: SettingsSource | None = None,
 ) -> int:
-    """Run a deployment until it is stopped; returns the exit code. `on_ready(url)` when all of it
-    serves; workers wait for `prepare`; `specs`: which processes, else `deployment_specs`; `source`:
-    for changes while it serves. Raises `PortInUse`, which names the owner, `ConfigError`,
-    what `prepare` raises, and what keeps a process from ever starting."""
+    """Run a deployment until it is stopped, and return the exit code.
+
+    `on_ready(url)` is called when all processes serve. Workers start after `prepare`. `specs`
+    returns the processes (default: `deployment_specs`). `source` makes settings reloadable.
+    Raises `PortInUse` with the owner's name, `ConfigError`, the error of `prepare`, and the error
+    that keeps a process from starting.
+    """
     host = settings.server.http_host
-    with reserve_port(host, settings.server.http_port) as held:
-        port = held.getsockname()[1]
+    with reserve_port(host, settings.server.http_port) as reserved:
+        port = reserved.getsockname()[1]
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -126,7 +132,7 @@ def serve(
         )
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
-        raise supervisor.failure.to_error()  # the last line says why, not one amid the logs
+        raise supervisor.failure.to_error()  # so that the reason is the last line of the output
     return code
 
 
@@ -139,7 +145,7 @@ def serve_without_http(
     logs: LogStream | None = None,
     source: SettingsSource | None = None,
 ) -> int:
-    """Like `serve`, for processes of which none speaks HTTP: no port is held, the URL is ""."""
+    """Run a deployment like `serve`, but without HTTP: no port is reserved and the URL is ""."""
     deployment = deployment_of(settings)
     port = settings.server.http_port
     settings = with_port_and_deployment(settings, port, deployment.id)
@@ -158,19 +164,19 @@ def serve_without_http(
 
 
 def worker_specs(settings: Settings) -> list[ChildSpec]:
-    """Workers alone, for frontends that run elsewhere."""
+    """Return the workers only, for frontends that run elsewhere."""
     return [spec for spec in deployment_specs(settings) if spec.role == "worker"]
 
 
 def with_port_and_deployment(settings: Settings, port: int, deployment: str = "") -> Settings:
-    """With the port that is listened on and the deployment's name (else as it was)."""
+    """Return the settings with the HTTP port and, unless empty, the deployment's name."""
     name = deployment or settings.runtime.deployment
     server = replace(settings.server, http_port=port)
     return replace(settings, server=server, runtime=replace(settings.runtime, deployment=name))
 
 
 def make_reload(source: SettingsSource, port: int, deployment: str) -> SettingsReloader:
-    """How a deployment's settings are read again."""
+    """Return what reloads a deployment's settings."""
 
     def read() -> Sequence[ChildSpec]:
         settings, specs = source.read()
@@ -180,6 +186,6 @@ def make_reload(source: SettingsSource, port: int, deployment: str) -> SettingsR
 
 
 def replica_names(role: str, count: int) -> list[str]:
-    """What the processes of one role are called. Raises `ConfigError` for more than a host runs."""
+    """Return the process names of a role. Raises `ConfigError` for too many processes."""
     check_replicas(role, count)
-    return [role] if count == 1 else [f"{role}-{at + 1}" for at in range(count)]
+    return [role] if count == 1 else [f"{role}-{number}" for number in range(1, count + 1)]

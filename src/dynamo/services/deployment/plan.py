@@ -1,4 +1,4 @@
-"""A graph as processes: who runs where, how often, with which settings."""
+"""The deployment plan of a service graph: processes, replicas and settings."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ from dynamo.telemetry.logs import LogStream
 
 READY_MADE_SERVICES = (Frontend, Processor, Router, Worker)
 FRONTEND_ROLES = ("frontend", "processor", "router")
-"""Roles that share one process, unless the router, or the processor alone, is asked for."""
+"""Roles that share one process, except for router processes and a processor with `--only`."""
 Role = Literal["frontend", "processor", "router", "worker", "service"]
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
-    """One kind of process. `services`: what runs in it; `section`: a user's service's own
-    configuration."""
+    """A group of equal processes, which run `services`. `section` configures a user's service."""
 
     role: Role
     services: tuple[type[Any], ...]
@@ -52,13 +51,15 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What its processes are called."""
+        """The name of the processes, before the replica number."""
         return str(self.services[0].__name__)
 
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
-    """`settings`: those that all parts share (planes, port, deployment, logs). `model`: the graph
-    serves models over HTTP, so that the deployment is called after its port."""
+    """The processes of a graph. `settings` holds what all share: planes, port, deployment, logs.
+
+    A deployment that `serves_models` is named after its port, otherwise after the `root` service.
+    """
 
     root: str
     processes: tuple[ProcessPlan, ...]
@@ -67,12 +68,12 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 
     @property
     def serves_http(self) -> bool:
-        """One of the parts speaks HTTP."""
-        return any(part.role == "frontend" for part in self.processes)
+        """Whether the plan has a frontend."""
+        return any(process.role == "frontend" for process in self.processes)
 
     def with_role(self, role: Role) -> list[ProcessPlan]:
-        """The parts of one role."""
-        return [part for part in self.processes if part.role == role]
+        """Return the process groups of one role."""
+        return [process for process in self.processes if process.role == role]
 
 
 def plan_deployment(
@@ -83,91 +84,98 @@ def plan_deployment(
     *,
     only: bool = False,
 ) -> DeploymentPlan:
-    """What `root` and all that it reaches come to; with `only`, root alone. `base`: the settings
-    without options of services, `load`: with more of them. Raises `ConfigError`."""
+    """Plan the processes of `root` and all services that it reaches; with `only`, of root alone.
+
+    `base` holds the settings without options of services; `load` resolves them again with more
+    values. Raises `ConfigError`.
+    """
     services = walk(root)
     for service in services:
         if role_of(service):
             _check_ready_made(service)
     options = flags or {}
-    for given in (base.services, options):
-        check_service_names(given, services, [one.__name__ for one in READY_MADE_SERVICES])
+    ready_made = [service.__name__ for service in READY_MADE_SERVICES]
+    for source in (base.services, options):
+        check_service_names(source, services, ready_made)
     front = _frontend_services(services)
-    wanted = [root] if only else services
+    selected = [root] if only else services
     if front and not only:
-        wanted = [*(one for one in front if one not in wanted), *wanted]
+        selected = [*(service for service in front if service not in selected), *selected]
     shared = _namespace_setting(services, base) | ready_made_settings(front, base, options)
     shared |= _standalone_router_settings(root if only else None, front, load(shared))
     settings = load(shared).settings
     if settings.router.replicas:
-        front = [one for one in front if role_of(one) != "router"]
-    parts = [
+        front = [service for service in front if role_of(service) != "router"]
+    processes = [
         _plan_process(service, base, load, options, shared)
-        for service in wanted
+        for service in selected
         if role_of(service) not in FRONTEND_ROLES
     ]
-    routers = [one for one in wanted if role_of(one) == "router"]
+    routers = [service for service in selected if role_of(service) == "router"]
     if settings.router.replicas and (routers or not only):
         router = routers[0] if routers else Router
-        parts.insert(0, ProcessPlan("router", (router,), settings.router.replicas, settings))
+        processes.insert(0, ProcessPlan("router", (router,), settings.router.replicas, settings))
     if only and role_of(root) == "processor":
-        parts.insert(0, ProcessPlan("processor", (root,), spec_of(root).workers, settings))
-    elif any(service in front for service in wanted):
+        processes.insert(0, ProcessPlan("processor", (root,), spec_of(root).workers, settings))
+    elif any(service in front for service in selected):
         count = settings.server.http_workers
-        parts.insert(0, ProcessPlan("frontend", tuple(front), count, settings))
-    return DeploymentPlan(root.__name__, tuple(parts), settings, bool(front))
+        processes.insert(0, ProcessPlan("frontend", tuple(front), count, settings))
+    return DeploymentPlan(root.__name__, tuple(processes), settings, bool(front))
 
 
-def process_specs(made: DeploymentPlan, settings: Settings, target: str) -> list[ChildSpec]:
-    """The processes, callers first to stop. `settings`: the shared ones with port and deployment
-    filled in; `target`: MODULE:Service of the root, by whose module services are found."""
-    module, _, _ = target.partition(":")
+def process_specs(plan: DeploymentPlan, settings: Settings) -> list[ChildSpec]:
+    """Return the child processes of a plan; callers stop before the services they call.
+
+    `settings` are the shared ones with port and deployment filled in.
+    """
     return [
         ChildSpec(
-            role=part.role,
+            role=process.role,
             name=name,
             settings=replace(
-                part.settings,
+                process.settings,
                 server=settings.server,
                 runtime=settings.runtime,
                 logging=settings.logging,
             ),
             stop_order=order,
-            needs_preparation=part.role == "worker",
-            task=_user_service_task(part, module),
+            needs_preparation=process.role == "worker",
+            task=_user_service_task(process),
         )
-        for order, part in enumerate(made.processes)
-        for name in replica_names(part.name, part.replicas)
+        for order, process in enumerate(plan.processes)
+        for name in replica_names(process.name, process.replicas)
     ]
 
 
 def _frontend_services(services: Sequence[type[Any]]) -> list[type[Any]]:
-    """What stands in the frontend's process: a graph with anything of a model has one."""
-    front = [one for one in services if role_of(one) in FRONTEND_ROLES]
-    if not any(role_of(one) for one in services):
+    """Return the services of the frontend process; none without any ready-made service."""
+    if not any(role_of(service) for service in services):
         return []
-    roles = [role_of(one) for one in front]
-    missing = [one for one in (Frontend, Processor) if role_of(one) not in roles]
-    return sorted([*front, *missing], key=lambda one: FRONTEND_ROLES.index(role_of(one)))
+    front = [service for service in services if role_of(service) in FRONTEND_ROLES]
+    roles = [role_of(service) for service in front]
+    front += [service for service in (Frontend, Processor) if role_of(service) not in roles]
+    return sorted(front, key=lambda service: FRONTEND_ROLES.index(role_of(service)))
 
 
 def _standalone_router_settings(
     only: type[Any] | None, front: Sequence[type[Any]], loaded: LoadedSettings
 ) -> dict[str, SourcedValue]:
-    """A router in processes of its own: asked for by `--only`, by replicas in the settings, or by
-    a class of one's own in the graph, which says how many. It routes by what workers hold, unless
-    the settings name another mode."""
-    router = next((one for one in front if role_of(one) == "router"), None)
-    where = f"service {router.__name__}" if router is not None else ""
-    found: dict[str, SourcedValue] = {}
+    """Return the settings of router processes.
+
+    `--only`, `router.replicas` or a subclass of Router in the graph ask for them; the subclass also
+    says how many. Their mode is kv, unless the settings name another one.
+    """
+    router = next((service for service in front if role_of(service) == "router"), None)
+    origin = f"service {router.__name__}" if router is not None else ""
+    settings: dict[str, SourcedValue] = {}
     replicas = loaded.settings.router.replicas
     if router is not None and loaded.origins["router.replicas"] == "default":
         replicas = spec_of(router).workers if router is not Router or only is router else 0
         if replicas:
-            found["router.replicas"] = SourcedValue(replicas, where)
+            settings["router.replicas"] = SourcedValue(replicas, origin)
     if replicas and loaded.origins["router.mode"] == "default":
-        found["router.mode"] = SourcedValue("kv", where or "router.replicas")
-    return found
+        settings["router.mode"] = SourcedValue("kv", origin or "router.replicas")
+    return settings
 
 
 def _plan_process(
@@ -199,66 +207,66 @@ def _plan_process(
 
 
 def _check_ready_made(service: type[Any]) -> None:
-    """Raises `ConfigError` where a class made of a ready-made one has methods of its own to run."""
+    """Raise `ConfigError` if a subclass of a ready-made service adds methods that would run."""
     spec = spec_of(service)
     own = spec.endpoints != spec_of(builtin_service(service)).endpoints
     if own or spec.start_hooks or spec.stop_hooks or spec.dependencies:
         raise ConfigError(
             f"{spec.name} is a ready-made service with endpoints, hooks or dependencies of its own",
-            hint="write a service of your own and link it, or let it depend on Processor",
+            hint="write a separate service, and link it or let it depend on Processor",
         )
 
 
 def _namespace_setting(
     services: Sequence[type[Any]], base: LoadedSettings
 ) -> dict[str, SourcedValue]:
-    """The namespace that ready-made services declare, unless the settings give one."""
+    """Return the namespace that ready-made services declare, unless the settings name one."""
     declared = {
-        spec_of(one).namespace: one.__name__
-        for one in services
-        if role_of(one) and spec_of(one).namespace
+        spec_of(service).namespace: service.__name__
+        for service in services
+        if role_of(service) and spec_of(service).namespace
     }
     if len(declared) > 1:
-        raise ConfigError(
-            f"a model is served in one namespace; {' and '.join(declared.values())} differ"
-        )
+        names = " and ".join(declared.values())
+        raise ConfigError(f"a model is served in one namespace; the namespaces of {names} differ")
     if not declared or base.origins["runtime.namespace"] != "default":
         return {}
     (name,) = declared
     return {"runtime.namespace": SourcedValue(name, f"service {declared[name]}")}
 
 
-def _user_service_task(part: ProcessPlan, module: str) -> dict[str, Any]:
-    if part.role != "service":
+def _user_service_task(process: ProcessPlan) -> dict[str, Any]:
+    if process.role != "service":
         return {}
-    service = part.services[0]
-    where = module if service.__module__ == module else service.__module__
-    task = UserServiceSpec(f"{where}:{service.__qualname__}", str(Path.cwd()), part.section)
+    service = process.services[0]
+    target = f"{service.__module__}:{service.__qualname__}"
+    task = UserServiceSpec(target, str(Path.cwd()), process.section)
     return dict(msgspec.to_builtins(task))
 
 
-def with_deployment_name(made: DeploymentPlan) -> Settings:
-    """The shared settings with the deployment's name: its port's where the graph serves models,
-    else the root's."""
-    settings = made.settings
-    if settings.runtime.deployment or made.serves_models:
+def with_deployment_name(plan: DeploymentPlan) -> Settings:
+    """Return the shared settings; a graph without models gets its root's name as deployment."""
+    settings = plan.settings
+    if settings.runtime.deployment or plan.serves_models:
         return settings
-    return replace(settings, runtime=replace(settings.runtime, deployment=made.root))
+    return replace(settings, runtime=replace(settings.runtime, deployment=plan.root))
 
 
 def serve_graph(
-    made: DeploymentPlan,
+    plan: DeploymentPlan,
     source: SettingsSource,
     on_ready: Callable[[str], None],
     *,
     prepare: Prepare | None = None,
     logs: LogStream | None = None,
 ) -> int:
-    """Run it until it is stopped; returns the exit code. `source`: which processes there are, also
-    for changes while it serves; `on_ready(url)` when all of it serves; the URL is "" where nothing
-    speaks HTTP. Raises like `launch.serve`."""
-    settings = with_deployment_name(made)
+    """Run a plan until it is stopped, and return the exit code.
+
+    `source` returns the processes, also for reloads. `on_ready(url)` is called when all serve; the
+    URL is "" without a frontend. Raises the same errors as `launch.serve`.
+    """
+    settings = with_deployment_name(plan)
     _, specs = source.read()
-    if made.serves_http:
+    if plan.serves_http:
         return serve(settings, on_ready, prepare=prepare, logs=logs, specs=specs, source=source)
     return serve_without_http(settings, specs, on_ready, prepare=prepare, logs=logs, source=source)

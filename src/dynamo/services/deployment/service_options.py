@@ -1,4 +1,4 @@
-"""What a file's sections and the command line say about single services."""
+"""Options of single services, from sections of the settings file and the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dynamo.sdk.configuration import SERVICE_ARGS_KEY, qualify_key
 from dynamo.sdk.decorators import nearest_name_hint, role_of
 
 ServiceOptions = Mapping[str, Mapping[str, SourcedValue]]
-"""By service, by dotted key."""
+"""Values by service name and dotted key."""
 LoadSettings = Callable[[Mapping[str, SourcedValue]], LoadedSettings]
-"""All settings anew, with those of this mapping above whatever else gives them."""
+"""Resolves all settings again; the values of the mapping override all other sources."""
 
 SECTIONS_BY_ROLE = {
     "frontend": ("server",),
@@ -24,90 +24,86 @@ SECTIONS_BY_ROLE = {
     "router": ("router",),
     "worker": ("engine", "model"),
 }
-"""Where an option of a ready-made service is looked for, by role."""
+"""The sections of settings that hold the options of a ready-made service, by role."""
 ORIGINS_ABOVE_FILE = ("flag", "environment", "argument")
-"""How the origins of values begin that beat a file."""
+"""Origins that override a settings file, as prefixes of SourcedValue.origin."""
 
 
 def check_service_names(
-    options: ServiceOptions, services: Sequence[type[Any]], ready: Sequence[str]
+    options: ServiceOptions, services: Sequence[type[Any]], ready_made: Sequence[str]
 ) -> None:
-    """Raises `ConfigError` for options of a service that is not in the graph, nor ready-made."""
-    known = dict.fromkeys([one.__name__ for one in services] + list(ready))
-    for name, given in options.items():
+    """Raise `ConfigError` for options of a service that is neither in the graph nor ready-made."""
+    known = dict.fromkeys([service.__name__ for service in services] + list(ready_made))
+    for name, values in options.items():
         if name not in known:
-            where = next((one.origin for one in given.values()), "file")
-            own = services[-1].__name__
-            below = (
-                f"write it below a service's name: `{own}:`, then, indented, `{SERVICE_ARGS_KEY}:`"
-            )
-            raise ConfigError(
-                f"no service of this graph is called {name!r} ({where})",
-                hint=below if name == SERVICE_ARGS_KEY else nearest_name_hint(name, known),
-            )
+            origin = next((value.origin for value in values.values()), "file")
+            example = f"`{services[-1].__name__}:`, then, indented, `{SERVICE_ARGS_KEY}:`"
+            hint = f"write it below a service's name: {example}"
+            if name != SERVICE_ARGS_KEY:
+                hint = nearest_name_hint(name, known)
+            raise ConfigError(f"this graph has no service {name!r} ({origin})", hint=hint)
 
 
 def user_service_section(
     service: type[Any], file: ServiceOptions, flags: ServiceOptions
 ) -> dict[str, Any]:
-    """The section of a user's service, flags over file; a dotted key is a nested one."""
+    """Return the section of a user's service as nested mappings; flags override the file."""
     section: dict[str, Any] = {}
-    for key, one in sorted(file.get(service.__name__, {}).items()):
+    for key, value in sorted(file.get(service.__name__, {}).items()):
         path = qualify_key(service, key).split(".") if "." not in key else [key]
-        _set_nested(section, path, one.raw)
-    for key, one in flags.get(service.__name__, {}).items():
-        _set_nested(section, qualify_key(service, key).split("."), _parse_json_value(one.raw))
+        _set_nested(section, path, value.raw)
+    for key, value in flags.get(service.__name__, {}).items():
+        _set_nested(section, qualify_key(service, key).split("."), _parse_json_value(value.raw))
     return section
 
 
 def ready_made_settings(
     services: Sequence[type[Any]], base: LoadedSettings, flags: ServiceOptions
 ) -> dict[str, SourcedValue]:
-    """The settings that the options of ready-made services stand for. A flag beats everything; a
-    file's section beats the rest of the file only. Raises `ConfigError`."""
-    found: dict[str, SourcedValue] = {}
+    """Return the settings that the options of ready-made services set.
+
+    A flag overrides all sources; a service's section overrides only the rest of the file. Raises
+    `ConfigError`.
+    """
+    settings: dict[str, SourcedValue] = {}
     for service in services:
         name = service.__name__
-        for key, one in _flatten(base.services.get(name, {})).items():
-            own = _setting_name(service, key, one.origin)
-            if own and not base.origins[own].startswith(ORIGINS_ABOVE_FILE):
-                found[own] = one
-        for key, one in _flatten(flags.get(name, {})).items():
-            if own := _setting_name(service, key, one.origin):
-                found[own] = one
-    return found
+        for key, value in _flatten(base.services.get(name, {})).items():
+            setting = _setting_name(service, key, value.origin)
+            if setting and not base.origins[setting].startswith(ORIGINS_ABOVE_FILE):
+                settings[setting] = value
+        for key, value in _flatten(flags.get(name, {})).items():
+            if setting := _setting_name(service, key, value.origin):
+                settings[setting] = value
+    return settings
 
 
-def _setting_name(service: type[Any], key: str, where: str) -> str:
-    """The setting that an option of a ready-made service is; "" for what is no setting. Raises
-    `ConfigError` that names the nearest."""
+def _setting_name(service: type[Any], key: str, origin: str) -> str:
+    """Return the setting of a ready-made service's option; "" for `resources`. Raises
+    `ConfigError` with the nearest option as hint."""
     key = key.removeprefix(f"{SERVICE_ARGS_KEY}.").replace("-", "_")
     if key.partition(".")[0] == "resources":
         return ""
     sections = SECTIONS_BY_ROLE[role_of(service)]
     known = canonical_keys()
-    for spelled in (key, *(f"{section}.{key}" for section in sections)):
-        if spelled in known:
-            return known[spelled]
-    inside = [
-        one.partition(".")[2] for one in known if one.partition(".")[0] in sections and "." in one
-    ]
-    raise ConfigError(
-        f"{service.__name__} has no option {key!r} ({where})",
-        hint=nearest_name_hint(key, inside),
-        param=key,
-    )
+    for name in (key, *(f"{section}.{key}" for section in sections)):
+        if name in known:
+            return known[name]
+    parts = [name.partition(".") for name in known]
+    options = [option for section, dot, option in parts if dot and section in sections]
+    hint = nearest_name_hint(key, options)
+    raise ConfigError(f"{service.__name__} has no option {key!r} ({origin})", hint=hint, param=key)
 
 
-def _flatten(given: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
-    """Nested mappings as dotted keys."""
+def _flatten(values: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
+    """Return nested mappings as dotted keys."""
     flat: dict[str, SourcedValue] = {}
-    for key, one in given.items():
-        if isinstance(one.raw, Mapping):
-            inner = {str(name): SourcedValue(value, one.origin) for name, value in one.raw.items()}
-            flat |= {f"{key}.{name}": value for name, value in _flatten(inner).items()}
+    for key, value in values.items():
+        if isinstance(value.raw, Mapping):
+            inner = {str(name): SourcedValue(raw, value.origin) for name, raw in value.raw.items()}
+            flat |= {f"{key}.{name}": nested for name, nested in _flatten(inner).items()}
         else:
-            flat[key] = one
+            flat[key] = value
     return flat
 
 
@@ -120,7 +116,7 @@ def _set_nested(section: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _parse_json_value(raw: Any) -> Any:
-    """A text of the command line that is a JSON list or object, as that."""
+    """Return a command line value that is a JSON list or object as that."""
     if isinstance(raw, str) and raw[:1] in {"[", "{"}:
         try:
             return msgspec.json.decode(raw)

@@ -1,4 +1,4 @@
-"""A deployment that lives as long as a piece of work."""
+"""A temporary deployment for the duration of one job, e.g. a benchmark."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from dynamo.services.deployment.launch import deployment_specs
 from dynamo.telemetry.logs import LogStream
 
 DeploymentJob = Callable[[str], Coroutine[Any, Any, int]]
-"""Called with the URL when all serve: an exit code. Cancelled when the deployment stops."""
+"""Runs with the URL when all processes serve; returns an exit code. Cancelled if they stop."""
 LOOPBACK = "127.0.0.1"
 
 
 def run_with_temporary_deployment(
     settings: Settings,
-    work: DeploymentJob,
+    job: DeploymentJob,
     *,
     prepare: Prepare | None = None,
     logs: LogStream | None = None,
 ) -> int:
-    """Run a deployment on a free port of this host until `work` is done. Returns its exit code;
-    the deployment's where that stops first. Raises what `work` and `prepare` raise."""
-    with reserve_port(LOOPBACK, 0) as held:
-        port = held.getsockname()[1]
+    """Run a deployment on a free port of this host until `job` is done, and return its exit code.
+
+    If the deployment stops first, its exit code is returned. Raises the errors of `job` and
+    `prepare`.
+    """
+    with reserve_port(LOOPBACK, 0) as reserved:
+        port = reserved.getsockname()[1]
         server = replace(settings.server, http_host=LOOPBACK, http_port=port)
-        name = settings.runtime.deployment or f"errand-{os.getpid()}"
+        name = settings.runtime.deployment or f"temporary-{os.getpid()}"
         runtime = replace(settings.runtime, deployment=name)
         settings = replace(settings, server=server, runtime=runtime)
         url = f"http://{LOOPBACK}:{port}"
@@ -46,23 +49,23 @@ def run_with_temporary_deployment(
             out=logs,
             prepare=prepare,
         )
-        return asyncio.run(_run_until_done(supervisor, work, url))
+        return asyncio.run(_run_until_done(supervisor, job, url))
 
 
-async def _run_until_done(supervisor: Supervisor, work: DeploymentJob, url: str) -> int:
-    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # all results are taken below
-        serves = tasks.start(supervisor.run(), "supervisor")
-        errand = tasks.start(_start_when_ready(supervisor, work, url), "errand")
-        told = tasks.start(supervisor.stopping.wait(), "stopping")
-        await asyncio.wait([serves, errand, told], return_when=asyncio.FIRST_COMPLETED)
-        errand.cancel()
-        await asyncio.wait([errand])
+async def _run_until_done(supervisor: Supervisor, job: DeploymentJob, url: str) -> int:
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # all results are awaited below
+        running = tasks.start(supervisor.run(), "supervisor")
+        working = tasks.start(_start_when_ready(supervisor, job, url), "job")
+        stopping = tasks.start(supervisor.stopping.wait(), "stopping")
+        await asyncio.wait([running, working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        await asyncio.wait([working])
         if not supervisor.stopping.is_set():
             supervisor.stop()
-        code = await serves
-    return code if errand.cancelled() else errand.result()
+        code = await running
+    return code if working.cancelled() else working.result()
 
 
-async def _start_when_ready(supervisor: Supervisor, work: DeploymentJob, url: str) -> int:
+async def _start_when_ready(supervisor: Supervisor, job: DeploymentJob, url: str) -> int:
     await supervisor.ready.wait()
-    return await work(url)
+    return await job(url)

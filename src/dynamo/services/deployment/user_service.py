@@ -1,4 +1,4 @@
-"""A process that runs a service of the user's own."""
+"""The process of a user's service."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dynamo.sdk.decorators import is_service, nearest_name_hint
 from dynamo.sdk.serving import start_service
 
 USER_SERVICE_ROLE = "service"
-"""The role of such a process."""
 DISAGGREGATED = "disagg"
 DISAGGREGATED_HINT = (
-    "prefill and decode in workers of their own are not there yet; graphs.agg:Frontend serves both"
+    "disaggregated prefill and decode workers do not exist yet; graphs.agg:Frontend serves both"
 )
 
 
 class UserServiceSpec(msgspec.Struct, frozen=True):
-    """`target`: MODULE:Service, to be found from `folder`; `section`: its configuration."""
+    """The service of a process: `target` is MODULE:Service, importable from `folder`; `section` is
+    its configuration."""
 
     target: str
     folder: str
@@ -33,7 +33,7 @@ class UserServiceSpec(msgspec.Struct, frozen=True):
 
 
 def run_user_service() -> int:
-    """Run one process as the supervisor tells it; returns its exit code."""
+    """Run the service that the supervisor names on standard input; return the exit code."""
     from dynamo.runtime.processes.process import run_process
 
     parent = ParentPipe.from_stdin()
@@ -47,26 +47,29 @@ def run_user_service() -> int:
 
 
 def load_service(target: str, folder: str) -> type[Any]:
-    """The class that MODULE:Service names; `folder` is where its modules are looked for first.
-    Raises `ConfigError`."""
+    """Import and return the class MODULE:Service; modules in `folder` come first. Raises
+    `ConfigError`."""
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(
-            f"{target!r} names no service", hint="write MODULE:Service, e.g. graphs.agg:Frontend"
+            f"{target!r} is not the name of a service",
+            hint="write MODULE:Service, e.g. graphs.agg:Frontend",
         )
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = _import_module(module_name, folder)
-    found = getattr(module, name, None)
-    if found is None:
+    service: Any = getattr(module, name, None)
+    if service is None:
         known = [key for key, value in vars(module).items() if is_service(value)]
         raise ConfigError(
             f"{module_name} has no service {name!r}", hint=nearest_name_hint(name, known)
         )
-    if not is_service(found):
-        raise ConfigError(f"{target} is no service", hint="put @service(...) above its class")
-    service: type[Any] = found
-    return service
+    if not is_service(service):
+        raise ConfigError(
+            f"{target} is not a service", hint="decorate its class with @service(...)"
+        )
+    loaded: type[Any] = service
+    return loaded
 
 
 def _import_module(name: str, folder: str) -> Any:
@@ -85,24 +88,25 @@ def _import_module(name: str, folder: str) -> Any:
 
 
 def _import_error(name: str, error: Exception) -> ConfigError:
-    """What is wrong inside a user's module, and where."""
+    """Return an error with the place inside a user's module."""
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}"
         return ConfigError(f"{name} cannot be imported: {error.msg} ({place})")
     steps = traceback.extract_tb(error.__traceback__)
     own = [step for step in steps if "importlib" not in step.filename]
-    at = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error}{at}")
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return ConfigError(f"{name} cannot be imported: {type(error).__name__}: {error}{place}")
 
 
 def _suggest_modules(name: str, folder: Path) -> str:
-    """What may have been meant."""
+    """Return a hint for a module that does not exist."""
     if DISAGGREGATED in name:
         return DISAGGREGATED_HINT
     packages = name.split(".")[:-1]
-    place = folder.joinpath(*packages)
-    known = [path.stem for path in sorted(place.glob("*.py")) if not path.stem.startswith("_")]
+    package_folder = folder.joinpath(*packages)
+    modules = sorted(package_folder.glob("*.py"))
+    known = [path.stem for path in modules if not path.stem.startswith("_")]
     if not known:
-        return "run it in the folder of your modules, e.g. `cd examples/llm`"
+        return "run the command in the folder of your modules, e.g. `cd examples/llm`"
     prefix = "".join(f"{package}." for package in packages)
-    return nearest_name_hint(name, [f"{prefix}{one}" for one in known])
+    return nearest_name_hint(name, [f"{prefix}{module}" for module in known])
