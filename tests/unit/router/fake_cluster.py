@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost
 from dynamo.scheduling.router.costs.predicted import PredictedCost
 from dynamo.scheduling.router.pending_request import PendingRequest
@@ -33,7 +34,7 @@ def instance(name: str, **capabilities: Any) -> Instance:
 
 
 class FakeCacheView:
-    """A PrefixCacheView over `caches`, which tests fill. A routed prompt is cached at once.
+    """A CacheView over `caches`, which tests fill. A routed prompt is cached at once.
 
     `routes`: worker of each routed prompt, in order. `open_prefills`: prompts whose prefill has
     not ended."""
@@ -81,7 +82,11 @@ class FakeCluster:
         self.view = FakeCacheView()
         self.rng = Random(seed)
         self.solver = PlacementSolver(
-            self.worker_states, self.view, cost or PredictedCost(), self.rng, **options
+            self.worker_states,
+            cast("CacheView", self.view),
+            cost or PredictedCost(),
+            self.rng,
+            **options,
         )
         self.now = 100.0
         self._request_count = 0

@@ -38,11 +38,8 @@ listener may follow many attempts."""
 
 
 class Attempt(Reply):
-    """Forward one attempt's reply, and notify the listeners and the policy's `placement`.
-
-    Tokens are counted in the reply's token log; without a log, each call counts them on
-    `placement`.
-    """
+    """Forward one attempt's reply, and notify the listeners and the policy's `placement`. Tokens
+    are counted in the reply's token log; without a log, each call counts them on `placement`."""
 
     __slots__ = (
         "_clock",

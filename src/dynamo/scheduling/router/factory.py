@@ -34,11 +34,9 @@ QUEUE_STARVATION_S = 10.0
 
 
 class PolicyInputs(msgspec.Struct, frozen=True):
-    """The arguments of every router mode.
-
-    The policy chooses among the instances of `client`, whose workers have blocks of `block_tokens`
-    tokens. `read_prompt` and `view` replace the prompt reader and the cache view of mode kv.
-    """
+    """The arguments of every router mode. The policy chooses among the instances of `client`, whose
+    workers have blocks of `block_tokens` tokens. `read_prompt` and `view` replace the prompt reader
+    and the cache view of mode kv."""
 
     settings: RouterSettings
     client: Client
@@ -85,10 +83,8 @@ def make_solver(
 
 
 async def open_policy(inputs: PolicyInputs) -> Policy:
-    """Open the policy of `router.mode`. Close it to stop following the workers.
-
-    Raises `ConfigError` for an unknown mode, cost or selector.
-    """
+    """Open the policy of `router.mode`. Close it to stop following the workers. Raises
+    `ConfigError` for an unknown mode, cost or selector."""
     mode = inputs.settings.mode.strip().lower().replace("-", "_")
     policy: Policy = await ROUTER_MODES.load(MODE_ALIASES.get(mode, mode))(inputs)
     return policy
@@ -131,10 +127,8 @@ def connect_replicas(
     policy: Policy, clock: Clock, publisher: str, *, publish: bool
 ) -> tuple[ReplicaSync, PeerRequests] | None:
     """Apply the requests of other routers to a policy of mode `kv`; return None for other modes.
-
     The caller starts and closes the returned ReplicaSync. `publisher` is this process's instance
-    id. With `publish`, the policy also publishes the requests that it places.
-    """
+    id. With `publish`, the policy also publishes the requests that it places."""
     if not isinstance(policy, KvPolicy):
         return None
     peer_requests = PeerRequests(policy.solver, clock, policy.on_worker_freed)

@@ -19,11 +19,9 @@ SLOWDOWN_PRIOR_OBSERVATIONS = 20.0
 
 
 class LatencyRegression:
-    """Fit y = base * u + slope * x, both at least 0, with y in milliseconds.
-
-    The fit is recursive least squares of relative errors with exponential forgetting. The first
-    observation scales the start values; their proportion then serves as a weak prior.
-    """
+    """Fit y = base * u + slope * x, both at least 0, with y in milliseconds. The fit is recursive
+    least squares of relative errors with exponential forgetting. The first observation scales the
+    start values; their proportion then serves as a weak prior."""
 
     __slots__ = ("_prior", "_sums", "_typical_x", "base", "observation_count", "slope")
 
@@ -83,11 +81,8 @@ class LatencyRegression:
 
 class WorkerLatencyModel:
     """Prefill and decode times that workers of one kind share. The start values are those of a
-    mid-sized model on one GPU.
-
-    `prefill`: u = steps, x = new tokens. `decode`, for one step: u = 1, x = context tokens of all
-    decoding requests.
-    """
+    mid-sized model on one GPU. `prefill`: u = steps, x = new tokens. `decode`, for one step: u = 1,
+    x = context tokens of all decoding requests."""
 
     __slots__ = ("decode", "prefill")
 

@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 class PendingRequest:
-    """A request in the placement solver.
-
-    `overlaps`: worker -> leading prompt blocks in its cache, as of `overlaps_updated_s`.
-    `excluded`: ids of instances that the request must not go to. `constraints`: requested labels,
-    for selectors. `decision_future`: resolved with the decision. `priority` and `deadline_s` order
-    the queue; times are in seconds of the router's clock.
-    """
+    """A request in the placement solver. `overlaps`: worker -> leading prompt blocks in its cache,
+    as of `overlaps_updated_s`. `excluded`: ids of instances that the request must not go to.
+    `constraints`: requested labels, for selectors. `decision_future`: resolved with the decision.
+    `priority` and `deadline_s` order the queue; times are in seconds of the router's clock."""
 
     __slots__ = (
         "arrived_s",

@@ -10,11 +10,9 @@ EMPTY_PROMPT = Prompt(0, ())
 
 
 class Placement:
-    """The handle by which the router reports the progress of a placed request to its policy.
-
-    `id` is unique in this process; the worker must compute `new_tokens` of the prompt. Emitted
-    tokens are counted by the request's token log, so that a token costs no call.
-    """
+    """The handle by which the router reports the progress of a placed request to its policy. `id`
+    is unique in this process; the worker must compute `new_tokens` of the prompt. Emitted tokens
+    are counted by the request's token log, so that a token costs no call."""
 
     __slots__ = (
         "_offset",

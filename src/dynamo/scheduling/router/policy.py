@@ -37,14 +37,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The choice of an instance for one request.
-
-    `candidates`: number of instances considered. `cost_table`: the best of them with their costs
-    at that moment, best first. `overlap_blocks`: leading blocks of the prompt that the instance
-    should hold. `waited_s`: time held in the router. `view`: how the instance's cache is known
-    (exact, stale, approximate; "" when the policy did not look). `rank`: the data-parallel rank
-    on an instance with several. `queue_length`: requests still held in the router.
-    """
+    """The choice of an instance for one request. `candidates`: number of instances considered.
+    `cost_table`: the best of them with their costs at that moment, best first. `overlap_blocks`:
+    leading blocks of the prompt that the instance should hold. `waited_s`: time held in the router.
+    `view`: how the instance's cache is known (exact, stale, approximate; "" when the policy did not
+    look). `rank`: the data-parallel rank on an instance with several. `queue_length`: requests
+    still held in the router."""
 
     instance: Instance
     mode: str

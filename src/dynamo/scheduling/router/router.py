@@ -55,11 +55,9 @@ class WorkerRouter:
         )
 
     async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        """Send the request to one instance that is not in `context.avoid`.
-
-        A gone instance did no work, so another one is tried, up to MAX_ATTEMPTS in all. Raises
-        `NoWorkers` and the errors of the instance.
-        """
+        """Send the request to one instance that is not in `context.avoid`. A gone instance did no
+        work, so another one is tried, up to MAX_ATTEMPTS in all. Raises `NoWorkers` and the errors
+        of the instance."""
         tried = set(context.avoid)
         last = len(tried) + MAX_ATTEMPTS
         while True:

@@ -65,11 +65,9 @@ class WorkerSelector(ABC):
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Constraints
     ) -> str:
-        """Return the id of a worker that satisfies `constraints`, the labels of the request.
-
-        A frontend passes only workers that satisfy them. `NoAvailableWorker` may be raised to
-        refuse the request.
-        """
+        """Return the id of a worker that satisfies `constraints`, the labels of the request. A
+        frontend passes only workers that satisfy them. `NoAvailableWorker` may be raised to refuse
+        the request."""
 
 
 class DefaultWorkerSelector(WorkerSelector):
@@ -135,11 +133,9 @@ def make_selector(name: str, temperature: float, rng: Random) -> WorkerSelector:
 
 
 def adapt_selector(selector: WorkerSelector) -> SelectWorker:
-    """Return `selector` as a function over costs; a score is a negative cost.
-
-    A DynamoError of the selector refuses the request. After any other error the best score wins;
-    the first such error is logged.
-    """
+    """Return `selector` as a function over costs; a score is a negative cost. A DynamoError of the
+    selector refuses the request. After any other error the best score wins; the first such error is
+    logged."""
     failing = False
 
     def select(

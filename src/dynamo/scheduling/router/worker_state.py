@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from dynamo.core.kv_events import worker_name
-from dynamo.core.values import EngineInfo, Load
+from dynamo.core.values import Load
 from dynamo.runtime.calls.instances import Instance
 from dynamo.scheduling.router.data_parallel import (
     data_parallel_ranks,
@@ -75,15 +75,6 @@ def _ignore(placed: PlacedRequest) -> None:
     del placed
 
 
-LatencyModelKey = tuple[str, int]
-
-
-def latency_model_key(info: EngineInfo | None) -> LatencyModelKey:
-    """Return the key under which workers share one latency model. The number of KV blocks is not
-    part of the key, since memory does not affect speed."""
-    return ("", 0) if info is None else (info.engine, info.max_num_batched_tokens)
-
-
 class PrefillGroup(msgspec.Struct):
     """Prompts whose first tokens came together, from one or more steps. `context` is the number of
     context tokens decoded meanwhile."""
@@ -95,16 +86,13 @@ class PrefillGroup(msgspec.Struct):
 
 
 class WorkerState:
-    """The router's model of one worker, or of one of its data-parallel ranks.
-
-    Names in `_s` are seconds of the router's clock, names in `_ms` are durations.
-    `pending_prefills`, `pending_prefill_tokens`: prompts without a first token.
-    `prefill_free_s`: expected first token of the last of them.
-    `decode_context_tokens`: context of all decoding requests.
-    `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50).
-    `load`: the worker's last report.
-    `external_prefill_tokens`, `external_requests`: part of it that other routers sent.
-    """
+    """The router's model of one worker, or of one of its data-parallel ranks. Names in `_s` are
+    seconds of the router's clock, names in `_ms` are durations. `pending_prefills`,
+    `pending_prefill_tokens`: prompts without a first token. `prefill_free_s`: expected first token
+    of the last of them. `decode_context_tokens`: context of all decoding requests.
+    `stall_sensitivity`: sum over active requests of 1 / (emitted tokens + 50). `load`: the worker's
+    last report. `external_prefill_tokens`, `external_requests`: part of it that other routers
+    sent."""
 
     __slots__ = (
         "__weakref__",
@@ -287,12 +275,10 @@ class WorkerState:
         self.token_ms = factor * model.prefill.slope
 
     def _observe_prefill(self, placed: PlacedRequest, now: float) -> None:
-        """Add a prompt to the current group, or start a new group.
-
-        Prompts whose first tokens come together are one observation. The observation is made when
-        the next first token comes or no prefill is pending. Its duration counts from the step
-        before, or from the placement if the worker was idle.
-        """
+        """Add a prompt to the current group, or start a new group. Prompts whose first tokens come
+        together are one observation. The observation is made when the next first token comes or no
+        prefill is pending. Its duration counts from the step before, or from the placement if the
+        worker was idle."""
         group = self._prefill_group
         if group.tokens and now - group.end_s < SAME_STEP_S:
             group.end_s = now
@@ -332,12 +318,13 @@ class WorkerState:
 
 class WorkerStates:
     """The states of all workers in order of announcement. An instance with data-parallel ranks has
-    one state for each rank, named "instance/rank" as in its events."""
+    one state for each rank, named "instance/rank" as in its events. Workers with the same engine
+    and step size share one latency model."""
 
     def __init__(self) -> None:
         self.workers: list[WorkerState] = []
         self._by_name: dict[str, WorkerState] = {}
-        self._latency_models: dict[LatencyModelKey, WorkerLatencyModel] = {}
+        self._latency_models: dict[tuple[str, int], WorkerLatencyModel] = {}
         self._next = 0
 
     def __getitem__(self, name: str) -> WorkerState:
@@ -380,7 +367,8 @@ class WorkerStates:
         for name, (instance, rank) in live.items():
             worker = self._by_name.get(name)
             if worker is None:
-                key = latency_model_key(engine_info(instance))
+                info = engine_info(instance)
+                key = (info.engine, info.max_num_batched_tokens) if info else ("", 0)
                 model = self._latency_models.setdefault(key, WorkerLatencyModel())
                 self._by_name[name] = WorkerState(name, instance, model, rank)
             elif worker.instance is not instance:

@@ -29,10 +29,8 @@ log = logging.getLogger(__name__)
 
 class CollectorConfig(msgspec.Struct, frozen=True):
     """Keep `buffer_size` decisions. Every `check_s`, alerts are computed from the last `window_s`.
-
     A check needs `min_decisions` and reads at most the last `max_decisions`, which takes less than
-    a millisecond. `thresholds` overrides single rules by name.
-    """
+    a millisecond. `thresholds` overrides single rules by name."""
 
     buffer_size: int = 10_000
     window_s: float = 60.0
@@ -53,11 +51,9 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class PerformanceReport(msgspec.Struct, frozen=True):
-    """A report on the decisions in `time_range`, Unix seconds (from, to).
-
-    `trends` compare the second half with the first. `bottlenecks` are broken rules, worst first;
-    `recommendations` say what to do about them.
-    """
+    """A report on the decisions in `time_range`, Unix seconds (from, to). `trends` compare the
+    second half with the first. `bottlenecks` are broken rules, worst first; `recommendations` say
+    what to do about them."""
 
     time_range: tuple[float, float]
     aggregated_metrics: Aggregates

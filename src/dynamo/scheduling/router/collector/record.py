@@ -6,14 +6,12 @@ import msgspec
 
 
 class RoutingRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A decision with its outcome.
-
-    Shares of the prompt's blocks: held by the chosen worker (`cache_hit_ratio`), held by the best
-    worker (`reachable_ratio`, None if not looked up), computed before (`seen_ratio`, None if not
-    known). `achieved_ratio`: share of the prompt's tokens that the engine found in its cache.
-    `timestamp`: Unix time. `decision_latency`: seconds, with the wait in the router.
-    `worker_load`: requests at the chosen worker. `ttft_s`: None without a token.
-    """
+    """A decision with its outcome. Shares of the prompt's blocks: held by the chosen worker
+    (`cache_hit_ratio`), held by the best worker (`reachable_ratio`, None if not looked up),
+    computed before (`seen_ratio`, None if not known). `achieved_ratio`: share of the prompt's
+    tokens that the engine found in its cache. `timestamp`: Unix time. `decision_latency`: seconds,
+    with the wait in the router. `worker_load`: requests at the chosen worker. `ttft_s`: None
+    without a token."""
 
     timestamp: float
     request_id: str

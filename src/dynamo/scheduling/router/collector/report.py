@@ -82,12 +82,9 @@ def throughput(records: Records, seconds: float) -> dict[str, float]:
 
 
 def cache_hit(records: Records) -> dict[str, float]:
-    """Return shares of prompt blocks.
-
-    Blocks that were seen before and are not held now are lost to eviction. Blocks held by another
-    worker than the chosen one are lost to routing. The rest is cold. Prompts sent to workers
-    without a prefix cache count in `cacheless` alone.
-    """
+    """Return shares of prompt blocks. Blocks that were seen before and are not held now are lost to
+    eviction. Blocks held by another worker than the chosen one are lost to routing. The rest is
+    cold. Prompts sent to workers without a prefix cache count in `cacheless` alone."""
     caching = [record for record in records if record.view != NO_PREFIX_CACHE]
     shares = _hit_shares(caching)
     if len(caching) < len(records):

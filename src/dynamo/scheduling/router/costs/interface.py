@@ -20,12 +20,10 @@ TABLE_ROWS = 16
 
 
 class Cost(ABC):
-    """Compute what a request costs at a worker; the lowest cost wins.
-
-    `joint`: pending requests are placed together, and may be held for a nearly free worker.
-    `uses_load_reports`: the cost depends on the workers' load reports. `tie_tolerance`: share of
-    the best cost within which costs are equal.
-    """
+    """Compute what a request costs at a worker; the lowest cost wins. `joint`: pending requests are
+    placed together, and may be held for a nearly free worker. `uses_load_reports`: the cost depends
+    on the workers' load reports. `tie_tolerance`: share of the best cost within which costs are
+    equal."""
 
     joint = False
     uses_load_reports = False

@@ -51,7 +51,9 @@ class PredictedCostMatrix(CostMatrix):
     """The matrix of `PredictedCost`, computed from one `WorkerRate` for each worker."""
 
     def __init__(self, cost: Cost, workers: Sequence[WorkerState], now: float) -> None:
-        super().__init__(cost, workers, now)
+        self.workers = workers
+        self._now = now
+        self._cost = cost
         self._rates = [worker_rate(worker, now) for worker in workers]
 
     def row(self, request: PendingRequest) -> list[float]:

@@ -21,11 +21,9 @@ _SUFFIX = re.compile(r"[-.][0-9a-f]+(\.[0-9]+)?\Z")
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision in a readable form.
-
-    `at`: Unix time. `router`: name of the process that chose. `costs`: candidates with every term
-    of their cost, best first. `outcome`: None while the worker still answers. `why`: a sentence.
-    """
+    """A decision in a readable form. `at`: Unix time. `router`: name of the process that chose.
+    `costs`: candidates with every term of their cost, best first. `outcome`: None while the worker
+    still answers. `why`: a sentence."""
 
     request_id: str
     choice: int

@@ -26,10 +26,8 @@ PREFIXES_PER_GENERATION = 19_000
 
 class PrefixHistory:
     """The prompt prefixes seen before, in three generations; the oldest is dropped as a whole.
-
     Hashes are chained: a seen block implies that all blocks before it were seen. The longest seen
-    prefix is therefore found by binary search.
-    """
+    prefix is therefore found by binary search."""
 
     def __init__(
         self, generation_size: int = PREFIXES_PER_GENERATION, stride: int = PREFIX_STRIDE
@@ -67,10 +65,8 @@ FALLBACK_BLOCK_TOKENS = 16
 
 class RoutingRecorder(Observer):
     """Record the decisions of one process. `waiting` returns the number of requests held in the
-    router.
-
-    An open decision is found by (request id, choice): the attempts of one choice follow each other.
-    """
+    router. An open decision is found by (request id, choice): the attempts of one choice follow
+    each other."""
 
     def __init__(
         self,

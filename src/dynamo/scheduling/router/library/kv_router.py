@@ -63,11 +63,8 @@ class PrefixAnalysis(msgspec.Struct, frozen=True):
 
 
 class CacheHitAnalysis(msgspec.Struct, frozen=True):
-    """The cached share of a prompt by worker, and the best of them.
-
-    `best_hit_worker` is "" if no worker holds any of it. Data-parallel ranks are listed as
-    "instance/rank".
-    """
+    """The cached share of a prompt by worker, and the best of them. `best_hit_worker` is "" if no
+    worker holds any of it. Data-parallel ranks are listed as "instance/rank"."""
 
     worker_hits: Mapping[str, float]
     global_hit_ratio: float
@@ -99,11 +96,9 @@ class WorkerSelectionResult(msgspec.Struct, frozen=True):
 
 
 class KvRouter:
-    """Choose workers of a component's `generate` endpoint by its KV events and load reports.
-
-    Use as `async with KvRouter(component, block_size, selector) as router`, then call
-    `await router.route_request(request)`.
-    """
+    """Choose workers of a component's `generate` endpoint by its KV events and load reports. Use as
+    `async with KvRouter(component, block_size, selector) as router`, then call `await
+    router.route_request(request)`."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 from math import inf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -22,27 +22,17 @@ GAP_EWMA_WEIGHT = 0.1
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
 
-class QueueOrderable(Protocol):
-    """The properties that a queue order reads. `prefill_tokens` are prompt tokens to compute;
-    `deadline_s` is on the clock of `arrived_s`; a higher `priority` goes first."""
-
-    @property
-    def arrived_s(self) -> float: ...
-    @property
-    def prefill_tokens(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def deadline_s(self) -> float: ...
-
-
 class QueueOrderKey(msgspec.Struct, frozen=True):
-    """A QueueOrderable for items that do not have these properties."""
+    """The sort properties of a queued item. Times are on the caller's clock, `prefill_tokens` are
+    prompt tokens to compute, and a higher `priority` goes first."""
 
     arrived_s: float
     prefill_tokens: int = 0
     priority: int = 0
     deadline_s: float = inf
+
+
+QueueOrderable = QueueOrderKey | PendingRequest
 
 
 def first_come_first_served(item: QueueOrderable) -> float:
@@ -72,11 +62,8 @@ _SortKey = tuple[float, float, int]
 
 
 class WaitingQueue(Generic[T]):
-    """A bounded priority queue.
-
-    Items that have waited `starvation_s` go before all others, oldest first, so that no order
-    starves an item. The caller passes all times.
-    """
+    """A bounded priority queue. Items that have waited `starvation_s` go before all others, oldest
+    first, so that no order starves an item. The caller passes all times."""
 
     def __init__(self, order: str = "fcfs", bound: int = 1024, starvation_s: float = inf) -> None:
         """`order` is a key of QUEUE_ORDERS. Raises `ConfigError` for others."""
@@ -174,11 +161,9 @@ class WaitingQueue(Generic[T]):
 
 
 class PendingRequestQueue:
-    """All pending requests of a solver.
-
-    A new request is not sorted until its first round ends without a worker for it. After that
-    round, the request enters `queue`, or is rejected if the queue is full.
-    """
+    """All pending requests of a solver. A new request is not sorted until its first round ends
+    without a worker for it. After that round, the request enters `queue`, or is rejected if the
+    queue is full."""
 
     def __init__(self, queue: WaitingQueue[PendingRequest]) -> None:
         self._queue = queue

@@ -55,11 +55,9 @@ class RegretRow:
 
 
 class RegretStep:
-    """A window of requests; the one with the largest regret is placed first.
-
-    Queued requests differ between workers by load alone. They stand in a queue, longest prompt
-    first: only its head has a row and competes with the others.
-    """
+    """A window of requests; the one with the largest regret is placed first. Queued requests differ
+    between workers by load alone. They stand in a queue, longest prompt first: only its head has a
+    row and competes with the others."""
 
     def __init__(
         self,

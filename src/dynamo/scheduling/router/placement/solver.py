@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from random import Random
-from typing import Protocol
 
 import msgspec
 
 from dynamo.core.errors import DynamoError
+from dynamo.scheduling.index.cache_view import CacheView
 from dynamo.scheduling.router.costs.interface import Cost, CostMatrix, lowest_indices
 from dynamo.scheduling.router.pending_request import PendingRequest
 from dynamo.scheduling.router.placement.queue import PendingRequestQueue, WaitingQueue
@@ -42,32 +42,11 @@ SHORT_PROMPT_TOKENS = 512
 """Largest prompt that counts as short: a better worker would save little time."""
 
 
-class PrefixCacheView(Protocol):
-    """The router's knowledge of the workers' prefix caches."""
-
-    def find_overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Return worker -> leading blocks of the prompt that are cached or about to be."""
-
-    def on_request_routed(self, worker: str, hashes: Sequence[int]) -> None:
-        """Note that a prompt is sent to `worker`."""
-
-    def on_prefill_ended(self, worker: str, hashes: Sequence[int]) -> None:
-        """Note that a routed prompt's first token came or never will."""
-
-    def get_mode(self, worker: str) -> str:
-        """Return how the worker's cache is known."""
-
-    def set_cacheless_workers(self, workers: AbstractSet[str]) -> None:
-        """Set the workers that have no prefix cache."""
-
-
 class HoldLimits(msgspec.Struct, frozen=True):
-    """Limits for holding a request in the router while its best worker is busy.
-
-    A request is held if its best worker has more than `max_backlog_s` of prefill pending, for at
-    most `max_hold_s`. Nothing is lost before that worker is nearly free, and another worker may
-    become better. `overlaps_max_age_s` is the age at which cache overlaps are looked up again.
-    """
+    """Limits for holding a request in the router while its best worker is busy. A request is held
+    if its best worker has more than `max_backlog_s` of prefill pending, for at most `max_hold_s`.
+    Nothing is lost before that worker is nearly free, and another worker may become better.
+    `overlaps_max_age_s` is the age at which cache overlaps are looked up again."""
 
     max_backlog_s: float = 0.05
     max_hold_s: float = 3.0
@@ -94,7 +73,7 @@ class PlacementSolver:
     def __init__(
         self,
         worker_states: WorkerStates,
-        view: PrefixCacheView,
+        view: CacheView,
         cost: Cost,
         rng: Random,
         *,

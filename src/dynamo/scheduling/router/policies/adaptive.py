@@ -40,11 +40,9 @@ class BalancerWorkerRef(msgspec.Struct, frozen=True):
 
 
 class AdaptivePolicy(Policy):
-    """Choose the worker with the most capacity left.
-
-    If no worker has enough, the least loaded one gets the request and queues it. Load reports
-    arrive late, so requests that were placed since count as well.
-    """
+    """Choose the worker with the most capacity left. If no worker has enough, the least loaded one
+    gets the request and queues it. Load reports arrive late, so requests that were placed since
+    count as well."""
 
     def __init__(
         self, client: Client, loads: LoadView, clock: Clock, tie_mode: str = "random"
@@ -133,12 +131,9 @@ class AdaptivePolicy(Policy):
 
 
 def balancer_metrics(worker: WorkerState) -> WorkerMetrics:
-    """Return the metrics of the last report plus the requests placed since.
-
-    The load is x / (1 + x), where x is the number of steps that pending prompts fill plus the
-    occupied share of sequence slots. A worker is therefore never full; each further request gets
-    a smaller part of it.
-    """
+    """Return the metrics of the last report plus the requests placed since. The load is x / (1 +
+    x), where x is the number of steps that pending prompts fill plus the occupied share of sequence
+    slots. A worker is therefore never full; each further request gets a smaller part of it."""
     info = worker.engine_info
     slots = info.max_num_seqs if info else DEFAULT_MAX_SEQUENCES
     prompt_tokens = worker.pending_prefill_tokens + worker.external_prefill_tokens

@@ -128,9 +128,7 @@ class AdaptiveLoadBalancer:
 
     def assign(self, workers: Sequence[BalancedWorker], new_request: Any) -> WorkerAssignment:
         """Return the worker with the most room left. Raises `LoadBalancingError` if none has room.
-
-        Metrics that a worker carries are applied first.
-        """
+        Metrics that a worker carries are applied first."""
         for worker in workers:
             metrics = getattr(worker, "metrics", None)
             if isinstance(metrics, Mapping):

@@ -24,11 +24,9 @@ PrefetchOverlaps = Callable[[Sequence[int]], Awaitable[None]]
 
 
 class KvPolicy(Policy):
-    """Run a placement solver on the event loop.
-
-    Requests that arrive in one turn of the loop are placed together. Further rounds run when a
-    worker may have become free for the requests that are held.
-    """
+    """Run a placement solver on the event loop. Requests that arrive in one turn of the loop are
+    placed together. Further rounds run when a worker may have become free for the requests that are
+    held."""
 
     def __init__(
         self,

@@ -18,11 +18,8 @@ QUERY_ACCEPTED = b""
 
 
 class RouteQuery(msgspec.Struct, frozen=True, array_like=True):
-    """The query for the instance of one request.
-
-    `hashes` are those of the prompt's full blocks, packed u64. `excluded` are instance ids. The
-    request's id and attempt come with the call.
-    """
+    """The query for the instance of one request. `hashes` are those of the prompt's full blocks,
+    packed u64. `excluded` are instance ids. The request's id and attempt come with the call."""
 
     model: str
     choice: int
