@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.conftest import write_tiny_model  # noqa: E402
-from tests.faults.stage import PLANES, Stage  # noqa: E402
+from tests.faults.cluster import PLANES, Cluster  # noqa: E402
 from tests.faults.table import TABLE, Fault  # noqa: E402
 
 PAGE = ROOT / "docs" / "faults.md"
@@ -43,7 +43,8 @@ Every test run also injects faults in one process:
 
 - lost, repeated and reordered events (`tests/conformance`, `tests/faults/test_index_truth.py`)
 - deaths of workers at any token (`tests/unit/scheduling/test_migration.py`)
-- cut, half-open and delayed connections, and single lost streams (`tests/faults/test_wires.py`)
+- aborted, half-open and delayed connections, and single lost streams
+  (`tests/faults/test_connection_faults.py`)
 - frozen and slow workers in virtual time (`tests/unit/runtime/test_failure_detector.py`)
 - minutes of a simulated day with crashes, network partitions and disconnecting clients
   (`tests/simulation/test_day.py`; `benchmarks/day.py` simulates a whole day)
@@ -54,7 +55,7 @@ def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
     """Inject a fault. Returns if the outcome is as expected, and a measurement or the error."""
     with tempfile.TemporaryDirectory(prefix="dynamo-faults-") as folder:
         more = {"timing": fault.timing} if fault.timing else {}
-        stage = Stage(
+        cluster = Cluster(
             model,
             Path(folder),
             planes,
@@ -64,13 +65,13 @@ def play(fault: Fault, planes: str, model: Path) -> tuple[bool, str]:
             **more,
         )
         try:
-            with stage:
-                return True, asyncio.run(fault.play(stage))
+            with cluster:
+                return True, asyncio.run(fault.run(cluster))
         except Exception as error:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             if os.environ.get("FAULTS_LOG"):
-                print(stage.log)
+                print(cluster.log)
             return False, (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
@@ -84,7 +85,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="dynamo-faults-") as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         for fault in TABLE:
-            if args.only not in f"{fault.name} {fault.play.__name__}":
+            if args.only not in f"{fault.name} {fault.run.__name__}":
                 continue
             cells = []
             for planes in [args.planes] if args.planes else PLANES:

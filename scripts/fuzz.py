@@ -43,13 +43,13 @@ def main() -> int:
         result = asyncio.run(run(TARGETS[name](), options.seconds, options.seed))
         print(
             f"{name}: {result.runs} inputs, slowest {result.slowest_s * 1e3:.0f} ms, "
-            f"memory {result.grown_bytes / 1e6:+.1f} MB, {result.held} left open, "
+            f"memory {result.grown_bytes / 1e6:+.1f} MB, {result.open_count} left open, "
             f"{len(result.findings)} findings",
             flush=True,
         )
         for finding in result.findings:
             print(f"  {finding[:2000]}")
-        findings += len(result.findings) + result.held
+        findings += len(result.findings) + result.open_count
     return 1 if findings else 0
 
 

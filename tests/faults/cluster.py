@@ -1,4 +1,4 @@
-"""A deployment of real processes, streams through it, and means to hurt it."""
+"""A deployment of real processes with streaming clients and ways to inject faults."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
-from tests.faults.streams import Answer, ask, body_of, read
+from tests.faults.stream_client import Answer, ask, body_of, read
 
 from dynamo.runtime.deployment import Deployment, ProcessRecord
 from dynamo.testing.servers import EtcdProcess, NatsProcess, free_port
 
 PLANES = ("plain", "servers")
 STEP_MS = 20
-Inject = Callable[[], Awaitable[object]]
+InjectFault = Callable[[], Awaitable[object]]
 
 
-class Stage:
-    """`planes`: "plain" (file, tcp) or "servers" (etcd, NATS). Use `with`; whatever was done to it,
-    no process may have said a traceback at the end."""
+class Cluster:
+    """A deployment with mock workers, used with `with`.
+
+    `planes` is "plain" (file, tcp) or "servers" (etcd, NATS). On exit, no process may have logged a
+    traceback.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class Stage:
         self.port = free_port()
         self.etcd = EtcdProcess() if planes == "servers" else None
         self.nats = NatsProcess() if planes == "servers" else None
-        self._held = ExitStack()
+        self._stack = ExitStack()
         self._reference: dict[tuple[int, int], str] = {}
         self._workers = workers
         self._frontends = frontends
@@ -57,105 +60,104 @@ class Stage:
     def __enter__(self) -> Self:
         self.environ = os.environ | {"XDG_RUNTIME_DIR": str(self.folder)}
         if self.etcd is not None and self.nats is not None:
-            self._held.enter_context(self.etcd)
-            self._held.enter_context(self.nats)
+            self._stack.enter_context(self.etcd)
+            self._stack.enter_context(self.nats)
             self.environ["DYNAMO_ETCD_ENDPOINTS"] = f"http://127.0.0.1:{self.etcd.port}"
             self.environ["DYNAMO_NATS_URL"] = self.nats.url
         with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=self.environ, stdout=log, stderr=log, cwd=self.folder
             )
-        self._held.callback(self._stop)
+        self._stack.callback(self._stop)
         try:
-            self.until(lambda: len(self.ready("worker")) == self._workers, 30)
-            self.until(lambda: len(self.ready("frontend")) == self._frontends, 30)
+            self.wait_blocking(lambda: len(self.ready("worker")) == self._workers, 30)
+            self.wait_blocking(lambda: len(self.ready("frontend")) == self._frontends, 30)
         except BaseException:
-            self._held.close()
+            self._stack.close()
             raise
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._held.close()
+        self._stack.close()
         assert kind or "Traceback" not in self.log, self.log[self.log.index("Traceback") :][:3000]
 
     @property
     def log(self) -> str:
-        """What all processes said."""
+        """The log of all processes."""
         return (self.folder / "log").read_text()
 
     def processes(self, role: str) -> list[ProcessRecord]:
-        """Live ones."""
+        """Return the live processes of a role."""
         name = f"http-{self.port}"
         records = Deployment(name, self.folder / "dynamo" / name).live_processes()
-        return [one for one in records if one.role == role]
+        return [record for record in records if record.role == role]
 
     def ready(self, role: str) -> list[ProcessRecord]:
-        """Those that serve."""
-        return [one for one in self.processes(role) if one.state == "ready"]
+        """Return the ready processes of a role."""
+        return [record for record in self.processes(role) if record.state == "ready"]
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 20) -> None:
-        """Wait; blocks."""
+    def wait_blocking(self, condition: Callable[[], object], timeout_s: float = 20) -> None:
+        """Wait until the condition is true. Blocks."""
         end = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < end, f"not in time; its log:\n{self.log[-3000:]}"
+            assert time.monotonic() < end, f"not true in time; the log:\n{self.log[-3000:]}"
             time.sleep(0.05)
 
-    async def soon(self, condition: Callable[[], object], timeout_s: float = 20) -> float:
-        """Wait without blocking; how long it took, in seconds."""
+    async def wait_for(self, condition: Callable[[], object], timeout_s: float = 20) -> float:
+        """Wait until the condition is true. Returns the waiting time in seconds."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < timeout_s, f"not in time:\n{self.log[-3000:]}"
+            assert time.monotonic() - began < timeout_s, f"not true in time:\n{self.log[-3000:]}"
             await asyncio.sleep(0.02)
         return time.monotonic() - began
 
     def kill(self, role: str, at: int = 0, number: int = signal.SIGKILL) -> int:
-        """Send a signal to one; its pid."""
+        """Send a signal to one process and return its pid."""
         pid = self.processes(role)[at].pid
         os.kill(pid, number)
         return pid
 
-    async def command(self, *words: str) -> str:
-        """A `dynamo` command; what it printed."""
+    async def command(self, *arguments: str) -> str:
+        """Run a `dynamo` command and return its output."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "dynamo", *words, "--deployment", str(self.port)),
+            *(sys.executable, "-P", "-m", "dynamo", *arguments, "--deployment", str(self.port)),
             env=self.environ,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        said, _ = await process.communicate()
-        assert process.returncode == 0, said.decode()
-        return said.decode()
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
+        return output.decode()
 
     def metrics(self, record: ProcessRecord) -> dict[str, float]:
-        """One process's."""
+        """Return the metrics of one process by name."""
         text = urllib.request.urlopen(f"{record.status_url}/metrics", timeout=5).read().decode()
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
         return {name: float(value) for name, value in rows}
 
     def health(self, record: ProcessRecord) -> str:
-        """What one process's /health says."""
+        """Return the /health page of one process."""
         return str(urllib.request.urlopen(f"{record.status_url}/health", timeout=5).read())
 
     async def texts(self, keys: Sequence[int], tokens: int) -> dict[int, str]:
-        """The undisturbed answers; asked for once."""
+        """Return the answers without faults. Each is requested only once."""
         missing = [key for key in keys if (key, tokens) not in self._reference]
-        for answer in await self.crowd(missing, tokens):
-            assert answer.whole, answer
+        for answer in await self.ask_all(missing, tokens):
+            assert answer.complete, answer
             self._reference[answer.key, tokens] = answer.text
         return {key: self._reference[key, tokens] for key in keys}
 
-    async def crowd(self, keys: Sequence[int], tokens: int) -> list[Answer]:
-        """All of them at once."""
+    async def ask_all(self, keys: Sequence[int], tokens: int) -> list[Answer]:
+        """Request all answers concurrently."""
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(self.port, key, tokens)) for key in keys]
-        return [one.result() for one in asked]
+            tasks = [group.create_task(ask(self.port, key, tokens)) for key in keys]
+        return [task.result() for task in tasks]
 
-    async def during(
-        self, inject: Inject, *, streams: int = 24, tokens: int = 100, first: int = 0
+    async def ask_during(
+        self, inject: InjectFault, *, streams: int = 24, tokens: int = 100
     ) -> list[Answer]:
-        """Hurt it while streams run, all of which must have begun; their answers."""
-        keys = range(first, first + streams)
-        answers = [Answer(key) for key in keys]
+        """Start streams, inject a fault once all have a token, and return their answers."""
+        answers = [Answer(key) for key in range(streams)]
         async with asyncio.TaskGroup() as group:
             for answer in answers:
                 body = body_of(answer.key, tokens, 8)
@@ -165,19 +167,21 @@ class Stage:
             await inject()
         return answers
 
-    async def unharmed(
-        self, inject: Inject, *, streams: int = 24, tokens: int = 100, pause_s: float
+    async def assert_unaffected(
+        self, inject: InjectFault, *, streams: int = 24, tokens: int = 100, pause_s: float
     ) -> str:
-        """`during`, and every answer must be whole and the same as undisturbed, with no gap longer
-        than `pause_s`. Says how long the longest was."""
+        """Inject a fault and assert that every answer is complete and the same as without it.
+
+        No gap may be longer than `pause_s`. Returns a sentence for the table.
+        """
         texts = await self.texts(range(streams), tokens)
-        answers = await self.during(inject, streams=streams, tokens=tokens)
+        answers = await self.ask_during(inject, streams=streams, tokens=tokens)
         for answer in answers:
-            assert answer.whole, (answer, self.log[-3000:])
+            assert answer.complete, (answer, self.log[-3000:])
             assert answer.text == texts[answer.key], (answer.text, texts[answer.key])
         longest = max(answer.longest_gap_s for answer in answers)
         assert longest <= pause_s, f"a gap of {longest:.2f} s"
-        return f"{streams} of {streams} whole and the same, longest gap {longest * 1e3:.0f} ms"
+        return f"{streams} of {streams} complete and the same, longest gap {longest * 1e3:.0f} ms"
 
     def _stop(self) -> None:
         if self._process is None:

@@ -1,4 +1,4 @@
-"""A relay that loses one stream of many, and a plane that is reached through it."""
+"""A relay that drops one stream of a connection, and a request plane behind it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from dynamo.communication.requests.protocol import DATA
 from dynamo.testing.relay import Relay
 
 
-class Loss:
-    """What a worker says, without one stream: the first that says something once this is `on`, up to
-    and with its end."""
+class StreamLoss:
+    """Drops the items of one stream from a worker's frames.
+
+    Once `on` is True, the stream of the next item is dropped until its end. `lost` counts items.
+    """
 
     def __init__(self) -> None:
         self.on = False
@@ -50,19 +52,19 @@ class Loss:
 
 
 class LossyRelay(Relay):
-    """`losses`: one a connection."""
+    """A relay whose connections can lose a stream. `losses` has an entry per connection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses: list[Loss] = []
+        self.losses: list[StreamLoss] = []
 
     def make_reply_filter(self) -> Callable[[bytes], bytes]:
-        self.losses.append(Loss())
+        self.losses.append(StreamLoss())
         return self.losses[-1]
 
 
-class Relayed:
-    """A request plane that announces itself behind a relay."""
+class RelayedRequests:
+    """A request plane whose published address is that of a relay."""
 
     def __init__(self, plane: Requests, relay: Relay) -> None:
         self._plane = plane

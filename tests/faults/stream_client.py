@@ -1,4 +1,4 @@
-"""A client that notices everything: text, counts, gaps, how it ended."""
+"""A streaming client that records text, counts, gaps and the end of each answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """One streamed answer. `error`: what went wrong, "" = nothing."""
+    """A streamed answer. `error` is "" or says what went wrong."""
 
     key: int
     text: str = ""
@@ -28,13 +28,13 @@ class Answer:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def whole(self) -> bool:
-        """Complete, and counted right."""
+    def complete(self) -> bool:
+        """True if the answer is complete and its usage is right."""
         return not self.error and self.finish == "length" and self.usage == self.tokens
 
 
-def body_of(key: int, tokens: int, words: int, **more: Any) -> dict[str, Any]:
-    """Every key is a prompt of its own."""
+def body_of(key: int, tokens: int, words: int, **fields: Any) -> dict[str, Any]:
+    """Return a chat request. Each key has its own prompt."""
     content = f"{key} " + " ".join(f"word{(key * 7 + at) % 97}" for at in range(words))
     return {
         "model": "tiny",
@@ -44,27 +44,27 @@ def body_of(key: int, tokens: int, words: int, **more: Any) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **more,
+        **fields,
     }
 
 
 async def ask(
-    port: int, key: int, tokens: int = 60, *, words: int = 8, timeout_s: float = 50.0, **more: Any
+    port: int, key: int, tokens: int = 60, *, words: int = 8, timeout_s: float = 50.0, **fields: Any
 ) -> Answer:
-    """Ask, read all, never raise."""
+    """Request and read an answer. Errors are recorded in it."""
     answer = Answer(key)
-    await read(port, answer, body_of(key, tokens, words, **more), timeout_s)
+    await read(port, answer, body_of(key, tokens, words, **fields), timeout_s)
     return answer
 
 
 async def read(port: int, answer: Answer, body: dict[str, Any], timeout_s: float) -> None:
-    """Fill `answer`."""
+    """Send a request and read the answer into `answer`."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(timeout_s):
             await _exchange(port, answer, json.dumps(body).encode(), began)
     except TimeoutError:
-        answer.error = "no end in time"
+        answer.error = "the answer did not end in time"
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         answer.error = answer.error or f"connection: {type(error).__name__}"
     answer.seconds = time.monotonic() - began
@@ -81,7 +81,7 @@ async def _exchange(port: int, answer: Answer, data: bytes, began: float) -> Non
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin1").split("\r\n")
         answer.status = int(head[0].split()[1])
         headers = {
-            name.lower(): value.strip() for name, _, value in (one.partition(":") for one in head)
+            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head)
         }
         answer.worker = headers.get("x-dynamo-worker", "")
         answer.retry_after = headers.get("retry-after", "")

@@ -1,5 +1,7 @@
-"""Faults, and what is to come of them. Each is a function of a stage that raises where it does not,
-and says what it measured."""
+"""The table of faults. Each fault is a function of a cluster that asserts the expected result.
+
+The function returns a sentence with its measurements.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,26 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tests.faults.stage import PLANES, Stage
-from tests.faults.streams import Answer, ask, body_of, read
+from tests.faults.cluster import PLANES, Cluster
+from tests.faults.stream_client import Answer, ask, body_of, read
 
 from dynamo.communication.discovery import open_discovery
 from dynamo.core.errors import PlaneUnavailable
 
-Play = Callable[[Stage], Awaitable[str]]
+RunFault = Callable[[Cluster], Awaitable[str]]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`quick`: among those of every test run. `servers`: needs etcd and NATS."""
+    """A row of the table. Every test run includes the `quick` faults."""
 
     name: str
     expected: str
-    play: Play
+    run: RunFault
     quick: bool = False
     planes: tuple[str, ...] = PLANES
     workers: int = 3
@@ -38,49 +40,55 @@ class Fault:
     timing: str = ""
 
 
-async def killed(stage: Stage) -> str:
+def assert_complete(answers: Sequence[Answer]) -> None:
+    """Assert that every answer is complete."""
+    incomplete = [answer for answer in answers if not answer.complete]
+    assert not incomplete, incomplete[:2]
+
+
+async def killed(cluster: Cluster) -> str:
     async def inject() -> None:
-        stage.kill("worker")
+        cluster.kill("worker")
 
-    said = await stage.unharmed(inject, pause_s=1.5)
-    await stage.soon(lambda: len(stage.ready("worker")) == 3)
-    return said
+    summary = await cluster.assert_unaffected(inject, pause_s=1.5)
+    await cluster.wait_for(lambda: len(cluster.ready("worker")) == 3)
+    return summary
 
 
-async def all_killed(stage: Stage) -> str:
+async def all_killed(cluster: Cluster) -> str:
     async def inject() -> None:
-        for record in stage.processes("worker"):
+        for record in cluster.processes("worker"):
             os.kill(record.pid, signal.SIGKILL)
 
-    return await stage.unharmed(inject, streams=12, pause_s=15.0)
+    return await cluster.assert_unaffected(inject, streams=12, pause_s=15.0)
 
 
-async def frozen(stage: Stage) -> str:
-    texts = await stage.texts(range(24), 100)
+async def frozen(cluster: Cluster) -> str:
+    texts = await cluster.texts(range(24), 100)
     pid = 0
 
     async def inject() -> None:
         nonlocal pid
-        pid = stage.kill("worker", number=signal.SIGSTOP)
-        new = await stage.crowd(range(24), 20)
-        assert all(answer.whole and answer.seconds < 2.5 for answer in new), new
+        pid = cluster.kill("worker", number=signal.SIGSTOP)
+        new = await cluster.ask_all(range(24), 20)
+        assert all(answer.complete and answer.seconds < 2.5 for answer in new), new
 
     try:
-        answers = await stage.during(inject)
+        answers = await cluster.ask_during(inject)
     finally:
         os.kill(pid, signal.SIGCONT)
     for answer in answers:
-        assert answer.whole, (answer, stage.log[-2000:])
+        assert answer.complete, (answer, cluster.log[-2000:])
         assert answer.text == texts[answer.key]
     longest = max(answer.longest_gap_s for answer in answers)
     assert longest <= 2.1, longest
-    back = await stage.soon(lambda: "answers again" in stage.log)
-    return f"longest gap {longest:.2f} s; after SIGCONT back in {back:.1f} s"
+    readmitted_s = await cluster.wait_for(lambda: "answers again" in cluster.log)
+    return f"longest gap {longest:.2f} s; readmitted {readmitted_s:.1f} s after SIGCONT"
 
 
-async def slow(stage: Stage) -> str:
-    """Stopped four fifths of the time: slow, not dead."""
-    pid = stage.processes("worker")[0].pid
+async def slow(cluster: Cluster) -> str:
+    """Stop a worker four fifths of the time."""
+    pid = cluster.processes("worker")[0].pid
 
     async def inject() -> None:
         for _ in range(20):
@@ -89,135 +97,139 @@ async def slow(stage: Stage) -> str:
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(0.04)
 
-    said = await stage.unharmed(inject, pause_s=2.0)
-    assert "does not answer" not in stage.log
-    assert "ejected" not in stage.log
-    return said + ", nobody ejected"
+    summary = await cluster.assert_unaffected(inject, pause_s=2.0)
+    assert "does not answer" not in cluster.log
+    assert "ejected" not in cluster.log
+    return summary + ", no worker ejected"
 
 
-async def overloaded(stage: Stage) -> str:
-    """Four times as many streams as there are places, for as long as they take."""
-    answers = await stage.crowd(range(48), 60)
-    bad = [one for one in answers if not one.whole and not one.retry_after]
+async def overloaded(cluster: Cluster) -> str:
+    """Send four times as many streams as the workers have slots."""
+    answers = await cluster.ask_all(range(48), 60)
+    bad = [answer for answer in answers if not answer.complete and not answer.retry_after]
     assert not bad, bad[:2]
-    whole = sum(one.whole for one in answers)
-    assert whole >= 12
-    assert "does not answer" not in stage.log
-    assert "ejected" not in stage.log
-    others = ", the others told when to come again" if whole < 48 else ""
-    return f"{whole} of 48 whole{others}; nobody ejected"
+    complete = sum(answer.complete for answer in answers)
+    assert complete >= 12
+    assert "does not answer" not in cluster.log
+    assert "ejected" not in cluster.log
+    others = ", the others refused with Retry-After" if complete < 48 else ""
+    return f"{complete} of 48 complete{others}; no worker ejected"
 
 
-async def drained(stage: Stage) -> str:
+async def drained(cluster: Cluster) -> str:
     async def inject() -> None:
         began = time.monotonic()
-        await stage.command("drain", "worker-1")
+        await cluster.command("drain", "worker-1")
         assert time.monotonic() - began < 8.0
 
-    said = await stage.unharmed(inject, tokens=200, pause_s=1.5)
-    assert len(stage.processes("worker")) == 2
-    await stage.command("scale", "worker=3")
-    return said
+    summary = await cluster.assert_unaffected(inject, tokens=200, pause_s=1.5)
+    assert len(cluster.processes("worker")) == 2
+    await cluster.command("scale", "worker=3")
+    return summary
 
 
-async def rolled(stage: Stage) -> str:
+async def rolled(cluster: Cluster) -> str:
     stop = asyncio.Event()
-    texts = await stage.texts(range(12), 100)
+    texts = await cluster.texts(range(12), 100)
     done: list[Answer] = []
 
     async def loop(key: int) -> None:
         while not stop.is_set():
-            done.append(await ask(stage.port, key, 100))
+            done.append(await ask(cluster.port, key, 100))
 
     async with asyncio.TaskGroup() as group:
         for key in range(12):
             group.create_task(loop(key))
-        await stage.command("restart", "worker")
-        await stage.command("restart", "frontend")
+        await cluster.command("restart", "worker")
+        await cluster.command("restart", "frontend")
         stop.set()
-    bad = [one for one in done if not (one.whole and one.text == texts[one.key])]
+    bad = [answer for answer in done if not (answer.complete and answer.text == texts[answer.key])]
     assert not bad, bad[:2]
-    return f"every process replaced under load: {len(done)} of {len(done)} whole and the same"
+    return f"all processes replaced under load: {len(done)} of {len(done)} complete and the same"
 
 
-async def frontend_killed(stage: Stage) -> str:
-    pids = [record.pid for record in stage.processes("frontend")]
+async def frontend_killed(cluster: Cluster) -> str:
+    pids = [record.pid for record in cluster.processes("frontend")]
 
     async def inject() -> None:
         os.kill(pids[0], signal.SIGKILL)
 
-    answers = await stage.during(inject)
-    broken = [one for one in answers if not one.whole]
-    assert all(one.error.startswith("connection") for one in broken), broken
+    answers = await cluster.ask_during(inject)
+    broken = [answer for answer in answers if not answer.complete]
+    assert all(answer.error.startswith("connection") for answer in broken), broken
     assert len(broken) < len(answers)
-    after = await stage.crowd(range(12), 20)
-    assert sum(one.whole for one in after) >= 11, after  # one may meet the closing socket
-    return f"{len(broken)} streams of the killed one cut, {len(answers) - len(broken)} others whole"
+    after = await cluster.ask_all(range(12), 20)
+    # A request may hit the closing socket.
+    assert sum(answer.complete for answer in after) >= 11, after
+    return (
+        f"{len(broken)} streams of the killed frontend broken, "
+        f"{len(answers) - len(broken)} others complete"
+    )
 
 
-async def hung_up(stage: Stage) -> str:
-    """Clients that leave, mid-stream and before the first token."""
+async def hung_up(cluster: Cluster) -> str:
+    """Disconnect clients during their streams and before the first token."""
     requests = ("running_requests", "waiting_requests")
 
-    def held(*names: str) -> float:
-        found = [stage.metrics(record) for record in stage.ready("worker")]
-        return sum(one[f"dynamo_worker_{name}"] for one in found for name in names)
+    def count(*names: str) -> float:
+        metrics = [cluster.metrics(record) for record in cluster.ready("worker")]
+        return sum(values[f"dynamo_worker_{name}"] for values in metrics for name in names)
 
     answers = [Answer(key) for key in range(12)]
     begun, waiting = answers[:6], answers[6:]
     async with asyncio.TaskGroup() as group:
 
-        def ask_all(some: list[Answer], words: int) -> list[asyncio.Task[None]]:
-            bodies = [(one, body_of(one.key, 2000, words)) for one in some]
-            return [group.create_task(read(stage.port, *about, 50.0)) for about in bodies]
+        def start_reading(answers: list[Answer], words: int) -> list[asyncio.Task[None]]:
+            bodies = [(answer, body_of(answer.key, 2000, words)) for answer in answers]
+            return [group.create_task(read(cluster.port, *arguments, 50.0)) for arguments in bodies]
 
-        tasks = ask_all(begun, 8)
-        for one in begun:
-            await one.begun.wait()
-        tasks += ask_all(waiting, 300)
-        await stage.soon(lambda: held(*requests) == 12)
+        tasks = start_reading(begun, 8)
+        for answer in begun:
+            await answer.begun.wait()
+        tasks += start_reading(waiting, 300)
+        await cluster.wait_for(lambda: count(*requests) == 12)
         for task in tasks:
             task.cancel()
-    assert all(one.tokens for one in begun)
-    assert not any(one.tokens for one in waiting)
-    took = await stage.soon(lambda: not held(*requests, "active_blocks"))
+    assert all(answer.tokens for answer in begun)
+    assert not any(answer.tokens for answer in waiting)
+    took = await cluster.wait_for(lambda: not count(*requests, "active_blocks"))
     assert took < 2.0
-    return f"every engine free, every block back after {took:.1f} s"
+    return f"all engines idle and all blocks free after {took:.1f} s"
 
 
-async def reads_nothing(stage: Stage) -> str:
-    """A small receive buffer and 16 choices: what is not read soon waits in the frontend."""
-    with socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect(("127.0.0.1", stage.port))
+async def reads_nothing(cluster: Cluster) -> str:
+    """Leave 16 choices unread with a small receive buffer, so that they wait in the frontend."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", cluster.port))
         data = json.dumps(body_of(99, 1000, 8, n=16)).encode()
-        deaf.sendall(
+        client.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
             % (len(data), data)
         )
-        said = await stage.unharmed(lambda: asyncio.sleep(0), tokens=200, pause_s=1.0)
-        deaf.setblocking(False)
-        got = sum(map(len, received(deaf)))
-    assert got < 64 << 10, f"{got} bytes were not held back"
-    return said
+        summary = await cluster.assert_unaffected(lambda: asyncio.sleep(0), tokens=200, pause_s=1.0)
+        client.setblocking(False)
+        received_bytes = sum(map(len, received(client)))
+    assert received_bytes < 64 << 10, f"the frontend sent {received_bytes} bytes"
+    return summary
 
 
 def received(sock: socket.socket) -> Iterator[bytes]:
-    """What the kernel has of it."""
+    """Yield the bytes that the kernel has received."""
     with suppress(BlockingIOError):
         while data := sock.recv(1 << 16):
             yield data
 
 
-async def poisoned(stage: Stage) -> str:
-    """Whoever computes this prompt dies."""
-    asking = asyncio.get_running_loop().create_task(ask(stage.port, 1, 20, words=40))
+async def poisoned(cluster: Cluster) -> str:
+    """Kill every worker that runs this request."""
+    asking = asyncio.get_running_loop().create_task(ask(cluster.port, 1, 20, words=40))
     deaths = 0
     try:
         while not asking.done() and deaths < 6:
-            for record in stage.ready("worker"):
+            for record in cluster.ready("worker"):
                 try:
-                    running = stage.metrics(record)["dynamo_worker_running_requests"]
+                    running = cluster.metrics(record)["dynamo_worker_running_requests"]
                 except OSError:
                     continue
                 if running:
@@ -234,29 +246,29 @@ async def poisoned(stage: Stage) -> str:
     return "500 poisoned_request after the third death"
 
 
-async def etcd_away(stage: Stage) -> str:
-    etcd = stage.etcd
+async def etcd_away(cluster: Cluster) -> str:
+    etcd = cluster.etcd
     assert etcd is not None
     await asyncio.to_thread(etcd.kill)
     try:
-        said = await stage.unharmed(lambda: asyncio.sleep(8), pause_s=1.5)
-        gone = stage.kill("worker")
-        answers = await stage.crowd(range(24), 20)
-        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+        summary = await cluster.assert_unaffected(lambda: asyncio.sleep(8), pause_s=1.5)
+        killed_pid = cluster.kill("worker")
+        answers = await cluster.ask_all(range(24), 20)
+        assert_complete(answers)
     finally:
         await asyncio.to_thread(etcd.start)
     began = time.monotonic()
-    while gone in (pids := await listed_workers(etcd.url)) or len(pids) != 3:
-        assert time.monotonic() - began < 5.0, (gone, pids)
+    while killed_pid in (pids := await listed_workers(etcd.url)) or len(pids) != 3:
+        assert time.monotonic() - began < 5.0, (killed_pid, pids)
         await asyncio.sleep(0.05)
     took = time.monotonic() - began
-    answers = await stage.crowd(range(24), 20)
-    assert all(one.whole for one in answers)
-    return f"{said}; etcd names who lives {took:.1f} s after its return"
+    answers = await cluster.ask_all(range(24), 20)
+    assert_complete(answers)
+    return f"{summary}; etcd lists exactly the live workers {took:.1f} s after its restart"
 
 
 async def listed_workers(url: str) -> list[int]:
-    """Whom discovery names, by their pids."""
+    """Return the pids of the workers that discovery lists."""
     plane = await open_discovery(url)
     try:
         records = await plane.get("/_processes/worker/")
@@ -267,98 +279,98 @@ async def listed_workers(url: str) -> list[int]:
     return [json.loads(record)["pid"] for record in records.values()]
 
 
-async def nats_away(stage: Stage) -> str:
-    nats = stage.nats
+async def nats_away(cluster: Cluster) -> str:
+    nats = cluster.nats
     assert nats is not None
 
     async def inject() -> None:
         await asyncio.to_thread(nats.kill)
-        answers = await stage.crowd(range(24), 20)
-        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+        answers = await cluster.ask_all(range(24), 20)
+        assert_complete(answers)
 
     try:
-        said = await stage.unharmed(inject, tokens=200, pause_s=2.5)
+        summary = await cluster.assert_unaffected(inject, tokens=200, pause_s=2.5)
     finally:
         await asyncio.to_thread(nats.start)
-    answers = await stage.crowd(range(24), 20)
-    assert all(one.whole for one in answers)
-    return said
+    answers = await cluster.ask_all(range(24), 20)
+    assert_complete(answers)
+    return summary
 
 
-async def nats_hung(stage: Stage) -> str:
-    """It takes what it is told and answers nothing."""
-    nats = stage.nats
+async def nats_hung(cluster: Cluster) -> str:
+    """Stop NATS, so that it accepts bytes and answers nothing."""
+    nats = cluster.nats
     assert nats is not None
-    told_s = 0.0
+    reported_s = 0.0
 
     async def inject() -> None:
-        nonlocal told_s
+        nonlocal reported_s
         nats.signal(signal.SIGSTOP)
-        (frontend,) = stage.ready("frontend")
-        told_s = await stage.soon(lambda: "does not answer" in stage.health(frontend))
-        answers = await stage.crowd(range(24), 20)
-        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+        (frontend,) = cluster.ready("frontend")
+        reported_s = await cluster.wait_for(lambda: "does not answer" in cluster.health(frontend))
+        answers = await cluster.ask_all(range(24), 20)
+        assert_complete(answers)
 
     try:
-        said = await stage.unharmed(inject, tokens=200, pause_s=2.0)
+        summary = await cluster.assert_unaffected(inject, tokens=200, pause_s=2.0)
     finally:
         nats.signal(signal.SIGCONT)
-    assert "worker does not answer" not in stage.log
-    assert told_s < 2.0, told_s
-    answers = await stage.crowd(range(24), 20)
-    assert all(one.whole for one in answers)
-    return f"{said}; no worker given up, /health tells after {told_s:.1f} s"
+    assert "worker does not answer" not in cluster.log
+    assert reported_s < 2.0, reported_s
+    answers = await cluster.ask_all(range(24), 20)
+    assert_complete(answers)
+    return f"{summary}; no worker ejected, /health reports it after {reported_s:.1f} s"
 
 
-async def disk_full(stage: Stage) -> str:
-    """No process can make a file longer, from here on."""
+async def disk_full(cluster: Cluster) -> str:
+    """Forbid all processes to make a file longer."""
     roles = ("supervisor", "frontend", "worker")
-    pids = [one.pid for role in roles for one in stage.processes(role)]
+    pids = [record.pid for role in roles for record in cluster.processes(role)]
     no_limit = resource.RLIM_INFINITY
 
     async def inject() -> None:
         for pid in pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, no_limit))
-        stage.kill("worker")
-        answers = await stage.crowd(range(24), 20)
-        assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
+        cluster.kill("worker")
+        answers = await cluster.ask_all(range(24), 20)
+        assert_complete(answers)
 
     try:
-        said = await stage.unharmed(inject, pause_s=1.5)
+        summary = await cluster.assert_unaffected(inject, pause_s=1.5)
     finally:
         for pid in pids:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (no_limit, no_limit))
-    back = await stage.soon(lambda: len(stage.ready("worker")) == 3, 40)
-    return f"{said}; with room again the killed worker is back in {back:.1f} s"
+    replaced_s = await cluster.wait_for(lambda: len(cluster.ready("worker")) == 3, 40)
+    return f"{summary}; with disk space the killed worker is replaced in {replaced_s:.1f} s"
 
 
-async def router_killed(stage: Stage) -> str:
+async def router_killed(cluster: Cluster) -> str:
     async def inject() -> None:
         for _ in range(3):
-            stage.kill("router")
-            answers = await stage.crowd(range(24), 20)
-            assert all(one.whole for one in answers), [one for one in answers if not one.whole][:2]
-            await stage.soon(lambda: stage.ready("router"))
+            cluster.kill("router")
+            answers = await cluster.ask_all(range(24), 20)
+            assert_complete(answers)
+            await cluster.wait_for(lambda: cluster.ready("router"))
 
-    return await stage.unharmed(inject, tokens=300, pause_s=1.0)
+    return await cluster.assert_unaffected(inject, tokens=300, pause_s=1.0)
 
 
 TABLE = (
-    Fault("a worker is killed (SIGKILL)", "its streams go on elsewhere after a pause; a new worker comes", killed, quick=True),
-    Fault("a worker is frozen (SIGSTOP)", "its streams go on elsewhere within 2.1 s, new requests within 2.5 s; thawed, it serves again", frozen, quick=True),
-    Fault("a worker is slow (stopped 4/5 of the time)", "nobody is ejected, every stream is whole", slow),
-    Fault("four times the streams that have places", "nobody is ejected; every stream is whole or refused at once", overloaded, flags=("--max-num-seqs", "4")),
-    Fault("every worker is killed at once", "every stream waits for the next workers and goes on", all_killed),
-    Fault("a worker is drained, another added", "its streams move at once", drained, quick=True),
-    Fault("every worker and frontend is replaced under load", "no request fails", rolled),
-    Fault("a frontend of two is killed", "its clients' connections end, nobody else's", frontend_killed, frontends=2),
-    Fault("clients hang up, before and after the first token", "the engines are free, every KV block is back", hung_up, timing="constant:2,20"),
-    Fault("a client reads nothing", "the others notice nothing", reads_nothing),
+    Fault("a worker is killed (SIGKILL)", "its streams continue on other workers after a pause; a new worker is started", killed, quick=True),
+    Fault("a worker is frozen (SIGSTOP)", "its streams continue on other workers within 2.1 s, new requests end within 2.5 s; after SIGCONT it serves again", frozen, quick=True),
+    Fault("a worker is slow (stopped 4/5 of the time)", "no worker is ejected, every stream is complete", slow),
+    Fault("four times as many streams as slots", "no worker is ejected; every stream is complete or refused at once", overloaded, flags=("--max-num-seqs", "4")),
+    Fault("every worker is killed at once", "every stream waits for the new workers and continues", all_killed),
+    Fault("a worker is drained, another one is added", "its streams migrate at once", drained, quick=True),
+    Fault("all workers and frontends are replaced under load", "no request fails", rolled),
+    Fault("one of two frontends is killed", "only its clients' connections end", frontend_killed, frontends=2),
+    Fault("clients disconnect before and after the first token", "the engines are idle and all KV blocks are free", hung_up, timing="constant:2,20"),
+    Fault("a client reads nothing", "other clients are not affected", reads_nothing),
     Fault("a request that kills its worker", "500 poisoned_request after three deaths", poisoned, timing="constant:10,20"),
-    Fault("etcd is killed for 8 s, a worker meanwhile", "requests go on; when it is back the dead one is gone", etcd_away, planes=("servers",)),
-    Fault("NATS is killed and comes back", "requests go on over TCP", nats_away, planes=("servers",)),
-    Fault("NATS hangs (SIGSTOP) and goes on", "requests go on over TCP, no worker is blamed", nats_hung, planes=("servers",)),
-    Fault("the disk is full, a worker is killed", "requests go on; with room again a new worker comes", disk_full),
-    Fault("a router of its own is killed, three times", "frontends choose by themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
+    Fault("etcd is down for 8 s, and a worker is killed meanwhile", "requests continue; etcd drops the dead worker after its restart", etcd_away, planes=("servers",)),
+    Fault("NATS is killed and restarted", "requests continue over TCP", nats_away, planes=("servers",)),
+    Fault("NATS is frozen (SIGSTOP) and resumed", "requests continue over TCP, no worker is ejected", nats_hung, planes=("servers",)),
+    Fault("the disk is full and a worker is killed", "requests continue; with disk space a new worker is started", disk_full),
+    Fault("a router process is killed three times", "frontends choose workers themselves meanwhile", router_killed, flags=("--router-replicas", "1")),
 )  # fmt: skip

@@ -1,5 +1,7 @@
-"""Connections that are cut, fall silent, are slow or half open: workers on real TCP behind relays,
-a frontend's pipeline before them, all in one process. Answers must be whole and the same."""
+"""Broken, silent, slow and half-open connections between a frontend and workers behind relays.
+
+All run in one process over real TCP. Answers must be complete and the same as without faults.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.faults.relay import LossyRelay, Relayed
+from tests.faults.lossy_relay import LossyRelay, RelayedRequests
 from tests.unit.processes import send_through
 
 from dynamo.communication.requests import ResponseWriter, client_connection
@@ -33,12 +35,12 @@ from dynamo.scheduling.worker_health import WorkerHealth
 from dynamo.testing.fakes import CollectedReply
 
 ENDPOINT = "dynamo.worker.generate"
-WORDS = tuple(range(10, 200))
-_places = itertools.count()
+TOKENS = tuple(range(10, 200))
+_names = itertools.count()
 
 
-class WallJumps(SystemClock):
-    """Whose wall clock somebody sets."""
+class JumpingClock(SystemClock):
+    """A clock whose wall time can be shifted."""
 
     offset_s = 0.0
 
@@ -46,40 +48,40 @@ class WallJumps(SystemClock):
         return super().wall() + self.offset_s
 
 
-class Wires:
-    """`relays`: one before each worker."""
+class RelayedWorkers:
+    """A frontend, and workers with a relay in front of each."""
 
     def __init__(self, clock: SystemClock) -> None:
         self.clock = clock
         self.relays: list[LossyRelay] = []
         self.engines: list[Any] = []
-        self.held = AsyncExitStack()
-        place = f"memory:wires-{next(_places)}"
+        self.stack = AsyncExitStack()
+        discovery = f"memory:wires-{next(_names)}"
         settings = Settings()
-        planes = replace(settings.runtime, discovery=place, events="memory:")
+        planes = replace(settings.runtime, discovery=discovery, events="memory:")
         self.settings = replace(settings, runtime=planes)
 
     async def runtime(self) -> DistributedRuntime:
         runtime = await DistributedRuntime.create(self.settings, clock=self.clock)
-        self.held.push_async_callback(runtime.shutdown, 0.0)
+        self.stack.push_async_callback(runtime.shutdown, 0.0)
         return runtime
 
     async def worker(self) -> None:
-        relay = await self.held.enter_async_context(LossyRelay())
+        relay = await self.stack.enter_async_context(LossyRelay())
         runtime = await self.runtime()
-        runtime.requests = Relayed(runtime.requests, relay)  # type: ignore[assignment]
+        runtime.requests = RelayedRequests(runtime.requests, relay)  # type: ignore[assignment]
         timing = EngineSettings(kind="mock", timing="constant:0.01,10")
-        engine: Engine = make_mock_engine(timing, WORDS, self.clock, context_tokens=4096)
+        engine: Engine = make_mock_engine(timing, TOKENS, self.clock, context_tokens=4096)
         await engine.start()
-        self.held.push_async_callback(engine.stop)
+        self.stack.push_async_callback(engine.stop)
 
-        async def generate(payload: bytes, out: ResponseWriter) -> None:
+        async def generate(payload: bytes, writer: ResponseWriter) -> None:
             if not payload:
-                out.send(encode_probe_result(await answer_probe(engine)))
+                writer.send(encode_probe_result(await answer_probe(engine)))
                 return
-            reply = ReplyEncoder(out.send, runtime.instance_id)
-            out.is_alive = partial(engine.has_request, reply)
-            await engine.generate(decode_request(payload), out.context, reply)
+            reply = ReplyEncoder(writer.send, runtime.instance_id)
+            writer.is_alive = partial(engine.has_request, reply)
+            await engine.generate(decode_request(payload), writer.context, reply)
 
         await runtime.endpoint(ENDPOINT).serve(generate)
         self.relays.append(relay)
@@ -94,7 +96,7 @@ class Wires:
             self.client
         )
         self.health = WorkerHealth(self.client, self.clock, Random(1), runtime.metrics)
-        self.held.push_async_callback(self.health.close)
+        self.stack.push_async_callback(self.health.close)
         self.send = send_through(
             self.client, "round_robin", runtime.metrics, clock=self.clock, health=self.health
         )
@@ -111,125 +113,127 @@ class Wires:
         await self.send(request, Context(request_id=request.request_id), reply)
         return reply
 
-    async def crowd(self, tokens: int, count: int = 12) -> dict[int, list[int]]:
+    async def ask_all(self, tokens: int, count: int = 12) -> dict[int, list[int]]:
         async with asyncio.TaskGroup() as group:
-            asked = {key: group.create_task(self.ask(key, tokens)) for key in range(count)}
-        for one in asked.values():
-            end = one.result().end
+            tasks = {key: group.create_task(self.ask(key, tokens)) for key in range(count)}
+        for task in tasks.values():
+            end = task.result().end
             assert end is not None
             assert (end.reason, end.completion_tokens) == ("length", tokens)
-        return {key: one.result().ids for key, one in asked.items()}
+        return {key: task.result().ids for key, task in tasks.items()}
 
     async def until_busy(self) -> None:
-        """Every engine computes."""
-        while not all(engine.load().running for engine in self.engines):
+        """Wait until every engine runs a request."""
+        while not all(engine.report_load().running for engine in self.engines):
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
 
     @asynccontextmanager
-    async def crowded(self, tokens: int = 60) -> AsyncIterator[dict[int, list[int]]]:
-        """A crowd is answered the same as before, whatever happens within."""
-        before = await self.crowd(tokens)
+    async def unaffected_streams(self, tokens: int = 60) -> AsyncIterator[dict[int, list[int]]]:
+        """Assert that concurrent answers during the block are the same as before it."""
+        before = await self.ask_all(tokens)
         async with BackgroundTasks() as tasks:
-            asked = tasks.start(self.crowd(tokens))
+            answers = tasks.start(self.ask_all(tokens))
             await self.until_busy()
             yield before
-            assert await asked == before
+            assert await answers == before
 
 
 @asynccontextmanager
-async def wires(workers: int = 3, clock: SystemClock | None = None) -> AsyncIterator[Wires]:
-    made = Wires(clock or SystemClock())
-    async with made.held:
+async def start_workers(
+    workers: int = 3, clock: SystemClock | None = None
+) -> AsyncIterator[RelayedWorkers]:
+    deployment = RelayedWorkers(clock or SystemClock())
+    async with deployment.stack:
         for _ in range(workers):
-            await made.worker()
-        await made.frontend()
-        yield made
+            await deployment.worker()
+        await deployment.frontend()
+        yield deployment
 
 
-async def test_a_connection_cut_midway() -> None:
-    async with wires() as made:
-        async with made.crowded():
-            made.relays[0].abort_connections()
-        await made.client.wait_for_instances(3, 10)
+async def test_a_connection_aborted_during_streams() -> None:
+    async with start_workers() as deployment:
+        async with deployment.unaffected_streams():
+            deployment.relays[0].abort_connections()
+        await deployment.client.wait_for_instances(3, 10)
 
 
-async def test_every_connection_cut_at_once() -> None:
-    async with wires() as made, made.crowded():
-        for relay in made.relays:
+async def test_all_connections_aborted_at_once() -> None:
+    async with start_workers() as deployment, deployment.unaffected_streams():
+        for relay in deployment.relays:
             relay.abort_connections()
 
 
 async def test_a_partition_that_heals() -> None:
-    """Nothing passes and nothing is closed; what is late afterwards finds nobody."""
-    async with wires() as made:
-        async with made.crowded() as before:
-            made.relays[0].silent = True
-        assert len(made.client.instances) == 2
-        made.relays[0].silent = False
-        await made.client.wait_for_instances(3, 10)
-        assert await made.crowd(60) == before
+    """No byte passes and no connection closes. Late items of moved streams are dropped."""
+    async with start_workers() as deployment:
+        async with deployment.unaffected_streams() as before:
+            deployment.relays[0].silent = True
+        assert len(deployment.client.instances) == 2
+        deployment.relays[0].silent = False
+        await deployment.client.wait_for_instances(3, 10)
+        assert await deployment.ask_all(60) == before
 
 
-async def test_a_half_open_connection_is_dialled_anew() -> None:
-    """The path has forgotten the connection; the worker is well."""
-    async with wires() as made:
-        async with made.crowded():
-            made.relays[0].blackhole_connections()
-        await made.client.wait_for_instances(3, 10)
-        assert made.relays[0].connection_count == 2
+async def test_a_half_open_connection_is_replaced() -> None:
+    """The network drops one connection silently. New connections to the worker succeed."""
+    async with start_workers() as deployment:
+        async with deployment.unaffected_streams():
+            deployment.relays[0].blackhole_connections()
+        await deployment.client.wait_for_instances(3, 10)
+        assert deployment.relays[0].connection_count == 2
 
 
-async def test_a_slow_path_is_no_frozen_worker() -> None:
-    async with wires() as made:
-        before = await made.crowd(60)
-        made.relays[0].delay_s = 0.25
-        assert await made.crowd(60) == before
-        assert "dynamo_workers_frozen_total 0" in made.metrics.render()
-        assert len(made.client.instances) == 3
+async def test_a_slow_path_is_not_a_frozen_worker() -> None:
+    async with start_workers() as deployment:
+        before = await deployment.ask_all(60)
+        deployment.relays[0].delay_s = 0.25
+        assert await deployment.ask_all(60) == before
+        assert "dynamo_workers_frozen_total 0" in deployment.metrics.render()
+        assert len(deployment.client.instances) == 3
 
 
-async def test_one_stream_is_lost_while_its_worker_and_connection_live(
+async def test_a_lost_stream_is_migrated_while_its_connection_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its worker, asked, knows nothing of it once it has ended there: it goes on elsewhere."""
+    """The worker reports that the lost stream has ended, and the stream is migrated."""
     monkeypatch.setattr(client_connection, "SILENCE_QUERY_S", 0.1)
-    async with wires() as made:
-        async with made.crowded():
-            (loss,) = made.relays[0].losses
+    async with start_workers() as deployment:
+        async with deployment.unaffected_streams():
+            (loss,) = deployment.relays[0].losses
             loss.on = True
         assert loss.lost > 1
-        assert 'dynamo_migrations_total{reason="worker_failed"} 1' in made.metrics.render()
-        assert len(made.client.instances) == 3
+        assert 'dynamo_migrations_total{reason="worker_failed"} 1' in deployment.metrics.render()
+        assert len(deployment.client.instances) == 3
 
 
-async def test_a_request_that_its_engine_forgot_goes_on_elsewhere(
+async def test_a_request_lost_by_its_engine_is_migrated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_connection, "SILENCE_QUERY_S", 0.1)
-    async with wires() as made:
-        async with made.crowded():
-            made.engines[0].scheduler.running.pop()
-        assert 'dynamo_migrations_total{reason="worker_failed"} 1' in made.metrics.render()
-        assert len(made.client.instances) == 3
-        assert not any(engine.load().active_blocks for engine in made.engines)
+    async with start_workers() as deployment:
+        async with deployment.unaffected_streams():
+            deployment.engines[0].scheduler.running.pop()
+        assert 'dynamo_migrations_total{reason="worker_failed"} 1' in deployment.metrics.render()
+        assert len(deployment.client.instances) == 3
+        assert not any(engine.report_load().active_blocks for engine in deployment.engines)
 
 
-async def test_who_waits_or_is_slow_is_asked_after_and_not_given_up(
+async def test_slow_and_queued_streams_survive_silence_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(client_connection, "SILENCE_QUERY_S", 0.002)
-    async with wires() as made:
-        before = await made.crowd(30)
-        made.relays[0].delay_s = 0.1
-        assert await made.crowd(30) == before
-        assert "dynamo_migrations_total{" not in made.metrics.render()
+    async with start_workers() as deployment:
+        before = await deployment.ask_all(30)
+        deployment.relays[0].delay_s = 0.1
+        assert await deployment.ask_all(30) == before
+        assert "dynamo_migrations_total{" not in deployment.metrics.render()
 
 
 async def test_the_wall_clock_jumps() -> None:
-    clock = WallJumps()
-    async with wires(clock=clock) as made:
+    clock = JumpingClock()
+    async with start_workers(clock=clock) as deployment:
         for offset_s in (3600.0, -3600.0):
-            async with made.crowded(40):
+            async with deployment.unaffected_streams(40):
                 clock.offset_s = offset_s
-        assert len(made.client.instances) == 3
+        assert len(deployment.client.instances) == 3

@@ -1,18 +1,18 @@
-"""The quick part of the fault table on plain planes; `make faults` runs all of it on all planes."""
+"""Runs the quick faults of the table on plain planes. `make faults` runs all on all planes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tests.faults.stage import Stage
+from tests.faults.cluster import Cluster
 from tests.faults.table import TABLE, Fault
 
 QUICK = [fault for fault in TABLE if fault.quick]
 
 
-@pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.play.__name__)
+@pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.run.__name__)
 async def test_fault(fault: Fault, tiny_model: Path, tmp_path: Path) -> None:
-    stage = Stage(tiny_model, tmp_path, workers=fault.workers, frontends=fault.frontends)
-    with stage:
-        await fault.play(stage)
+    cluster = Cluster(tiny_model, tmp_path, workers=fault.workers, frontends=fault.frontends)
+    with cluster:
+        await fault.run(cluster)

@@ -1,4 +1,4 @@
-"""Feeds a target for some time and says what came of it."""
+"""Runs a fuzz target for some time and collects its findings."""
 
 from __future__ import annotations
 
@@ -21,79 +21,82 @@ CHECK_EVERY = 500
 
 
 class Target(ABC):
-    """What is fed. An AssertionError, an unexpected exception or a logged error is a finding."""
+    """A system under fuzzing.
+
+    An AssertionError, an unexpected exception or a logged error is a finding.
+    """
 
     seeds: Sequence[bytes]
     words: Sequence[bytes]
 
     @abstractmethod
     async def open(self) -> None:
-        """Ready to be fed."""
+        """Start the system."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Fed no more."""
+        """Stop the system."""
 
     @abstractmethod
     async def feed(self, data: bytes, pieces: Sequence[bytes]) -> None:
-        """One input, whole and cut, on a connection of its own, to its end."""
+        """Process one input on a new connection until it ends. `pieces` are the parts of `data`."""
 
     @abstractmethod
     async def check(self) -> None:
-        """Others are served as ever."""
+        """Assert that a valid request is still answered."""
 
     @abstractmethod
-    def held(self) -> int:
-        """Connections and calls that are left."""
+    def open_count(self) -> int:
+        """Return how many connections and calls are open."""
 
     def next(self, mutator: Mutator) -> bytes:
-        """Another input."""
+        """Return another input."""
         return mutator.next()
 
 
 class Result(NamedTuple):
-    """`grown_bytes`: of resident memory since a fifth of the time was over."""
+    """Result of a run. `grown_bytes` is the growth of resident memory after the first fifth."""
 
     runs: int
     slowest_s: float
     grown_bytes: int
-    held: int
+    open_count: int
     findings: list[str]
 
 
 class Findings(logging.Handler):
-    """Errors that are logged, and what the loop complains of."""
+    """Collects logged errors and errors of the event loop."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.found: list[str] = []
+        self.texts: list[str] = []
         self.data = b""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.add(f"logged: {record.getMessage()} {record.exc_info}")
 
-    def complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The loop's exception handler."""
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error of the event loop."""
         self.add(f"loop: {context.get('message')} {context.get('exception')!r}")
 
     def add(self, text: str) -> None:
-        """One more, with the input that is being fed."""
-        self.found.append(f"{text}\n  input {self.data!r}")
+        """Add a finding with the current input."""
+        self.texts.append(f"{text}\n  input {self.data!r}")
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 @asynccontextmanager
-async def listening() -> AsyncIterator[Findings]:
-    """Whatever goes wrong meanwhile; warnings about peers are silenced."""
+async def collect_errors() -> AsyncIterator[Findings]:
+    """Collect all errors within the block. Warnings about peers are silenced."""
     findings, loop, root = Findings(), asyncio.get_running_loop(), logging.getLogger()
     former = loop.get_exception_handler()
     quiet = logging.getLogger("dynamo")
     level = quiet.level
-    loop.set_exception_handler(findings.complain)
+    loop.set_exception_handler(findings.on_loop_error)
     root.addHandler(findings)
     quiet.setLevel(logging.ERROR)
     try:
@@ -105,13 +108,13 @@ async def listening() -> AsyncIterator[Findings]:
 
 
 async def run(target: Target, seconds: float, seed: int) -> Result:
-    """Feed `target` for so long; the same seed bends in the same ways."""
+    """Feed `target` for `seconds`. The same seed gives the same inputs."""
     mutator = Mutator(random.Random(seed), target.seeds, target.words)
     runs, slowest, settled = 0, 0.0, 0
-    async with listening() as findings:
+    async with collect_errors() as findings:
         await target.open()
         began = time.monotonic()
-        while (now := time.monotonic()) < began + seconds and len(findings.found) < 10:
+        while (now := time.monotonic()) < began + seconds and len(findings.texts) < 10:
             if not settled and now > began + seconds / 5:
                 gc.collect()
                 settled = resident_bytes()
@@ -123,10 +126,10 @@ async def run(target: Target, seconds: float, seed: int) -> Result:
                         await target.check()
             except Exception as error:
                 findings.add(repr(error))
-            await asyncio.sleep(0)  # a feed that awaits nothing would pile up its timeouts
+            await asyncio.sleep(0)  # lets the loop drop the timeout of a feed that awaited nothing
             runs += 1
             slowest = max(slowest, time.monotonic() - now)
         gc.collect()
-        grown, held = resident_bytes() - (settled or resident_bytes()), target.held()
+        grown, open_count = resident_bytes() - (settled or resident_bytes()), target.open_count()
         await target.close()
-    return Result(runs, slowest, grown, held, findings.found)
+    return Result(runs, slowest, grown, open_count, findings.texts)

@@ -1,4 +1,4 @@
-"""The planes' own frames: strangers at listeners' ports, and listeners that are not what they say."""
+"""Fuzz target for the frames of the planes: hostile clients and hostile servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import msgspec
 from tests.fuzz.campaign import Target
-from tests.fuzz.wire import Wire
+from tests.fuzz.memory_transport import MemoryTransport
 
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import protocol as events
@@ -24,13 +24,13 @@ from dynamo.communication.transports import PlaneTransport
 from dynamo.core.context import Context
 from dynamo.core.errors import DynamoError
 
-HERE = Context("request-1", attempt=1, metadata={"a": "b"})
+CONTEXT = Context("request-1", attempt=1, metadata={"a": "b"})
 INCARNATION = "there"
 ENDPOINT = "worker/generate"
 
 
-class LooseWires(PlaneTransport):
-    """Nothing but what a test plugs in. `pieces`: what who is dialled says, then it hangs up."""
+class FuzzPlaneTransport(PlaneTransport):
+    """A plane transport in memory. A dialled peer sends `pieces` and disconnects."""
 
     secret = ""
     incarnation = INCARNATION
@@ -41,7 +41,7 @@ class LooseWires(PlaneTransport):
 
     @property
     def address(self) -> str:
-        return "loose"
+        return "memory"
 
     @property
     def is_listening(self) -> bool:
@@ -51,10 +51,10 @@ class LooseWires(PlaneTransport):
         self._accept = accept
 
     async def dial(self, link: Link, address: str) -> None:
-        wire = Wire(link)
+        connection = MemoryTransport(link)
         for delay, piece in enumerate(self.pieces):
-            asyncio.get_running_loop().call_later(delay * 1e-6, wire.hear, piece)
-        asyncio.get_running_loop().call_later(len(self.pieces) * 1e-6 + 1e-4, wire.close)
+            asyncio.get_running_loop().call_later(delay * 1e-6, connection.receive, piece)
+        asyncio.get_running_loop().call_later(len(self.pieces) * 1e-6 + 1e-4, connection.close)
 
     def stop_listening(self) -> None:
         self._accept = None
@@ -62,37 +62,37 @@ class LooseWires(PlaneTransport):
     def incarnation_of(self, address: str) -> str:
         return INCARNATION
 
-    def plug(self) -> Wire:
-        """Somebody dials us."""
+    def connect(self) -> MemoryTransport:
+        """Return a new connection to the listener."""
         assert self._accept is not None
-        return Wire(self._accept())
+        return MemoryTransport(self._accept())
 
 
-async def echo(payload: bytes, out: ResponseWriter) -> None:
-    """What every call gets."""
-    out.send(payload[:100])
+async def echo(payload: bytes, writer: ResponseWriter) -> None:
+    """Answer with the first 100 bytes of the payload."""
+    writer.send(payload[:100])
 
 
-def opened(plane: str) -> bytes:
-    """The greeting of who dials."""
+def client_hello(plane: str) -> bytes:
+    """Encode the hello of a client."""
     return pack_hello(plane)
 
 
 class FramesTarget(Target):
-    """Three ends: who answers calls, who calls, who publishes."""
+    """Three planes: a request server, a request client and an event publisher."""
 
     seeds = (
-        opened("requests") + requests.pack_open(1, ENDPOINT, HERE, 0, b"x" * 50),
-        opened("requests")
-        + requests.pack_open(1, ENDPOINT, HERE, 9, b"x")
+        client_hello("requests") + requests.pack_open(1, ENDPOINT, CONTEXT, 0, b"x" * 50),
+        client_hello("requests")
+        + requests.pack_open(1, ENDPOINT, CONTEXT, 9, b"x")
         + requests.pack_credit(1, 60)
-        + requests.pack_open(2, "nowhere", HERE, 0, b"")
+        + requests.pack_open(2, "nowhere", CONTEXT, 0, b"")
         + requests.pack_cancel(2),
-        opened("events") + events.pack_position(events.FOLLOW, 1, -1),
-        opened("events")
+        client_hello("events") + events.pack_position(events.FOLLOW, 1, -1),
+        client_hello("events")
         + events.pack_position(events.FOLLOW, 1, 0)
         + events.pack_position(events.FOLLOW, 9, 1 << 40),
-        opened("events") + events.pack_events(events.EVENTS, 1, 5, [b"a", b"bc"])[0],
+        client_hello("events") + events.pack_events(events.EVENTS, 1, 5, [b"a", b"bc"])[0],
         pack_hello("requests", INCARNATION) + pack_items(requests.DATA, [1, 1], [b"a", b"b"], [1]),
         pack_hello("requests", INCARNATION)
         + pack_items(requests.DATA, [1, 7], [b"a", b"\x81\xa1x\x01"], [1])
@@ -110,59 +110,66 @@ class FramesTarget(Target):
             b"\xdd\xff\xff",
         ),
         *(pack_frame(requests.OPEN, bytes(8)), pack_frame(requests.DATA, b"\xff" * 16, 65_535)),
-        *(msgspec.msgpack.encode(one) for one in ({}, [], None, 2**63, "x" * 300, [[[[]]]])),
+        *(msgspec.msgpack.encode(value) for value in ({}, [], None, 2**63, "x" * 300, [[[[]]]])),
     )
 
     def __init__(self, seed: int = 0) -> None:
-        self._chance = random.Random(seed)
+        self._random = random.Random(seed)
 
     async def open(self) -> None:
-        self._wires = [LooseWires() for _ in range(3)]
+        self._transports = [FuzzPlaneTransport() for _ in range(3)]
         self._directory: Discovery = await open_discovery("memory:fuzz")
-        self._served, self._caller = TcpRequests(self._wires[0]), TcpRequests(self._wires[1])
-        self._events = TcpEvents(self._wires[2], self._directory)
-        await self._served.serve(ENDPOINT, echo)
+        self._server, self._caller = (
+            TcpRequests(self._transports[0]),
+            TcpRequests(self._transports[1]),
+        )
+        self._events = TcpEvents(self._transports[2], self._directory)
+        await self._server.serve(ENDPOINT, echo)
         self._source = await self._events.open_source("a.b", "me", lambda: [b"state"])
-        self._plugged: list[Wire] = []
+        self._connections: list[MemoryTransport] = []
 
     async def close(self) -> None:
         await self._caller.close()
-        await self._served.close()
+        await self._server.close()
         await self._events.close()
         await self._directory.close()
 
     async def feed(self, data: bytes, pieces: Sequence[bytes]) -> None:
-        await self._stranger(self._wires[0], pieces)
-        await self._stranger(self._wires[2], pieces)
-        if self._chance.random() < 0.2:
-            await self._hostile(pieces)
+        await self._connect_and_send(self._transports[0], pieces)
+        await self._connect_and_send(self._transports[2], pieces)
+        if self._random.random() < 0.2:
+            await self._call_hostile_server(pieces)
 
     async def check(self) -> None:
-        said = await self._stranger(self._wires[0], [self.seeds[0]])
-        assert said.endswith(b"x" * 50), said
+        answer = await self._connect_and_send(self._transports[0], [self.seeds[0]])
+        assert answer.endswith(b"x" * 50), answer
         self._source.publish(b"event")
-        said = await self._stranger(self._wires[2], [self.seeds[2]])
-        assert b"state" in said, said
+        answer = await self._connect_and_send(self._transports[2], [self.seeds[2]])
+        assert b"state" in answer, answer
 
-    def held(self) -> int:
-        return sum(not wire.ended for wire in self._plugged)
+    def open_count(self) -> int:
+        return sum(not connection.ended for connection in self._connections)
 
-    async def _stranger(self, wires: LooseWires, pieces: Sequence[bytes]) -> bytes:
-        """At a listener's port; what it is told."""
-        wire = wires.plug()
-        self._plugged = [one for one in self._plugged if not one.ended]
-        self._plugged.append(wire)
+    async def _connect_and_send(
+        self, transport: FuzzPlaneTransport, pieces: Sequence[bytes]
+    ) -> bytes:
+        """Send `pieces` to a listener on a new connection. Returns the answer."""
+        self._connections = [
+            connection for connection in self._connections if not connection.ended
+        ]
+        connection = transport.connect()
+        self._connections.append(connection)
         for piece in pieces:
-            wire.hear(piece)
+            connection.receive(piece)
         for _ in range(6):
             await asyncio.sleep(0)
-        wire.close()
+        connection.close()
         for _ in range(3):
             await asyncio.sleep(0)
-        return bytes(wire.said)
+        return bytes(connection.written)
 
-    async def _hostile(self, pieces: Sequence[bytes]) -> None:
-        """What a caller makes of such a listener: an answer or a typed error."""
-        self._wires[1].pieces = pieces
+    async def _call_hostile_server(self, pieces: Sequence[bytes]) -> None:
+        """Call a server that answers `pieces`. The call must end with an answer or a typed error."""
+        self._transports[1].pieces = pieces
         with suppress(DynamoError):
-            await self._caller.call("loose", ENDPOINT, b"x", HERE, lambda _: True)
+            await self._caller.call("memory", ENDPOINT, b"x", CONTEXT, lambda _: True)

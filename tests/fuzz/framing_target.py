@@ -1,5 +1,7 @@
-"""Two readers of HTTP, ours and h11: what both take for requests, they must take for the same ones.
-Whoever stands before us may be built on either (request smuggling)."""
+"""Fuzz target for request smuggling: RequestReader and h11 must read the same requests.
+
+A proxy in front of the server may use either kind of parser.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ Read = list[tuple[str, bytes]]
 
 
 class FramingTarget(Target):
-    """Bytes of requests, one after the other."""
+    """Feeds the bytes of several requests to both parsers."""
 
     seeds = HttpTarget.seeds
     words = HttpTarget.words
@@ -39,14 +41,14 @@ class FramingTarget(Target):
         assert len(read_by_us([data])) == 3
         assert read_by_us([data]) == read_by_h11(data)
 
-    def held(self) -> int:
+    def open_count(self) -> int:
         return 0
 
 
 def read_by_us(pieces: Sequence[bytes]) -> Read:
-    """Up to the first error."""
-    found: list[Request] = []
-    reader = RequestReader(HttpLimits(), found.append, lambda: None)
+    """Return the requests that RequestReader reads up to the first error."""
+    requests: list[Request] = []
+    reader = RequestReader(HttpLimits(), requests.append, lambda: None)
     try:
         for piece in pieces:
             if not reader.feed(piece):
@@ -54,14 +56,14 @@ def read_by_us(pieces: Sequence[bytes]) -> Read:
     except DynamoError:
         pass
     reader.close()
-    return [(one.method, one.body) for one in found]
+    return [(request.method, request.body) for request in requests]
 
 
 def read_by_h11(data: bytes) -> Read:
-    """Up to the first error, or the end of what it would read on this connection."""
+    """Return the requests that h11 reads up to the first error or the end of the connection."""
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     connection.receive_data(data)
-    found: Read = []
+    requests: Read = []
     method, body = "", b""
     try:
         while True:
@@ -71,12 +73,12 @@ def read_by_h11(data: bytes) -> Read:
             elif isinstance(event, h11.Data):
                 body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
-                found.append((method, body))
+                requests.append((method, body))
                 answer = h11.Response(status_code=200, headers=[("content-length", "0")])
                 connection.send(answer)
                 connection.send(h11.EndOfMessage())
                 connection.start_next_cycle()
             else:
-                return found
+                return requests
     except h11.ProtocolError:
-        return found
+        return requests

@@ -1,4 +1,4 @@
-"""The HTTP surface, whole: requests that are bent in their bytes, and bodies bent in their JSON."""
+"""Fuzz targets for the HTTP application: mutated bytes of requests, and mutated JSON bodies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz.campaign import Target
+from tests.fuzz.memory_transport import MemoryTransport
 from tests.fuzz.mutations import Mutator
-from tests.fuzz.wire import Wire
 from tests.unit.application.conftest import CONTEXT_TOKENS, WordProcessor
 
 from dynamo.application import Application, Gateway, ServedModel
@@ -65,14 +65,14 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def post(path: str, body: bytes, *more: bytes) -> bytes:
-    """One request."""
+def post(path: str, body: bytes, *headers: bytes) -> bytes:
+    """Encode a POST request."""
     head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % (path.encode(), len(body))
-    return head + b"".join(line + b"\r\n" for line in more) + b"\r\n" + body
+    return head + b"".join(line + b"\r\n" for line in headers) + b"\r\n" + body
 
 
 def chunked(path: str, body: bytes) -> bytes:
-    """The same in chunks, with an extension and a trailer."""
+    """Encode a chunked POST request with a chunk extension and a trailer."""
     head = b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
     half = len(body) // 2
     parts = (body[:half], body[half:])
@@ -80,8 +80,8 @@ def chunked(path: str, body: bytes) -> bytes:
     return head + chunks + b"0\r\nx: y\r\n\r\n"
 
 
-class Words(WordProcessor):
-    """Bounded, and never without a word."""
+class BoundedWordProcessor(WordProcessor):
+    """A word processor that forgets earlier requests and never answers with no word."""
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
         self.requests.clear()
@@ -104,53 +104,53 @@ class Words(WordProcessor):
         await super()._speak(request, words or ["mum "], reply)
 
 
-class Surface(Target):
-    """A server without sockets."""
+class ApplicationTarget(Target):
+    """The HTTP application without sockets."""
 
     async def open(self) -> None:
         server, clock, gateway = ServerSettings(header_timeout=1.0), SystemClock(), Gateway()
-        gateway.add(ServedModel(("words",), Words(), 1_700_000_000, CONTEXT_TOKENS))
+        gateway.add(ServedModel(("words",), BoundedWordProcessor(), 1_700_000_000, CONTEXT_TOKENS))
         self._app = Application(server, gateway, clock, Registry())
         limits = HttpLimits.from_settings(server)
-        self._shared = HttpServerState(self._app.handle, limits, clock, self._app.on_error)
+        self._state = HttpServerState(self._app.handle, limits, clock, self._app.on_error)
 
     async def close(self) -> None:
-        await self._shared.tasks.close()
+        await self._state.tasks.close()
         self._app.generation.deadlines.close()
 
     async def feed(self, data: bytes, pieces: Sequence[bytes]) -> None:
         del data
-        said = await self._exchange(pieces)
-        for status in STATUS.findall(said):
-            assert not status.startswith(b"5"), said[:300]
-        assert not said or said.startswith(b"HTTP/1.1 "), said[:300]
+        answer = await self._exchange(pieces)
+        for status in STATUS.findall(answer):
+            assert not status.startswith(b"5"), answer[:300]
+        assert not answer or answer.startswith(b"HTTP/1.1 "), answer[:300]
 
     async def check(self) -> None:
-        said = await self._exchange([post(BODIES[0][0], json.dumps(BODIES[0][1]).encode())])
-        assert said.startswith(b"HTTP/1.1 200 OK\r\n"), said[:300]
+        answer = await self._exchange([post(BODIES[0][0], json.dumps(BODIES[0][1]).encode())])
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer[:300]
 
-    def held(self) -> int:
-        return len(self._shared.connections) + len(self._shared.tasks)
+    def open_count(self) -> int:
+        return len(self._state.connections) + len(self._state.tasks)
 
     async def _exchange(self, pieces: Sequence[bytes]) -> bytes:
-        """What is answered; then the client leaves, and nothing of it may stay."""
-        wire = Wire(HttpConnection(self._shared))
+        """Send `pieces` and return the answer. Waits until the server has dropped the connection."""
+        connection = MemoryTransport(HttpConnection(self._state))
         for piece in pieces:
-            wire.hear(piece)
+            connection.receive(piece)
             await asyncio.sleep(0)
         for _ in range(TURNS):
-            if not self._shared.tasks or wire.ended:
+            if not self._state.tasks or connection.ended:
                 break
             await asyncio.sleep(0)
         await asyncio.sleep(0)
-        wire.close()
-        while self._shared.tasks or self._shared.connections:
+        connection.close()
+        while self._state.tasks or self._state.connections:
             await asyncio.sleep(0)
-        return bytes(wire.said)
+        return bytes(connection.written)
 
 
-class HttpTarget(Surface):
-    """Bytes."""
+class HttpTarget(ApplicationTarget):
+    """Feeds mutated bytes of requests."""
 
     seeds = (
         b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n",
@@ -173,8 +173,8 @@ class HttpTarget(Surface):
     )
 
 
-class JsonTarget(Surface):
-    """Bodies: any byte of them, and any value for any part."""
+class JsonTarget(ApplicationTarget):
+    """Feeds JSON bodies with mutated bytes, or with odd values in any place."""
 
     seeds = tuple(json.dumps(body).encode() for _, body in BODIES)
     words = (
@@ -197,29 +197,29 @@ class JsonTarget(Surface):
     )
 
     def __init__(self, seed: int = 0) -> None:
-        self._chance = random.Random(seed)
+        self._random = random.Random(seed)
 
     def next(self, mutator: Mutator) -> bytes:
-        if self._chance.random() < 0.5:
+        if self._random.random() < 0.5:
             return mutator.next()
-        body = copy.deepcopy(self._chance.choice(BODIES)[1])
-        for _ in range(self._chance.choice((1, 1, 2, 4))):
-            self._bend(body)
+        body = copy.deepcopy(self._random.choice(BODIES)[1])
+        for _ in range(self._random.choice((1, 1, 2, 4))):
+            self._mutate(body)
         return json.dumps(body).encode()
 
     async def feed(self, data: bytes, pieces: Sequence[bytes]) -> None:
-        path = self._chance.choice(BODIES)[0]
+        path = self._random.choice(BODIES)[0]
         await super().feed(data, [post(path, data)])
 
-    def _bend(self, body: Any) -> None:
-        """An odd value somewhere inside."""
+    def _mutate(self, body: Any) -> None:
+        """Replace a random value of the body with an odd one."""
         while True:
             keys = list(body) if isinstance(body, dict) else list(range(len(body)))
             if not keys:
                 return
-            key = self._chance.choice(keys)
+            key = self._random.choice(keys)
             inner = body[key]
-            if not (isinstance(inner, dict | list) and inner and self._chance.random() < 0.7):
-                body[key] = copy.deepcopy(self._chance.choice(ODD))
+            if not (isinstance(inner, dict | list) and inner and self._random.random() < 0.7):
+                body[key] = copy.deepcopy(self._random.choice(ODD))
                 return
             body = inner

@@ -1,4 +1,4 @@
-"""A connection without a network: what is written is kept."""
+"""An asyncio transport without a network."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 from typing import Any
 
 
-class Wire(asyncio.Transport):
-    """`said`: what the protocol wrote; `ended`: it is told that the connection is lost."""
+class MemoryTransport(asyncio.Transport):
+    """Keeps the bytes that its protocol writes in `written`. `ended`: connection_lost was called."""
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
         self._protocol = protocol
         self._closing = False
-        self.said = bytearray()
+        self.written = bytearray()
         self.ended = False
         protocol.connection_made(self)
 
-    def hear(self, data: bytes) -> None:
-        """Bytes from the other side. Who fails on them is cut off, as event loops do."""
+    def receive(self, data: bytes) -> None:
+        """Pass bytes of the peer to the protocol. An exception closes the connection."""
         if self._closing:
             return
         try:
@@ -29,11 +29,11 @@ class Wire(asyncio.Transport):
             asyncio.get_running_loop().call_exception_handler(context)
 
     def write(self, data: Any) -> None:
-        self.said += data
+        self.written += data
 
     def writelines(self, list_of_data: Any) -> None:
         for data in list_of_data:
-            self.said += data
+            self.written += data
 
     def close(self) -> None:
         if not self._closing:

@@ -1,4 +1,4 @@
-"""Inputs that are nearly right: seeds, bent at random."""
+"""Fuzz inputs: seeds with random mutations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ EDGES = (0, 1, 7, 8, 127, 128, 255, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF)
 
 
 class Mutator:
-    """`words`: pieces that mean something to who reads."""
+    """Mutates seeds at random. `words` are byte strings that parsers treat specially."""
 
-    def __init__(self, chance: random.Random, seeds: Sequence[bytes], words: Sequence[bytes]):
-        self._chance = chance
+    def __init__(
+        self, random_source: random.Random, seeds: Sequence[bytes], words: Sequence[bytes]
+    ):
+        self._random = random_source
         self._seeds = seeds
         self._words = words
-        self._ways: tuple[Callable[[bytearray, int], None], ...] = (
+        self._mutations: tuple[Callable[[bytearray, int], None], ...] = (
             self._flip,
             self._edge,
             self._insert_word,
@@ -27,45 +29,45 @@ class Mutator:
         )
 
     def next(self) -> bytes:
-        """Another input: a seed or two after one another, bent in a few places."""
-        data = bytearray(self._chance.choice(self._seeds))
-        if self._chance.random() < 0.3:
-            data += self._chance.choice(self._seeds)
-        for _ in range(self._chance.choice((0, 1, 1, 2, 3, 6, 12))):
-            self._chance.choice(self._ways)(data, self._chance.randrange(len(data) + 1))
+        """Return another input: one or two seeds with up to twelve mutations."""
+        data = bytearray(self._random.choice(self._seeds))
+        if self._random.random() < 0.3:
+            data += self._random.choice(self._seeds)
+        for _ in range(self._random.choice((0, 1, 1, 2, 3, 6, 12))):
+            self._random.choice(self._mutations)(data, self._random.randrange(len(data) + 1))
         return bytes(data)
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """As the network would cut it."""
+        """Split an input at random, as a network does."""
         cuts = sorted(
-            self._chance.choices(range(len(data) + 1), k=self._chance.choice((0, 0, 1, 5)))
+            self._random.choices(range(len(data) + 1), k=self._random.choice((0, 0, 1, 5)))
         )
         edges = [0, *cuts, len(data)]
         return [data[a:b] for a, b in pairwise(edges) if b > a]
 
     def _flip(self, data: bytearray, at: int) -> None:
         if at < len(data):
-            data[at] ^= 1 << self._chance.randrange(8)
+            data[at] ^= 1 << self._random.randrange(8)
 
     def _edge(self, data: bytearray, at: int) -> None:
-        size = self._chance.choice((1, 2, 4))
-        edge = self._chance.choice(EDGES) & ((1 << 8 * size) - 1)
-        data[at : at + size] = edge.to_bytes(size, self._chance.choice(("little", "big")))
+        size = self._random.choice((1, 2, 4))
+        edge = self._random.choice(EDGES) & ((1 << 8 * size) - 1)
+        data[at : at + size] = edge.to_bytes(size, self._random.choice(("little", "big")))
 
     def _insert_word(self, data: bytearray, at: int) -> None:
-        data[at:at] = self._chance.choice(self._words)
+        data[at:at] = self._random.choice(self._words)
 
     def _remove(self, data: bytearray, at: int) -> None:
-        del data[at : at + self._chance.choice((1, 2, 8, 64))]
+        del data[at : at + self._random.choice((1, 2, 8, 64))]
 
     def _repeat(self, data: bytearray, at: int) -> None:
-        piece = bytes(data[at : at + self._chance.choice((1, 4, 16, 64))])
-        data[at:at] = piece * self._chance.choice((1, 2, 200))
+        piece = bytes(data[at : at + self._random.choice((1, 4, 16, 64))])
+        data[at:at] = piece * self._random.choice((1, 2, 200))
 
     def _splice(self, data: bytearray, at: int) -> None:
-        other = self._chance.choice(self._seeds)
-        start = self._chance.randrange(len(other))
-        data[at:at] = other[start : start + self._chance.choice((4, 32, len(other)))]
+        other = self._random.choice(self._seeds)
+        start = self._random.randrange(len(other))
+        data[at:at] = other[start : start + self._random.choice((4, 32, len(other)))]
 
     def _noise(self, data: bytearray, at: int) -> None:
-        data[at:at] = self._chance.randbytes(self._chance.choice((1, 3, 40)))
+        data[at:at] = self._random.randbytes(self._random.choice((1, 3, 40)))

@@ -1,4 +1,4 @@
-"""Seconds of every fuzzer; `make fuzz` runs them for as long as you like."""
+"""Runs every fuzzer for seconds. `make fuzz` runs them longer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ SECONDS = 2.0
 async def test_no_crash_no_hang_no_growth(target: type[Target]) -> None:
     result = await run(target(), SECONDS, seed=1)
     assert result.findings == []
-    assert result.held == 0
+    assert result.open_count == 0
     assert result.runs > 50
     assert result.grown_bytes < GROWTH_BYTES
