@@ -36,24 +36,19 @@ __all__ = [
     "WorkerInfo",
 ]
 
-_MODULE_OF = {
-    "CancellationToken": "cancellation",
-    "Client": "calls.client",
-    "Component": "component",
-    "ComponentRegistry": "worker_discovery",
-    "DistributedRuntime": "distributed",
-    "Endpoint": "component",
-    "Instance": "calls.instances",
-    "Lifecycle": "lifecycle",
-    "LifecycleState": "lifecycle",
-    "Namespace": "component",
-    "ProcessHealth": "health",
-    "ResponseStream": "calls.streams",
-    "Runtime": "background",
-    "ServedEndpoint": "component",
-    "WorkerDiscovery": "worker_discovery",
-    "WorkerInfo": "worker_discovery",
+_NAMES = {
+    "background": ("Runtime",),
+    "calls.client": ("Client",),
+    "calls.instances": ("Instance",),
+    "calls.streams": ("ResponseStream",),
+    "cancellation": ("CancellationToken",),
+    "component": ("Component", "Endpoint", "Namespace", "ServedEndpoint"),
+    "distributed": ("DistributedRuntime",),
+    "health": ("ProcessHealth",),
+    "lifecycle": ("Lifecycle", "LifecycleState"),
+    "worker_discovery": ("ComponentRegistry", "WorkerDiscovery", "WorkerInfo"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 if not TYPE_CHECKING:  # unknown names stay errors to the type checker
 

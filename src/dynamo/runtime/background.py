@@ -1,7 +1,5 @@
 """The secondary runtime: a thread with its own event loop for leases, heartbeats and discovery I/O.
-
-A busy primary loop therefore never loses its lease.
-"""
+A busy primary loop therefore never loses its lease."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dynamo.runtime.cancellation import CancellationToken
@@ -76,21 +75,15 @@ class ThreadBackground(Background):
             self._loop.close()
 
 
+@dataclass(eq=False)
 class Runtime:
     """The loops of a process: `primary` runs requests, `secondary` heartbeats and discovery I/O.
     `cancellation_token` is cancelled when the process has to stop."""
 
-    def __init__(
-        self,
-        id: str,  # noqa: A002 - the seeds' word
-        primary: asyncio.AbstractEventLoop,
-        secondary: Background,
-        cancellation_token: CancellationToken,
-    ) -> None:
-        self.id = id
-        self.primary = primary
-        self.secondary = secondary
-        self.cancellation_token = cancellation_token
+    id: str
+    primary: asyncio.AbstractEventLoop
+    secondary: Background
+    cancellation_token: CancellationToken
 
 
 async def _cancel_others() -> None:

@@ -48,19 +48,15 @@ def parse_reference(text: str) -> EndpointReference:
         and _NAME_PATTERN.match(component)
         and _ENDPOINT_PATTERN.match(endpoint)
     ):
-        raise ConfigError(
-            f"{text!r} is not an endpoint reference",
-            hint="write namespace.component.endpoint, e.g. dynamo.Processor.chat/completions",
-        )
+        hint = "write namespace.component.endpoint, e.g. dynamo.Processor.chat/completions"
+        raise ConfigError(f"{text!r} is not an endpoint reference", hint=hint)
     return EndpointReference(namespace, component, endpoint)
 
 
 def _check_name(kind: str, name: str) -> str:
     if not (_ENDPOINT_PATTERN if kind == "endpoint" else _NAME_PATTERN).match(name):
-        raise ConfigError(
-            f"{name!r} is not a valid name of a {kind}",
-            hint="use at least one character and no dots, slashes or blanks",
-        )
+        hint = "use at least one character and no dots, slashes or blanks"
+        raise ConfigError(f"{name!r} is not a valid name of a {kind}", hint=hint)
     return name
 
 

@@ -207,8 +207,7 @@ def _ensure_private(folder: Path) -> None:
         raise ConfigError(message, hint=STATE_FOLDER_HINT) from None
     status = folder.stat(follow_symlinks=False)
     if status.st_uid != os.getuid():
-        raise ConfigError(
-            f"the state folder {folder} belongs to another user", hint=STATE_FOLDER_HINT
-        )
+        message = f"the state folder {folder} belongs to another user"
+        raise ConfigError(message, hint=STATE_FOLDER_HINT)
     if status.st_mode & 0o077:
         folder.chmod(0o700)

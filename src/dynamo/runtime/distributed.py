@@ -39,12 +39,10 @@ ShutdownHook = Callable[[float], Coroutine[Any, Any, None]]
 
 
 class DistributedRuntime:
-    """The planes, clients and endpoints of a process, from `create` to `shutdown`.
-
-    `stopping` is cancelled when the process has to stop. `public_address` is the HTTP URL for
-    users; the component that listens there sets it. `supervised` means that a supervisor reserves
-    that port, which is then shared with SO_REUSEPORT.
-    """
+    """The planes, clients and endpoints of a process, from `create` to `shutdown`. `stopping` is
+    cancelled when the process has to stop. `public_address` is the HTTP URL for users; the
+    component that listens there sets it. `supervised` means that a supervisor reserves that port,
+    which is then shared with SO_REUSEPORT."""
 
     discovery: Discovery
     requests: Requests
@@ -213,7 +211,7 @@ class DistributedRuntime:
         )
         self.lifecycle.transition_to(LifecycleState.REGISTERED)
         self.lifecycle.transition_to(LifecycleState.RUNNING)
-        self.health.on_change(self._on_health_change)
+        self.health.on_change(lambda: self.lifecycle.follow_health(self.health.healthy))
 
     def plane_status(self) -> Mapping[str, Any]:
         """The URLs of the planes for /health, and under `away` the connection errors by plane."""
@@ -244,9 +242,6 @@ class DistributedRuntime:
         self.discovery = BackgroundDiscovery(discovery, background)
         opened.push_async_callback(self.discovery.close)
         return background
-
-    def _on_health_change(self) -> None:
-        self.lifecycle.follow_health(self.health.healthy)
 
 
 async def _open_republishing(planes: Planes) -> RepublishingDiscovery:

@@ -54,9 +54,8 @@ class RepublishingDiscovery(Discovery):
         await self._inner.close()
 
     def _on_lease_lost(self) -> None:
-        log.warning(
-            "lease lost; records are put again", extra={"fields": {"records": len(self._records)}}
-        )
+        fields = {"records": len(self._records)}
+        log.warning("lease lost; records are put again", extra={"fields": fields})
         self._tasks.start(self._republish(), "republish records")
         for callback in self._lease_lost_listeners:
             callback()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -73,14 +72,8 @@ def _nats_url(settings: Settings) -> str:
     servers = settings.messaging.nats.servers
     if not servers:
         return DEFAULT_NATS_URL if settings.messaging.type == "nats" else ""
-    return ",".join(_add_schemes(servers))
-
-
-def _add_schemes(servers: Sequence[str]) -> list[str]:
-    """Add `nats://` to servers without a scheme. The first URL begins with `nats:`, which selects
-    the plane, even if its own scheme is `tls:`."""
-    urls = [server if "://" in server else f"nats://{server}" for server in servers]
-    return urls if urls[0].startswith("nats:") else [f"nats:{urls[0]}", *urls[1:]]
+    url = ",".join(server if "://" in server else f"nats://{server}" for server in servers)
+    return url if url.startswith("nats:") else f"nats:{url}"  # `nats:` selects the plane
 
 
 def _plane_options(settings: Settings, server: ServerTlsSettings, direct_url: str) -> PlaneOptions:

@@ -110,7 +110,6 @@ class WorkerDiscovery:
                     WorkerInfo.from_dict(msgspec.json.decode(value, type=dict[str, Any]))
                 )
             except ValueError as error:
-                log.warning(
-                    "bad worker record", extra={"fields": {"key": key, "error": str(error)}}
-                )
+                fields = {"key": key, "error": str(error)}
+                log.warning("bad worker record", extra={"fields": fields})
         return workers

@@ -167,7 +167,7 @@ class Client:
         """End the exclusion that `eject` began."""
         self._view.readmit(instance_id)
 
-    def on_instance_removed(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
+    def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
         """Call `callback` with every instance that leaves discovery. Returns a function that
         unsubscribes."""
         return self._view.on_instance_removed(callback)

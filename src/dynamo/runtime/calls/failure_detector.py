@@ -108,7 +108,9 @@ class FailureDetector:
         self._clients.append(client)
         client.on_instance_busy = self._has_work.set
         unsubscribe = client.on_instance_removed(
-            lambda instance: self._on_instance_removed(client, instance)
+            lambda instance: self._tasks.start(
+                self._move_requests(client, instance), f"move from {instance.id}"
+            )
         )
 
         def stop_watching() -> None:
@@ -189,9 +191,6 @@ class FailureDetector:
             client.mark_unreachable(instance)
             client.interrupt(instance.id, error)
         self._requests.disconnect(instance.address)
-
-    def _on_instance_removed(self, client: Client, instance: Instance) -> None:
-        self._tasks.start(self._move_requests(client, instance), f"move from {instance.id}")
 
     async def _move_requests(self, client: Client, instance: Instance) -> None:
         await self._clock.sleep(REMOVAL_GRACE_S)

@@ -107,11 +107,9 @@ def decode_instance(key: str, value: bytes) -> Instance | None:
 
 
 class InstanceView:
-    """A live view of the instances under a discovery prefix that `accepts` returns True for.
-
-    An instance whose connection broke is withheld until discovery announces it again or it answers
-    a probe. A dead worker would otherwise look idle and attract calls.
-    """
+    """A live view of the instances under a discovery prefix that `accepts` returns True for. An
+    instance whose connection broke is withheld until discovery announces it again or it answers a
+    probe. A dead worker would otherwise look idle and attract calls."""
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class InstanceView:
         self._ejected: set[str] = set()
         self._probing: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
-        self._removal_listeners: list[Callable[[Instance], None]] = []
+        self._removal_listeners: list[Callable[[Instance], object]] = []
         self._synced = asyncio.Event()
         self._closed = False
         self._remove_broken_listener: Callable[[], None] | None = None
@@ -156,7 +154,7 @@ class InstanceView:
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
-    def on_instance_removed(self, callback: Callable[[Instance], None]) -> Callable[[], None]:
+    def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
         """Call `callback` with every instance that leaves discovery, after `live` changed.
         Returns a function that unsubscribes."""
         self._removal_listeners.append(callback)

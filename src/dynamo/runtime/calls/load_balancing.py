@@ -1,7 +1,5 @@
-"""Load balancing that knows nothing of models.
-
-A pick among 8 candidates takes one to two microseconds.
-"""
+"""Load balancing that knows nothing of models. A pick among 8 candidates takes one to two
+microseconds."""
 
 from __future__ import annotations
 

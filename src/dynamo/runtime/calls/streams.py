@@ -58,12 +58,10 @@ class ReceiveQueue:
 
 
 class ResponseStream(AsyncIterator[Any]):
-    """The answer of a call: `async with stream: async for item in stream`.
-
-    `await stream` is the unary form and returns the only item, or None without an item. The call
-    starts when the first item is requested. Leaving the `async with`, `aclose`, or dropping the
-    object cancels the call. At most `window_bytes` are in flight.
-    """
+    """The answer of a call: `async with stream: async for item in stream`. `await stream` is the
+    unary form and returns the only item, or None without an item. The call starts when the first
+    item is requested. Leaving the `async with`, `aclose`, or dropping the object cancels the call.
+    At most `window_bytes` are in flight."""
 
     def __init__(
         self,
@@ -121,10 +119,8 @@ class ResponseStream(AsyncIterator[Any]):
             only = None
             async for item in self:
                 if only is not None:
-                    raise ProtocolError(
-                        "this endpoint streams several items",
-                        hint="use `async for` instead of `await`",
-                    )
+                    hint = "use `async for` instead of `await`"
+                    raise ProtocolError("this endpoint streams several items", hint=hint)
                 only = item
             return only
 

@@ -57,12 +57,10 @@ class RestartBackoff:
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep alive.
-
-    Processes with a lower `stop_order` stop first. With `needs_preparation` the process starts
-    after the supervisor's preparation. `task` is what the role needs beside the settings. `command`
-    replaces `dynamo _child ROLE` and gets the same standard input.
-    """
+    """A process to keep alive. Processes with a lower `stop_order` stop first. With
+    `needs_preparation` the process starts after the supervisor's preparation. `task` is what the
+    role needs beside the settings. `command` replaces `dynamo _child ROLE` and gets the same
+    standard input."""
 
     role: str
     name: str
@@ -158,10 +156,8 @@ class ChildProcess:
         deaths = self._backoff.deaths_before_ready
         if self._backoff.crash_looping:
             self.crash_loop_reason = f"died {deaths} times before it served, last by {exit_text}"
-            log.error(
-                "process is in a crash loop: it dies before it serves",
-                extra={"fields": fields | {"deaths": deaths}},
-            )
+            text = "process is in a crash loop: it dies before it serves"
+            log.error(text, extra={"fields": fields | {"deaths": deaths}})
         else:
             log.warning("process died", extra={"fields": fields})
         with contextlib.suppress(TimeoutError):

@@ -1,8 +1,6 @@
-"""Control requests to a running deployment over a socket in its state folder.
-
-The folder has mode 0700, so only its owner can send requests. A request is a JSON line. The answer
-is JSON lines until the connection closes.
-"""
+"""Control requests to a running deployment over a socket in its state folder. The folder has mode
+0700, so only its owner can send requests. A request is a JSON line. The answer is JSON lines until
+the connection closes."""
 
 from __future__ import annotations
 
@@ -24,6 +22,10 @@ from dynamo.runtime.processes.process_group import ControlProgressCallback, Proc
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 << 10
+DEPLOYMENT_JOINED_TEXT = (
+    "a deployment of this name runs already and is joined; its first supervisor accepts the "
+    "control requests; choose another --deployment to separate them"
+)
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
@@ -59,11 +61,7 @@ class ControlServer:
         """Listen, unless another supervisor of this deployment does. In that case the processes of
         this supervisor join the running deployment."""
         if _has_listener(self._folder):
-            log.warning(
-                "a deployment of this name runs already and is joined; its first supervisor "
-                "accepts the control requests; choose another --deployment to separate them",
-                extra={"fields": self._other_supervisor()},
-            )
+            log.warning(DEPLOYMENT_JOINED_TEXT, extra={"fields": self._other_supervisor()})
             return
         self._server = await asyncio.start_unix_server(
             self._handle_connection, sock=_bind_control_socket(self._folder), limit=MAX_LINE_BYTES

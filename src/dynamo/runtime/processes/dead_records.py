@@ -47,9 +47,6 @@ class DeadRecords:
                 await plane.revoke_lease_of(key)
             except PlaneUnavailable as error:
                 fields = {"key": key, "error": error.message}
-                log.warning(
-                    "the record of a dead process stays until its lease expires",
-                    extra={"fields": fields},
-                )
+                log.warning("the record of a dead process stays", extra={"fields": fields})
             finally:
                 await plane.close()

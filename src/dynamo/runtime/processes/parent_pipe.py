@@ -1,8 +1,6 @@
-"""The socket pair between the supervisor and a child, which has its end as standard input.
-
-The supervisor sends JSON lines: a `ChildStart`, then `ChildNotice`s. The child sends `ChildReport`
-lines. End of file means that the other process is dead.
-"""
+"""The socket pair between the supervisor and a child, which has its end as standard input. The
+supervisor sends JSON lines: a `ChildStart`, then `ChildNotice`s. The child sends `ChildReport`
+lines. End of file means that the other process is dead."""
 
 from __future__ import annotations
 
@@ -94,9 +92,8 @@ class ParentPipe:
         try:
             return cls(fd, msgspec.json.decode(line, type=ChildStart), rest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"no start message on standard input: {error}", hint=SUPERVISOR_ONLY_HINT
-            ) from None
+            message = f"no start message on standard input: {error}"
+            raise ConfigError(message, hint=SUPERVISOR_ONLY_HINT) from None
 
     def die_with_parent(self) -> None:
         """Let the kernel kill this process when the supervisor dies; exit if it is dead already."""

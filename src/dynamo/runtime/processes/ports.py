@@ -71,12 +71,10 @@ def check_port_free(host: str, port: int) -> int:
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Bind `host:port` (a free port for 0) without listening.
-
-    While the returned socket is open, only processes that bind with SO_REUSEPORT, our children, can
-    listen there. Outgoing connections and ephemeral listeners of this host do not get the port.
-    Raises like `check_port_free`. Blocks if `host` is a name.
-    """
+    """Bind `host:port` (a free port for 0) without listening. While the returned socket is open,
+    only processes that bind with SO_REUSEPORT, our children, can listen there. Outgoing connections
+    and ephemeral listeners of this host do not get the port. Raises like `check_port_free`. Blocks
+    if `host` is a name."""
     try:
         addresses = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -92,11 +90,9 @@ def reserve_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise add_port_owner(PortInUse(host, port)) from None
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="ports below 1024 need privileges" if error.errno == errno.EACCES else "",
-            param="server.http_port",
-        ) from None
+        message = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        hint = "ports below 1024 need privileges" if error.errno == errno.EACCES else ""
+        raise ConfigError(message, hint=hint, param="server.http_port") from None
 
 
 def _bind_exclusively(family: int, address: Any, *, reuse: bool) -> socket.socket:
@@ -126,5 +122,4 @@ def _process_sockets(process: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for descriptor in os.scandir(process / "fd"):
             with contextlib.suppress(OSError):
-                target = Path(descriptor.path).readlink()
-                yield str(target)
+                yield str(Path(descriptor.path).readlink())

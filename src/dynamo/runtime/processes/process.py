@@ -52,19 +52,14 @@ def run_process(
     *,
     parent: ParentPipe | None = None,
 ) -> int:
-    """Run a process and return its exit code: 0 success, 1 failure, 2 wrong usage.
-
-    `main(runtime)` sets the process up and returns. The process is `ready` when it is healthy for
-    the first time after that. SIGTERM or SIGINT drains the process. A second signal, or the death
-    of the parent, ends it at once.
-    """
-    import uvloop
-
+    """Run a process and return its exit code: 0 success, 1 failure, 2 wrong usage. `main(runtime)`
+    sets the process up and returns. The process is `ready` when it is healthy for the first time
+    after that. SIGTERM or SIGINT drains the process. A second signal, or the death of the parent,
+    ends it at once."""
     configure_logging(settings.logging.level, settings.logging.format, name or role)
     if parent is not None:
         parent.die_with_parent()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(main, settings, role, name, parent))
+    return run_on_loop(_run(main, settings, role, name, parent))
 
 
 def run_on_loop(work: Coroutine[Any, Any, T]) -> T:

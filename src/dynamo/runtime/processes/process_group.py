@@ -1,7 +1,5 @@
-"""Changes the processes of a serving deployment: scale, drain, rolling restart.
-
-A process that is replaced stops only after its replacement serves.
-"""
+"""Changes the processes of a serving deployment: scale, drain, rolling restart. A process that is
+replaced stops only after its replacement serves."""
 
 from __future__ import annotations
 
@@ -164,10 +162,8 @@ class ProcessGroup:
                 reason = child.report.fatal or child.crash_loop_reason or "it was stopped"
                 await self.stop_children([child])
                 self._remove_child(child)
-                raise ModelUnavailable(
-                    f"{child.spec.name} cannot start: {reason}",
-                    hint=child.report.hint or "see its log; the other processes are unchanged",
-                )
+                hint = child.report.hint or "see its log; the other processes are unchanged"
+                raise ModelUnavailable(f"{child.spec.name} cannot start: {reason}", hint=hint)
             self._child_changed.clear()
             await self._child_changed.wait()
 

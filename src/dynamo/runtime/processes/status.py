@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -47,14 +48,11 @@ class StatusServer:
     async def start(self) -> None:
         """Listen on `runtime.status_port` or the next free port above it (0: any free port), and
         set `url`. Raises `PortInUse`."""
-        self.url = f"http://{bracket_ipv6(self._host)}:{await self._listen()}"
-
-    async def _listen(self) -> int:
         for port in range(self._port, self._port + PORT_ATTEMPTS if self._port else 1):
-            try:
-                return await self._http.start(self._host, port)
-            except PortInUse:
-                continue
+            with suppress(PortInUse):
+                bound_port = await self._http.start(self._host, port)
+                self.url = f"http://{bracket_ipv6(self._host)}:{bound_port}"
+                return
         raise PortInUse(self._host, self._port)
 
     async def stop(self) -> None:

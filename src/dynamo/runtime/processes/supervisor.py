@@ -91,7 +91,8 @@ class Supervisor:
         reload: SettingsReloader | None = None,
     ) -> None:
         metrics = Registry()
-        self._reloader = reload
+        self._can_reload = reload is not None
+        self._reloader = reloader = reload or SettingsReloader(lambda: specs)
         self._had_terminal = has_terminal()
         self.ready = asyncio.Event()
         self.failure: ChildReport | None = None
@@ -117,8 +118,12 @@ class Supervisor:
         self._tasks = BackgroundTasks()
         self._dead_records = DeadRecords(settings)
         self._drain_s = settings.runtime.drain_s
-        self._group = ProcessGroup(
-            specs, self._create_child, self._start_child, self._drain_s, self._refresh_settings
+        self._group = group = ProcessGroup(
+            specs,
+            self._create_child,
+            self._start_child,
+            self._drain_s,
+            lambda: reloader.refresh(group, self._clock),
         )
         self._control = ControlServer(self._group, deployment.folder)
         self.children = self._group.children
@@ -138,7 +143,7 @@ class Supervisor:
                 refresh = record_writer.keep_alive(self._control.refresh_socket)
                 side_tasks = [
                     preparation,
-                    tasks.start(self._watch_settings(), "reload"),
+                    tasks.start(self._reloader.watch(self._group, self._clock), "reload"),
                     tasks.start(refresh, "process record"),
                 ]
                 await self._wait_for_stop()
@@ -176,16 +181,8 @@ class Supervisor:
             loop.add_signal_handler(number, self.stop)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
 
-    async def _watch_settings(self) -> None:
-        if self._reloader is not None:
-            await self._reloader.watch(self._group, self._clock)
-
-    async def _refresh_settings(self) -> None:
-        if self._reloader is not None:
-            await self._reloader.refresh(self._group, self._clock)
-
     def _on_hangup(self) -> None:
-        if self._reloader is None or (self._had_terminal and not has_terminal()):
+        if not self._can_reload or (self._had_terminal and not has_terminal()):
             self.stop()
         else:
             self._reloader.request_reload()
