@@ -80,8 +80,7 @@ class ReplyEncoder(Reply):
 class ReplyDecoder:
     """Decodes payloads and calls the `Reply` (the caller's end).
 
-    `complete` is True after a finish, or after the reply had enough. A stream that ends earlier has
-    failed.
+    `complete`: a finish came, or the reply had enough. A stream that ends earlier has failed.
     """
 
     __slots__ = ("_reply", "_send_token", "_token_payloads", "complete")

@@ -11,10 +11,17 @@ import msgspec
 
 
 class DynamoError(Exception):
-    """Base of every error that a user may see. `param` names the wrong field or setting."""
+    """Base of every error that a user may see. `param` names the wrong field or setting.
+
+    A subclass sets its `code` and `retryable` in the class statement, or inherits them.
+    """
 
     code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, code: str | None = None, retryable: bool | None = None) -> None:
+        cls.code = cls.code if code is None else code
+        cls.retryable = cls.retryable if retryable is None else retryable
 
     def __init__(
         self,
@@ -35,163 +42,107 @@ class InternalError(DynamoError):
     """A bug in Dynamo."""
 
 
-class InvalidRequest(DynamoError):
+class InvalidRequest(DynamoError, code="invalid_request"):
     """The request is wrong. The same request will fail again."""
 
-    code = "invalid_request"
 
-
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and answer do not fit the model's context."""
 
-    code = "context_length_exceeded"
 
-
-class ModelNotFound(DynamoError):
+class ModelNotFound(DynamoError, code="model_not_found"):
     """No model of this name is served."""
 
-    code = "model_not_found"
 
-
-class NotFound(DynamoError):
+class NotFound(DynamoError, code="not_found"):
     """The route, endpoint or file does not exist."""
 
-    code = "not_found"
 
-
-class MethodNotAllowed(DynamoError):
+class MethodNotAllowed(DynamoError, code="method_not_allowed"):
     """The route exists, the method does not."""
 
-    code = "method_not_allowed"
 
-
-class TooLarge(DynamoError):
+class TooLarge(DynamoError, code="request_too_large"):
     """A body, a header or a frame exceeds its limit."""
 
-    code = "request_too_large"
 
-
-class RequestTooSlow(DynamoError):
+class RequestTooSlow(DynamoError, code="request_timeout"):
     """The client did not send its request in time."""
 
-    code = "request_timeout"
 
-
-class Unauthorized(DynamoError):
+class Unauthorized(DynamoError, code="invalid_api_key"):
     """The API key is missing or wrong."""
 
-    code = "invalid_api_key"
 
-
-class Forbidden(DynamoError):
+class Forbidden(DynamoError, code="forbidden"):
     """The API key is known and may not do this."""
 
-    code = "forbidden"
 
-
-class RateLimited(DynamoError):
+class RateLimited(DynamoError, code="rate_limit_exceeded", retryable=True):
     """The rate limit of the API key is exhausted."""
 
-    code = "rate_limit_exceeded"
-    retryable = True
 
-
-class ModelNotReady(DynamoError):
+class ModelNotReady(DynamoError, code="model_not_ready", retryable=True):
     """The model is still being prepared."""
 
-    code = "model_not_ready"
-    retryable = True
 
-
-class NoWorkers(DynamoError):
+class NoWorkers(DynamoError, code="no_workers", retryable=True):
     """No instance of the endpoint can take a request now."""
 
-    code = "no_workers"
-    retryable = True
 
-
-class Overloaded(DynamoError):
+class Overloaded(DynamoError, code="overloaded", retryable=True):
     """Admission rejected the request before any work was done."""
 
-    code = "overloaded"
-    retryable = True
 
-
-class WorkerFailed(DynamoError):
+class WorkerFailed(DynamoError, code="worker_failed", retryable=True):
     """The instance died, lost its connection or failed during the request."""
 
-    code = "worker_failed"
-    retryable = True
     instance: str = ""
     """The instance id, empty where unknown."""
 
 
-class InstanceGone(WorkerFailed):
+class InstanceGone(WorkerFailed, code="instance_gone"):
     """The addressed instance no longer exists; its address belongs to another process."""
 
-    code = "instance_gone"
 
-
-class WorkerDraining(WorkerFailed):
+class WorkerDraining(WorkerFailed, code="worker_leaving"):
     """The instance is draining. Another instance continues the request."""
 
-    code = "worker_leaving"
 
-
-class ServerStopped(DynamoError):
+class ServerStopped(DynamoError, code="server_stopped", retryable=True):
     """The server's drain time ended before the answer was complete."""
 
-    code = "server_stopped"
-    retryable = True
 
-
-class PlaneUnavailable(DynamoError):
+class PlaneUnavailable(DynamoError, code="plane_away", retryable=True):
     """A server of a plane (etcd, NATS) cannot be reached now."""
 
-    code = "plane_away"
-    retryable = True
 
-
-class PoisonedRequest(DynamoError):
+class PoisonedRequest(DynamoError, code="poisoned_request"):
     """The request made several workers fail."""
 
-    code = "poisoned_request"
 
-
-class DeadlineExceeded(DynamoError):
+class DeadlineExceeded(DynamoError, code="deadline_exceeded"):
     """The request's deadline passed."""
 
-    code = "deadline_exceeded"
 
-
-class SlowReader(DynamoError):
+class SlowReader(DynamoError, code="slow_reader"):
     """The client read its stream too slowly and exceeded the backlog."""
 
-    code = "slow_reader"
 
-
-class Unsupported(InvalidRequest):
+class Unsupported(InvalidRequest, code="unsupported"):
     """The feature is known and not supported (yet)."""
 
-    code = "unsupported"
 
-
-class ProtocolError(DynamoError):
+class ProtocolError(DynamoError, code="protocol_error"):
     """A peer violated the protocol."""
 
-    code = "protocol_error"
 
-
-class ConfigError(DynamoError):
+class ConfigError(DynamoError, code="config_error"):
     """A setting, flag or file is wrong. The command line exits with 2."""
 
-    code = "config_error"
 
-
-class ModelUnavailable(DynamoError):
+class ModelUnavailable(DynamoError, code="model_unavailable"):
     """The model's files cannot be read or fetched."""
-
-    code = "model_unavailable"
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):

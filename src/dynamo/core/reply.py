@@ -40,8 +40,7 @@ class Reply(ABC):
     def tokens(self, ids: Sequence[int], logprobs: LogprobsPerToken | None = None) -> bool:
         """Take the next tokens. `logprobs` has one entry for each id.
 
-        False means that the reply has enough: no more calls follow, the engine's work is cancelled,
-        and the awaited call returns normally.
+        False: enough. No more calls follow, and the awaited call ends the work and returns.
         """
 
     @abstractmethod
@@ -63,16 +62,13 @@ SendRequest = Callable[[GenerateRequest, Context, Reply], Awaitable[None]]
 
 
 class Operator(ABC):
-    """A stage of the token pipeline.
-
-    An operator may change the request, wrap the reply, and call `call_next` any number of times.
-    """
+    """A stage of the token pipeline, which may change the request and wrap the reply."""
 
     @abstractmethod
     async def send(
         self, request: GenerateRequest, context: Context, reply: Reply, call_next: SendRequest
     ) -> None:
-        """Handle the request. Returns when the answer is complete."""
+        """Handle the request with any number of calls of `call_next`. Returns after the answer."""
 
 
 class Engine(ABC):

@@ -14,8 +14,7 @@ log = logging.getLogger(__name__)
 class BackgroundTasks:
     """Owns background tasks. Use it as an async context manager, or call `close`.
 
-    A failure goes to `on_failure`, else to the log. Closing cancels the remaining tasks and waits
-    for them.
+    Failures go to `on_failure`, else to the log. Closing cancels the remaining tasks.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -33,8 +32,7 @@ class BackgroundTasks:
     def start_self_removing(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `work`, which must call `discard` with its task as its last action.
 
-        No done callback is needed then, which saves one loop iteration per task. Failures are not
-        reported. Cancel such a task with `cancel` only.
+        This saves the loop iteration of a done callback. Failures are not reported.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # costs a getpid system call each time

@@ -44,11 +44,8 @@ class TextOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """A conversation to continue.
-
-    Each of `messages` has a role, a content (flattened to a string), and any further field that the
-    chat template may read.
-    """
+    """A conversation to continue. `messages` have a role, a content (flattened to a string), and
+    any further field that the chat template may read."""
 
     model: str
     messages: tuple[dict[str, Any], ...]

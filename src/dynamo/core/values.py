@@ -103,11 +103,10 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Load(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present load of an engine.
+    """The present load of an engine. `prefill_tokens`: prompt tokens still to compute.
 
-    - `prefill_tokens`: prompt tokens still to compute.
-    - `cached_blocks`: blocks with a content hash, in use or not.
-    - `ranks`: the load of each data-parallel rank, where there are several.
+    `cached_blocks`: blocks with a content hash, in use or not. `ranks`: the load of each of several
+    data-parallel ranks.
     """
 
     running: int = 0

@@ -12,12 +12,10 @@ from dynamo.models.file_cache import FileRef
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """Description of a served model.
+    """Description of a served model. `names`: its id, then aliases. `created`: Unix time.
 
-    - `names`: its id, then aliases.
-    - `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...).
-    - `created`: Unix time.
-    - `hashing`: the scheme of the hashes of its KV blocks.
+    `generation`: the model's own defaults (temperature, top_p, top_k, max_new_tokens, ...).
+    `hashing`: the scheme of the hashes of its KV blocks.
     """
 
     names: tuple[str, ...]
@@ -42,10 +40,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class BlockIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Properties that must be equal for two processes to share the hashes of KV blocks.
-
-    None: unknown.
-    """
+    """Properties that processes with common hashes of KV blocks must share. None: unknown."""
 
     tokenizer: str | None = None
     block_tokens: int | None = None

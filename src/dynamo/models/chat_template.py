@@ -21,12 +21,9 @@ SAFE_LOOP_ATTRIBUTES = frozenset(
 )
 
 FALLBACK_LABELS = {
-    "system": "System",
-    "developer": "System",
-    "user": "User",
-    "assistant": "Assistant",
+    "system": "System", "developer": "System", "user": "User", "assistant": "Assistant",
     "tool": "Tool",
-}
+}  # fmt: skip
 
 
 class ChatTemplate:

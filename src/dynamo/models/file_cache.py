@@ -40,10 +40,7 @@ def ignore_progress(activity: str, done: int, total: int) -> None:
 
 
 def cache_dir(*parts: str) -> Path:
-    """Return a folder of the user's cache, and create it.
-
-    The cache is `$XDG_CACHE_HOME/dynamo`, else `~/.cache/dynamo`.
-    """
+    """Create and return a folder in `$XDG_CACHE_HOME/dynamo`, else `~/.cache/dynamo`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
     folder = root.joinpath("dynamo", *parts)

@@ -14,10 +14,9 @@ LocationKind = Literal["default", "file", "folder", "hub"]
 
 
 class ModelLocation(msgspec.Struct, frozen=True):
-    """A located model.
+    """A located model. `source` is its path, package or hub name.
 
-    `name` is its default name. `source` is the path or package it comes from. `path` is None for a
-    model that must be fetched first.
+    `name` is its default name. `path` is None for a model that must be fetched first.
     """
 
     kind: LocationKind
@@ -29,8 +28,7 @@ class ModelLocation(msgspec.Struct, frozen=True):
 def locate_model(spec: str) -> ModelLocation:
     """Locate a model without reading or fetching it. Raises `ModelUnavailable`.
 
-    `spec` is "" for the default model, a GGUF file, a folder in Hugging Face's layout, or a hub
-    name.
+    `spec`: "" for the default model, a GGUF file, a Hugging Face folder, or a hub name.
     """
     if not spec:
         model = default_model.DEFAULT_MODEL

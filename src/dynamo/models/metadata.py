@@ -62,10 +62,7 @@ def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
 
 
 def metadata_from_folder(folder: Path) -> ModelMetadata:
-    """Read the JSON files and the chat template of a Hugging Face folder.
-
-    Only tokenizer.json is required.
-    """
+    """Read the metadata files of a Hugging Face folder. Only tokenizer.json is required."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):

@@ -24,10 +24,9 @@ from dynamo.models.tokenization.gguf_tokenizer import converted_tokenizer_json
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """A model on this host.
+    """A model on this host. `path` is the GGUF file or the folder.
 
-    `path` is the GGUF file or the folder. `tokenizer` is a tokenizer.json, for GGUF a converted one
-    in the user's cache.
+    `tokenizer` is a tokenizer.json, for GGUF a converted one in the user's cache.
     """
 
     path: Path

@@ -22,10 +22,9 @@ class ServiceArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def build_config(service: type[Any], section: Mapping[str, Any]) -> Any:
-    """Return the value of the service's attribute `config`.
+    """Return the value of the service's `config`, of its annotated type or a dict.
 
-    The value has the type with which the class annotates `config`, else dict. Raises `ConfigError`
-    that names a wrong key.
+    Raises `ConfigError` that names a wrong key.
     """
     options = without_service_args(section)
     kind = config_type(service)
@@ -46,11 +45,7 @@ def parse_service_args(service: type[Any], section: Mapping[str, Any]) -> Servic
     """Return the replicas and resources of the section. Raises `ConfigError`."""
     options = section.get(SERVICE_ARGS_KEY) or {}
     name = spec_of(service).name
-    for key in options.keys() - set(ServiceArgs.__struct_fields__):
-        known = ServiceArgs.__struct_fields__
-        raise ConfigError(
-            f"{name}.{SERVICE_ARGS_KEY}: unknown key {key!r}", hint=nearest_name_hint(key, known)
-        )
+    _check_keys(ServiceArgs, options, f"{name}.{SERVICE_ARGS_KEY}")
     try:
         args = msgspec.convert(options, ServiceArgs, strict=False)
     except msgspec.ValidationError as error:
@@ -84,11 +79,9 @@ def qualify_key(service: type[Any], key: str) -> str:
     kind = config_type(service)
     fields = kind.__struct_fields__ if kind and issubclass(kind, msgspec.Struct) else ()
     head = key.partition(".")[0]
-    return (
-        f"{SERVICE_ARGS_KEY}.{key}"
-        if head in ServiceArgs.__struct_fields__ and head not in fields
-        else key
-    )
+    if head in ServiceArgs.__struct_fields__ and head not in fields:
+        return f"{SERVICE_ARGS_KEY}.{key}"
+    return key
 
 
 def _check_keys(kind: type[msgspec.Struct], options: Mapping[str, Any], path: str) -> None:
@@ -97,9 +90,6 @@ def _check_keys(kind: type[msgspec.Struct], options: Mapping[str, Any], path: st
         if key not in fields:
             raise ConfigError(f"{path}: unknown key {key!r}", hint=nearest_name_hint(key, fields))
         inner = fields[key]
-        if (
-            isinstance(inner, type)
-            and issubclass(inner, msgspec.Struct)
-            and isinstance(value, dict)
-        ):
+        is_section = isinstance(value, dict) and isinstance(inner, type)
+        if is_section and issubclass(inner, msgspec.Struct):
             _check_keys(inner, value, f"{path}.{key}")

@@ -24,10 +24,7 @@ DYNAMO_KEYS = ("namespace", "model")
 
 
 class EndpointSpec(msgspec.Struct, frozen=True):
-    """An endpoint. `name` is its name on the wire, `method` the name of the method.
-
-    `streams`: the method is an async generator.
-    """
+    """An endpoint. `name` is its name on the wire. `streams`: it is an async generator."""
 
     name: str
     method: str
@@ -36,11 +33,10 @@ class EndpointSpec(msgspec.Struct, frozen=True):
 
 
 class ServiceSpec(msgspec.Struct):
-    """The declaration of a service class.
+    """The declaration of a service class. `namespace` "": that of the settings.
 
-    - `component`: its name on the wire. A subclass of a built-in service has that service's name.
-    - `namespace`: "" means the namespace of the settings.
-    - `model`: the model name under which HTTP offers its endpoint `chat`; "" = none.
+    `component` is the name on the wire; a subclass of a built-in service has that service's name.
+    `model` is the model name under which HTTP offers the endpoint `chat`; "" = none.
     """
 
     name: str
@@ -83,10 +79,8 @@ def service(
 ) -> Callable[[C], C]:
     """Declare a class as a service of the same name. Raises `ConfigError`.
 
-    - `dynamo`: `namespace` (default: that of the settings), and `model`, the model name under which
-      HTTP offers its endpoint `chat`.
-    - `workers`: replicas, each in its own process.
-    - `resources` ("gpu", "cpu", "memory"): needs of a replica, for schedulers that place it.
+    `dynamo` has `namespace` and `model` (see `ServiceSpec`). `workers` is the number of replicas,
+    each in its own process. `resources` ("gpu", "cpu", "memory") are the needs of a replica.
     """
     options = dict(dynamo or {})
     for key in options.keys() - set(DYNAMO_KEYS):
@@ -97,6 +91,8 @@ def service(
         raise ConfigError(f"service(workers={workers}): at least 1")
 
     def declare(cls: C) -> C:
+        members = inspect.getmembers(cls)
+        hooks = [(getattr(value, HOOK_ATTRIBUTE, ""), name) for name, value in members]
         spec = ServiceSpec(
             name=cls.__name__,
             component=builtin_service(cls).__name__,
@@ -105,9 +101,11 @@ def service(
             workers=workers,
             resources=dict(resources or {}),
             endpoints=_collect_endpoints(cls),
-            dependencies=_collect_dependencies(cls),
-            start_hooks=_collect_hooks(cls, "start"),
-            stop_hooks=_collect_hooks(cls, "stop"),
+            dependencies={
+                name: value.service for name, value in members if isinstance(value, Dependency)
+            },
+            start_hooks=tuple(name for moment, name in hooks if moment == "start"),
+            stop_hooks=tuple(name for moment, name in hooks if moment == "stop"),
             links=[],
         )
         setattr(cls, SPEC_ATTRIBUTE, spec)
@@ -118,11 +116,10 @@ def service(
 
 
 def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
-    """Declare a method as an endpoint. Raises `ConfigError`.
+    """Declare a method as an endpoint, `name` on the wire. Raises `ConfigError`.
 
-    A coroutine function answers once, an async generator function streams. `name` is the name on
-    the wire, by default the method's. The method takes `self` and at most one request. Request and
-    answer may be annotated with types that msgspec supports.
+    A coroutine function answers once, an async generator function streams. The method takes `self`
+    and at most one request. Annotations may be types that msgspec supports.
     """
     if callable(name):
         raise ConfigError("@dynamo_endpoint needs its parentheses", hint="write @dynamo_endpoint()")
@@ -149,10 +146,7 @@ def dynamo_endpoint(name: str | None = None) -> Callable[[F], F]:
 
 
 def depends(service: type[T]) -> T:
-    """Declare a dependency as a class attribute, which becomes a handle of the other service.
-
-    The endpoints are methods of the handle: `await` unary ones, `async for` streaming ones.
-    """
+    """Declare a dependency. The attribute becomes a handle, whose methods are the endpoints."""
     spec_of(service)
     return cast("T", Dependency(service))
 
@@ -221,19 +215,3 @@ def _collect_endpoints(cls: type[Any]) -> dict[str, EndpointSpec]:
         if names.count(name) > 1:
             raise ConfigError(f"{cls.__name__} has two endpoints called {name!r}")
     return endpoints
-
-
-def _collect_dependencies(cls: type[Any]) -> dict[str, type[Any]]:
-    return {
-        name: value.service
-        for name, value in inspect.getmembers(cls)
-        if isinstance(value, Dependency)
-    }
-
-
-def _collect_hooks(cls: type[Any], moment: str) -> tuple[str, ...]:
-    return tuple(
-        name
-        for name, value in inspect.getmembers(cls)
-        if getattr(value, HOOK_ATTRIBUTE, "") == moment
-    )

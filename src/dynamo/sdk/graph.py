@@ -16,7 +16,7 @@ def direct_dependencies(service: type[Any]) -> Sequence[type[Any]]:
 
 
 def walk(root: type[Any]) -> Sequence[type[Any]]:
-    """Return all services of the graph, callers before callees unless there is a cycle.
+    """Return all services of the graph, callers first unless there is a cycle.
 
     Raises `ConfigError` if two services have the same name.
     """

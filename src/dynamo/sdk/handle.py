@@ -17,6 +17,7 @@ INSTANCE_WAIT_S = 10.0
 """A call waits this long for an instance. A replica that died restarts sooner."""
 MAX_ATTEMPTS = 3
 STREAM_WINDOW_BYTES = 64 << 10
+"""At most this many bytes of a stream are buffered for a slow reader."""
 LOAD_BALANCING_MODE = "least_loaded"
 
 
@@ -66,10 +67,9 @@ async def connect_service(service: type[Any], runtime: DistributedRuntime) -> Se
 async def call_with_retries(
     client: Client, payload: bytes, context: Context, sink: Sink, window: FlowWindow | None = None
 ) -> None:
-    """Call the least loaded instance.
+    """Call the least loaded instance. Raises `NoWorkers` and the errors of the instance.
 
-    A call to an instance that is gone has had no effect and is repeated with another instance.
-    Raises `NoWorkers` and the errors of the instance.
+    A call to an instance that is gone had no effect, so it is repeated with another instance.
     """
     attempts = 0
     while True:
@@ -89,8 +89,6 @@ async def call_with_retries(
 class EndpointStub:
     """An endpoint of another service."""
 
-    __slots__ = ("_client", "_decode")
-
     def __init__(self, endpoint: EndpointSpec, client: Client) -> None:
         self._client = client
         self._decode = response_decoder(endpoint)
@@ -98,8 +96,6 @@ class EndpointStub:
 
 class UnaryStub(EndpointStub):
     """Implements `await handle.method(request)`."""
-
-    __slots__ = ()
 
     async def __call__(self, request: Any = None) -> Any:
         answers: list[bytes] = []
@@ -115,12 +111,7 @@ class UnaryStub(EndpointStub):
 
 
 class StreamingStub(EndpointStub):
-    """Implements `async for item in handle.method(request)`.
-
-    At most `STREAM_WINDOW_BYTES` are buffered for a slow reader.
-    """
-
-    __slots__ = ()
+    """Implements `async for item in handle.method(request)`."""
 
     def __call__(self, request: Any = None) -> ResponseStream:
         payload, context = encode(request), derive_context()

@@ -20,7 +20,9 @@ def request_decoder(endpoint: EndpointSpec) -> DecodeMessage | None:
 
     The decoder raises `InvalidRequest`.
     """
-    names = list(_parameter_names(endpoint))
+    import inspect
+
+    names = list(inspect.signature(endpoint.function).parameters)[1:]
     if not names:
         return None
     decode_msgpack = _build_decoder(endpoint, _type_hints(endpoint).get(names[0], Any)).decode
@@ -40,12 +42,6 @@ def response_decoder(endpoint: EndpointSpec) -> DecodeMessage:
     if endpoint.streams:
         kind = get_args(kind)[0] if get_origin(kind) in STREAM_TYPES else Any
     return _build_decoder(endpoint, kind).decode
-
-
-def _parameter_names(endpoint: EndpointSpec) -> tuple[str, ...]:
-    import inspect
-
-    return tuple(inspect.signature(endpoint.function).parameters)[1:]
 
 
 def _type_hints(endpoint: EndpointSpec) -> dict[str, Any]:

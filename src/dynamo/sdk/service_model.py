@@ -15,10 +15,9 @@ CHAT_ENDPOINT = "chat"
 
 
 class ServiceModelRecord(msgspec.Struct, frozen=True):
-    """The endpoint that answers as `model`.
+    """The endpoint that answers as `model`. `streams`: the answer comes piece by piece.
 
-    `streams`: the answer comes piece by piece. `derived`: the service uses models that Dynamo's own
-    services serve.
+    `derived`: the service uses models of Dynamo's own services.
     """
 
     model: str

@@ -43,12 +43,10 @@ class ServiceInstance:
             self._spec.name, self._runtime.clock, self._runtime.metrics
         )
         for endpoint in self._spec.endpoints.values():
-            method = getattr(self.service, endpoint.method, None)
-            handler = (
-                endpoint_handler(endpoint, method)
-                if method
-                else _unimplemented_handler(self.service, endpoint)
-            )
+            if method := getattr(self.service, endpoint.method, None):
+                handler = endpoint_handler(endpoint, method)
+            else:
+                handler = _unimplemented_handler(self.service, endpoint)
             handler = interceptor.wrap(endpoint.name, handler)
             self._served_endpoints.append(await component.endpoint(endpoint.name).serve(handler))
         if self._spec.model:
@@ -82,12 +80,12 @@ async def start_service(
 ) -> ServiceInstance:
     """Create an instance of `service` and serve it until the runtime shuts down.
 
-    `section` is its configuration. `service_object` replaces the instance, for example by a fake in
-    tests. The process is healthy while all dependencies are served. Raises `ConfigError`.
+    `section` is its configuration. A `service_object` replaces the instance, as a fake in tests.
+    The process is healthy while all dependencies are served. Raises `ConfigError`.
     """
     spec = spec_of(service)
-    instance = object.__new__(service) if service_object is None else service_object
     if service_object is None:
+        instance = object.__new__(service)
         if section or config_type(service) is not None or not hasattr(service, CONFIG_ATTRIBUTE):
             instance.config = build_config(service, section or {})
         for name, other in spec.dependencies.items():
@@ -95,7 +93,8 @@ async def start_service(
             setattr(instance, name, handle)
             _track_dependency_health(runtime, handle, spec_of(other).name)
         instance.__init__()
-    if service_object is not None:
+    else:
+        instance = service_object
         spec = replace(spec, start_hooks=(), stop_hooks=(), model="")
     served = ServiceInstance(runtime, service, spec, instance)
     await served.start()

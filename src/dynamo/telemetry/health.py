@@ -10,10 +10,7 @@ from dynamo.core.clock import Clock
 
 
 class HealthReport:
-    """Builds health bodies. `reasons` explain by name why the process is unhealthy.
-
-    `facts` are further fields of the body.
-    """
+    """Builds health bodies with `reasons` for being unhealthy, by name, and further `facts`."""
 
     def __init__(
         self,

@@ -89,10 +89,7 @@ _modules_with_level: set[str] = set()
 def configure_logging(
     level: str, fmt: str, component: str, stream: LogStream | None = None
 ) -> None:
-    """Send all log lines to `stream` (default stderr) in format "text" or "json".
-
-    Raises `ConfigError` for an unknown level.
-    """
+    """Send log lines to `stream` (default stderr) as "text" or "json". Raises `ConfigError`."""
     set_levels(level)
     handler = _StderrHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(component) if fmt == "json" else TextFormatter(component))

@@ -180,11 +180,7 @@ class Registry:
         callback: ScrapeCallback | None = None,
         merge: MergeMode = "sum",
     ) -> Gauge | MetricFamily[Gauge]:
-        """Declare a gauge.
-
-        `merge` combines the values of several processes. "max" is for values that all processes
-        observe alike, such as the number of known workers.
-        """
+        """Declare a gauge. `merge`: "max" for values that all processes observe alike."""
         gauge: Gauge | MetricFamily[Gauge] = self._register(
             name, help, Gauge, labels, "gauge", callback=callback, merge=merge
         )

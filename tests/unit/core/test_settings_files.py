@@ -60,10 +60,9 @@ def test_other_spellings_of_sections_and_keys_are_accepted() -> None:
     assert settings.discovery.etcd.endpoints == ("http://etcd:2379",)
     assert settings.messaging.nats.servers == ("nats://nats-server:4222",)
     assert loaded.values["monitoring.prometheus.scrape_interval"] == 10
-    assert [group.name for group in settings.decode_workers] == [
-        "decode-worker-1",
-        "decode-worker-2",
-    ]
+    names = [loaded.values[f"decode_workers[{index}].name"] for index in (0, 1)]
+    assert names == ["decode-worker-1", "decode-worker-2"]
+    assert len(settings.decode_workers) == 2
     assert loaded.values["prefill_workers[0].nixl.memory_pool_size"] == 16 * 10**9
     assert loaded.values["decode_workers[0].kv_cache.offload_targets"] == ("cpu", "ssd")
 
@@ -82,14 +81,14 @@ def test_the_published_file_of_a_custom_model() -> None:
 
 def test_the_published_file_of_several_hosts() -> None:
     loaded = published("distributed.yaml")
-    prefill = loaded.settings.workers.prefill
+    values = loaded.values
 
     assert loaded.settings.runtime.namespace == "dynamo-prod"
-    assert prefill.replicas == 4
-    assert prefill.tensor_parallel_size == 4
-    assert loaded.values["workers.prefill.resources.gpu"] == 4
-    assert loaded.values["workers.prefill.resources.memory"] == 64 << 30
-    assert loaded.values["monitoring.custom_metrics[0].buckets"][-1] == 10
+    assert values["workers.prefill.replicas"] == 4
+    assert values["workers.prefill.tensor_parallel_size"] == 4
+    assert values["workers.prefill.resources.gpu"] == 4
+    assert values["workers.prefill.resources.memory"] == 64 << 30
+    assert values["monitoring.custom_metrics[0].buckets"][-1] == 10
     assert loaded.origins["monitoring.custom_metrics[0].type"] == "f.yaml:72"
     assert loaded.settings.router.mode == "kv"
     assert loaded.settings.router.replicas == 2

@@ -1,8 +1,5 @@
-"""Settings of the whole system.
-
-Each setting is declared once with unit, bounds and help. YAML files, environment names, flags,
-`--help` and the reference page follow from the declaration.
-"""
+"""Settings: each is declared once, with unit, bounds and help. YAML keys, environment names,
+flags, `--help` and the reference page follow from the declaration."""
 
 from dynamo.core.settings.declare import SettingMeta, SettingSpec, iter_setting_specs, setting
 from dynamo.core.settings.load import LoadedSettings, resolve_settings

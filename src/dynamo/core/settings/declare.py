@@ -13,19 +13,16 @@ Unit = Literal["", "seconds", "milliseconds", "bytes", "GiB", "tokens", "blocks"
 
 
 class SettingMeta(msgspec.Struct, frozen=True):
-    """Properties of a setting besides its type and default.
+    """Properties of a setting besides its type and default. `ge` and `le` are inclusive bounds.
 
-    - `flag`: its command-line flag. `--section.key` works for every setting, also without one.
-    - `ge`, `le`: bounds, both included.
+    - `flag`: a command-line flag besides `--section.key`, which every setting has.
     - `spellings`: pairs (other spelling, choice).
-    - `aliases`: other keys in files. An alias with an inner dot is a whole key. An alias that
-      begins with a dot or contains none belongs to the setting's own section.
-    - `unused`: the value is accepted and checked, but nothing reads it yet.
-    - `not_yet`: pairs (choice, substitute) of choices that do not work yet. Where the substitute
-      is empty, the choice is kept and a start refuses it.
+    - `aliases`: other keys in files. An alias with an inner dot is a whole key, unless it begins
+      with a dot. All others belong to the setting's own section.
+    - `unused`: accepted and checked, but nothing reads the value yet.
+    - `not_yet`: pairs (unsupported choice, substitute). A start refuses it without a substitute.
     - `plugins`: entry points of this table are choices, too.
-    - `reload`: a change may be applied while serving.
-    - `secret`: the value is never shown.
+    - `reload`: a change may be applied while serving. `secret`: never shown.
     """
 
     help: str

@@ -21,10 +21,9 @@ from dynamo.core.settings.values import SourcedValue, parse_value
 
 
 class ConfigDocument(msgspec.Struct, frozen=True):
-    """The content of a configuration file.
+    """The content of a configuration file: settings by dotted key, and options by service.
 
-    `settings` is keyed by dotted key. The raw value of a list of sections is a list of such
-    mappings. `services` holds the options of each service; sections of services begin with a
+    The raw value of a list of sections is a list of such mappings. Names of services begin with a
     capital letter.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -12,6 +12,7 @@ from dynamo.core.settings.declare import SettingSpec
 from dynamo.core.settings.document import ConfigDocument, parse_config_document
 from dynamo.core.settings.keys import (
     ENVIRONMENT_PREFIX,
+    SettingsSchema,
     environment_name,
     find_setting,
     setting_specs_by_key,
@@ -33,24 +34,22 @@ UNUSED_NOTE = "not in use yet"
 SUBSTITUTE_NOTE = "stands in"
 FRONTEND_REPLICAS_KEY = "frontend.replicas"
 HTTP_WORKERS_KEY = "server.http_workers"
-S = TypeVar("S", bound=msgspec.Struct)
 
 
-class MergedSection(msgspec.Struct, Generic[S], frozen=True):
+class MergedSection(msgspec.Struct, frozen=True):
     """A section with all sections below it. See `LoadedSettings` for the mappings."""
 
-    section: S
+    section: Any
     values: Mapping[str, Any]
     origins: Mapping[str, str]
     notes: Mapping[str, str]
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
-    """The settings and what is known of each value.
+    """The settings with value, origin and notes by dotted key (`decode_workers[0].name`).
 
-    `values`, `origins` and `notes` are keyed by dotted key (`decode_workers[0].name`). `values`
-    contains every accepted setting, also those without a field in `Settings`. `notes` name values
-    that are not in use. `services` holds the options of each service.
+    `values` contains every accepted setting, also those without a field in `Settings`. `notes` name
+    values that are not in use. `services` holds the options of each service.
     """
 
     settings: Settings
@@ -67,7 +66,7 @@ def resolve_settings(
 ) -> LoadedSettings:
     """Merge `flags` (by dotted key), `environ` and `document` (text, name).
 
-    Raises `ConfigError` that names the setting, the origin of its value and the accepted values.
+    Raises `ConfigError` that names the setting, its origin and the accepted values.
     """
     parsed = parse_config_document(*document) if document else ConfigDocument({}, {})
     layers = [
@@ -126,12 +125,9 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
 
 def merge_layers(
-    layers: Sequence[Mapping[str, SourcedValue]], schema: type[S], prefix: str = ""
-) -> MergedSection[S]:
-    """Merge `layers`, the strongest first, and fill in defaults. Raises `ConfigError`.
-
-    `prefix` is the dotted key of the section, with a dot at its end.
-    """
+    layers: Sequence[Mapping[str, SourcedValue]], schema: SettingsSchema, prefix: str = ""
+) -> MergedSection:
+    """Merge `layers`, the strongest first. `prefix` is the dotted key of the section."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -167,9 +163,7 @@ def _checked_value(spec: SettingSpec, source: SourcedValue) -> Any:
     except ValueError as error:
         shown = "***" if spec.meta.secret else repr(source.raw)
         raise ConfigError(
-            f"{spec.key} = {shown} ({source.origin}): {error}",
-            hint=spec.meta.help,
-            param=spec.key,
+            f"{spec.key} = {shown} ({source.origin}): {error}", hint=spec.meta.help, param=spec.key
         ) from None
 
 
@@ -186,7 +180,7 @@ def _usage_note(spec: SettingSpec, value: Any) -> str:
 
 
 def _parse_entries(
-    spec: SettingSpec, schema: type[msgspec.Struct], source: SourcedValue
+    spec: SettingSpec, schema: SettingsSchema, source: SourcedValue
 ) -> Sequence[Mapping[str, SourcedValue]]:
     """Return the settings of each entry. A text is JSON. Raises `ConfigError`."""
     raw = source.raw

@@ -48,7 +48,14 @@ _CACHE = (
     _row("enable_offloading", False, "keep evicted blocks in `offload_targets`"),
     _row("offload_targets", ("cpu",), "tiers below the engine's, fastest first", kind=_TARGETS),
 )
+_GROUP_TP = (".model_config.tensor_parallel_size",)
+_GROUP_BATCH = (".model_config.max_batch_size",)
 _WORKER_GROUP = (
+    _row("name", "", "name in logs and metrics"),
+    _row("model", "", "model to serve; empty: `model.path`"),
+    _row("replicas", 0, "processes of the group; 0 in a list: one", ge=0),
+    _row("tensor_parallel_size", 1, "devices that share every layer", ge=1, aliases=_GROUP_TP),
+    _row("max_batch_size", 0, "sequences in one batch; 0: default", ge=0, aliases=_GROUP_BATCH),
     *_under("resources", _RESOURCES),
     *_under("nixl", _NIXL),
     *_under("kv_cache", _CACHE),
@@ -59,32 +66,21 @@ _DISAGGREGATION = (
     _row("prefill_length_threshold", 512, "shortest uncached prompt", unit="tokens", ge=0),
     _row("queue_size_threshold", 10, "waiting prompts at which it stops", ge=0),
 )
+_QUANTIZATIONS = ("awq", "gptq", "squeezellm")
 _MODEL = (
     _row("tensor_parallel_size", 1, "devices that share every layer", ge=1),
     _row("pipeline_parallel_size", 1, "groups of devices that share the layers", ge=1),
     _row("gpu_memory_utilization", 0.9, "used share of GPU memory", unit="ratio", ge=0.01, le=1),
     _row("swap_space", 0.0, "host memory for swapped sequences", unit="GiB", ge=0),
     _row("kv_cache_dtype", "auto", "format of the KV cache", choices=("auto", "fp8", "fp16")),
-    _row(
-        "quantization",
-        None,
-        "of the weights",
-        kind=str | None,
-        choices=("awq", "gptq", "squeezellm"),
-    ),
+    _row("quantization", None, "weight format", kind=str | None, choices=_QUANTIZATIONS),
 )
 _METRICS = "distributed_runtime.metrics"
+_INTERVAL = (f"{_METRICS}.collection_interval",)
 _PROMETHEUS = (
     _row("enabled", False, "run a Prometheus", aliases=(f"{_METRICS}.enable_prometheus",)),
     _row("port", 9090, "its port", ge=1, le=65535, aliases=(f"{_METRICS}.prometheus_port",)),
-    _row(
-        "scrape_interval",
-        15.0,
-        "time between two scrapes",
-        unit="seconds",
-        ge=1,
-        aliases=(f"{_METRICS}.collection_interval",),
-    ),
+    _row("scrape_interval", 15.0, "time between scrapes", unit="seconds", ge=1, aliases=_INTERVAL),
 )
 _METRIC_LIST = tuple[CustomMetricSettings, ...]
 _BUCKETS = tuple[float, ...]

@@ -112,8 +112,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, setting("time after which an idle connection is closed", unit="seconds", ge=1)
     ] = 75.0
     stream_backlog_bytes: Annotated[
-        int,
-        setting("unsent bytes at which a stream ends with slow_reader", unit="bytes", ge=4096),
+        int, setting("unsent bytes at which a stream ends with slow_reader", unit="bytes", ge=4096)
     ] = 1 << 20
     stall_s: Annotated[
         float,
@@ -271,11 +270,7 @@ class LoggingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "text"
     output: Annotated[
         str,
-        setting(
-            "destination of log lines",
-            choices=("stderr",),
-            not_yet=(("stdout", "stderr"),),
-        ),
+        setting("destination of log lines", choices=("stderr",), not_yet=(("stdout", "stderr"),)),
     ] = "stderr"
 
 

@@ -10,34 +10,11 @@ from dynamo.core.settings.declare import setting
 
 
 class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A group of equal workers."""
+    """A group of equal workers. Both settings only serve to check that groups share no device."""
 
-    name: Annotated[str, setting("name in logs and metrics", unused=True)] = ""
     host: Annotated[
         str, setting("host of the group; groups of one host share no device", unused=True)
     ] = ""
-    model: Annotated[str, setting("model to serve; empty: `model.path`", unused=True)] = ""
-    replicas: Annotated[
-        int, setting("processes of the group; 0 in a list: one", ge=0, unused=True)
-    ] = 0
-    tensor_parallel_size: Annotated[
-        int,
-        setting(
-            "devices that share every layer",
-            ge=1,
-            aliases=(".model_config.tensor_parallel_size",),
-            unused=True,
-        ),
-    ] = 1
-    max_batch_size: Annotated[
-        int,
-        setting(
-            "sequences in one batch; 0: `engine.max_num_seqs`",
-            ge=0,
-            aliases=(".model_config.max_batch_size",),
-            unused=True,
-        ),
-    ] = 0
     device_ids: Annotated[
         tuple[int, ...], setting("numbers of the host's accelerators", unused=True)
     ] = ()
@@ -54,8 +31,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The frontend as a separate component. Its addresses are in `server`."""
 
     replicas: Annotated[
-        int,
-        setting("frontend processes of a host, unless `server.http_workers` is set", ge=1),
+        int, setting("frontend processes of a host, unless `server.http_workers` is set", ge=1)
     ] = 1
 
 

@@ -34,14 +34,12 @@ class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shared: Annotated[
         bool,
         setting(
-            "routers use the index of `dynamo indexer` instead of one each",
-            flag="--shared-index",
+            "routers use the index of `dynamo indexer` instead of one each", flag="--shared-index"
         ),
     ] = False
-    file: Annotated[
-        str,
-        setting("file in which `dynamo indexer` saves its index; empty: none"),
-    ] = ""
+    file: Annotated[str, setting("file in which `dynamo indexer` saves its index; empty: none")] = (
+        ""
+    )
     save_every: Annotated[
         float, setting("time between two saves of that file", unit="seconds", ge=1.0)
     ] = 60.0
@@ -49,11 +47,7 @@ class IndexSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 BASIC_MODES = ("round_robin", "random", "least_loaded", "power_of_two", "weighted_round_robin")
 QUEUE_ORDERS = ("fcfs", "shortest", "deadline")
-MODE_ALIASES = (
-    ("basic", "round_robin"),
-    ("weighted", "weighted_round_robin"),
-    ("kv_aware", "kv"),
-)
+MODE_ALIASES = (("basic", "round_robin"), ("weighted", "weighted_round_robin"), ("kv_aware", "kv"))
 
 
 class RoutingStrategySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

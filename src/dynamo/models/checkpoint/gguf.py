@@ -9,9 +9,10 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dynamo.core.errors import ModelUnavailable
 from dynamo.models.checkpoint.quantization import block_layout, dequantize
@@ -42,7 +43,7 @@ class TensorInfo(NamedTuple):
     size_bytes: int
 
 
-class GgufFile:
+class GgufFile(AbstractContextManager["GgufFile"]):
     """A memory-mapped GGUF file. Metadata values are decoded on demand."""
 
     def __init__(self, path: Path) -> None:
@@ -54,9 +55,6 @@ class GgufFile:
             self._read_header()
         except _PARSE_ERRORS as error:
             raise self._damaged_error(str(error)) from error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -151,10 +151,7 @@ def _build_config(values: dict[str, Any], path: Path) -> LlamaConfig:
     except msgspec.ValidationError as error:
         raise ModelUnavailable(f"{path.name} does not describe a usable model: {error}") from error
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise ModelUnavailable(
-            f"{path.name}: {config.num_heads} heads do not divide into {config.num_kv_heads} "
-            f"KV heads, or head size {config.head_dim} is odd"
-        )
+        raise ModelUnavailable(f"{path.name} has an unsupported number or size of heads")
     return config
 
 

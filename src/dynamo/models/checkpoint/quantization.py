@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16 = 0, 1, 2, 3, 6, 7, 8, 30
 _BLOCK_LAYOUTS = {
-    F32: (1, 4),
-    F16: (1, 2),
-    BF16: (1, 2),
-    Q4_0: (32, 18),
-    Q4_1: (32, 20),
-    Q5_0: (32, 22),
-    Q5_1: (32, 24),
-    Q8_0: (32, 34),
-}
+    F32: (1, 4), F16: (1, 2), BF16: (1, 2),
+    Q4_0: (32, 18), Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24), Q8_0: (32, 34),
+}  # fmt: skip
 _UNSUPPORTED_NAMES = {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
 _CHUNK_BLOCKS = 1 << 15
 
@@ -61,17 +55,13 @@ def dequantize(kind: int, raw: Bytes) -> Floats:
 
 def widen_bf16(raw: Bytes) -> Floats:
     """Convert packed bfloat16, the upper halves of float32 values, to float32."""
-    import numpy as np
-
-    wide = raw.view("<u2").astype(np.uint32)
+    wide = raw.view("<u2").astype("u4")
     wide <<= 16
-    return wide.view(np.float32)
+    return wide.view("f4")
 
 
 def _read_scales(blocks: Bytes, at: int) -> Floats:
-    import numpy as np
-
-    return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
+    return blocks[:, at : at + 2].copy().view("<f2").astype("f4")
 
 
 def _dequantize_q8_0(blocks: Bytes, out: Floats) -> None:
@@ -81,37 +71,29 @@ def _dequantize_q8_0(blocks: Bytes, out: Floats) -> None:
 
 
 def _dequantize_q4_0(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     _unpack_nibbles(blocks[:, 2:], out)
-    np.subtract(out, 8, out=out)
-    np.multiply(out, _read_scales(blocks, 0), out=out)
+    out -= 8
+    out *= _read_scales(blocks, 0)
 
 
 def _dequantize_q4_1(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     _unpack_nibbles(blocks[:, 4:], out)
-    np.multiply(out, _read_scales(blocks, 0), out=out)
-    np.add(out, _read_scales(blocks, 2), out=out)
+    out *= _read_scales(blocks, 0)
+    out += _read_scales(blocks, 2)
 
 
 def _dequantize_q5_0(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     _unpack_nibbles(blocks[:, 6:], out)
     out += _unpack_fifth_bits(blocks[:, 2:6])
-    np.subtract(out, 16, out=out)
-    np.multiply(out, _read_scales(blocks, 0), out=out)
+    out -= 16
+    out *= _read_scales(blocks, 0)
 
 
 def _dequantize_q5_1(blocks: Bytes, out: Floats) -> None:
-    import numpy as np
-
     _unpack_nibbles(blocks[:, 8:], out)
     out += _unpack_fifth_bits(blocks[:, 4:8])
-    np.multiply(out, _read_scales(blocks, 0), out=out)
-    np.add(out, _read_scales(blocks, 2), out=out)
+    out *= _read_scales(blocks, 0)
+    out += _read_scales(blocks, 2)
 
 
 def _unpack_nibbles(packed: Bytes, out: Floats) -> None:

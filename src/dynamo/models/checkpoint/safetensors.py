@@ -6,8 +6,9 @@ A file has 8 bytes of header length, a JSON header, then the data. All offsets a
 from __future__ import annotations
 
 import mmap
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -39,7 +40,7 @@ class _MappedTensor(NamedTuple):
     base: int
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
     """The memory-mapped tensors of a model folder, decoded on demand."""
 
     def __init__(self, folder: Path) -> None:
@@ -48,9 +49,6 @@ class SafetensorsFolder:
         self._tensors: dict[str, _MappedTensor] = {}
         for path in weight_files(folder):
             self._read_file(path)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -69,7 +67,9 @@ class SafetensorsFolder:
         """Return a copy of a tensor as float32. Raises `ModelUnavailable` if it is absent."""
         import numpy as np
 
-        data, entry, base = self._find_tensor(name)
+        if name not in self._tensors:
+            raise ModelUnavailable(f"{self.folder.name} has no tensor {name}")
+        data, entry, base = self._tensors[name]
         if entry.dtype not in _DTYPES:
             raise ModelUnavailable(
                 f"{name} has the unsupported type {entry.dtype}",
@@ -78,12 +78,6 @@ class SafetensorsFolder:
         start, end = entry.data_offsets
         raw = np.frombuffer(data, np.uint8, end - start, base + start)
         return dequantize(_DTYPES[entry.dtype][0], raw).reshape(entry.shape)
-
-    def _find_tensor(self, name: str) -> _MappedTensor:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise ModelUnavailable(f"{self.folder.name} has no tensor {name}")
-        return tensor
 
     def _read_file(self, path: Path) -> None:
         try:

@@ -20,7 +20,7 @@ def is_hub_name(spec: str) -> bool:
 def fetch_hub_model(name: str, with_weights: bool) -> Path:
     """Return the folder of a hub model, fetched or from the hub's cache.
 
-    The hub's client resumes downloads and shows progress bars. Raises `ModelUnavailable`.
+    The client resumes downloads and shows progress bars. Raises `ModelUnavailable`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (

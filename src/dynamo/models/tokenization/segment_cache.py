@@ -21,11 +21,9 @@ SEGMENT_CHARS = 2048
 CUT_SEARCH_CHARS = 8192
 _LETTERS = "A-Za-zÀ-ÖØ-öø-ƺΑ-Ωα-ωА-яא-תء-ي一-龥ぁ-ゖァ-ヺ가-힣"
 SAFE_CUT = re.compile(f"[{_LETTERS}](?= [{_LETTERS}]|\\n|[、。，])")  # noqa: RUF001
-"""Matches before places where every pre-tokenizer of byte-level BPE ends a pre-token.
+"""Matches a letter after which every pre-tokenizer of byte-level BPE ends a pre-token.
 
-These are after a letter, before white space or a mark that only ends words. The letters belong to
-every version of Unicode.
-"""
+White space or a mark that only ends words follows. Every version of Unicode has these letters."""
 _DICT_ENTRY_BYTES = 150  # in a dict that may just have grown
 _MAX_LOOKUP_CHARS = 1 << 18
 UNCACHED_TEXT_CHARS = 1280
@@ -73,11 +71,10 @@ def _unsplit(text: str) -> list[str]:
 
 _SECRET_HASH = sys.flags.hash_randomization and sys.hash_info.algorithm.startswith("siphash")
 _segment_key: Callable[[str], Hashable] = hash if _SECRET_HASH else str
-"""The cache key of a segment: its SipHash if that is keyed, else its text.
+"""The cache key of a segment: its 64-bit SipHash if that is keyed, else its text.
 
-Clients cannot produce collisions of 64-bit SipHash under this process's secret key. A new segment
-collides by chance with one of 10^4 segments with probability 5 in 10^16.
-"""
+Clients cannot produce collisions under a secret key. By chance a new segment collides with one of
+10^4 with probability 5 in 10^16."""
 
 
 _SegmentLookup = tuple[list[str], list[Hashable], list[bytes | None]]
@@ -88,9 +85,8 @@ class SegmentCache:
     """Encodes texts and caches the ids of their segments. Thread-safe.
 
     The cache takes at most `capacity_bytes`, bookkeeping included: 4 to 5 bytes a token of long
-    texts. It has two generations. A segment that is used moves to the young one. When the young
-    generation holds half of the capacity, it becomes the old one, whose segments are dropped. A hit
-    in the young generation costs one look-up.
+    texts. A used segment is in the young generation. When that holds half of the capacity, it
+    replaces the old generation, whose segments are dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = 4 << 20) -> None:

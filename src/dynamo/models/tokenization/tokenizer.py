@@ -34,11 +34,10 @@ MAX_INCOMPLETE_TOKENS = 16
 
 
 class Tokenizer:
-    """A tokenizer with tables.
+    """A tokenizer. `can_split`: segments of `TextSplitter` have the same ids as the whole text.
 
-    - `token_bytes[id]`: the exact bytes of a token. None: only `decode` returns its text.
-    - `special_ids`: ids of tokens that represent no text.
-    - `can_split`: the segments of `TextSplitter` have the same ids as the whole text.
+    `token_bytes[id]` are the exact bytes of a token. None: only `decode` returns its text.
+    `special_ids` are the ids of tokens that represent no text.
     """
 
     def __init__(self, encoder: Encoder, file: TokenizerFile, cuts_verified: bool = False) -> None:
@@ -60,20 +59,15 @@ class Tokenizer:
         return len(self.token_bytes)
 
     def max_chars_of(self, tokens: int) -> float:
-        """Return the largest number of characters that `tokens` tokens can represent.
-
-        Infinity: unknown for this tokenizer.
-        """
+        """Return the most characters that `tokens` tokens can represent; infinity if unknown."""
         if not self.can_split:
             return inf
         return tokens * self._max_composed_chars * max(len(raw) for raw in self.token_bytes if raw)
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> bytes:
-        """Return packed u32 ids.
+        """Return packed u32 ids. `add_special`: with the tokens that the tokenizer adds (BOS).
 
-        `add_special`: with the special tokens that the tokenizer adds (BOS). `parse_special`:
-        special tokens in the text are encoded as such. Raises `InvalidRequest` for text that is
-        not Unicode.
+        `parse_special`: special tokens in the text are encoded as such. Raises `InvalidRequest`.
         """
         ids = self._encoder.encode(text, parse_special)
         if not add_special:
@@ -95,10 +89,7 @@ class Tokenizer:
 
     @cached_property
     def token_texts(self) -> list[str | None]:
-        """The text of each id, special ids included.
-
-        None: the id alone is not whole UTF-8, so its text depends on its neighbours.
-        """
+        """The text of each id. None: the id is not whole UTF-8 without its neighbours."""
         return [_decode_utf8(raw) for raw in self.token_bytes]
 
     @cached_property
@@ -162,10 +153,9 @@ class StreamDecoder:
 async def load_tokenizer(
     source: FileRef | Path, *, clock: Clock | None = None, ensure_verified: bool = False
 ) -> Tokenizer:
-    """Load a tokenizer off the event loop.
+    """Load a tokenizer off the event loop. Raises `ModelUnavailable`.
 
-    `ensure_verified`: verify the fast encoder if that was not done (seconds, once). Raises
-    `ModelUnavailable` if the content is not on this host, or not usable.
+    `ensure_verified`: verify the fast encoder if that was not done (seconds, once).
     """
     return await (clock or SystemClock()).offload(
         load_tokenizer_blocking, source, ensure_verified=ensure_verified
@@ -189,10 +179,7 @@ def load_tokenizer_blocking(source: FileRef | Path, *, ensure_verified: bool = F
 
 
 def read_text_token_ids(source: FileRef | Path) -> list[int]:
-    """Return `Tokenizer.text_token_ids` without loading an encoder if token bytes are exact.
-
-    Blocks for milliseconds. Raises `ModelUnavailable`.
-    """
+    """Return `Tokenizer.text_token_ids`, without an encoder if token bytes are exact. Blocks."""
     path = source if isinstance(source, Path) else find_file(source)
     if path is None:
         raise ModelUnavailable("the tokenizer is not on this host")

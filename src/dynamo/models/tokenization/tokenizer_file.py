@@ -94,9 +94,8 @@ def byte_alphabet() -> str:
 def can_split_text(file: TokenizerFile) -> bool:
     """Whether text may be split at added tokens and at `segment_cache.SAFE_CUT`.
 
-    This holds for byte-level BPE with a pre-tokenizer of splits, digits and ByteLevel without a
-    prefix space. None of their pre-tokens spans from a letter into white space or looks back.
-    `verify_encoder` tests the property for each tokenizer.
+    Pre-tokenizers of splits, digits and ByteLevel without prefix space have no pre-token from a
+    letter into white space, and none that looks back. `verify_encoder` tests each tokenizer.
     """
     return (
         file.model.type == "BPE"
