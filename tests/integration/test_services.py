@@ -97,7 +97,7 @@ async def test_a_model_without_workers_is_unhealthy_and_recovers(open_service: O
     await until_status(url, 200)
     await worker.shutdown(0)
     health = await until_status(url, 503)
-    assert health["reasons"] == {"tiny": "no worker of this model can be reached now"}
+    assert health["reasons"] == {"tiny": "no worker of this model is reachable"}
     assert health["workers"] == {"tiny": 0}
     status, error = await ask(url, "/v1/chat/completions", CHAT)
     assert (status, error["error"]["code"]) == (503, "no_workers")
