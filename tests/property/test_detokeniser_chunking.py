@@ -1,5 +1,5 @@
-"""The detokeniser: however ids come, the text is that of the whole decode, and no character is
-split."""
+"""The detokeniser: any chunking of ids gives the text of the whole decode, without broken
+characters."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ odd_text = st.text(st.sampled_from("ab é日本語🎉👩‍👩‍👧\u0301\n
 any_ids = st.lists(st.integers(0, 620), max_size=40)
 
 
-class Told(TextReply):
-    """Keeps what it is told."""
+class RecordingReply(TextReply):
+    """Records deltas, logprobs and the end."""
 
     def __init__(self) -> None:
         self.deltas: list[str] = []
@@ -55,23 +55,23 @@ def answer(
     chunks: Sequence[Sequence[int]],
     options: TextOptions,
     logprobs: bool = False,
-) -> Told:
-    told = Told()
+) -> RecordingReply:
+    reply = RecordingReply()
     stops = (
         StopStrings(options.stop, include_in_output=options.include_stop) if options.stop else None
     )
-    sink = Detokeniser(0, vocabulary, options, stops, told)
+    sink = Detokeniser(0, vocabulary, options, stops, reply)
     for chunk in chunks:
         extra = [TokenLogprobs(token, -0.5) for token in chunk] if logprobs else None
         if not sink.tokens(chunk, extra):
-            return told
+            return reply
     sink.finish(Finish("length"))
-    return told
+    return reply
 
 
 @shared
 @given(ids=any_ids, cuts=st.lists(st.integers(0, 40), max_size=8), skip=st.booleans())
-def test_any_ids_decode_as_the_whole(
+def test_any_chunking_decodes_like_the_whole(
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
     ids: list[int],
@@ -79,14 +79,14 @@ def test_any_ids_decode_as_the_whole(
     skip: bool,
 ) -> None:
     options = TextOptions(skip_special_tokens=skip)
-    told = answer(vocabulary, chunks_of(ids, cuts), options)
-    assert "".join(told.deltas) == tokenizer.decode(ids, skip_special=skip)
-    assert told.end == TextFinish("length", len(ids))
+    reply = answer(vocabulary, chunks_of(ids, cuts), options)
+    assert "".join(reply.deltas) == tokenizer.decode(ids, skip_special=skip)
+    assert reply.end == TextFinish("length", len(ids))
 
 
 @shared
 @given(ids=any_ids)
-def test_the_table_reads_whole_ids_as_the_library_does(
+def test_the_table_decodes_like_the_library(
     tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int]
 ) -> None:
     assert vocabulary.decode(ids) == tokenizer.decode(ids)
@@ -94,31 +94,31 @@ def test_the_table_reads_whole_ids_as_the_library_does(
 
 @shared
 @given(text=odd_text)
-def test_whole_text_never_shows_a_broken_character(
+def test_no_delta_contains_a_broken_character(
     tokenizer: Tokenizer, vocabulary: Vocabulary, text: str
 ) -> None:
     ids = unpack_ids(tokenizer.encode(text))
-    told = answer(vocabulary, [[token] for token in ids], TextOptions())
-    assert "".join(told.deltas) == text
-    assert not any("\ufffd" in delta for delta in told.deltas)
+    reply = answer(vocabulary, [[token] for token in ids], TextOptions())
+    assert "".join(reply.deltas) == text
+    assert not any("\ufffd" in delta for delta in reply.deltas)
 
 
 @shared
 @given(ids=any_ids, stop=st.lists(st.text("abet \n", min_size=1, max_size=4), max_size=3))
-def test_stops_over_tokens_as_over_the_whole(
+def test_stops_are_found_as_in_the_whole_text(
     tokenizer: Tokenizer, vocabulary: Vocabulary, ids: list[int], stop: list[str]
 ) -> None:
-    told = answer(vocabulary, [[token] for token in ids], TextOptions(stop=tuple(stop)))
+    reply = answer(vocabulary, [[token] for token in ids], TextOptions(stop=tuple(stop)))
     whole = tokenizer.decode(ids, skip_special=True)
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(s) for s in stop)]
-    assert told.end is not None
+    assert reply.end is not None
     if ends:
         longest = max((s for s in stop if whole[: ends[0]].endswith(s)), key=len)
-        assert "".join(told.deltas) == whole[: ends[0] - len(longest)]
-        assert (told.end.reason, told.end.stop) == ("stop", longest)
+        assert "".join(reply.deltas) == whole[: ends[0] - len(longest)]
+        assert (reply.end.reason, reply.end.stop) == ("stop", longest)
     else:
-        assert "".join(told.deltas) == whole
-        assert told.end == TextFinish("length", len(ids))
+        assert "".join(reply.deltas) == whole
+        assert reply.end == TextFinish("length", len(ids))
 
 
 @shared
@@ -126,33 +126,33 @@ def test_stops_over_tokens_as_over_the_whole(
 def test_logprobs_come_once_with_their_text(
     vocabulary: Vocabulary, ids: list[int], stop: tuple[str, ...]
 ) -> None:
-    told = answer(vocabulary, [ids], TextOptions(stop=stop), logprobs=True)
+    reply = answer(vocabulary, [ids], TextOptions(stop=stop), logprobs=True)
     plain = answer(vocabulary, [ids], TextOptions(stop=stop))
-    assert "".join(told.deltas) == "".join(plain.deltas)
+    assert "".join(reply.deltas) == "".join(plain.deltas)
     known = [vocabulary.get_token_bytes(t) for t in ids if t not in vocabulary.special_ids]
-    raws = [one.raw for one in told.logprobs]
+    raws = [decoded.raw for decoded in reply.logprobs]
     assert raws == known[: len(raws)]
-    if told.end and told.end.reason == "length" and told.deltas:
+    if reply.end and reply.end.reason == "length" and reply.deltas:
         assert [raw for raw in raws if raw] == [raw for raw in known if raw]
 
 
 @shared
 @given(text=odd_text, stop=st.sampled_from([(), ("zz",), ("a ", "\n")]))
-def test_offsets_say_where_in_the_text_a_token_stands(
+def test_offsets_are_positions_in_the_text(
     tokenizer: Tokenizer, vocabulary: Vocabulary, text: str, stop: tuple[str, ...]
 ) -> None:
     ids = unpack_ids(tokenizer.encode(text))
-    told = answer(vocabulary, [[token] for token in ids], TextOptions(stop=stop), logprobs=True)
+    reply = answer(vocabulary, [[token] for token in ids], TextOptions(stop=stop), logprobs=True)
     whole = text.encode()
     begun = 0
-    for one in told.logprobs:
-        assert one.offset == len(whole[:begun].decode(errors="ignore"))
-        begun += len(one.raw)
+    for decoded in reply.logprobs:
+        assert decoded.offset == len(whole[:begun].decode(errors="ignore"))
+        begun += len(decoded.raw)
 
 
 @shared
 @given(text=odd_text)
-def test_no_text_is_longer_than_its_tokens_can_be(
+def test_max_chars_bounds_the_length_of_a_text(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(tokenizer, "can_split", True)

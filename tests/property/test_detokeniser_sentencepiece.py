@@ -1,5 +1,4 @@
-"""Tokenizers whose decoder looks at a token's neighbours: what is told token by token is the text
-of the whole."""
+"""Tokenizers with context-dependent decoders: token by token gives the text of the whole."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in "日🎉\na".encode()]
 NAMES = [*SPECIAL, *WORDS, *dict.fromkeys(BYTES)]
 any_ids = st.lists(
     st.one_of(
-        st.integers(0, len(NAMES) - 1).map(lambda one: [one]),
+        st.integers(0, len(NAMES) - 1).map(lambda token: [token]),
         st.sampled_from(["日", "🎉"]).map(
             lambda char: [NAMES.index(f"<0x{byte:02X}>") for byte in char.encode()]
         ),
@@ -48,21 +47,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @settings(deadline=None)
 @given(ids=any_ids, skip=st.booleans())
-def test_text_and_bytes_are_those_of_the_whole(
+def test_text_and_bytes_equal_those_of_the_whole(
     tokenizer: Tokenizer, ids: list[int], skip: bool
 ) -> None:
     vocabulary = Vocabulary(tokenizer)
-    fed = [one for one in ids if not (skip and one in vocabulary.special_ids)]
+    fed = [token for token in ids if not (skip and token in vocabulary.special_ids)]
     whole = tokenizer.decode(fed)
-    assume("\ufffd" not in whole)  # what is no UTF-8 makes bytes before it wrong, too
+    assume("\ufffd" not in whole)  # invalid UTF-8 makes the bytes before it wrong, too
     decoder = vocabulary.create_decoder(skip_special=skip)
-    assert "".join(decoder.step(one) for one in fed) + decoder.flush() == whole
+    assert "".join(decoder.step(token) for token in fed) + decoder.flush() == whole
     raw = b"".join(map(vocabulary.get_token_bytes, fed)).decode()
     assert raw in (whole, f" {whole}")
 
 
 @pytest.mark.parametrize(("token", "text"), [("<0xE6>", "\ufffd"), ("<s>", "")])
-def test_what_never_becomes_text_is_not_read_again_and_again(
+def test_tokens_without_text_are_decoded_in_bounded_windows(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, token: str, text: str
 ) -> None:
     decode, read = tokenizer.decode, []
@@ -73,7 +72,7 @@ def test_what_never_becomes_text_is_not_read_again_and_again(
 
     monkeypatch.setattr(tokenizer, "decode", counted)
     stream = tokenizer.stream_decoder()
-    told = "".join(stream.step(NAMES.index(token)) for _ in range(100))
-    told += stream.step(NAMES.index("the")) + stream.flush()
-    assert told == text * 100 + "the"
+    decoded = "".join(stream.step(NAMES.index(token)) for _ in range(100))
+    decoded += stream.step(NAMES.index("the")) + stream.flush()
+    assert decoded == text * 100 + "the"
     assert max(read) < 50

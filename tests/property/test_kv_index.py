@@ -1,4 +1,4 @@
-"""The index against a plain dict: worker -> blocks held."""
+"""The KV index against a reference dict: worker -> held blocks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ workers = st.sampled_from(WORKERS)
 
 
 class Tree:
-    """Chains of blocks: every prompt is a path; a path's hashes name its whole prefix."""
+    """Chains of blocks. Every prompt is a path; a hash identifies the whole prefix."""
 
     def __init__(self) -> None:
         self._hashes: dict[tuple[int, ...], int] = {}
         self.parents: dict[int, int] = {}
 
     def chain(self, path: list[int]) -> list[int]:
-        found, parent = [], 0
+        blocks, parent = [], 0
         for end in range(1, len(path) + 1):
             key = tuple(path[:end])
             if key not in self._hashes:
                 self._hashes[key] = len(self._hashes) * 977 + 1
                 self.parents[self._hashes[key]] = parent
             parent = self._hashes[key]
-            found.append(parent)
-        return found
+            blocks.append(parent)
+        return blocks
 
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Every worker behaves as an engine does: a block is held only with those above it."""
+    """Workers that hold a block only together with the blocks above it, like engines."""
 
     budget = 1 << 30
     remembers_holes = True
@@ -54,7 +54,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, path=paths, again=st.integers(-1, 12), piece=st.integers(1, 12))
     def store(self, worker: str, path: list[int], again: int, piece: int) -> None:
-        """In events of `piece` blocks; from `again` on (-1: from the first that is not held)."""
+        """Store a path in events of `piece` blocks from `again` on (-1: from the first new block)."""
         chain = self.tree.chain(path)
         held = self.truth[worker]
         known = sum(block in held for block in chain)
@@ -66,7 +66,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(worker=workers, path=paths, keep=st.integers(0, 12), piece=st.integers(1, 12))
     def remove_below(self, worker: str, path: list[int], keep: int, piece: int) -> None:
-        """A subtree, tails first, in events of `piece` blocks."""
+        """Remove a subtree, last blocks first, in events of `piece` blocks."""
         order = self.below(worker, path, keep)
         for at in range(0, len(order), piece):
             self.index.remove(worker, order[at : at + piece])
@@ -103,7 +103,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 4))
     def copy_on(self, steps: int) -> None:
-        """Some steps of a copy; once it is complete, it is what was known as it began."""
+        """Continue a copy. A complete copy equals the state at its beginning."""
         if self.copy is None:
             self.copy = self.index.copy()
             self.expected = {worker: self.index.get_blocks(worker) for worker in WORKERS}
@@ -119,7 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         for _ in range(50):
-            self.index.remove("nobody", ())
+            self.index.remove("unknown", ())
 
     @rule(path=paths)
     def match(self, path: list[int]) -> None:
@@ -133,8 +133,8 @@ class IndexMachine(RuleBasedStateMachine):
                 expected[worker] = depth
         self.check_match(self.index.match(chain), expected)
 
-    def check_match(self, found: dict[str, int], expected: dict[str, int]) -> None:
-        assert found == expected
+    def check_match(self, overlaps: dict[str, int], expected: dict[str, int]) -> None:
+        assert overlaps == expected
 
     @invariant()
     def every_block_is_known(self) -> None:
@@ -143,13 +143,13 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class TightMachine(IndexMachine):
-    """Under a budget of a few blocks the index knows less, never more, and stays below it."""
+    """With a small budget the index holds less, never more, and stays within the budget."""
 
     budget = 6_000
     remembers_holes = False
 
-    def check_match(self, found: dict[str, int], expected: dict[str, int]) -> None:
-        assert all(depth <= expected[worker] for worker, depth in found.items())
+    def check_match(self, overlaps: dict[str, int], expected: dict[str, int]) -> None:
+        assert all(depth <= expected[worker] for worker, depth in overlaps.items())
 
     @invariant()
     def every_block_is_known(self) -> None:
@@ -159,8 +159,7 @@ class TightMachine(IndexMachine):
 
 
 class HolesMachine(IndexMachine):
-    """Workers that keep what hangs under a block they gave up: what is believed of them may be
-    wrong, and does no harm."""
+    """Workers that keep blocks below a removed one. Their overlaps may be wrong but do no harm."""
 
     @rule(worker=workers, path=paths, hole=st.integers(0, 11))
     def make_hole(self, worker: str, path: list[int], hole: int) -> None:
@@ -168,8 +167,8 @@ class HolesMachine(IndexMachine):
         self.index.remove(worker, block)
         self.truth[worker].difference_update(block)
 
-    def check_match(self, found: dict[str, int], expected: dict[str, int]) -> None:
-        assert set(expected) <= set(WORKERS) >= set(found)
+    def check_match(self, overlaps: dict[str, int], expected: dict[str, int]) -> None:
+        assert set(expected) <= set(WORKERS) >= set(overlaps)
 
     @invariant()
     def every_block_is_known(self) -> None:

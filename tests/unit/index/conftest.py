@@ -1,4 +1,4 @@
-"""A clock that is set by hand, and chains of blocks."""
+"""A manual clock, and chains of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dynamo.core.clock import Clock
 
 
-class HandClock(Clock):
+class ManualClock(Clock):
     def __init__(self) -> None:
         self.time = 100.0
 
@@ -28,8 +28,8 @@ class HandClock(Clock):
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 def chain(name: int, length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the view of caches counts, forgets, and asks of another index."""
+"""CacheView: counters, removal, and a remote index."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from tests.unit.index.conftest import HandClock, chain
+from tests.unit.index.conftest import ManualClock, chain
 
 from dynamo.communication.events import Event
 from dynamo.core.kv_events import encode_kv_events
@@ -19,19 +19,19 @@ BLOCKS = chain(1, 6)
 
 
 @pytest.fixture
-def view(clock: HandClock) -> CacheView:
+def view(clock: ManualClock) -> CacheView:
     return CacheView(clock, ttl_s=60.0)
 
 
-def told(worker: str, kind: str = "event", *changes: KvEvent) -> Event:
+def make_event(worker: str, kind: str = "event", *changes: KvEvent) -> Event:
     payload = encode_kv_events(changes) if changes else b""
     return Event("ns.worker.kv_events", worker, 1, 1, payload, kind)  # type: ignore[arg-type]
 
 
-def test_what_is_heard_is_counted(view: CacheView) -> None:
-    view.on_event(told("a", "dump", BlocksStored(0, tuple(BLOCKS))))
-    view.on_event(told("a", "event", BlocksRemoved(tuple(BLOCKS[4:]))))
-    view.on_event(told("a", "event", BlocksCleared(), BlocksStored(0, (BLOCKS[0],))))
+def test_events_are_counted_by_kind(view: CacheView) -> None:
+    view.on_event(make_event("a", "dump", BlocksStored(0, tuple(BLOCKS))))
+    view.on_event(make_event("a", "event", BlocksRemoved(tuple(BLOCKS[4:]))))
+    view.on_event(make_event("a", "event", BlocksCleared(), BlocksStored(0, (BLOCKS[0],))))
     view.on_event(Event("ns.worker.kv_events", "a", 1, 1, b"?", "event"))
     view.on_event(Event("ns.worker.load", "a", 1, 1, b"?", "event"))
     assert dict(view.event_counts) == {
@@ -44,19 +44,19 @@ def test_what_is_heard_is_counted(view: CacheView) -> None:
     }
 
 
-def test_a_worker_that_comes_again_is_not_blamed_for_what_was_not_understood(
+def test_a_returning_worker_is_exact_after_an_undecodable_event(
     view: CacheView,
 ) -> None:
     view.on_event(Event("ns.worker.kv_events", "a", 1, 1, b"?", "event"))
-    view.on_event(told("a", "event", BlocksStored(0, tuple(BLOCKS))))
+    view.on_event(make_event("a", "event", BlocksStored(0, tuple(BLOCKS))))
     assert view.get_mode("a") == "stale"
-    view.on_event(told("a", "gone"))
-    view.on_event(told("a", "event", BlocksStored(0, tuple(BLOCKS))))
+    view.on_event(make_event("a", "gone"))
+    view.on_event(make_event("a", "event", BlocksStored(0, tuple(BLOCKS))))
     assert view.get_mode("a") == "exact"
 
 
-def test_one_that_says_that_it_keeps_nothing_is_believed_at_once(view: CacheView) -> None:
-    view.on_event(told("a", "dump", BlocksStored(0, tuple(BLOCKS))))
+def test_a_worker_without_a_cache_loses_its_blocks_at_once(view: CacheView) -> None:
+    view.on_event(make_event("a", "dump", BlocksStored(0, tuple(BLOCKS))))
     view.on_request_routed("a", chain(2, 6))
     view.on_request_routed("b", chain(2, 6))
     view.set_cacheless_workers({"a"})
@@ -66,28 +66,28 @@ def test_one_that_says_that_it_keeps_nothing_is_believed_at_once(view: CacheView
     assert view.find_overlaps(BLOCKS) == {"a": 6}
 
 
-class OtherIndex:
-    """Holds what it is given, of a worker "a"."""
+class FakeRemoteIndex:
+    """Reports all but the last block of every prompt for worker "a"."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.queries: list[int] = []
 
     async def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        self.asked.append(hashes[-1])
+        self.queries.append(hashes[-1])
         return {"a": len(hashes) - 1}
 
 
-async def test_another_index_is_asked_for_every_prompt_and_few_answers_are_kept(
+async def test_a_remote_index_is_queried_for_every_prompt_and_its_answers_are_cached(
     view: CacheView,
 ) -> None:
     await view.fetch_remote_match(BLOCKS)
-    other = OtherIndex()
+    other = FakeRemoteIndex()
     assert not view.is_remote
     view.use_remote_index(other.match)
     assert view.is_remote
-    view.on_event(told("b", "dump", BlocksStored(0, tuple(BLOCKS))))
+    view.on_event(make_event("b", "dump", BlocksStored(0, tuple(BLOCKS))))
     await view.fetch_remote_match([])
-    assert (other.asked, view.find_overlaps([]), view.find_overlaps(BLOCKS)) == ([], {}, {})
+    assert (other.queries, view.find_overlaps([]), view.find_overlaps(BLOCKS)) == ([], {}, {})
     await view.fetch_remote_match(BLOCKS)
     view.on_request_routed("c", BLOCKS[:2])
     assert view.find_overlaps(BLOCKS) == {"a": 5, "c": 2}
@@ -97,8 +97,8 @@ async def test_another_index_is_asked_for_every_prompt_and_few_answers_are_kept(
     assert view.find_overlaps(BLOCKS) == {"c": 2}
 
 
-async def test_the_answers_kept_are_the_newest(view: CacheView) -> None:
-    view.use_remote_index(OtherIndex().match)
+async def test_the_newest_answers_are_cached(view: CacheView) -> None:
+    view.use_remote_index(FakeRemoteIndex().match)
     await view.fetch_remote_match(BLOCKS)
     for number in range(MAX_REMOTE_MATCHES - 1):
         await view.fetch_remote_match([number, -1 - number])
@@ -107,33 +107,33 @@ async def test_the_answers_kept_are_the_newest(view: CacheView) -> None:
     assert view.find_overlaps(BLOCKS) == {"a": 5}
 
 
-class Plane:
-    """An event plane with one listener."""
+class FakeEvents:
+    """An event plane with one subscriber."""
 
     def __init__(self) -> None:
-        self.hear: Callable[[Event], None] | None = None
+        self.callback: Callable[[Event], None] | None = None
 
     def count_lost_events(self) -> int:
         return 7
 
     async def subscribe(self, prefix: str, callback: Callable[[Event], None]) -> Callable[[], None]:
-        self.hear = callback
-        return self.leave
+        self.callback = callback
+        return self.unsubscribe
 
-    def leave(self) -> None:
-        self.hear = None
+    def unsubscribe(self) -> None:
+        self.callback = None
 
 
-async def test_a_closed_view_hears_no_more(view: CacheView) -> None:
-    plane: Any = Plane()
+async def test_a_closed_view_applies_no_more_events(view: CacheView) -> None:
+    plane: Any = FakeEvents()
     await view.subscribe(plane, "ns.")
     assert view.count_lost_events() == 7
-    plane.hear(told("a", "dump", BlocksStored(0, tuple(BLOCKS))))
-    plane.hear(told("a", "event", BlocksRemoved(tuple(BLOCKS[4:]))))
+    plane.callback(make_event("a", "dump", BlocksStored(0, tuple(BLOCKS))))
+    plane.callback(make_event("a", "event", BlocksRemoved(tuple(BLOCKS[4:]))))
     await asyncio.sleep(0)
     assert view.find_overlaps(BLOCKS) == {"a": 4}
-    plane.hear(told("b", "dump", BlocksStored(0, tuple(BLOCKS))))
+    plane.callback(make_event("b", "dump", BlocksStored(0, tuple(BLOCKS))))
     view.close()
     await asyncio.sleep(0)
     assert view.find_overlaps(BLOCKS) == {"a": 4}
-    assert plane.hear is None
+    assert plane.callback is None

@@ -1,4 +1,4 @@
-"""Eviction of cold branches, snapshots, packed hashes."""
+"""Eviction, worker bits, snapshots, packed hashes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.index.conftest import HandClock, chain
+from tests.unit.index.conftest import ManualClock, chain
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import pack_hashes, unpack_hashes
@@ -17,10 +17,10 @@ from dynamo.scheduling.index.worker_bitsets import WorkerBitsets
 from dynamo.services.index_file import IndexFile
 
 CHAINS = [chain(number, 30) for number in range(100, 400)]
-STEM, ONE, TWO = chain(0, 20), chain(1, 10), chain(2, 10)
+STEM, FIRST, SECOND = chain(0, 20), chain(1, 10), chain(2, 10)
 
 
-def test_cold_branches_go_first_and_shared_beginnings_last() -> None:
+def test_least_recently_used_branches_are_evicted_before_shared_prefixes() -> None:
     index = KvIndex(12_000)
     stem = chain(0, 100)
     index.store("a", 0, stem)
@@ -32,11 +32,13 @@ def test_cold_branches_go_first_and_shared_beginnings_last() -> None:
         index.store("a", stem[-1], chain(number, 100))
     assert index.evicted_blocks
     assert index.bytes_used <= index.budget_bytes
-    assert index.match(stem + branches[0]) == {"a": 200}, "used lately"
-    assert index.match(stem + branches[1]) == {"a": 100}, "cold, its beginning is shared"
+    assert index.match(stem + branches[0]) == {"a": 200}, "recently used"
+    assert index.match(stem + branches[1]) == {"a": 100}, (
+        "least recently used, but the shared beginning stays"
+    )
 
 
-def test_dead_workers_leave_nothing_behind() -> None:
+def test_removed_workers_leave_nothing_behind() -> None:
     index = KvIndex()
     for number in range(40):
         worker = f"w{number}"
@@ -45,11 +47,11 @@ def test_dead_workers_leave_nothing_behind() -> None:
         index.remove_worker(worker)
     assert index.match(chain(0, 50)) == {}
     for _ in range(400):
-        index.remove("nobody", ())
+        index.remove("unknown", ())
     assert index.block_count == index.bytes_used == 0
 
 
-def test_bits_of_forgotten_workers_are_used_again() -> None:
+def test_bits_of_removed_workers_are_recycled() -> None:
     sets = WorkerBitsets()
     first, second = sets.get_or_assign_bit("a"), sets.get_or_assign_bit("b")
     assert sets.remove("a") == first
@@ -60,7 +62,7 @@ def test_bits_of_forgotten_workers_are_used_again() -> None:
     assert sets.list_members(first | second) == ["d", "b"]
 
 
-def test_a_chain_that_names_itself_does_no_harm() -> None:
+def test_a_cyclic_chain_does_no_harm() -> None:
     index = KvIndex(2_400)
     index.store("a", 5, [5])
     index.store("a", 5, [5, 6, 5, 6])
@@ -72,28 +74,28 @@ def test_a_chain_that_names_itself_does_no_harm() -> None:
 @pytest.fixture
 def known() -> KvIndex:
     index = KvIndex()
-    index.store("a", 0, STEM + ONE)
-    index.store("b", 0, STEM + TWO)
-    index.store("b", 0, (STEM + ONE)[:25])
+    index.store("a", 0, STEM + FIRST)
+    index.store("b", 0, STEM + SECOND)
+    index.store("b", 0, (STEM + FIRST)[:25])
     return index
 
 
-async def test_saved_and_restored(tmp_path: Path, clock: HandClock, known: KvIndex) -> None:
+async def test_saved_and_restored(tmp_path: Path, clock: ManualClock, known: KvIndex) -> None:
     again = KvIndex()
     path = tmp_path / "folder" / "index.bin"
     file = IndexFile(str(path), 16, clock)
     assert await file.restore(again) == 0
     await file.save(known)
     assert await file.restore(again) == 40
-    for prompt in (STEM + ONE, STEM + TWO):
+    for prompt in (STEM + FIRST, STEM + SECOND):
         assert again.match(prompt) == known.match(prompt)
-    assert [one.name for one in path.parent.iterdir()] == ["index.bin"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["index.bin"]
     with pytest.raises(ConfigError, match="16 tokens"):
         await IndexFile(str(path), 32, clock).restore(again)
 
 
-class BusyClock(HandClock):
-    """Every step is a turn of its own, and between turns the index changes."""
+class BusyClock(ManualClock):
+    """A clock that changes the index between the steps of a snapshot."""
 
     def __init__(self, index: KvIndex) -> None:
         super().__init__()
@@ -111,48 +113,48 @@ class BusyClock(HandClock):
         return work(*args, **kwargs)
 
 
-async def test_a_file_is_the_index_of_one_moment(tmp_path: Path, clock: HandClock) -> None:
+async def test_a_snapshot_is_consistent(tmp_path: Path, clock: ManualClock) -> None:
     index, again = KvIndex(), KvIndex()
-    for one in CHAINS:
-        index.store("a", 0, one)
+    for blocks in CHAINS:
+        index.store("a", 0, blocks)
     busy = BusyClock(index)
     path = str(tmp_path / "index.bin")
     await IndexFile(path, 16, busy).save(index)
     assert busy.turns > 5
     await IndexFile(path, 16, clock).restore(again)
-    kept = [sum(again.match(one).values()) for one in CHAINS]
-    assert kept.count(30) >= 298, "one was removed before the copy began"
+    overlaps = [sum(again.match(blocks).values()) for blocks in CHAINS]
+    assert overlaps.count(30) >= 298, "one was removed before the copy began"
     assert set(again.workers) <= {"a", "b"}
     assert sum(again.match(chain(1_005, 30)).values()) == 0, "stored after it began"
 
 
 @pytest.mark.parametrize("broken", [b"", b"?", b"\x01\0\0\0\x90", b"\x09\0\0\0\x92"])
-def test_what_is_no_snapshot_is_refused(broken: bytes) -> None:
+def test_other_data_is_refused(broken: bytes) -> None:
     with pytest.raises(ConfigError, match="not a saved index"):
         list(restore_snapshot(KvIndex(), broken, 16))
 
 
-def test_a_file_that_ends_early_is_refused(known: KvIndex) -> None:
+def test_a_truncated_snapshot_is_refused(known: KvIndex) -> None:
     packed = b"".join(encode_snapshot(known, 16))
     with pytest.raises(ConfigError, match="last frame is incomplete"):
         list(restore_snapshot(KvIndex(), packed[:-3], 16))
 
 
-async def test_what_cannot_be_restored_is_named(tmp_path: Path, clock: HandClock) -> None:
+async def test_restore_errors_name_the_file(tmp_path: Path, clock: ManualClock) -> None:
     garbage, closed = tmp_path / "garbage.bin", tmp_path / "loop.bin"
     garbage.write_bytes(b"\x09\0\0\0\x92")
     closed.symlink_to(closed)
     for path, wrong in ((garbage, "not a saved"), (tmp_path, "folder"), (closed, "cannot be read")):
-        with pytest.raises(ConfigError, match=wrong) as told:
+        with pytest.raises(ConfigError, match=wrong) as caught:
             await IndexFile(str(path), 16, clock).restore(KvIndex())
-        assert "index.file" in told.value.message
-        assert str(path) in told.value.message
-        assert told.value.hint
+        assert "index.file" in caught.value.message
+        assert str(path) in caught.value.message
+        assert caught.value.hint
     assert await IndexFile(str(tmp_path / "new.bin"), 16, clock).restore(KvIndex()) == 0
 
 
-async def test_a_file_that_cannot_be_written_leaves_the_old_one(
-    tmp_path: Path, clock: HandClock, known: KvIndex
+async def test_a_failed_save_keeps_the_old_file(
+    tmp_path: Path, clock: ManualClock, known: KvIndex
 ) -> None:
     path = tmp_path / "index.bin"
     path.mkdir()
@@ -161,7 +163,7 @@ async def test_a_file_that_cannot_be_written_leaves_the_old_one(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_hashes_travel_packed() -> None:
+def test_hashes_are_packed_and_unpacked() -> None:
     hashes = chain(1, 5)
     assert unpack_hashes(pack_hashes(hashes)) == hashes
     with pytest.raises(ValueError):

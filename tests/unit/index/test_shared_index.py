@@ -1,4 +1,4 @@
-"""Publisher, indexer and routers over the memory planes."""
+"""Publishers, a shared indexer and routers on memory planes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SETTINGS = replace(Settings(runtime=PLANES), index=IndexSettings(shared=True))
 
 @pytest.fixture
 async def runtime() -> AsyncIterator[DistributedRuntime]:
-    async with await DistributedRuntime.create(SETTINGS) as made:
-        yield made
+    async with await DistributedRuntime.create(SETTINGS) as opened:
+        yield opened
 
 
 async def until_exact(view: CacheView, *workers: str) -> None:
@@ -45,7 +45,7 @@ async def until_exact(view: CacheView, *workers: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_routers_ask_one_indexer(runtime: DistributedRuntime) -> None:
+async def test_routers_share_one_indexer(runtime: DistributedRuntime) -> None:
     blocks = chain(1, 8)
     first = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: ())
     rank = await KVPublisher.open(runtime.events, "ns.worker", "b", lambda: (), rank=1)
@@ -66,10 +66,10 @@ async def test_routers_ask_one_indexer(runtime: DistributedRuntime) -> None:
     assert first.totals == {"stored": 8, "events": 1, "dumps": 1}
 
 
-async def announced(open_runtime: Open, *, tells: bool = True, **engine: object) -> str:
-    """The id of a worker whose engine says so of itself, and publishes what its cache holds."""
+async def announced(open_runtime: Open, *, publishes: bool = True, **engine: object) -> str:
+    """Serve a worker with these engine properties and return its id."""
     runtime = await open_runtime()
-    if tells:
+    if publishes:
         await KVPublisher.open(runtime.events, "dynamo.worker", runtime.instance_id, lambda: ())
     about = {"engine": ENGINE | engine}
     await runtime.endpoint("dynamo.worker.generate").serve(nothing, capabilities=about)
@@ -80,18 +80,18 @@ async def nothing(payload: bytes, outgoing: ResponseWriter) -> None:
     del payload, outgoing
 
 
-async def test_an_indexer_says_who_keeps_no_cache_and_who_tells_nothing(open_runtime: Open) -> None:
+async def test_an_indexer_reports_the_mode_of_every_worker(open_runtime: Open) -> None:
     keeps = await announced(open_runtime)
     keeps_none = await announced(open_runtime, prefix_caching=False)
-    mute = await announced(open_runtime, tells=False)
+    silent = await announced(open_runtime, publishes=False)
     await IndexerService().attach(await open_runtime())
     client = await (await open_runtime()).endpoint("dynamo.indexer.modes").client()
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     async with asyncio.timeout(10):
         await client.wait_for_instances()
-        while told.get(keeps) != "exact":
-            told = await modes(client)
-    assert told == {keeps: "exact", keeps_none: "no prefix cache", mute: "approximate"}
+        while reported.get(keeps) != "exact":
+            reported = await modes(client)
+    assert reported == {keeps: "exact", keeps_none: "no prefix cache", silent: "approximate"}
 
 
 async def modes(client: Client) -> dict[str, str]:
@@ -105,7 +105,7 @@ async def modes(client: Client) -> dict[str, str]:
     return msgspec.msgpack.decode(answer, type=dict[str, str])
 
 
-async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) -> None:
+async def test_without_an_indexer_predictions_are_used(runtime: DistributedRuntime) -> None:
     blocks = chain(1, 8)
     view = await open_cache_view(runtime, 16, "ns.worker")
     await view.fetch_remote_match(blocks)
@@ -116,9 +116,9 @@ async def test_without_an_indexer_predictions_do(runtime: DistributedRuntime) ->
     assert view.find_overlaps(blocks) == {"a": 8}
 
 
-async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) -> None:
+async def test_a_large_dump_is_applied_in_short_turns(runtime: DistributedRuntime) -> None:
     chains = [tuple(chain(number, 500)) for number in range(200)]
-    held = [BlocksStored(0, one) for one in chains]
+    held = [BlocksStored(0, blocks) for blocks in chains]
     publisher = await KVPublisher.open(runtime.events, "ns.worker", "a", lambda: held)
     view = CacheView(runtime.clock)
     await view.subscribe(runtime.events, "ns.worker.kv_events")
@@ -136,27 +136,27 @@ async def test_a_large_state_is_taken_in_by_and_by(runtime: DistributedRuntime) 
     view.close()
 
 
-async def test_kinds_apart_for_who_wants_one(runtime: DistributedRuntime) -> None:
-    heard: list[str] = []
-    told = asyncio.Event()
+async def test_events_are_published_on_separate_subjects(runtime: DistributedRuntime) -> None:
+    subjects: list[str] = []
+    received = asyncio.Event()
 
-    def hear(event: object) -> None:
-        heard.append(event.subject)  # type: ignore[attr-defined]
-        told.set()
+    def on_event(event: object) -> None:
+        subjects.append(event.subject)  # type: ignore[attr-defined]
+        received.set()
 
-    await runtime.events.subscribe("ns.worker.kv_removed", hear)
+    await runtime.events.subscribe("ns.worker.kv_removed", on_event)
     publisher = await KVPublisher.open(
         runtime.events, "ns.worker", "a", lambda: (), separate_subjects=True
     )
     publisher.publish_stored(0, chain(1, 2))
     publisher.publish_removed(chain(1, 2))
-    await told.wait()
+    await received.wait()
     await publisher.close()
-    assert heard[0] == "ns.worker.kv_removed"
+    assert subjects[0] == "ns.worker.kv_removed"
 
 
 @pytest.mark.parametrize(
-    ("told", "different"),
+    ("card", "difference"),
     [
         ({}, ""),
         ({"tokenizer": "t", "block_tokens": 16, "hashing": "h"}, ""),
@@ -167,28 +167,30 @@ async def test_kinds_apart_for_who_wants_one(runtime: DistributedRuntime) -> Non
         ),
     ],
 )
-def test_what_differs_is_said(told: dict[str, object], different: str) -> None:
+def test_differences_are_described(card: dict[str, object], difference: str) -> None:
     ours = BlockIdentity("t", 16, "h")
-    found = ours.describe_differences(BlockIdentity(**told))  # type: ignore[arg-type]
-    assert found.startswith(different)
-    assert bool(found) == bool(different)
+    described = ours.describe_differences(BlockIdentity(**card))  # type: ignore[arg-type]
+    assert described.startswith(difference)
+    assert bool(described) == bool(difference)
 
 
-def test_a_worker_that_differs_is_refused_loudly(
+def test_an_incompatible_worker_is_refused_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from dynamo.models.card import ModelCard
     from dynamo.models.file_cache import FileRef
     from dynamo.services.compatibility import CardCompatibility
 
-    agreement = CardCompatibility(ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, "")))
+    compatibility = CardCompatibility(
+        ModelCard(("m",), 99, 9, FileRef("tokenizer.json", "t", 1, ""))
+    )
 
     def instance(**blocks: object) -> Instance:
         return Instance("i", "a", "ns", "worker", "generate", {"model": "m", "blocks": blocks})
 
-    assert agreement.accepts(instance(tokenizer="t", block_tokens=16))
+    assert compatibility.accepts(instance(tokenizer="t", block_tokens=16))
     assert not caplog.records
-    assert not agreement.accepts(instance(tokenizer="t", block_tokens=32))
-    assert not agreement.accepts(instance(tokenizer=7))
+    assert not compatibility.accepts(instance(tokenizer="t", block_tokens=32))
+    assert not compatibility.accepts(instance(tokenizer=7))
     assert caplog.text.count("worker refused") == 2
-    assert not agreement.accepts(replace(instance(), capabilities={"model": "other"}))
+    assert not compatibility.accepts(replace(instance(), capabilities={"model": "other"}))

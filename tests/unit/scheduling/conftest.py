@@ -1,4 +1,4 @@
-"""A processor over a tiny byte-level tokenizer, scripted answers below it, and a reader above."""
+"""A processor with a tiny tokenizer, between a scripted engine and a recording reply."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TEMPLATE = (
 EOS = 2
 
 
-class Told(TextReply):
-    """Keeps what it is told, in order; has enough after `limit` deltas."""
+class RecordingReply(TextReply):
+    """Records all calls in order and wants no more after `limit` deltas."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -56,17 +56,18 @@ class Told(TextReply):
         self.calls.append(("finish", choice, end))
 
     def deltas(self, choice: int | None = None) -> list[str]:
-        return [c[2] for c in self.calls if c[0] == "text" and choice in (None, c[1])]
+        calls = [call for call in self.calls if call[0] == "text"]
+        return [call[2] for call in calls if choice in (None, call[1])]
 
     def whole(self, choice: int | None = None) -> str:
         return "".join(self.deltas(choice))
 
     def ends(self) -> dict[int, TextFinish]:
-        return {c[1]: c[2] for c in self.calls if c[0] == "finish"}
+        return {call[1]: call[2] for call in self.calls if call[0] == "finish"}
 
 
-class Scripted:
-    """What stands where the wire stands: answers every request with the same ids."""
+class ScriptedEngine:
+    """Answers every request with the same ids, in place of router and worker."""
 
     def __init__(self, ids: Sequence[int], end: Finish | None = None) -> None:
         self.ids = ids
@@ -98,7 +99,7 @@ class Scripted:
 
 
 class CountingClock(SystemClock):
-    """Counts what is sent off the loop; runs it at once."""
+    """Records the functions that are offloaded and runs them at once."""
 
     def __init__(self) -> None:
         self.offloaded: list[str] = []
@@ -119,20 +120,20 @@ def clock() -> CountingClock:
 
 
 @pytest.fixture
-def told() -> type[Told]:
-    return Told
+def recording_reply() -> type[RecordingReply]:
+    return RecordingReply
 
 
 @pytest.fixture
-def scripted() -> type[Scripted]:
-    return Scripted
+def scripted_engine() -> type[ScriptedEngine]:
+    return ScriptedEngine
 
 
 @pytest.fixture
-def processor(
+def make_processor(
     tokenizer: Tokenizer, tiny_model: Path, clock: CountingClock
 ) -> Callable[..., ChatProcessor]:
-    """`processor(send, context_tokens=..., generation=..., sampling=...)`."""
+    """Return a factory of processors."""
 
     def make(
         send: Any,

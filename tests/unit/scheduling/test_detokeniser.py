@@ -1,4 +1,4 @@
-"""One choice's way back: events, stops, logprobs, counts."""
+"""Detokeniser: deltas, stops, logprobs, counts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 Ids = Callable[[str], tuple[int, ...]]
 
 
-def make(vocabulary: Vocabulary, told: Any, echo: str = "", **options: Any) -> Detokeniser:
-    about = TextOptions(**options)
-    stops = StopStrings(about.stop, include_in_output=about.include_stop) if about.stop else None
-    return Detokeniser(0, vocabulary, about, stops, told, echo)
+def make(vocabulary: Vocabulary, reply: Any, echo: str = "", **options: Any) -> Detokeniser:
+    text_options = TextOptions(**options)
+    stops = (
+        StopStrings(text_options.stop, include_in_output=text_options.include_stop)
+        if text_options.stop
+        else None
+    )
+    return Detokeniser(0, vocabulary, text_options, stops, reply, echo)
 
 
 def feed(sink: Detokeniser, ids: Sequence[int]) -> bool:
     return all(sink.tokens((token,)) for token in ids)
 
 
-def test_every_token_is_a_delta(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader, ids = told(), ids_of("the quick brown fox")
+def test_every_token_is_a_delta(vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids) -> None:
+    reader, ids = recording_reply(), ids_of("the quick brown fox")
     sink = make(vocabulary, reader)
     sink.begin(Started())
     assert sink.tokens(ids)
@@ -39,17 +43,19 @@ def test_every_token_is_a_delta(vocabulary: Vocabulary, told: Any, ids_of: Ids) 
     assert reader.ends() == {0: TextFinish("length", len(ids))}
 
 
-def test_a_character_waits_for_its_bytes(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader, ids = told(), ids_of("🎉!")
+def test_an_incomplete_character_is_held_back(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader, ids = recording_reply(), ids_of("🎉!")
     assert len(ids) == 5
     feed(make(vocabulary, reader), ids)
     assert reader.deltas() == ["🎉", "!"]
 
 
-def test_what_stays_incomplete_is_shown_at_the_end(
-    vocabulary: Vocabulary, told: Any, ids_of: Ids
+def test_an_incomplete_character_is_replaced_at_the_end(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
 ) -> None:
-    reader = told()
+    reader = recording_reply()
     sink = make(vocabulary, reader)
     feed(sink, ids_of("a🎉")[:-1])
     assert reader.deltas() == ["a"]
@@ -57,9 +63,11 @@ def test_what_stays_incomplete_is_shown_at_the_end(
     assert reader.whole() == "a\ufffd"
 
 
-def test_special_tokens_only_when_asked(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
+def test_special_tokens_are_shown_on_request(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
     ids = ids_of("a<|im_end|>b")
-    hidden, shown = told(), told()
+    hidden, shown = recording_reply(), recording_reply()
     for reader, skip in ((hidden, True), (shown, False)):
         sink = make(vocabulary, reader, skip_special_tokens=skip)
         feed(sink, ids)
@@ -69,14 +77,21 @@ def test_special_tokens_only_when_asked(vocabulary: Vocabulary, told: Any, ids_o
     assert hidden.ends()[0].completion_tokens == 3
 
 
-def test_an_id_that_no_token_has_is_no_text(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told()
+def test_an_unknown_id_has_no_text(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply()
     assert feed(make(vocabulary, reader), [*ids_of("a"), 70_000, *ids_of("b")])
     assert reader.deltas() == ["a", "b"]
 
 
-def test_held_text_keeps_one_delta_a_token(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader, ids = told(), ids_of("a") + ids_of("b") + ids_of("c") + ids_of("d") + ids_of("e")
+def test_held_text_keeps_one_delta_per_token(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader, ids = (
+        recording_reply(),
+        ids_of("a") + ids_of("b") + ids_of("c") + ids_of("d") + ids_of("e"),
+    )
     sink = make(vocabulary, reader, stop=("bcX",))
     feed(sink, ids[:3])
     assert reader.deltas() == ["a"]
@@ -84,8 +99,10 @@ def test_held_text_keeps_one_delta_a_token(vocabulary: Vocabulary, told: Any, id
     assert reader.deltas() == ["a", "b", "c", "d", "e"]
 
 
-def test_a_stop_string_ends_the_choice(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told()
+def test_a_stop_string_ends_the_choice(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply()
     sink = make(vocabulary, reader, stop=("zzz", "cd"))
     assert feed(sink, ids_of("a") + ids_of("b") + ids_of("c"))
     assert not sink.tokens(ids_of("d") + ids_of("e"))
@@ -93,14 +110,18 @@ def test_a_stop_string_ends_the_choice(vocabulary: Vocabulary, told: Any, ids_of
     assert reader.ends() == {0: TextFinish("stop", 4, "cd")}
 
 
-def test_a_stop_string_may_be_included(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told()
+def test_a_stop_string_may_be_included(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply()
     assert not feed(make(vocabulary, reader, stop=("cd",), include_stop=True), ids_of("a b cde"))
     assert reader.whole() == "a b cd"
 
 
-def test_held_text_comes_out_at_the_end(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told()
+def test_held_text_is_sent_at_the_end(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply()
     sink = make(vocabulary, reader, stop=("the end",))
     feed(sink, ids_of("this is the e"))
     assert reader.whole() == "this is "
@@ -110,26 +131,30 @@ def test_held_text_comes_out_at_the_end(vocabulary: Vocabulary, told: Any, ids_o
     assert reader.ends()[0].stop is None
 
 
-def test_stop_strings_wait_for_min_tokens(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
+def test_stop_strings_wait_for_min_tokens(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
     letters = [ids_of(letter)[0] for letter in "xaxbxc"]
-    reader = told()
+    reader = recording_reply()
     assert not feed(make(vocabulary, reader, stop=("x",), min_tokens=3), letters)
     assert reader.whole() == "xaxb"
     assert reader.ends() == {0: TextFinish("stop", 5, "x")}
 
 
-@pytest.mark.parametrize(("asked", "shown"), [((), None), ((65,), 65)])
-def test_a_stop_token_is_named_if_it_was_asked_for(
-    vocabulary: Vocabulary, told: Any, asked: tuple[int, ...], shown: int | None
+@pytest.mark.parametrize(("requested", "named"), [((), None), ((65,), 65)])
+def test_a_stop_token_is_named_if_requested(
+    vocabulary: Vocabulary, recording_reply: Any, requested: tuple[int, ...], named: int | None
 ) -> None:
-    reader = told()
-    make(vocabulary, reader, stop_token_ids=asked).finish(Finish("stop", stop_token=65))
-    assert reader.ends() == {0: TextFinish("stop", 0, shown)}
+    reader = recording_reply()
+    make(vocabulary, reader, stop_token_ids=requested).finish(Finish("stop", stop_token=65))
+    assert reader.ends() == {0: TextFinish("stop", 0, named)}
     assert reader.whole() == ""
 
 
-def test_a_stop_token_may_be_included(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader, (stop,) = told(), ids_of("q")
+def test_a_stop_token_may_be_included(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader, (stop,) = recording_reply(), ids_of("q")
     sink = make(vocabulary, reader, stop_token_ids=(stop,), include_stop=True)
     feed(sink, ids_of("a"))
     sink.finish(Finish("stop", stop_token=stop))
@@ -137,45 +162,51 @@ def test_a_stop_token_may_be_included(vocabulary: Vocabulary, told: Any, ids_of:
     assert reader.ends() == {0: TextFinish("stop", 1, stop)}
 
 
-def test_the_readers_enough_goes_up(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told(limit=2)
+def test_a_reader_that_wants_no_more_stops_the_tokens(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply(limit=2)
     sink = make(vocabulary, reader)
-    one, two, *_ = ids = ids_of("the quick brown fox")
-    assert sink.tokens((one,))
-    assert not sink.tokens((two,))
-    assert not make(vocabulary, told(limit=1)).tokens(ids)
+    first, second, *_ = ids = ids_of("the quick brown fox")
+    assert sink.tokens((first,))
+    assert not sink.tokens((second,))
+    assert not make(vocabulary, recording_reply(limit=1)).tokens(ids)
     assert reader.ends() == {}
 
 
-def test_logprobs_come_with_their_text(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told()
+def test_logprobs_come_with_their_text(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply()
     ids = ids_of("a") + ids_of("é")
     extra = [TokenLogprobs(token, -0.1 * n, ((token, -0.5),)) for n, token in enumerate(ids)]
     sink = make(vocabulary, reader)
-    for token, one in zip(ids[:2], extra[:2], strict=True):
-        sink.tokens((token,), [one])
-    assert [one.token for one in reader.logprobs] == ["a"]
+    for token, logprob in zip(ids[:2], extra[:2], strict=True):
+        sink.tokens((token,), [logprob])
+    assert [decoded.token for decoded in reader.logprobs] == ["a"]
     assert reader.logprobs[0].top == (("a", b"a", -0.5),)
     sink.tokens(ids[2:], extra[2:])
-    assert b"".join(one.raw for one in reader.logprobs[1:]) == "é".encode()
+    assert b"".join(decoded.raw for decoded in reader.logprobs[1:]) == "é".encode()
     assert reader.deltas() == ["a", "é"]
 
 
-def test_logprobs_of_a_stop_string_stay_here(
-    vocabulary: Vocabulary, told: Any, ids_of: Ids
+def test_logprobs_of_a_stop_string_are_not_sent(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
 ) -> None:
-    reader, ids = told(), ids_of("a") + ids_of("b") + ids_of("c")
+    reader, ids = recording_reply(), ids_of("a") + ids_of("b") + ids_of("c")
     sink = make(vocabulary, reader, stop=("bc",))
     sink.tokens(ids, [TokenLogprobs(token, -1.0) for token in ids])
-    assert [one.token for one in reader.logprobs] == ["a"]
+    assert [decoded.token for decoded in reader.logprobs] == ["a"]
 
 
-def test_an_echo_stands_in_front(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    reader = told()
-    sink = make(vocabulary, reader, echo="said: ", stop=("said",))
+def test_an_echo_precedes_the_answer(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    reader = recording_reply()
+    sink = make(vocabulary, reader, echo="prompt: ", stop=("prompt",))
     sink.begin(Started())
     feed(sink, ids_of("a"))
-    assert reader.calls == [("begin", 0), ("text", 0, "said: "), ("text", 0, "a")]
+    assert reader.calls == [("begin", 0), ("text", 0, "prompt: "), ("text", 0, "a")]
 
 
 def test_bytes_of_a_sentencepiece_token(tmp_path: Any) -> None:
@@ -194,17 +225,20 @@ def test_bytes_of_a_sentencepiece_token(tmp_path: Any) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     vocabulary = Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json"))
     raws = [vocabulary.get_token_bytes(number) for number in range(1, len(words) + 1)]
-    said = [" ", " a", " hello", "hello", "é", "\ufffd", "\n"]
-    assert raws == [*(one.encode() for one in said), b"\xf0", b""]
+    texts = [" ", " a", " hello", "hello", "é", "\ufffd", "\n"]
+    assert raws == [*(text.encode() for text in texts), b"\xf0", b""]
 
 
-def test_a_tokenizer_without_exact_bytes(tmp_path: Any, told: Any) -> None:
+def test_a_tokenizer_without_exact_bytes(tmp_path: Any, recording_reply: Any) -> None:
     words = {"<unk>": 0, "▁hello": 1, "▁world": 2, "s": 3}
     library = Library(models.WordLevel(words, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
     library.save(str(tmp_path / "tokenizer.json"))
-    vocabulary, reader = Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json")), told()
+    vocabulary, reader = (
+        Vocabulary(load_tokenizer_blocking(tmp_path / "tokenizer.json")),
+        recording_reply(),
+    )
     sink = make(vocabulary, reader, stop=("dsx",))
     feed(sink, [1, 2, 3])
     sink.finish(Finish("length"))

@@ -1,4 +1,4 @@
-"""How a choice ends, whatever way its tokens took: once, with what was held back, rightly counted."""
+"""The end of a choice: once, with the held text, and with the right count."""
 
 from __future__ import annotations
 
@@ -16,47 +16,53 @@ from dynamo.scheduling.processor.vocabulary import Vocabulary
 Ids = Callable[[str], tuple[int, ...]]
 
 
-class Taking(FastPath):
-    """Takes every token."""
+class AcceptingFastPath(FastPath):
+    """Accepts every token."""
 
     def send_token(self, token: int) -> bool | None:
         self.tokens_sent += 1
         return True
 
 
-def make(vocabulary: Vocabulary, told: Any, **options: Any) -> Detokeniser:
-    about = TextOptions(**options)
-    stops = StopStrings(about.stop, include_in_output=about.include_stop) if about.stop else None
-    return Detokeniser(0, vocabulary, about, stops, told)
+def make(vocabulary: Vocabulary, reply: Any, **options: Any) -> Detokeniser:
+    text_options = TextOptions(**options)
+    stops = (
+        StopStrings(text_options.stop, include_in_output=text_options.include_stop)
+        if text_options.stop
+        else None
+    )
+    return Detokeniser(0, vocabulary, text_options, stops, reply)
 
 
 def finishes(reader: Any) -> list[TextFinish]:
     return [call[2] for call in reader.calls if call[0] == "finish"]
 
 
-def test_tokens_of_every_lane_are_counted(vocabulary: Vocabulary, told: Any, ids_of: Ids) -> None:
-    """A request that goes on at another worker gets a lane anew."""
-    lanes: list[Taking] = []
+def test_tokens_of_every_fast_path_are_counted(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
+) -> None:
+    """A migrated request opens a second fast path."""
+    fast_paths: list[AcceptingFastPath] = []
 
-    class Reader(told):  # type: ignore[misc]
+    class Reader(recording_reply):  # type: ignore[misc]
         def open_fast_path(
             self, choice: int, text_table: TextTable, token_log: array[int] | None
         ) -> FastPath:
-            lanes.append(Taking())
-            return lanes[-1]
+            fast_paths.append(AcceptingFastPath())
+            return fast_paths[-1]
 
     reader, (a,), (word,) = Reader(), ids_of("a"), ids_of("ab")
     sink = make(vocabulary, reader, stop=("ab",), min_tokens=7)
     for _ in range(2):
         assert sink.tokens((a,))
-        token = sink.open_fast_path()
-        assert token is not None
-        assert token(a)
-        assert token(a)
+        send_token = sink.open_fast_path()
+        assert send_token is not None
+        assert send_token(a)
+        assert send_token(a)
     assert sink.tokens((word,))
     assert not sink.tokens((word,))
     assert finishes(reader) == [TextFinish("stop", 8, "ab")]
-    assert len(lanes) == 2
+    assert len(fast_paths) == 2
 
 
 def feed(sink: Detokeniser, ids: tuple[int, ...]) -> bool:
@@ -64,9 +70,9 @@ def feed(sink: Detokeniser, ids: tuple[int, ...]) -> bool:
 
 
 def test_a_shown_stop_token_may_complete_a_stop_string(
-    vocabulary: Vocabulary, told: Any, ids_of: Ids
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
 ) -> None:
-    reader, (a, e) = told(), (ids_of("a")[0], ids_of("e")[0])
+    reader, (a, e) = recording_reply(), (ids_of("a")[0], ids_of("e")[0])
     sink = make(vocabulary, reader, stop=("ae",), include_stop=True, stop_token_ids=(e,))
     assert sink.tokens((a,))
     sink.finish(Finish("stop", stop_token=e))
@@ -74,10 +80,10 @@ def test_a_shown_stop_token_may_complete_a_stop_string(
     assert [end.stop for end in finishes(reader)] == ["ae"]
 
 
-def test_where_stops_are_shown_an_answer_may_end_without_one(
-    vocabulary: Vocabulary, told: Any, ids_of: Ids
+def test_an_answer_with_shown_stops_may_end_without_one(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
 ) -> None:
-    reader, (a,) = told(), ids_of("a")
+    reader, (a,) = recording_reply(), ids_of("a")
     sink = make(vocabulary, reader, stop=("ae",), include_stop=True)
     assert sink.tokens((a,))
     sink.finish(Finish("length"))
@@ -85,15 +91,15 @@ def test_where_stops_are_shown_an_answer_may_end_without_one(
     assert finishes(reader) == [TextFinish("length", 1)]
 
 
-def test_nothing_is_said_after_a_reader_had_enough(
-    vocabulary: Vocabulary, told: Any, ids_of: Ids
+def test_nothing_is_sent_after_the_reader_wants_no_more(
+    vocabulary: Vocabulary, recording_reply: Any, ids_of: Ids
 ) -> None:
     for stop in ((), ("abx", "z")):
-        reader = told(limit=1)
+        reader = recording_reply(limit=1)
         sink = make(vocabulary, reader, stop=stop)
         assert not feed(sink, ids_of("c") + ids_of("a"))
         assert reader.deltas() == ["c"]
-    reader = told(limit=1)
+    reader = recording_reply(limit=1)
     sink = make(vocabulary, reader, stop=("abx",))
     assert feed(sink, ids_of("a") + ids_of("b"))
     sink.finish(Finish("length"))

@@ -1,4 +1,4 @@
-"""What a reader gets whose workers die: the same tokens, once, and right counts."""
+"""Migration when workers die: the reader gets the same tokens once, and right counts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def request(max_tokens: int = 20, **stops: Any) -> GenerateRequest:
 
 
 class Worker:
-    """Every token is a function of all before it. Each call of `send` takes the next of `lives`:
-    how many tokens it says before it raises `error`."""
+    """A worker whose tokens are a function of all before them. Each call of `send` takes the next
+    of `lives`: the number of tokens that it sends before it raises `error`."""
 
     def __init__(self, lives: Iterable[int], error: type[DynamoError] = WorkerFailed) -> None:
         self.lives = iter(lives)
@@ -81,7 +81,7 @@ def expected(count: int) -> list[int]:
 
 def migrate(
     worker: Any,
-    asked: GenerateRequest | None = None,
+    token_request: GenerateRequest | None = None,
     reply: CollectedReply | None = None,
     *,
     limit: int = 16,
@@ -91,52 +91,52 @@ def migrate(
 
     async def main(clock: VirtualClock) -> None:
         operator = Migration(clock, Random(1), metrics, limit=limit)
-        await operator.send(asked or request(), CONTEXT, read, worker.send)
+        await operator.send(token_request or request(), CONTEXT, read, worker.send)
 
     run_in_virtual_time(main)
     return read
 
 
 @given(st.lists(st.integers(1, 20), max_size=8))
-def test_however_workers_die_the_answer_is_the_same(lives: list[int]) -> None:
+def test_the_answer_does_not_depend_on_worker_deaths(lives: list[int]) -> None:
     read = migrate(Worker(lives))
     assert read.ids == expected(20)
     assert read.end == Finish("length", 20)
 
 
-def test_the_next_worker_is_told_what_was_said_and_what_is_still_wanted() -> None:
+def test_the_next_worker_gets_the_sent_tokens_and_the_remaining_limits() -> None:
     worker = Worker([4, 3])
     migrate(worker, request(min_tokens=5))
     first, second, third = worker.requests
     assert second.token_ids == first.token_ids + pack_ids(expected(4))
     assert (second.resumed, second.stops.max_tokens, second.stops.min_tokens) == (4, 16, 1)
     assert (third.resumed, third.stops.max_tokens, third.stops.min_tokens) == (7, 13, 0)
-    assert [one.priority for one in worker.requests] == [0, 1, 1]
+    assert [resumed.priority for resumed in worker.requests] == [0, 1, 1]
     assert worker.contexts[2].avoid == ("i1", "i2")
     assert len({context.attempt for context in worker.contexts}) == 3
 
 
-def test_a_reader_hears_of_one_beginning() -> None:
+def test_a_reader_gets_one_begin() -> None:
     worker = Worker([4])
     read = migrate(worker)
     assert read.started == Started("worker-1", prompt_tokens=3)
 
 
-def test_a_reader_that_has_enough_ends_it() -> None:
+def test_a_reader_that_wants_no_more_ends_the_request() -> None:
     worker = Worker([4])
     read = migrate(worker, reply=CollectedReply(token_limit=6))
     assert read.ids == expected(6)
     assert read.end is None
 
 
-def test_all_was_said_but_the_end() -> None:
+def test_a_complete_answer_without_a_finish_is_finished() -> None:
     worker = Worker([20])
     read = migrate(worker)
     assert len(worker.requests) == 1
     assert (read.ids, read.end) == (expected(20), Finish("length", 20))
 
 
-def test_an_answer_that_fills_the_engine_has_ended() -> None:
+def test_an_answer_that_fills_the_context_is_finished() -> None:
     class Full(Worker):
         async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
             if self.requests:
@@ -154,14 +154,14 @@ def test_a_request_that_kills_workers_is_stopped_at_the_third() -> None:
     assert len(worker.requests) == 3
 
 
-def test_dying_at_the_same_token_is_poison_too() -> None:
+def test_three_deaths_at_the_same_token_are_poison() -> None:
     worker = Worker([7, 0, 0, 0])
     with pytest.raises(PoisonedRequest):
         migrate(worker)
     assert len(worker.requests) == 3
 
 
-def test_who_still_waited_for_its_turn_is_not_guilty() -> None:
+def test_a_request_that_was_not_admitted_is_not_poison() -> None:
     worker = Worker([0, -1, -1, -1, -1, 0])
     assert migrate(worker).ids == expected(20)
 
@@ -184,7 +184,7 @@ def test_migration_can_be_turned_off() -> None:
         migrate(Worker([4]), limit=0)
 
 
-def test_what_is_wrong_with_the_request_is_not_tried_again() -> None:
+def test_an_invalid_request_is_not_retried() -> None:
     worker = Worker([3], InvalidRequest)
     with pytest.raises(InvalidRequest):
         migrate(worker)
@@ -192,7 +192,7 @@ def test_what_is_wrong_with_the_request_is_not_tried_again() -> None:
 
 
 class Absent(Worker):
-    """After its first life nobody is there for `away` calls."""
+    """A worker that is absent for `away` calls after its first failure."""
 
     def __init__(self, lives: Iterable[int], away: int) -> None:
         super().__init__(lives)
@@ -201,42 +201,42 @@ class Absent(Worker):
     async def send(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
         if self.requests and self.away > 0:
             self.away -= 1
-            raise NoWorkers("nobody")
+            raise NoWorkers("no worker")
         await super().send(request, context, reply)
 
 
-def test_where_the_only_worker_died_the_next_one_is_waited_for() -> None:
+def test_a_request_waits_for_a_replacement_of_the_only_worker() -> None:
     assert migrate(Absent([4], away=40)).ids == expected(20)
 
 
-def test_but_not_for_ever() -> None:
+def test_the_wait_for_a_replacement_is_bounded() -> None:
     with pytest.raises(WorkerFailed, match=f"{REPLACEMENT_TIMEOUT_S:g} s"):
         migrate(Absent([4], away=NEVER))
 
 
-def test_without_any_worker_the_answer_comes_at_once() -> None:
-    class Nobody:
+def test_without_workers_the_first_attempt_fails_at_once() -> None:
+    class NoWorker:
         async def send(self, *_: Any) -> None:
-            raise NoWorkers("nobody")
+            raise NoWorkers("no worker")
 
     with pytest.raises(NoWorkers):
-        migrate(Nobody())
+        migrate(NoWorker())
 
 
-def test_what_happened_is_counted() -> None:
+def test_migrations_are_counted() -> None:
     metrics = Registry()
     migrate(Worker([4, 2]), metrics=metrics)
     assert 'dynamo_migrations_total{reason="worker_failed"} 2' in metrics.render()
 
 
-def test_who_failed_a_request_is_not_asked_again_while_there_are_others() -> None:
-    asked: list[set[str]] = []
+def test_a_failed_worker_is_avoided_while_there_are_others() -> None:
+    excluded: list[set[str]] = []
 
     class Two(Policy):
         async def choose(
             self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
         ) -> Decision:
-            asked.append(set(tried))
+            excluded.append(set(tried))
             names = [name for name in ("a", "b") if name not in tried]
             if not names:
                 raise NoWorkers("none")
@@ -260,4 +260,4 @@ def test_who_failed_a_request_is_not_asked_again_while_there_are_others() -> Non
             await router.send(request, context, reply)
 
     assert migrate(Routed()).ids == expected(20)
-    assert asked == [set(), {"a"}, {"a", "b"}, set()]
+    assert excluded == [set(), {"a"}, {"a", "b"}, set()]

@@ -1,4 +1,4 @@
-"""Router, dispatch and assembly over real clients on memory planes."""
+"""Router, dispatch and operator chains with real clients on memory planes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ REQUEST = GenerateRequest("r1", "tiny", b"\0\0\0\0", SamplingParams(), StopCondi
 MODES = ["round_robin", "basic", "random", "least-loaded", "power_of_two", "weighted"]
 
 
-class Read(Reply):
-    """Keeps tokens; has enough after `limit` of them."""
+class RecordingReply(Reply):
+    """Records tokens and wants no more after `limit` of them."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -74,7 +74,7 @@ async def test_every_mode_reaches_every_worker(open_runtime: Open, mode: str) ->
     send = send_through(await client_of(await open_runtime(), 3), mode)
     seen: Counter[str] = Counter()
     for _ in range(60):
-        read = Read()
+        read = RecordingReply()
         await send(REQUEST, CONTEXT, read)
         assert read.ids == [1, 2, 3]
         assert read.ended
@@ -82,19 +82,19 @@ async def test_every_mode_reaches_every_worker(open_runtime: Open, mode: str) ->
     assert len(seen) == 3
 
 
-async def test_an_unknown_mode_is_named(open_runtime: Open) -> None:
+async def test_an_unknown_mode_is_an_error(open_runtime: Open) -> None:
     client = await client_of(await open_runtime(), 0)
     with pytest.raises(ConfigError, match="fastest"):
         BasicPolicy(client, "fastest")
 
 
-async def test_without_workers(open_runtime: Open) -> None:
+async def test_no_workers_is_an_error(open_runtime: Open) -> None:
     send = send_through(await client_of(await open_runtime(), 0), "random")
     with pytest.raises(NoWorkers, match="no worker serves this model now"):
-        await send(REQUEST, CONTEXT, Read())
+        await send(REQUEST, CONTEXT, RecordingReply())
 
 
-async def test_a_decision_says_why(open_runtime: Open) -> None:
+async def test_a_decision_reports_its_mode_and_candidates(open_runtime: Open) -> None:
     for _ in range(2):
         await serve(await open_runtime())
     policy = BasicPolicy(await client_of(await open_runtime(), 2), "basic")
@@ -107,7 +107,7 @@ async def test_a_decision_says_why(open_runtime: Open) -> None:
         await policy.choose(REQUEST, CONTEXT, {first.instance.id, other.instance.id})
 
 
-async def test_a_worker_that_is_gone_is_passed_over(open_runtime: Open) -> None:
+async def test_a_gone_worker_is_retried_elsewhere(open_runtime: Open) -> None:
     async def gone(payload: bytes, out: ResponseWriter) -> None:
         raise InstanceGone("withdrawn")
 
@@ -116,26 +116,26 @@ async def test_a_worker_that_is_gone_is_passed_over(open_runtime: Open) -> None:
     metrics = Registry()
     send = send_through(await client_of(await open_runtime(), 2), "round_robin", metrics)
     for _ in range(4):
-        read = Read()
+        read = RecordingReply()
         await send(REQUEST, CONTEXT, read)
         assert read.workers == [good.instance_id]
     assert "dynamo_router_retries_total 1" in metrics.render()
 
 
-async def test_a_stream_without_an_end_is_a_failure(open_runtime: Open) -> None:
+async def test_an_incomplete_stream_is_a_failure(open_runtime: Open) -> None:
     async def breaks_off(payload: bytes, out: ResponseWriter) -> None:
         ReplyEncoder(out.send).tokens((1,))
 
     await serve(await open_runtime(), breaks_off)
     send = send_through(await client_of(await open_runtime(), 1), "random")
     with pytest.raises(WorkerFailed, match="before its answer"):
-        await send(REQUEST, CONTEXT, Read())
+        await send(REQUEST, CONTEXT, RecordingReply())
 
 
-async def test_enough_is_an_end(open_runtime: Open) -> None:
+async def test_a_reply_that_wants_no_more_ends_the_call(open_runtime: Open) -> None:
     await serve(await open_runtime())
     send = send_through(await client_of(await open_runtime(), 1), "random")
-    read = Read(limit=2)
+    read = RecordingReply(limit=2)
     await send(REQUEST, CONTEXT, read)
     assert read.ids == [1, 2]
     assert not read.ended
@@ -148,11 +148,11 @@ async def test_an_instance_without_the_endpoint_is_gone(open_runtime: Open) -> N
     strange = await (await open_runtime()).endpoint("dynamo.worker.other").client()
     del runtime
     with pytest.raises(InstanceGone):
-        await Dispatch(strange).send(instance, REQUEST, CONTEXT, Read())
+        await Dispatch(strange).send(instance, REQUEST, CONTEXT, RecordingReply())
 
 
-class InTurn(Policy):
-    """Scripted instances, in turn."""
+class ScriptedPolicy(Policy):
+    """Chooses the given instances in order."""
 
     def __init__(self, *names: str) -> None:
         self._names = list(names)
@@ -165,7 +165,7 @@ class InTurn(Policy):
         return Decision(Instance(name, "", "", "", ""), "scripted", 1)
 
 
-async def test_three_tries_and_no_more() -> None:
+async def test_at_most_three_attempts() -> None:
     attempts: list[tuple[str, int]] = []
 
     async def gone(instance: Instance, request: Any, context: Context, reply: Reply) -> None:
@@ -173,20 +173,24 @@ async def test_three_tries_and_no_more() -> None:
         raise InstanceGone(instance.id)
 
     with pytest.raises(InstanceGone, match="c"):
-        await WorkerRouter(InTurn("a", "b", "c", "d"), gone).send(REQUEST, CONTEXT, Read())
+        await WorkerRouter(ScriptedPolicy("a", "b", "c", "d"), gone).send(
+            REQUEST, CONTEXT, RecordingReply()
+        )
     assert attempts == [("a", 0), ("b", 1), ("c", 2)]
 
 
-async def test_a_worker_that_failed_is_not_asked_again() -> None:
+async def test_a_failed_worker_is_not_retried() -> None:
     async def failed(instance: Instance, request: Any, context: Context, reply: Reply) -> None:
         raise WorkerFailed(instance.id)
 
     with pytest.raises(WorkerFailed, match="a"):
-        await WorkerRouter(InTurn("a", "b"), failed).send(REQUEST, CONTEXT, Read())
+        await WorkerRouter(ScriptedPolicy("a", "b"), failed).send(
+            REQUEST, CONTEXT, RecordingReply()
+        )
 
 
-class Note(Operator):
-    """Writes down that the request came by."""
+class RecordingOperator(Operator):
+    """Records when a request passes."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self._name = name
@@ -200,14 +204,16 @@ class Note(Operator):
         self._notes.append(f"/{self._name}")
 
 
-async def test_operators_stand_in_the_order_of_the_list() -> None:
+async def test_operators_are_called_in_the_order_of_the_list() -> None:
     notes: list[str] = []
 
     async def last(request: GenerateRequest, context: Context, reply: Reply) -> None:
         notes.append("last")
 
-    await chain([Note("a", notes), Note("b", notes)], last)(REQUEST, CONTEXT, Read())
+    await chain([RecordingOperator("a", notes), RecordingOperator("b", notes)], last)(
+        REQUEST, CONTEXT, RecordingReply()
+    )
     assert notes == ["a", "b", "last", "/b", "/a"]
     notes.clear()
-    await chain([], last)(REQUEST, CONTEXT, Read())
+    await chain([], last)(REQUEST, CONTEXT, RecordingReply())
     assert notes == ["last"]

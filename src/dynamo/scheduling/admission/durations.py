@@ -81,8 +81,8 @@ def _bin_start_s(bin_index: int) -> float:
 
 
 class DurationModel:
-    """Predict durations and output lengths by `max_tokens`, in classes of powers of two. `tpot_s` is
-    a running mean of the seconds per output token."""
+    """Predict durations and output lengths by `max_tokens`, in classes of powers of two. `tpot_s`
+    is a running mean of the seconds per output token."""
 
     def __init__(self) -> None:
         self.tpot_s = DEFAULT_TPOT_S

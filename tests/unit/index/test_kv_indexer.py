@@ -1,5 +1,4 @@
-"""The names of the specification's documents: a publisher, an indexer and an aggregator of one's
-own."""
+"""The library interface: a publisher, an indexer and an aggregator in a user program."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from dynamo.scheduling.router import KVIndexer, KvMetricsAggregator
 PLANES = RuntimeSettings(discovery="memory:seeds", requests="memory:", events="memory:")
 
 
-async def test_events_and_loads_of_workers_of_ones_own() -> None:
+async def test_events_and_loads_of_user_workers() -> None:
     tokens = list(range(64))
     async with await DistributedRuntime.create(Settings(runtime=PLANES)) as runtime:
         component = runtime.namespace("dynamo").component("mine")

@@ -1,4 +1,4 @@
-"""Stop strings: however the text is cut, the answer is that of the whole text."""
+"""Stop strings: any chunking gives the answer of the whole text."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=6), min_size=1, max_
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """By definition: the match that ends first, the longest of those."""
+    """Return the answer by definition: the match that ends first, then the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -21,7 +21,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 
 
 def may_become(text: str, stops: list[str]) -> int:
-    """By definition: how long the longest suffix is that begins a stop string."""
+    """Return by definition the length of the longest suffix that begins a stop string."""
     return max(
         size
         for size in range(len(text) + 1)
@@ -30,27 +30,27 @@ def may_become(text: str, stops: list[str]) -> int:
 
 
 @given(pieces=st.lists(texts, max_size=12), stops=stop_lists, include=st.booleans())
-def test_any_chunking_gives_the_answer_of_the_whole(
+def test_any_chunking_gives_the_answer_of_the_whole_text(
     pieces: list[str], stops: list[str], include: bool
 ) -> None:
     scan = StopStringScanner(StopStrings(stops, include_in_output=include))
-    told, seen, found = "", "", None
+    sent, seen, stop_found = "", "", None
     for piece in pieces:
         waiting = scan.pending_text + piece
-        free, found = scan.feed(piece)
-        told += waiting[:free]
+        free, stop_found = scan.feed(piece)
+        sent += waiting[:free]
         seen += piece
-        if found is not None:
+        if stop_found is not None:
             break
-        assert told + scan.pending_text == seen
+        assert sent + scan.pending_text == seen
         assert len(scan.pending_text) == may_become(seen, stops)
-    assert (told if found is not None else told + scan.pending_text, found) == reference(
+    assert (sent if stop_found is not None else sent + scan.pending_text, stop_found) == reference(
         "".join(pieces), stops, include
     )
 
 
 @given(text=texts, stops=stop_lists)
-def test_what_may_begin_is_never_missed(text: str, stops: list[str]) -> None:
+def test_search_beginning_finds_every_beginning(text: str, stops: list[str]) -> None:
     some = any(stop in text for stop in stops) or may_become(text, stops) > 0
     assert not some or StopStrings(stops).search_beginning(text) is not None
 
@@ -59,28 +59,28 @@ def test_what_may_begin_is_never_missed(text: str, stops: list[str]) -> None:
 def test_long_stop_strings(before: str, after: str, tail: str) -> None:
     stop = "x" * 20 + tail
     scan = StopStringScanner(StopStrings([stop]))
-    told = ""
+    sent = ""
     for char in before + "x" + stop + after:
         waiting = scan.pending_text + char
-        free, found = scan.feed(char)
-        told += waiting[:free]
-        if found:
+        free, stop_found = scan.feed(char)
+        sent += waiting[:free]
+        if stop_found:
             break
-    assert told == before + "x"
+    assert sent == before + "x"
 
 
 @given(exempt=st.lists(texts, max_size=5), armed=st.lists(texts, max_size=5), stops=stop_lists)
-def test_no_match_ends_in_text_that_is_exempt(
+def test_no_match_ends_in_exempt_text(
     exempt: list[str], armed: list[str], stops: list[str]
 ) -> None:
     scan = StopStringScanner(StopStrings(stops))
-    told, found = "", None
-    for piece, arms in [(one, False) for one in exempt] + [(one, True) for one in armed]:
+    sent, stop_found = "", None
+    for piece, may_match in [(text, False) for text in exempt] + [(text, True) for text in armed]:
         waiting = scan.pending_text + piece
-        free, found = scan.feed(piece, may_match=arms)
-        told += waiting[:free]
-        assert arms or found is None
-        if found:
+        free, stop_found = scan.feed(piece, may_match=may_match)
+        sent += waiting[:free]
+        assert may_match or stop_found is None
+        if stop_found:
             break
     start, whole = len("".join(exempt)), "".join(exempt + armed)
     ends = [
@@ -89,10 +89,10 @@ def test_no_match_ends_in_text_that_is_exempt(
         if any(whole[:end].endswith(stop) for stop in stops)
     ]
     if not ends:
-        assert found is None
-        assert told + scan.pending_text == whole
+        assert stop_found is None
+        assert sent + scan.pending_text == whole
     else:
-        assert found is not None
-        assert whole[: ends[0]].endswith(found)
-        assert whole.startswith(told)
-        assert len(told) <= ends[0] - len(found)
+        assert stop_found is not None
+        assert whole[: ends[0]].endswith(stop_found)
+        assert whole.startswith(sent)
+        assert len(sent) <= ends[0] - len(stop_found)

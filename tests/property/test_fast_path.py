@@ -1,4 +1,4 @@
-"""The short way of tokens says what the long way says, however both alternate."""
+"""The token fast path sends what the normal path sends, however both alternate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from dynamo.telemetry.metrics import Registry
 
 shared = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
-ESCAPES = JsonStringCache()  # of all answers, as in a frontend
+ESCAPES = JsonStringCache()  # shared by all answers, as in a frontend
 
 
-class Long(ResumableReply):
-    """Knows no short way."""
+class NormalPathReply(ResumableReply):
+    """A reply without a fast path."""
 
     __slots__ = ()
 
@@ -42,8 +42,8 @@ class Long(ResumableReply):
         return None
 
 
-class Wire:
-    """A connection that keeps what it is to send, event by event."""
+class FakeConnection:
+    """A connection that keeps its output, event by event."""
 
     def __init__(self) -> None:
         self.output: list[bytes] = []
@@ -62,36 +62,38 @@ class Wire:
 
 
 class Stream:
-    """One streamed choice, from a worker's payloads to events."""
+    """A streamed choice, from the payloads of a worker to SSE events."""
 
     def __init__(
-        self, vocabulary: Vocabulary, options: TextOptions, said: type[ResumableReply]
+        self, vocabulary: Vocabulary, options: TextOptions, reply_type: type[ResumableReply]
     ) -> None:
-        self.wire = Wire()
-        self.response = Response(self.wire, "POST", "1.1", keep_alive=True, backlog_limit=1 << 20)
+        self.connection = FakeConnection()
+        self.response = Response(
+            self.connection, "POST", "1.1", keep_alive=True, backlog_limit=1 << 20
+        )
         ticks = itertools.count(1)
         self.metrics = FrontendMetrics(Registry()).for_model("m")
-        self.pace = TokenTiming(self.metrics, lambda: float(next(ticks)), 0.0, 1)
+        self.timing = TokenTiming(self.metrics, lambda: float(next(ticks)), 0.0, 1)
         request: Any = None
         reply = StreamReply(
             Exchange(request, self.response, "1", "1", ()),
             ResponseEncoder(COMPLETION_RESPONSE, "1", "m", 0, include_usage=True),
             UsageCounter(1),
-            self.pace,
+            self.timing,
             ESCAPES,
             choices=1,
             include_usage=True,
         )
         stops = StopStrings(options.stop) if options.stop else None
-        self.said = said(Detokeniser(0, vocabulary, options, stops, reply))
-        self.reader = ReplyDecoder(self.said)
+        self.resumable = reply_type(Detokeniser(0, vocabulary, options, stops, reply))
+        self.reader = ReplyDecoder(self.resumable)
         self.writer = ReplyEncoder(self._deliver)
-        self.going_on = True
+        self.wants_more = True
 
     def _deliver(self, payload: bytes) -> bool:
-        if self.going_on:
-            self.going_on = self.reader.feed(payload)
-        return self.going_on
+        if self.wants_more:
+            self.wants_more = self.reader.feed(payload)
+        return self.wants_more
 
     def answer(self, chunks: Sequence[tuple[int, list[int]]]) -> tuple[Any, ...]:
         self.writer.begin(Started())
@@ -103,14 +105,19 @@ class Stream:
             extra = [TokenLogprobs(token, -0.5) for token in ids] if kind == 1 else None
             if not self.writer.tokens(ids, extra):
                 break
-        if self.going_on:
-            self.writer.finish(Finish("length", len(self.said.token_ids)))
-        self.wire.merge_events()
-        self.pace.flush()
+        if self.wants_more:
+            self.writer.finish(Finish("length", len(self.resumable.token_ids)))
+        self.connection.merge_events()
+        self.timing.flush()
         sent = [
-            one for one in self.wire.output if not one.startswith(b"HTTP/")
+            one for one in self.connection.output if not one.startswith(b"HTTP/")
         ]  # it tells the time
-        return sent, list(self.said.token_ids), self.pace.recorded_texts, self.reader.complete
+        return (
+            sent,
+            list(self.resumable.token_ids),
+            self.timing.recorded_texts,
+            self.reader.complete,
+        )
 
 
 single = st.lists(st.integers(0, 620), min_size=1, max_size=1)
@@ -125,7 +132,7 @@ chunk = st.tuples(st.sampled_from([0] * 12 + [1, 2]), st.one_of(single, single, 
     skip=st.booleans(),
     least=st.integers(0, 5),
 )
-def test_both_ways_say_the_same(
+def test_both_paths_send_the_same(
     vocabulary: Vocabulary,
     chunks: list[tuple[int, list[int]]],
     stop: tuple[str, ...],
@@ -134,25 +141,25 @@ def test_both_ways_say_the_same(
 ) -> None:
     options = TextOptions(stop=stop, skip_special_tokens=skip, min_tokens=least)
     short = Stream(vocabulary, options, ResumableReply).answer(chunks)
-    assert short == Stream(vocabulary, options, Long).answer(chunks)
+    assert short == Stream(vocabulary, options, NormalPathReply).answer(chunks)
 
 
-def test_the_short_way_is_taken(vocabulary: Vocabulary) -> None:
+def test_the_fast_path_is_used(vocabulary: Vocabulary) -> None:
     plain = next(i for i, text in enumerate(vocabulary.texts) if text)
     stream = Stream(vocabulary, TextOptions(), ResumableReply)
     long: list[Sequence[int]] = []
     stream.writer.begin(Started())
     for _ in range(5):
-        before = len(stream.said.token_ids)
+        before = len(stream.resumable.token_ids)
         stream.writer.tokens([plain])
-        assert len(stream.said.token_ids) == before + 1
-        long.append(stream.wire.pending_events[-1])
-    fast_path = stream.said._reply._fast_path  # type: ignore[attr-defined]
+        assert len(stream.resumable.token_ids) == before + 1
+        long.append(stream.connection.pending_events[-1])
+    fast_path = stream.resumable._reply._fast_path  # type: ignore[attr-defined]
     assert fast_path.tokens_sent == 3
-    assert stream.said.token_log == array("I", [plain] * 5)
+    assert stream.resumable.token_log == array("I", [plain] * 5)
 
 
-def test_a_stop_ends_it_though_others_may_say_the_word(vocabulary: Vocabulary) -> None:
+def test_a_stop_string_of_one_request_does_not_stop_another(vocabulary: Vocabulary) -> None:
     a, e = vocabulary.texts.index("a"), vocabulary.texts.index("e")
     chunks = [(0, [token]) for token in (a, a, a, a, e, a)]
     assert len(Stream(vocabulary, TextOptions(), ResumableReply).answer(chunks)[1]) == 6

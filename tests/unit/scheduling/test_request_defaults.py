@@ -1,4 +1,4 @@
-"""Request over configuration over the model over the seeds."""
+"""RequestDefaults: request over configuration over model over built-in defaults."""
 
 from random import Random
 from typing import Any
@@ -22,19 +22,19 @@ def defaults(
     )
 
 
-def test_the_seeds_defaults() -> None:
-    got = defaults().resolve_sampling(SamplingOverrides())
-    assert got == SamplingParams(temperature=0.7, top_p=0.9, top_k=50, seed=got.seed)
+def test_the_built_in_defaults() -> None:
+    resolved = defaults().resolve_sampling(SamplingOverrides())
+    assert resolved == SamplingParams(temperature=0.7, top_p=0.9, top_k=50, seed=resolved.seed)
     assert defaults().resolve_max_tokens(TextOptions(), 10) == 1024
 
 
-def test_each_layer_covers_the_one_below() -> None:
+def test_each_layer_overrides_the_one_below() -> None:
     generation = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 99}
     configured = SamplingSettings(temperature=0.0, max_tokens=77)
     model = defaults(generation=generation)
     both = defaults(configured, generation)
-    got = both.resolve_sampling(SamplingOverrides(top_k=0, seed=5))
-    assert got == SamplingParams(
+    resolved = both.resolve_sampling(SamplingOverrides(top_k=0, seed=5))
+    assert resolved == SamplingParams(
         temperature=0.0, top_p=0.9, top_k=0, repetition_penalty=1.1, seed=5
     )
     assert model.resolve_sampling(SamplingOverrides()).temperature == 0.6
@@ -43,7 +43,7 @@ def test_each_layer_covers_the_one_below() -> None:
     assert both.resolve_max_tokens(TextOptions(max_tokens=55), 10) == 55
 
 
-def test_a_models_no_limit_is_ours() -> None:
+def test_a_negative_top_k_of_the_model_means_no_limit() -> None:
     assert defaults(generation={"top_k": -1}).resolve_sampling(SamplingOverrides()).top_k == 0
 
 
@@ -55,7 +55,7 @@ def test_seeds_are_random_and_replayable() -> None:
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_the_answer_takes_what_is_left() -> None:
+def test_max_tokens_are_limited_by_the_context() -> None:
     assert defaults().resolve_max_tokens(TextOptions(), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=10), 1990) == 10
     assert defaults().resolve_max_tokens(TextOptions(max_tokens=0), 2000) == 0
@@ -71,7 +71,7 @@ def test_the_answer_takes_what_is_left() -> None:
         (TextOptions(max_tokens=5, min_tokens=6), 10, InvalidRequest, "min_tokens"),
     ],
 )
-def test_what_cannot_fit_is_refused(
+def test_a_request_beyond_the_context_is_refused(
     options: TextOptions, prompt: int, kind: type[InvalidRequest], param: str
 ) -> None:
     with pytest.raises(kind) as refused:

@@ -1,0 +1,127 @@
+"""Admission over fake workers, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from dynamo.core.context import Context
+from dynamo.core.errors import NoWorkers
+from dynamo.core.reply import Reply
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.values import (
+    EngineInfo,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    StopConditions,
+)
+from dynamo.core.virtual_time import VirtualClock, run_in_virtual_time
+from dynamo.runtime.calls.instances import Instance
+from dynamo.scheduling.admission import Admission, SloLimits
+from dynamo.scheduling.router.labels import LABELS_KEY
+from dynamo.telemetry import Registry
+from dynamo.testing.fakes import CollectedReply
+
+
+def make_worker(name: str, slots: int, **labels: str) -> Instance:
+    info = msgspec.to_builtins(EngineInfo("mock", 16, 4096, 65_536, slots, 8192))
+    return Instance(name, f"memory:{name}", "n", "c", "e", {"engine": info, LABELS_KEY: labels})
+
+
+class FakeCluster:
+    """Admission, a client with workers "a", "b", ... of the given slots, and a router behind it.
+
+    The router sends a request to the first worker that is not avoided, which takes `duration_s`.
+    Until `hold` is set the router chooses no worker. With `error` it fails before the choice.
+    `attempts` lists (request id, worker) in order.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, tasks: BackgroundTasks, limits: SloLimits, slots: list[int]
+    ) -> None:
+        self.clock, self.tasks = clock, tasks
+        self.instances = {
+            name: make_worker(name, count, zone=name)
+            for name, count in zip("abcd", slots, strict=False)
+        }
+        self.listeners: list[Callable[[], None]] = []
+        self.duration_s = 1.0
+        self.hold: asyncio.Event | None = None
+        self.error: Exception | None = None
+        self.absent: set[str] = set()
+        self.attempts: list[tuple[str, str]] = []
+        self.contexts: list[Context] = []
+        self.metrics = Registry()
+        client: Any = self
+        self.admission = Admission(client, None, clock, limits, self.metrics)
+
+    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        self.listeners.append(callback)
+        return lambda: self.listeners.remove(callback)
+
+    def set_instances(self, **instances: Instance) -> None:
+        self.instances = instances
+        for listener in self.listeners:
+            listener()
+
+    async def route(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
+        self.contexts.append(context)
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.error is not None:
+            raise self.error
+        avoided = {*context.avoid, *self.absent}
+        names = [name for name in self.instances if name not in avoided]
+        if not names:
+            raise NoWorkers("no worker")
+        listener = self.admission.track_attempt(self.instances[names[0]], request)
+        error: BaseException | None = None
+        try:
+            self.attempts.append((request.request_id, names[0]))
+            listener.on_started(Started(names[0], prompt_tokens=4))
+            listener.on_first_token()
+            await self.clock.sleep(self.duration_s)
+            listener.on_finished(Finish("stop", 10))
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            listener.on_ended(error)
+
+    def start(
+        self, name: str, timeout_s: float | None = None, **metadata: str
+    ) -> asyncio.Task[None]:
+        """Send a request with that id in a task."""
+        request = GenerateRequest(name, "m", bytes(16), SamplingParams(), StopConditions(10))
+        context = Context(name, timeout_s=timeout_s, metadata=metadata)
+        call = self.admission.send(request, context, CollectedReply(), self.route)
+        return self.tasks.start(call, name)
+
+    async def learn_duration(self, duration_s: float) -> None:
+        """Serve eight requests of that duration, so that admission predicts it."""
+        self.duration_s = duration_s
+        for number in range(8):
+            await self.start(f"before{number}")
+        self.attempts.clear()
+
+    @property
+    def served(self) -> list[str]:
+        """The requests that reached a worker, in order."""
+        return [name for name, _ in self.attempts]
+
+
+def run_scenario(
+    scenario: Callable[[FakeCluster], Awaitable[None]], *slots: int, limits: SloLimits | None = None
+) -> None:
+    """Run a scenario on a cluster of workers with these slots."""
+
+    async def main(clock: VirtualClock) -> None:
+        async with BackgroundTasks(on_failure=lambda _: None) as tasks:
+            await scenario(FakeCluster(clock, tasks, limits or SloLimits(), [*slots]))
+
+    run_in_virtual_time(main)

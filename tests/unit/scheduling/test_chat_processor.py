@@ -1,0 +1,250 @@
+"""ChatProcessor: from text requests to token requests, and the choices back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dynamo.core.codec import pack_ids
+from dynamo.core.context import Context
+from dynamo.core.errors import ContextLengthExceeded, InvalidRequest, WorkerFailed
+from dynamo.core.settings.schema import SamplingSettings
+from dynamo.core.tasks import BackgroundTasks
+from dynamo.core.text import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingOverrides,
+    TextFinish,
+    TextOptions,
+)
+from dynamo.core.values import Finish, StopConditions
+from dynamo.models.tokenization.tokenizer import Tokenizer
+
+Ids = Callable[[str], tuple[int, ...]]
+CONTEXT = Context(request_id="r1")
+HELLO = ({"role": "user", "content": "hello"},)
+
+
+def chat(messages: Any = HELLO, **options: Any) -> ChatRequest:
+    return ChatRequest("tiny", messages, TextOptions(**options))
+
+
+def complete(prompt: str | bytes, echo: bool = False, **options: Any) -> CompletionRequest:
+    return CompletionRequest("tiny", prompt, TextOptions(**options), echo)
+
+
+async def test_a_chat_is_encoded_and_its_answer_decoded(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
+) -> None:
+    engine, reader = scripted_engine(ids_of("the fox")), recording_reply()
+    await make_processor(engine.send).chat(chat(), CONTEXT, reader)
+    prompt = ids_of("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert engine.prompts() == [prompt]
+    (request,) = engine.requests
+    assert (request.request_id, request.model, request.choice) == ("r1", "tiny", 0)
+    assert request.stops == StopConditions(1024, 0, (2,))
+    assert reader.calls[:2] == [("prompt", len(prompt)), ("begin", 0)]
+    assert reader.whole() == "the fox"
+    assert reader.ends() == {0: TextFinish("stop", len(ids_of("the fox")))}
+
+
+async def test_options_reach_the_engine(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine = scripted_engine([])
+    sampling = SamplingOverrides(temperature=0.0, seed=3)
+    options = {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": (65,), "ignore_eos": True}
+    await make_processor(engine.send).chat(
+        chat(**options, sampling=sampling, top_logprobs=2, salt="t", priority=1),
+        CONTEXT,
+        recording_reply(),
+    )
+    (request,) = engine.requests
+    assert request.stops == StopConditions(9, 2, (65,), True)
+    assert (request.sampling.temperature, request.sampling.seed) == (0.0, 3)
+    assert (request.top_logprobs, request.salt, request.priority) == (2, "t", 1)
+
+
+async def test_choices_are_separate_requests(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
+) -> None:
+    engine, reader = scripted_engine(ids_of("fox"), Finish("length")), recording_reply()
+    await make_processor(engine.send).chat(chat(n=3), CONTEXT, reader)
+    assert [request.choice for request in engine.requests] == [0, 1, 2]
+    assert len({request.sampling.seed for request in engine.requests}) == 1
+    assert [reader.whole(choice) for choice in range(3)] == ["fox"] * 3
+    assert sum(call[0] == "prompt" for call in reader.calls) == 1
+    assert set(reader.ends()) == {0, 1, 2}
+
+
+async def test_one_failing_choice_cancels_the_others(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine = scripted_engine([])
+    engine.hold = asyncio.Event()
+    engine.failing = {1: WorkerFailed("gone")}
+    with pytest.raises(WorkerFailed):
+        await make_processor(engine.send).chat(chat(n=3), CONTEXT, recording_reply())
+    assert 0 in engine.cancelled
+    assert 1 not in engine.cancelled
+
+
+async def test_cancellation_reaches_all_choices(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine = scripted_engine([])
+    engine.hold = asyncio.Event()
+    async with BackgroundTasks() as tasks:
+        call = tasks.start(make_processor(engine.send).chat(chat(n=2), CONTEXT, recording_reply()))
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert sorted(engine.cancelled) == [0, 1]
+
+
+async def test_a_stop_string_ends_only_its_choice(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
+) -> None:
+    engine, reader = scripted_engine(ids_of("the quick brown")), recording_reply()
+    configured = SamplingSettings(stop_tokens=("bro", ""))
+    await make_processor(engine.send, sampling=configured).chat(chat(stop=("zz",)), CONTEXT, reader)
+    assert reader.whole() == "the quick "
+    assert reader.ends()[0].stop == "bro"
+
+
+async def test_completions_of_text_and_ids(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
+) -> None:
+    engine = scripted_engine(ids_of("fox"))
+    ids = ids_of("the quick")
+    for prompt in ("the quick", pack_ids(ids)):
+        reader = recording_reply()
+        await make_processor(engine.send).complete(complete(prompt, echo=True), CONTEXT, reader)
+        assert reader.whole() == "the quickfox"
+        assert reader.ends()[0].completion_tokens == len(ids_of("fox"))
+    assert engine.prompts() == [ids, ids]
+
+
+async def test_zero_tokens_need_no_worker(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any
+) -> None:
+    engine, reader = scripted_engine([]), recording_reply()
+    await make_processor(engine.send).complete(
+        complete("the", echo=True, max_tokens=0), CONTEXT, reader
+    )
+    assert not engine.requests
+    assert reader.whole() == "the"
+    assert reader.ends() == {0: TextFinish("length", 0)}
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind"),
+    [
+        (complete("a" * 400), ContextLengthExceeded),
+        (complete("a", max_tokens=64), ContextLengthExceeded),
+        (complete(""), InvalidRequest),
+        (complete(pack_ids([1, 70_000])), InvalidRequest),
+        (complete("a", sampling=SamplingOverrides(logit_bias={70_000: 1.0})), InvalidRequest),
+    ],
+)
+async def test_refused_before_anything_is_sent(
+    make_processor: Any,
+    scripted_engine: Any,
+    recording_reply: Any,
+    request_: CompletionRequest,
+    kind: type[Exception],
+) -> None:
+    engine, reader = scripted_engine([]), recording_reply()
+    with pytest.raises(kind):
+        await make_processor(engine.send, context_tokens=64).complete(request_, CONTEXT, reader)
+    assert not engine.requests
+    assert not reader.calls
+
+
+async def test_template_arguments(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, ids_of: Ids
+) -> None:
+    engine = scripted_engine([])
+    chat_processor = make_processor(engine.send, template="{{ messages[0].content }} {{ mood }}")
+    await chat_processor.chat(
+        ChatRequest("tiny", HELLO, template_args={"mood": "dry"}), CONTEXT, recording_reply()
+    )
+    assert engine.prompts() == [ids_of("hello dry")]
+    with pytest.raises(InvalidRequest, match="messages"):
+        await chat_processor.chat(
+            ChatRequest("tiny", HELLO, template_args={"messages": 1}), CONTEXT, recording_reply()
+        )
+
+
+async def test_long_prompts_are_encoded_on_a_thread(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, clock: Any, ids_of: Ids
+) -> None:
+    engine = scripted_engine([])
+    chat_processor = make_processor(engine.send, context_tokens=100_000)
+    await chat_processor.complete(complete("word " * 100), CONTEXT, recording_reply())
+    assert clock.offloaded == []
+    words = ["word"] * 4000
+    await chat_processor.complete(complete(" ".join(words)), CONTEXT, recording_reply())
+    assert clock.offloaded == ["encode"]
+    assert engine.prompts()[1] == ids_of(" ".join(words))
+    clock.offloaded.clear()
+    await chat_processor.complete(complete(" ".join([*words, "more"])), CONTEXT, recording_reply())
+    assert clock.offloaded == []
+
+
+async def test_a_prompt_that_cannot_fit_is_not_encoded(
+    make_processor: Any,
+    tokenizer: Tokenizer,
+    scripted_engine: Any,
+    recording_reply: Any,
+    clock: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer, "can_split", True)
+    text = "a" * 1_000_000
+    assert len(text) > tokenizer.max_chars_of(1000)
+    chat_processor = make_processor(scripted_engine([]).send, context_tokens=1000)
+    long = chat(({"role": "user", "content": text},))
+    for call in (
+        chat_processor.complete(complete(text), CONTEXT, recording_reply()),
+        chat_processor.chat(long, CONTEXT, recording_reply()),
+    ):
+        with pytest.raises(ContextLengthExceeded, match="characters"):
+            await call
+    assert "encode" not in clock.offloaded
+    assert len(await chat_processor.tokenize(text)) == len(tokenizer.encode(text)) // 4
+    assert clock.offloaded[-1] == "encode"
+
+
+async def test_many_ids_are_decoded_on_a_thread(
+    make_processor: Any, scripted_engine: Any, recording_reply: Any, clock: Any, ids_of: Ids
+) -> None:
+    chat_processor, reader = (
+        make_processor(scripted_engine([]).send, context_tokens=100_000),
+        recording_reply(),
+    )
+    ids = ids_of("word fox") * 1000
+    assert await chat_processor.detokenize(ids[:10])
+    assert not clock.offloaded
+    assert await chat_processor.detokenize(ids) == "word fox" * 1000
+    await chat_processor.complete(complete(pack_ids(ids), echo=True), CONTEXT, reader)
+    assert reader.whole() == "word fox" * 1000
+    assert clock.offloaded == ["decode", "decode"]
+    assert "".join(await chat_processor.texts(ids)) == "word fox" * 1000
+    assert len(clock.offloaded) == 3
+
+
+async def test_tokenize_and_back(make_processor: Any, scripted_engine: Any, ids_of: Ids) -> None:
+    chat_processor = make_processor(scripted_engine([]).send)
+    assert await chat_processor.tokenize("the fox 🎉") == list(ids_of("the fox 🎉"))
+    assert await chat_processor.tokenize("the fox", add_special=False) == list(ids_of("the fox"))
+    assert await chat_processor.detokenize(
+        await chat_processor.tokenize([{"role": "user", "content": "fox"}])
+    ) == ("<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(InvalidRequest):
+        await chat_processor.detokenize([70_000])
