@@ -45,7 +45,7 @@ class ProcessHealth:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no reason."""
+        """Whether there is no reason to be unhealthy."""
         return not self.reasons
 
     def _notify(self) -> None:
