@@ -109,7 +109,7 @@ def test_disaggregated_graphs_are_not_supported_yet(root: str) -> None:
     completed = run(["serve", f"graphs.disagg:{root}", "-f", "/config/disagg.yaml"], LLM)
 
     assert completed.returncode == 2
-    assert "not there yet; graphs.agg:Frontend serves both" in completed.stderr
+    assert "do not exist yet; graphs.agg:Frontend serves both" in completed.stderr
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

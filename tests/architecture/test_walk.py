@@ -1,4 +1,4 @@
-"""One request, traced through the eight files of docs/architecture.md, in order."""
+"""The path of a request through the eight files that docs/architecture.md names."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ROOT = str(Path(dynamo.__file__).parent) + "/"
 
 
 @contextmanager
-def traced(stations: list[str]) -> Iterator[None]:
-    """Note each file of the walk when a function of it is first called."""
+def traced(files: list[str]) -> Iterator[None]:
+    """Append each file of WALK when one of its functions is first called."""
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             name = frame.f_code.co_filename.removeprefix(ROOT)
-            if name in WALK and name not in stations:
-                stations.append(name)
+            if name in WALK and name not in files:
+                files.append(name)
 
     sys.setprofile(note)
     try:
@@ -76,31 +76,31 @@ async def ask(url: str, body: dict[str, Any]) -> bytes:
     return answer
 
 
-async def test_a_request_walks_the_eight_files_in_order(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_request_passes_the_eight_files_in_order(tiny_model: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_model, tmp_path / "state")
-    stations: list[str] = []
+    files: list[str] = []
     async with (
-        await DistributedRuntime.create(settings, role="worker") as there,
-        await DistributedRuntime.create(settings, role="frontend") as here,
+        await DistributedRuntime.create(settings, role="worker") as worker,
+        await DistributedRuntime.create(settings, role="frontend") as frontend,
     ):
-        await WorkerService().attach(there)
-        await FrontendService().attach(here)
-        while not here.health.healthy:
-            await here.clock.sleep(0.02)
+        await WorkerService().attach(worker)
+        await FrontendService().attach(frontend)
+        while not frontend.health.healthy:
+            await frontend.clock.sleep(0.02)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-        with traced(stations):
-            answer = await ask(here.public_address, body)
+        with traced(files):
+            answer = await ask(frontend.public_address, body)
     assert b"200 OK" in answer
     assert b'"completion_tokens":3' in answer
-    assert stations == WALK
+    assert files == WALK
 
 
-def test_the_document_walks_the_same_files() -> None:
+def test_the_document_names_the_same_files() -> None:
     document = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    found = [
+    named = [
         line.split("`")[1]
         for line in document.splitlines()
         if line.startswith("| ") and "| `" in line and line[2].isdigit()
     ]
-    assert found == WALK
+    assert named == WALK
     assert all((Path(ROOT) / name).exists() for name in WALK)

@@ -238,7 +238,7 @@ def test_a_dry_run_lists_processes_and_planes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["graphs.disagg:Frontend"], "not there yet"),
+        (["graphs.disagg:Frontend"], "do not exist yet"),
         (["graphs.agg:Fronted"], "did you mean 'Frontend'?"),
         (["graphs.agg"], "write MODULE:Service"),
         (["graphs.agg:Frontend", "--AggregatedWorker.knd=mock"], "did you mean 'kind'?"),

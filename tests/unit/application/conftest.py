@@ -1,4 +1,4 @@
-"""The whole HTTP surface over a processor that echoes words, one delta a word."""
+"""The complete HTTP application over a processor that echoes words, each as one delta."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ CONTEXT_TOKENS = 100_000
 
 
 class WordProcessor:
-    """Answers with the words it was given, over and over up to `max_tokens`.
+    """Answers with the words of the prompt, repeated up to `max_tokens`.
 
-    `entered`, `cancelled`: what happened; `gate`: closed, it holds back the first text; `hold`:
-    before this text it waits for `gate` again; `fails`: how requests fail (`before`, `after`).
+    `entered` and `cancelled` are set by requests. A cleared `gate` delays the first text. `fails`
+    makes requests fail `before` the first text or `after` two texts. Without `yields`, the loop
+    runs only every 64 texts.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class WordProcessor:
         self.gate = asyncio.Event()
         self.gate.set()
         self.fails = ""
-        self.turns = True
+        self.yields = True
 
     async def chat(self, request: ChatRequest, context: Context, reply: TextReply) -> None:
         await self._answer(request, str(request.messages[-1]["content"]), context, reply)
@@ -52,7 +53,7 @@ class WordProcessor:
     ) -> None:
         prompt = request.prompt
         if isinstance(prompt, bytes):
-            prompt = " ".join(f"id{one}" for one in memoryview(prompt).cast("I"))
+            prompt = " ".join(f"id{token}" for token in memoryview(prompt).cast("I"))
         await self._answer(request, prompt, context, reply)
 
     async def tokenize(
@@ -62,10 +63,10 @@ class WordProcessor:
         return [1] * add_special + [len(word) for word in text.split()]
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join("x" * one for one in ids)
+        return " ".join("x" * token for token in ids)
 
     async def texts(self, ids: Sequence[int]) -> list[str]:
-        return ["x" * one for one in ids]
+        return ["x" * token for token in ids]
 
     async def _answer(
         self,
@@ -88,32 +89,34 @@ class WordProcessor:
                 raise NoWorkers("no worker serves this model")
             for choice in range(options.n):
                 reply.begin(choice, Started("w1", cached_tokens=1, prompt_tokens=len(words)))
-            await self._speak(request, words, reply)
+            await self._generate(request, words, reply)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
 
-    async def _speak(
+    async def _generate(
         self, request: ChatRequest | CompletionRequest, words: list[str], reply: TextReply
     ) -> None:
         options = request.options
-        if options.max_tokens == 0:  # only an echo can be meant
+        if options.max_tokens == 0:  # the request asks only for an echo
             for choice in range(options.n):
                 reply.text(choice, "".join(words))
                 reply.finish(choice, TextFinish("length", 0))
             return
         count = options.max_tokens or len(words)
-        said = 0
+        offset = 0
         for number in range(count):
             if self.fails == "after" and number == 2:
                 raise WorkerFailed("the worker died")
             word = words[number % len(words)]
-            logprobs = None if options.top_logprobs is None else [self._token(word, options, said)]
-            said += len(word)
+            logprobs = (
+                None if options.top_logprobs is None else [self._token(word, options, offset)]
+            )
+            offset += len(word)
             for choice in range(options.n):
                 if not reply.text(choice, word, logprobs):
                     return
-            if self.turns or number % 64 == 0:
+            if self.yields or number % 64 == 0:
                 await asyncio.sleep(0)
         for choice in range(options.n):
             reply.finish(choice, TextFinish("length", count))
@@ -126,7 +129,7 @@ class WordProcessor:
 
 
 class Site:
-    """A running server and its parts."""
+    """A running HTTP server with its application, gateway and processor."""
 
     def __init__(
         self, application: Application, gateway: Gateway, port: int, http: HttpServer
@@ -147,7 +150,7 @@ Open = Callable[..., Awaitable[Site]]
 
 @pytest.fixture
 async def open_site() -> AsyncIterator[Open]:
-    """`site = await open_site(**server_settings)`, with the model "words" ("spoken")."""
+    """`site = await open_site(**server_settings)` serves the model "words", alias "spoken"."""
     running: list[tuple[HttpServer, Application]] = []
 
     async def start(*, empty: bool = False, **settings: Any) -> Site:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answers whole and streamed."""
+"""The route /v1/chat/completions: complete and streamed answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HI = [{"role": "user", "content": "one two three"}]
 
 
 async def ask(connect: Any, site: Any, path: str = CHAT, **body: Any) -> Any:
-    async with connect(site.port) as one:
-        one.ask("POST", path, {"model": "words", "messages": HI} | body)
-        return await one.answer()
+    async with connect(site.port) as connection:
+        connection.ask("POST", path, {"model": "words", "messages": HI} | body)
+        return await connection.answer()
 
 
-async def test_whole(site: Any, connect: Any) -> None:
+async def test_a_complete_answer(site: Any, connect: Any) -> None:
     answer = await ask(connect, site)
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/json"
@@ -44,22 +44,26 @@ async def test_whole(site: Any, connect: Any) -> None:
     }
 
 
-async def test_stream(site: Any, connect: Any) -> None:
+async def test_a_streamed_answer(site: Any, connect: Any) -> None:
     answer = await ask(connect, site, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert b'"content":"one "' in answer.body
     first, *texts, last, done = answer.events
     assert done == "[DONE]"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert [one["choices"][0]["delta"]["content"] for one in texts] == ["one ", "two ", "three "]
+    assert [event["choices"][0]["delta"]["content"] for event in texts] == [
+        "one ",
+        "two ",
+        "three ",
+    ]
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["choices"][0]["delta"] == {}
-    assert {one["object"] for one in (first, *texts, last)} == {"chat.completion.chunk"}
-    assert len({one["id"] for one in (first, *texts, last)}) == 1
+    assert {event["object"] for event in (first, *texts, last)} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in (first, *texts, last)}) == 1
     assert "usage" not in first
 
 
-async def test_tokens_of_different_turns_leave_apart(site: Any, connect: Any) -> None:
+async def test_tokens_of_different_loop_turns_are_sent_separately(site: Any, connect: Any) -> None:
     answer = await ask(connect, site, stream=True, max_tokens=20)
     assert len(answer.chunks) == 21
 
@@ -67,7 +71,7 @@ async def test_tokens_of_different_turns_leave_apart(site: Any, connect: Any) ->
 async def test_stream_with_usage(site: Any, connect: Any) -> None:
     answer = await ask(connect, site, stream=True, stream_options={"include_usage": True})
     *others, usage, _ = answer.events
-    assert all(one["usage"] is None for one in others)
+    assert all(event["usage"] is None for event in others)
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 3
     assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
@@ -75,16 +79,16 @@ async def test_stream_with_usage(site: Any, connect: Any) -> None:
 
 async def test_choices(site: Any, connect: Any) -> None:
     whole = (await ask(connect, site, n=3)).json
-    assert [one["index"] for one in whole["choices"]] == [0, 1, 2]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
     assert whole["usage"]["prompt_tokens"] == 3
     assert whole["usage"]["completion_tokens"] == 9
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
     events = (await ask(connect, site, n=3, stream=True)).events
     for choice in range(3):
         deltas = [
-            one["choices"][0]["delta"].get("content", "")
-            for one in events[:-1]
-            if one["choices"][0]["index"] == choice
+            event["choices"][0]["delta"].get("content", "")
+            for event in events[:-1]
+            if event["choices"][0]["index"] == choice
         ]
         assert "".join(deltas) == "one two three "
 
@@ -94,9 +98,9 @@ async def test_every_character_survives(site: Any, connect: Any) -> None:
     message = [{"role": "user", "content": text}]
     whole = (await ask(connect, site, messages=message)).json
     events = (await ask(connect, site, messages=message, stream=True)).events
-    said = "".join(one["choices"][0]["delta"].get("content", "") for one in events[:-1])
-    assert said == whole["choices"][0]["message"]["content"]
-    assert said.split() == text.split()
+    streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+    assert streamed == whole["choices"][0]["message"]["content"]
+    assert streamed.split() == text.split()
 
 
 async def test_logprobs(site: Any, connect: Any) -> None:
@@ -119,7 +123,7 @@ async def test_logprobs(site: Any, connect: Any) -> None:
     assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-async def test_what_the_processor_is_told(site: Any, connect: Any) -> None:
+async def test_options_reach_the_processor(site: Any, connect: Any) -> None:
     await ask(
         connect,
         site,
@@ -181,19 +185,19 @@ async def test_messages_are_flattened(site: Any, connect: Any) -> None:
         ],
     )
     messages = site.processor.requests[-1].messages
-    assert [one["content"] for one in messages] == ["be brief", "be kind", "", "42", "a\nb"]
+    assert [message["content"] for message in messages] == ["be brief", "be kind", "", "42", "a\nb"]
     assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert messages[4]["name"] == "bob"
 
 
-async def test_no_tool_calls_are_none(site: Any, connect: Any) -> None:
-    said = {"role": "assistant", "content": "hm", "refusal": None}
-    messages = [said | {"tool_calls": None}, said | {"tool_calls": []}, *HI]
+async def test_empty_tool_calls_are_removed(site: Any, connect: Any) -> None:
+    message = {"role": "assistant", "content": "hm", "refusal": None}
+    messages = [message | {"tool_calls": None}, message | {"tool_calls": []}, *HI]
     assert (await ask(connect, site, messages=messages)).status == 200
-    assert site.processor.requests[-1].messages == (said, said, *HI)
+    assert site.processor.requests[-1].messages == (message, message, *HI)
 
 
-async def test_tools_are_shown_where_none_may_be_called(site: Any, connect: Any) -> None:
+async def test_tools_reach_the_template_with_tool_choice_none(site: Any, connect: Any) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert (await ask(connect, site, tools=[tool], tool_choice="none")).status == 200
     assert site.processor.requests[-1].tools == (tool,)
@@ -224,9 +228,9 @@ async def test_an_error_before_the_first_text_has_its_status(site: Any, connect:
 
 async def test_an_error_in_the_middle_ends_the_stream(site: Any, connect: Any) -> None:
     site.processor.fails = "after"
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": True})
-        answer = await one.answer()
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": True})
+        answer = await connection.answer()
         assert answer.status == 200
         *_, error, done = answer.events
         assert error["error"]["code"] == "worker_failed"
@@ -234,11 +238,11 @@ async def test_an_error_in_the_middle_ends_the_stream(site: Any, connect: Any) -
         assert error["error"]["request_id"] == answer.headers["x-request-id"]
         assert done == "[DONE]"
         site.processor.fails = ""
-        one.ask("POST", CHAT, {"model": "words", "messages": HI})
-        assert (await one.answer()).status == 200
+        connection.ask("POST", CHAT, {"model": "words", "messages": HI})
+        assert (await connection.answer()).status == 200
 
 
-async def test_an_error_in_the_middle_of_a_whole_answer(site: Any, connect: Any) -> None:
+async def test_an_error_in_the_middle_of_a_complete_answer(site: Any, connect: Any) -> None:
     site.processor.fails = "after"
     answer = await ask(connect, site)
     assert (answer.status, answer.error["code"]) == (503, "worker_failed")
@@ -258,54 +262,58 @@ async def test_a_bug_is_500_without_a_traceback(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_cancels_before_the_first_text(site: Any, connect: Any, stream: bool) -> None:
+async def test_a_disconnect_before_the_first_text_cancels_the_request(
+    site: Any, connect: Any, stream: bool
+) -> None:
     site.processor.gate.clear()
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": stream})
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": stream})
         await site.processor.entered.wait()
     await site.processor.cancelled.wait()
     assert site.application.generation.concurrency.running == 0
 
 
-async def test_leaving_cancels_a_stream(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
+async def test_a_disconnect_cancels_a_stream(site: Any, connect: Any) -> None:
+    async with connect(site.port) as connection:
         body = {"model": "words", "messages": HI, "stream": True, "max_tokens": 10_000_000}
-        one.ask("POST", CHAT, body)
-        await one.head()
-        await one.reader.read(10)
+        connection.ask("POST", CHAT, body)
+        await connection.head()
+        await connection.reader.read(10)
     while site.application.generation.concurrency.running:
         await asyncio.sleep(0.01)
 
 
-async def test_a_server_that_stops_amid_a_stream_says_so(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
+async def test_a_server_that_stops_during_a_stream_ends_it_with_an_error(
+    site: Any, connect: Any
+) -> None:
+    async with connect(site.port) as connection:
         body = {"model": "words", "messages": HI, "stream": True, "max_tokens": 10_000_000}
-        one.ask("POST", CHAT, body)
-        await one.head()
-        await one.reader.read(10)
+        connection.ask("POST", CHAT, body)
+        await connection.head()
+        await connection.reader.read(10)
         await site.http.stop(0)
-        end = (await one.reader.read())[-600:]
+        end = (await connection.reader.read())[-600:]
     assert b'"code":"server_stopped"' in end
     assert b"data: [DONE]" in end.partition(b"server_stopped")[2]
 
 
-async def test_a_server_that_stops_before_an_answer_says_so(site: Any, connect: Any) -> None:
+async def test_a_server_that_stops_before_an_answer_sends_an_error(site: Any, connect: Any) -> None:
     site.processor.gate.clear()
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, {"model": "words", "messages": HI})
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, {"model": "words", "messages": HI})
         await site.processor.entered.wait()
         await site.http.stop(0)
-        answer = await one.answer()
+        answer = await connection.answer()
     assert (answer.status, answer.error["code"]) == (503, "server_stopped")
 
 
 async def test_pipelined_answers_keep_their_order(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
+    async with connect(site.port) as connection:
         for number in range(1, 21):
             body = {"model": "words", "messages": HI, "max_tokens": number, "stream": number % 2}
-            one.ask("POST", CHAT, body | {"stream": bool(number % 2)})
+            connection.ask("POST", CHAT, body | {"stream": bool(number % 2)})
         for number in range(1, 21):
-            answer = await one.answer()
+            answer = await connection.answer()
             if number % 2:
                 assert len(answer.events) == number + 3
             else:
@@ -313,8 +321,10 @@ async def test_pipelined_answers_keep_their_order(site: Any, connect: Any) -> No
 
 
 async def test_a_stream_split_anywhere_is_the_same_text(site: Any, connect: Any) -> None:
-    async with connect(site.port, receive_buffer=4096) as one:
-        one.ask("POST", CHAT, {"model": "words", "messages": HI, "stream": True, "max_tokens": 300})
-        answer = await one.answer()
-    texts = [one["choices"][0]["delta"].get("content", "") for one in answer.events[:-1]]
+    async with connect(site.port, receive_buffer=4096) as connection:
+        connection.ask(
+            "POST", CHAT, {"model": "words", "messages": HI, "stream": True, "max_tokens": 300}
+        )
+        answer = await connection.answer()
+    texts = [event["choices"][0]["delta"].get("content", "") for event in answer.events[:-1]]
     assert "".join(texts) == "one two three " * 100

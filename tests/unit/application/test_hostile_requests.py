@@ -1,4 +1,4 @@
-"""Requests that are wrong: each has its status, a code, and names the field at fault."""
+"""Invalid requests: each gets a status, a code and the name of the invalid field."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "words", "messages": HI} | fields
 
 
-def said(*messages: Any) -> dict[str, Any]:
+def with_messages(*messages: Any) -> dict[str, Any]:
     return {"model": "words", "messages": list(messages)}
 
 
-# what is sent, and the field that the answer names
+# route, body, and the field that the answer names
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": HI}, "model"),
     (CHAT, {"model": "words"}, "messages"),
@@ -30,24 +30,34 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, chat(messages="hi"), "messages"),
     (CHAT, chat(messages={}), "messages"),
     (CHAT, chat(messages=[]), "messages"),
-    (CHAT, said("hi"), "messages[0]"),
-    (CHAT, said({"content": "hi"}), "messages[0].role"),
-    (CHAT, said({"role": 1, "content": "hi"}), "messages[0].role"),
-    (CHAT, said(HI[0], {"role": "robot", "content": "hi"}), "messages[1].role"),
-    (CHAT, said({"role": "user"}), "messages[0].content"),
-    (CHAT, said({"role": "user", "content": None}), "messages[0].content"),
-    (CHAT, said({"role": "user", "content": 5}), "messages[0].content"),
-    (CHAT, said({"role": "user", "content": {"text": "hi"}}), "messages[0].content"),
-    (CHAT, said({"role": "user", "content": [5]}), "messages[0].content[0]"),
-    (CHAT, said({"role": "user", "content": [{}]}), "messages[0].content[0].type"),
-    (CHAT, said({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text"),
+    (CHAT, with_messages("hi"), "messages[0]"),
+    (CHAT, with_messages({"content": "hi"}), "messages[0].role"),
+    (CHAT, with_messages({"role": 1, "content": "hi"}), "messages[0].role"),
+    (CHAT, with_messages(HI[0], {"role": "robot", "content": "hi"}), "messages[1].role"),
+    (CHAT, with_messages({"role": "user"}), "messages[0].content"),
+    (CHAT, with_messages({"role": "user", "content": None}), "messages[0].content"),
+    (CHAT, with_messages({"role": "user", "content": 5}), "messages[0].content"),
+    (CHAT, with_messages({"role": "user", "content": {"text": "hi"}}), "messages[0].content"),
+    (CHAT, with_messages({"role": "user", "content": [5]}), "messages[0].content[0]"),
+    (CHAT, with_messages({"role": "user", "content": [{}]}), "messages[0].content[0].type"),
     (
         CHAT,
-        said({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        with_messages({"role": "user", "content": [{"type": "text"}]}),
+        "messages[0].content[0].text",
+    ),
+    (
+        CHAT,
+        with_messages(
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        ),
         "messages[0].content[0].type",
     ),
-    (CHAT, said({"role": "assistant", "tool_calls": 5}), "messages[0].tool_calls"),
-    (CHAT, said({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function"),
+    (CHAT, with_messages({"role": "assistant", "tool_calls": 5}), "messages[0].tool_calls"),
+    (
+        CHAT,
+        with_messages({"role": "assistant", "tool_calls": [{}]}),
+        "messages[0].tool_calls[0].function",
+    ),
     (CHAT, chat(stream="yes"), "stream"),
     (CHAT, chat(stream=1), "stream"),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
@@ -139,10 +149,10 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 async def test_wrong_fields_are_named(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
+    async with connect(site.port) as connection:
         for path, body, param in WRONG_FIELDS:
-            one.ask("POST", path, body)
-            answer = await one.answer()
+            connection.ask("POST", path, body)
+            answer = await connection.answer()
             assert answer.status == 400, body
             assert answer.error["param"] == param, (body, answer.error)
             assert answer.error["code"] in ("invalid_request", "unsupported"), body
@@ -182,20 +192,20 @@ WRONG_BODIES: list[tuple[str, bytes]] = [
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
 async def test_wrong_bodies(site: Any, connect: Any, path: str) -> None:
-    async with connect(site.port) as one:
+    async with connect(site.port) as connection:
         for name, body in WRONG_BODIES:
-            one.ask("POST", path, body)
-            answer = await one.answer()
+            connection.ask("POST", path, body)
+            answer = await connection.answer()
             assert answer.status == 400, name
             assert answer.error["code"] == "invalid_request", name
-        one.ask("GET", "/live")
-        assert (await one.answer()).status == 200
+        connection.ask("GET", "/live")
+        assert (await connection.answer()).status == 200
 
 
 async def test_a_compressed_body_is_refused(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, chat(), {"content-encoding": "gzip"})
-        answer = await one.answer()
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, chat(), {"content-encoding": "gzip"})
+        answer = await connection.answer()
     assert answer.status == 400
     assert "gzip" in answer.error["message"]
 
@@ -205,7 +215,7 @@ GOOD = json.dumps(chat()).encode()
 LENGTH = b"content-length: %d\r\n" % len(GOOD)
 CHUNKED = b"transfer-encoding: chunked\r\n"
 
-# what no two servers on the way may read differently
+# requests that two servers on a path might interpret differently (request smuggling)
 WRONG_HTTP: list[tuple[str, int, bytes]] = [
     ("both framings", 400, POST + LENGTH + CHUNKED + b"\r\n0\r\n\r\n"),
     ("both framings, turned", 400, POST + CHUNKED + LENGTH + b"\r\n0\r\n\r\n"),
@@ -251,30 +261,30 @@ WRONG_HTTP: list[tuple[str, int, bytes]] = [
 
 @pytest.mark.parametrize(("name", "status", "data"), WRONG_HTTP, ids=[w[0] for w in WRONG_HTTP])
 async def test_wrong_http(site: Any, connect: Any, name: str, status: int, data: bytes) -> None:
-    """One JSON error, then the connection ends: nothing behind it is ever answered."""
+    """The answer is a JSON error, then the connection closes without answering what follows."""
     smuggled = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
-    async with connect(site.port) as one:
-        one.send(data, smuggled)
-        answer = await one.answer()
+    async with connect(site.port) as connection:
+        connection.send(data, smuggled)
+        answer = await connection.answer()
         assert answer.status == status
         assert answer.error["type"] == "invalid_request_error"
         assert answer.headers["connection"] == "close"
-        assert await one.closed()
+        assert await connection.closed()
     assert not site.processor.requests
 
 
-async def test_methods_paths_and_bodies_that_are_odd_but_right(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
-        one.send(b"\r\n\r\nGET http://elsewhere/live?x=1 HTTP/1.1\r\nHOST: a\r\n\r\n")
-        assert (await one.answer()).status == 200
-        one.ask("GET", "/%6Cive#part")
-        assert (await one.answer()).status == 200
-        one.ask("POST", CHAT, GOOD, {"content-type": "text/plain"})
-        assert (await one.answer()).status == 200
+async def test_unusual_but_valid_requests(site: Any, connect: Any) -> None:
+    async with connect(site.port) as connection:
+        connection.send(b"\r\n\r\nGET http://elsewhere/live?x=1 HTTP/1.1\r\nHOST: a\r\n\r\n")
+        assert (await connection.answer()).status == 200
+        connection.ask("GET", "/%6Cive#part")
+        assert (await connection.answer()).status == 200
+        connection.ask("POST", CHAT, GOOD, {"content-type": "text/plain"})
+        assert (await connection.answer()).status == 200
         nulls = dict.fromkeys(("n", "stop", "tools", "seed", "audio", "logprobs", "stream"))
-        one.ask("POST", CHAT, chat(**nulls))
-        assert (await one.answer()).status == 200
-        harmless = {
+        connection.ask("POST", CHAT, chat(**nulls))
+        assert (await connection.answer()).status == 200
+        neutral = {
             "best_of": 1,
             "logprobs": False,
             "top_logprobs": 0,
@@ -288,7 +298,7 @@ async def test_methods_paths_and_bodies_that_are_odd_but_right(site: Any, connec
             "service_tier": "auto",
             "prediction": None,
         }
-        one.ask("POST", CHAT, chat(**harmless))
-        assert (await one.answer()).status == 200
-        one.ask("PROPFIND", "/live")
-        assert (await one.answer()).status == 405
+        connection.ask("POST", CHAT, chat(**neutral))
+        assert (await connection.answer()).status == 200
+        connection.ask("PROPFIND", "/live")
+        assert (await connection.answer()).status == 405

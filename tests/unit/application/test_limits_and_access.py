@@ -1,4 +1,4 @@
-"""Admission, deadlines, keys, CORS, ids, metrics."""
+"""Concurrency limit, timeouts, API keys, CORS, request ids, metrics and request logs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ CHAT = "/v1/chat/completions"
 BODY = {"model": "words", "messages": [{"role": "user", "content": "one two three"}]}
 
 
-async def test_the_next_beyond_the_queue_is_refused(open_site: Any, connect: Any) -> None:
+async def test_a_request_beyond_the_queue_limit_is_rejected(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=1)
-    admission = site.application.generation.concurrency
+    concurrency = site.application.generation.concurrency
     site.processor.gate.clear()
     async with connect(site.port) as runs, connect(site.port) as waits, connect(site.port) as late:
         runs.ask("POST", CHAT, BODY)
         await site.processor.entered.wait()
         waits.ask("POST", CHAT, BODY)
-        while not admission.waiting:
+        while not concurrency.waiting:
             await asyncio.sleep(0)
         late.ask("POST", CHAT, BODY)
         answer = await late.answer()
@@ -34,38 +34,38 @@ async def test_the_next_beyond_the_queue_is_refused(open_site: Any, connect: Any
         site.processor.gate.set()
         assert (await runs.answer()).status == 200
         assert (await waits.answer()).status == 200
-    assert (admission.running, admission.waiting) == (0, 0)
+    assert (concurrency.running, concurrency.waiting) == (0, 0)
 
 
-async def test_leaving_the_queue_frees_the_place(open_site: Any, connect: Any) -> None:
+async def test_a_disconnect_leaves_the_queue(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=4)
-    admission = site.application.generation.concurrency
+    concurrency = site.application.generation.concurrency
     site.processor.gate.clear()
     async with connect(site.port) as runs:
         runs.ask("POST", CHAT, BODY)
         await site.processor.entered.wait()
         async with connect(site.port) as waits:
             waits.ask("POST", CHAT, BODY)
-            while not admission.waiting:
+            while not concurrency.waiting:
                 await asyncio.sleep(0)
-        while admission.waiting:
+        while concurrency.waiting:
             await asyncio.sleep(0)
         site.processor.gate.set()
         assert (await runs.answer()).status == 200
 
 
-async def test_a_place_handed_to_a_cancelled_waiter_is_passed_on() -> None:
-    admission = ConcurrencyLimit(1, 4)
-    await admission.acquire()
-    first = asyncio.create_task(admission.acquire())
-    second = asyncio.create_task(admission.acquire())
+async def test_a_slot_given_to_a_cancelled_waiter_is_passed_on() -> None:
+    limit = ConcurrencyLimit(1, 4)
+    await limit.acquire()
+    first = asyncio.create_task(limit.acquire())
+    second = asyncio.create_task(limit.acquire())
     await asyncio.sleep(0)
-    admission.release()
+    limit.release()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     await second
-    assert (admission.running, admission.waiting) == (1, 0)
+    assert (limit.running, limit.waiting) == (1, 0)
     full = ConcurrencyLimit(0, 0)
     with pytest.raises(Overloaded):
         await full.acquire()
@@ -75,67 +75,67 @@ async def test_a_place_handed_to_a_cancelled_waiter_is_passed_on() -> None:
 async def test_request_timeout(open_site: Any, connect: Any, stream: bool) -> None:
     site = await open_site(request_timeout=0.05)
     site.processor.gate.clear()
-    async with connect(site.port) as one:
+    async with connect(site.port) as connection:
         for _ in range(2):
-            one.ask("POST", CHAT, BODY | {"stream": stream})
-            answer = await one.answer()
+            connection.ask("POST", CHAT, BODY | {"stream": stream})
+            answer = await connection.answer()
             assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
     assert site.processor.cancelled.is_set()
 
 
-async def test_a_request_says_how_long_it_may_take(open_site: Any, connect: Any) -> None:
+async def test_a_request_sets_its_own_timeout(open_site: Any, connect: Any) -> None:
     site = await open_site()
     site.processor.gate.clear()
-    async with connect(site.port) as one:
+    async with connect(site.port) as connection:
         for limit in ("0.05", ".05", "50ms"):
-            one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": limit})
-            answer = await one.answer()
+            connection.ask("POST", CHAT, BODY, {"x-dynamo-timeout": limit})
+            answer = await connection.answer()
             assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
         for wrong in ("soon", "-1", "nan", "inf", "0", "1e999", "10 x"):
-            one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": wrong})
-            answer = await one.answer()
+            connection.ask("POST", CHAT, BODY, {"x-dynamo-timeout": wrong})
+            answer = await connection.answer()
             assert (answer.status, answer.error["code"]) == (400, "invalid_request")
             assert "a positive number of seconds" in answer.error["message"]
         site.processor.gate.set()
-        one.ask("POST", CHAT, BODY, {"x-dynamo-timeout": "1e9"})
-        assert (await one.answer()).status == 200
+        connection.ask("POST", CHAT, BODY, {"x-dynamo-timeout": "1e9"})
+        assert (await connection.answer()).status == 200
 
 
-async def test_request_timeout_in_the_middle(open_site: Any, connect: Any) -> None:
+async def test_request_timeout_during_a_stream(open_site: Any, connect: Any) -> None:
     site = await open_site(request_timeout=0.05)
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, BODY | {"stream": True, "max_tokens": 10_000_000})
-        *_, error, done = (await one.answer()).events
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, BODY | {"stream": True, "max_tokens": 10_000_000})
+        *_, error, done = (await connection.answer()).events
     assert error["error"]["code"] == "deadline_exceeded"
     assert done == "[DONE]"
 
 
 async def test_keys(open_site: Any, connect: Any) -> None:
     site = await open_site(api_keys=("sesame", "open"))
-    async with connect(site.port) as one:
+    async with connect(site.port) as connection:
         for key, status in (
             (None, 401),
             ("Bearer no", 401),
             ("Basic sesame", 401),
             ("Bearer ", 401),
         ):
-            one.ask("POST", CHAT, BODY, {"authorization": key} if key else None)
-            answer = await one.answer()
+            connection.ask("POST", CHAT, BODY, {"authorization": key} if key else None)
+            answer = await connection.answer()
             assert answer.status == status
             assert answer.error["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
-        one.ask("POST", CHAT, BODY, {"authorization": "bearer sesame"})
-        assert (await one.answer()).status == 200
-        one.ask("GET", "/v1/models")
-        assert (await one.answer()).status == 401
-        one.ask("GET", "/live")
-        assert (await one.answer()).status == 200
+        connection.ask("POST", CHAT, BODY, {"authorization": "bearer sesame"})
+        assert (await connection.answer()).status == 200
+        connection.ask("GET", "/v1/models")
+        assert (await connection.answer()).status == 401
+        connection.ask("GET", "/live")
+        assert (await connection.answer()).status == 200
 
 
 async def test_cors(open_site: Any, connect: Any) -> None:
     anywhere = await open_site()
-    async with connect(anywhere.port) as one:
-        one.ask(
+    async with connect(anywhere.port) as connection:
+        connection.ask(
             "OPTIONS",
             CHAT,
             headers={
@@ -144,55 +144,55 @@ async def test_cors(open_site: Any, connect: Any) -> None:
                 "access-control-request-headers": "content-type, x-stainless-os",
             },
         )
-        answer = await one.answer()
+        answer = await connection.answer()
         assert answer.status == 204
         assert answer.headers["access-control-allow-origin"] == "*"
         assert "POST" in answer.headers["access-control-allow-methods"]
         assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
-        one.ask("POST", CHAT, BODY | {"stream": True}, {"origin": "http://page"})
-        assert (await one.answer()).headers["access-control-allow-origin"] == "*"
-        one.ask("POST", CHAT, b"{", {"origin": "http://page"})
-        assert (await one.answer()).headers["access-control-allow-origin"] == "*"
-        one.ask("POST", CHAT, BODY)
-        assert "access-control-allow-origin" not in (await one.answer()).headers
+        connection.ask("POST", CHAT, BODY | {"stream": True}, {"origin": "http://page"})
+        assert (await connection.answer()).headers["access-control-allow-origin"] == "*"
+        connection.ask("POST", CHAT, b"{", {"origin": "http://page"})
+        assert (await connection.answer()).headers["access-control-allow-origin"] == "*"
+        connection.ask("POST", CHAT, BODY)
+        assert "access-control-allow-origin" not in (await connection.answer()).headers
     picky = await open_site(cors_origins=("http://page",))
-    async with connect(picky.port) as one:
-        one.ask("GET", "/v1/models", headers={"origin": "http://page"})
-        assert (await one.answer()).headers["access-control-allow-origin"] == "http://page"
-        one.ask("GET", "/v1/models", headers={"origin": "http://other"})
-        assert "access-control-allow-origin" not in (await one.answer()).headers
+    async with connect(picky.port) as connection:
+        connection.ask("GET", "/v1/models", headers={"origin": "http://page"})
+        assert (await connection.answer()).headers["access-control-allow-origin"] == "http://page"
+        connection.ask("GET", "/v1/models", headers={"origin": "http://other"})
+        assert "access-control-allow-origin" not in (await connection.answer()).headers
 
 
 async def test_request_ids(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, BODY, {"x-request-id": "my-id.7"})
-        assert (await one.answer()).headers["x-request-id"] == "my-id.7"
-        one.ask("POST", CHAT, BODY, {"x-request-id": "my-id.7"})
-        await one.answer()
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, BODY, {"x-request-id": "my-id.7"})
+        assert (await connection.answer()).headers["x-request-id"] == "my-id.7"
+        connection.ask("POST", CHAT, BODY, {"x-request-id": "my-id.7"})
+        await connection.answer()
         ids = [context.request_id for context in site.processor.contexts]
         assert len(set(ids)) == 2
-        assert all(one.startswith("my-id.7-") for one in ids)
-        one.ask("POST", CHAT, b"[]", {"x-request-id": "bad"})
-        assert (await one.answer()).error["request_id"] == "bad"
-        one.ask("GET", "/live")
-        assert len((await one.answer()).headers["x-request-id"]) == 24
+        assert all(request_id.startswith("my-id.7-") for request_id in ids)
+        connection.ask("POST", CHAT, b"[]", {"x-request-id": "bad"})
+        assert (await connection.answer()).error["request_id"] == "bad"
+        connection.ask("GET", "/live")
+        assert len((await connection.answer()).headers["x-request-id"]) == 24
     assert RequestIds().make_unique("a") != RequestIds().make_unique("a")
     assert sanitise_request_id("a b<script>\x00é" + "x" * 200) == ("abscript" + "x" * 200)[:128]
     assert sanitise_request_id(None) == ""
 
 
 async def test_metrics(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, BODY | {"stream": True})
-        await one.answer()
-        one.ask("POST", CHAT, BODY | {"n": 0})
-        await one.answer()
-        one.ask("POST", CHAT, BODY | {"model": "nobody"})
-        await one.answer()
-        one.ask("POST", CHAT, BODY | {"best_of": 2})
-        await one.answer()
-        one.ask("GET", "/metrics")
-        text = (await one.answer()).body.decode()
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, BODY | {"stream": True})
+        await connection.answer()
+        connection.ask("POST", CHAT, BODY | {"n": 0})
+        await connection.answer()
+        connection.ask("POST", CHAT, BODY | {"model": "nobody"})
+        await connection.answer()
+        connection.ask("POST", CHAT, BODY | {"best_of": 2})
+        await connection.answer()
+        connection.ask("GET", "/metrics")
+        text = (await connection.answer()).body.decode()
     for line in (
         'dynamo_frontend_requests_total{model="words",endpoint="/v1/chat/completions",status="200"} 1',
         'dynamo_frontend_requests_total{model="words",endpoint="/v1/chat/completions",status="400"} 1',
@@ -210,48 +210,52 @@ async def test_metrics(site: Any, connect: Any) -> None:
         assert line in text.splitlines(), line
 
 
-async def test_an_echo_is_no_generated_token(site: Any, connect: Any) -> None:
-    async with connect(site.port) as one:
+async def test_an_echo_counts_no_generated_tokens(site: Any, connect: Any) -> None:
+    async with connect(site.port) as connection:
         body = {"model": "words", "prompt": "a b", "echo": True, "max_tokens": 0}
-        one.ask("POST", "/v1/completions", body)
-        assert (await one.answer()).json["choices"][0]["text"] == "a b "
-        one.ask("GET", "/metrics")
-        text = (await one.answer()).body.decode()
+        connection.ask("POST", "/v1/completions", body)
+        assert (await connection.answer()).json["choices"][0]["text"] == "a b "
+        connection.ask("GET", "/metrics")
+        text = (await connection.answer()).body.decode()
     assert 'dynamo_frontend_output_tokens_total{model="words"} 0' in text.splitlines()
 
 
-async def test_clients_that_left_are_counted(site: Any, connect: Any) -> None:
+async def test_disconnected_clients_are_counted(site: Any, connect: Any) -> None:
     site.processor.gate.clear()
-    async with connect(site.port) as one:
-        one.ask("POST", CHAT, BODY)
+    async with connect(site.port) as connection:
+        connection.ask("POST", CHAT, BODY)
         await site.processor.entered.wait()
     await site.processor.cancelled.wait()
     await asyncio.sleep(0)
-    async with connect(site.port) as one:
-        one.ask("GET", "/metrics")
-        assert 'status="499"} 1' in (await one.answer()).body.decode()
+    async with connect(site.port) as connection:
+        connection.ask("GET", "/metrics")
+        assert 'status="499"} 1' in (await connection.answer()).body.decode()
 
 
-async def test_one_log_line_a_request(
+async def test_each_request_logs_one_line(
     open_site: Any, connect: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = await open_site(log_requests=True)
     with caplog.at_level(logging.INFO, logger="dynamo.application.app"):
-        async with connect(site.port) as one:
-            one.ask("POST", CHAT, BODY)
-            await one.answer()
-            one.ask("POST", CHAT, BODY | {"top_p": 2})
-            await one.answer()
+        async with connect(site.port) as connection:
+            connection.ask("POST", CHAT, BODY)
+            await connection.answer()
+            connection.ask("POST", CHAT, BODY | {"top_p": 2})
+            await connection.answer()
     good, bad = [record.fields for record in caplog.records]
     assert (good["status"], good["model"], good["stream"]) == (200, "words", False)
     assert (bad["status"], bad["code"]) == (400, "invalid_request")
 
 
-async def test_limits_change_while_it_serves(open_site: Any, connect: Any) -> None:
+async def test_limits_change_while_the_server_runs(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1, max_waiting_requests=0)
     site.processor.gate.clear()
-    async with connect(site.port) as one, connect(site.port) as two, connect(site.port) as three:
-        one.ask("POST", CHAT, BODY)
+    async with (
+        connect(site.port) as connection,
+        connect(site.port) as two,
+        connect(site.port) as three,
+    ):
+        connection.ask("POST", CHAT, BODY)
         await site.processor.entered.wait()
         two.ask("POST", CHAT, BODY)
         assert (await two.answer()).status == 503
@@ -263,14 +267,14 @@ async def test_limits_change_while_it_serves(open_site: Any, connect: Any) -> No
         assert (await two.answer()).error["code"] == "deadline_exceeded"
         assert (await three.answer()).status == 504
         site.processor.gate.set()
-        assert (await one.answer()).status == 200
+        assert (await connection.answer()).status == 200
 
 
-async def test_a_higher_limit_lets_in_who_waits(open_site: Any, connect: Any) -> None:
+async def test_a_higher_limit_admits_waiting_requests(open_site: Any, connect: Any) -> None:
     site = await open_site(max_concurrent_requests=1)
     site.processor.gate.clear()
-    async with connect(site.port) as one, connect(site.port) as two:
-        one.ask("POST", CHAT, BODY)
+    async with connect(site.port) as connection, connect(site.port) as two:
+        connection.ask("POST", CHAT, BODY)
         await site.processor.entered.wait()
         two.ask("POST", CHAT, BODY)
         while not site.application.generation.concurrency.waiting:
@@ -278,4 +282,4 @@ async def test_a_higher_limit_lets_in_who_waits(open_site: Any, connect: Any) ->
         site.application.update_settings(ServerSettings(max_concurrent_requests=2))
         assert site.application.generation.concurrency.running == 2
         site.processor.gate.set()
-        assert {(await one.answer()).status, (await two.answer()).status} == {200}
+        assert {(await connection.answer()).status, (await two.answer()).status} == {200}

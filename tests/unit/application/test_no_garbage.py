@@ -1,5 +1,4 @@
-"""A request leaves nothing behind that only the cycle collector could free: its pauses are the
-frontend's pauses."""
+"""Requests leave no reference cycles: collecting them would pause the frontend."""
 
 from __future__ import annotations
 
@@ -16,30 +15,30 @@ BODY = {"model": "words", "messages": [{"role": "user", "content": "one two"}]}
 @pytest.mark.parametrize(
     "body",
     [BODY, BODY | {"stream": True}, BODY | {"n": 0}, BODY | {"model": "none"}, b"{"],
-    ids=["whole", "stream", "wrong field", "no model", "no JSON"],
+    ids=["complete", "stream", "wrong field", "no model", "no JSON"],
 )
-async def test_answered(site: Any, connect: Any, body: Any) -> None:
+async def test_answered_requests_leave_no_cycles(site: Any, connect: Any, body: Any) -> None:
     async def once() -> None:
-        async with connect(site.port) as one:
-            one.ask("POST", CHAT, body)
-            await one.answer()
+        async with connect(site.port) as connection:
+            connection.ask("POST", CHAT, body)
+            await connection.answer()
 
-    assert await left_by(once) == []
+    assert await garbage_types(once) == []
 
 
-async def test_left_by_the_client(site: Any, connect: Any) -> None:
+async def test_disconnects_leave_no_cycles(site: Any, connect: Any) -> None:
     async def once() -> None:
         site.processor.cancelled.clear()
-        async with connect(site.port) as one:
-            one.ask("POST", CHAT, BODY | {"stream": True, "max_tokens": 10_000_000})
-            await one.head()
+        async with connect(site.port) as connection:
+            connection.ask("POST", CHAT, BODY | {"stream": True, "max_tokens": 10_000_000})
+            await connection.head()
         await site.processor.cancelled.wait()
 
-    assert await left_by(once) == []
+    assert await garbage_types(once) == []
 
 
-async def left_by(work: Any) -> list[str]:
-    """The types of ours that a second run of `work` left for the collector."""
+async def garbage_types(work: Any) -> list[str]:
+    """Run `work` twice; return the modules of our objects that the second run left as garbage."""
     await work()
     await asyncio.sleep(0.01)
     gc.collect()
@@ -49,7 +48,8 @@ async def left_by(work: Any) -> list[str]:
         await asyncio.sleep(0.01)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return [name for one in gc.garbage if (name := type(one).__module__).startswith("dynamo")]
+        modules = [type(leftover).__module__ for leftover in gc.garbage]
+        return [module for module in modules if module.startswith("dynamo")]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

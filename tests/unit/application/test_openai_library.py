@@ -1,4 +1,4 @@
-"""The official client against the HTTP surface."""
+"""The official OpenAI client against the HTTP application."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ HI: Any = [{"role": "user", "content": "one two three"}]
 
 @pytest.fixture
 async def client(site: Any) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=site.url + "/v1", api_key="k", max_retries=0) as one:
-        yield one
+    async with openai.AsyncOpenAI(
+        base_url=site.url + "/v1", api_key="k", max_retries=0
+    ) as openai_client:
+        yield openai_client
 
 
 async def test_chat(client: openai.AsyncOpenAI) -> None:
@@ -44,7 +46,7 @@ async def test_stream_that_fails(client: openai.AsyncOpenAI, site: Any) -> None:
             pass
 
 
-async def test_leaving_a_stream(client: openai.AsyncOpenAI, site: Any) -> None:
+async def test_closing_a_stream_cancels_the_request(client: openai.AsyncOpenAI, site: Any) -> None:
     stream = await client.chat.completions.create(
         model="words", messages=HI, stream=True, max_tokens=10_000_000
     )
@@ -55,12 +57,14 @@ async def test_leaving_a_stream(client: openai.AsyncOpenAI, site: Any) -> None:
 
 async def test_completions_and_models(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="words", prompt=["a", "b"], logprobs=1)
-    assert [one.text for one in answer.choices] == ["a ", "b "]
-    assert [one.id async for one in client.models.list()] == ["words", "spoken"]
+    assert [choice.text for choice in answer.choices] == ["a ", "b "]
+    assert [model.id async for model in client.models.list()] == ["words", "spoken"]
     assert (await client.models.retrieve("words")).owned_by == "dynamo"
 
 
-async def test_errors_become_its_exceptions(client: openai.AsyncOpenAI, site: Any) -> None:
+async def test_errors_raise_the_exceptions_of_the_library(
+    client: openai.AsyncOpenAI, site: Any
+) -> None:
     with pytest.raises(openai.NotFoundError, match="words") as missing:
         await client.chat.completions.create(model="none", messages=HI)
     assert missing.value.code == "model_not_found"

@@ -1,4 +1,4 @@
-"""Every other route."""
+"""All other routes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dynamo.core.text import DecodedTokenLogprob
 
 
 async def get(connect: Any, site: Any, path: str, method: str = "GET", body: Any = None) -> Any:
-    async with connect(site.port) as one:
-        one.ask(method, path, body)
-        return await one.answer(bodiless=method == "HEAD")
+    async with connect(site.port) as connection:
+        connection.ask(method, path, body)
+        return await connection.answer(bodiless=method == "HEAD")
 
 
 async def test_models(site: Any, connect: Any) -> None:
     body = (await get(connect, site, "/v1/models")).json
     assert body["object"] == "list"
-    assert [one["id"] for one in body["data"]] == ["words", "spoken"]
+    assert [model["id"] for model in body["data"]] == ["words", "spoken"]
     assert body["data"][0] == {
         "id": "words",
         "created": 1_700_000_000,
@@ -58,7 +58,7 @@ async def test_before_any_model(open_site: Any, connect: Any) -> None:
     assert (await get(connect, site, "/health")).status == 200
 
 
-async def test_a_second_model_that_is_getting_ready(site: Any, connect: Any) -> None:
+async def test_a_second_model_that_is_not_ready_yet(site: Any, connect: Any) -> None:
     site.gateway.set_pending("big", "downloading")
     chat = {"model": "big", "messages": [{"role": "user", "content": "x"}]}
     answer = await get(connect, site, "/v1/chat/completions", "POST", chat)
@@ -134,10 +134,10 @@ async def test_detokenize(site: Any, connect: Any) -> None:
 
 async def test_completions(site: Any, connect: Any) -> None:
     path = "/v1/completions"
-    one = (await get(connect, site, path, "POST", {"model": "words", "prompt": "a b"})).json
-    assert one["object"] == "text_completion"
-    assert one["id"].startswith("cmpl-")
-    assert one["choices"] == [
+    body = (await get(connect, site, path, "POST", {"model": "words", "prompt": "a b"})).json
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [
         {
             "index": 0,
             "text": "a b ",
@@ -148,7 +148,7 @@ async def test_completions(site: Any, connect: Any) -> None:
     ]
     many = {"model": "words", "prompt": ["a b", "c"], "n": 2, "echo": True}
     body = (await get(connect, site, path, "POST", many)).json
-    assert [one["text"] for one in body["choices"]] == ["a b ", "a b ", "c ", "c "]
+    assert [choice["text"] for choice in body["choices"]] == ["a b ", "a b ", "c ", "c "]
     assert body["usage"]["prompt_tokens"] == 3
     assert body["usage"]["completion_tokens"] == 6
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
@@ -156,7 +156,7 @@ async def test_completions(site: Any, connect: Any) -> None:
     assert len({context.request_id for context in site.processor.contexts[-2:]}) == 2
     for prompt, texts in (([5, 6], ["id5 id6 "]), ([[5], [6, 7]], ["id5 ", "id6 id7 "])):
         body = (await get(connect, site, path, "POST", {"model": "words", "prompt": prompt})).json
-        assert [one["text"] for one in body["choices"]] == texts
+        assert [choice["text"] for choice in body["choices"]] == texts
 
 
 async def test_completions_stream(site: Any, connect: Any) -> None:
@@ -178,12 +178,12 @@ async def test_completions_stream(site: Any, connect: Any) -> None:
     assert events[3] == "[DONE]"
 
 
-def test_completions_name_tokens_that_are_no_text_by_their_bytes() -> None:
+def test_completion_logprobs_name_partial_characters_by_bytes() -> None:
     whole = "\ufffd".encode()
     top = (("\ufffd", b"\xf0\x9f", -0.5), ("\ufffd", b"\xe6", -1.0), ("\ufffd", whole, -2.0))
-    told = completion_logprobs([DecodedTokenLogprob("\ufffd", b"\x98", -3.0, top, 4)])
-    assert told.tokens == ["bytes:\\x98"]
-    assert told.text_offset == [4]
-    assert told.top_logprobs == [
+    logprobs = completion_logprobs([DecodedTokenLogprob("\ufffd", b"\x98", -3.0, top, 4)])
+    assert logprobs.tokens == ["bytes:\\x98"]
+    assert logprobs.text_offset == [4]
+    assert logprobs.top_logprobs == [
         {"bytes:\\xf0\\x9f": -0.5, "bytes:\\xe6": -1.0, "\ufffd": -2.0, "bytes:\\x98": -3.0}
     ]

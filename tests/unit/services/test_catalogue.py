@@ -1,4 +1,4 @@
-"""Which models are opened, and when again."""
+"""The catalogue: which models are opened, and when they are opened again."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-class Frontend:
-    """A catalogue and what it asked for; `fail`: so often opening fails first."""
+class CatalogueUser:
+    """A catalogue with a record of its calls. The first `failures` openings fail."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         self.runtime = runtime
         self.opened: list[ModelCard] = []
-        self.told: list[tuple[str, str]] = []
-        self.fail = 0
-        self.catalogue = Catalogue(runtime, self._open, lambda *told: self.told.append(told))
+        self.not_open: list[tuple[str, str]] = []
+        self.failures = 0
+        self.catalogue = Catalogue(
+            runtime, self._open, lambda *report: self.not_open.append(report)
+        )
         runtime.tasks.start(self.catalogue.run())
 
     async def _open(self, card: ModelCard) -> None:
-        if self.fail:
-            self.fail -= 1
+        if self.failures:
+            self.failures -= 1
             raise ModelUnavailable("no worker offers its tokenizer")
         self.opened.append(card)
 
@@ -61,100 +63,100 @@ class Frontend:
 
 
 @pytest.fixture
-async def frontend(open_runtime: Open) -> Frontend:
-    return Frontend(await open_runtime())
+async def user(open_runtime: Open) -> CatalogueUser:
+    return CatalogueUser(await open_runtime())
 
 
-async def test_a_model_is_opened_once_for_all_its_workers(frontend: Frontend) -> None:
-    await frontend.announce("a", CARD)
-    await frontend.announce("b", replace(CARD, created=5))
-    await until(lambda: frontend.opened)
-    await frontend.announce("c", replace(CARD, tokenizer=replace(CARD.tokenizer, path="/b")))
-    await frontend.settle()
-    assert len(frontend.opened) == 1
+async def test_a_model_is_opened_once_for_all_its_workers(user: CatalogueUser) -> None:
+    await user.announce("a", CARD)
+    await user.announce("b", replace(CARD, created=5))
+    await until(lambda: user.opened)
+    await user.announce("c", replace(CARD, tokenizer=replace(CARD.tokenizer, path="/b")))
+    await user.settle()
+    assert len(user.opened) == 1
 
 
-async def test_workers_that_come_back_find_it_open(frontend: Frontend) -> None:
-    await frontend.announce("a", CARD)
-    await until(lambda: frontend.opened)
-    await frontend.announce("a", None)
-    await frontend.settle()
-    await frontend.announce("b", CARD)
-    await frontend.settle()
-    assert len(frontend.opened) == 1
+async def test_workers_that_return_find_the_model_open(user: CatalogueUser) -> None:
+    await user.announce("a", CARD)
+    await until(lambda: user.opened)
+    await user.announce("a", None)
+    await user.settle()
+    await user.announce("b", CARD)
+    await user.settle()
+    assert len(user.opened) == 1
 
 
-async def test_another_model_under_the_name_replaces_it_with_its_last_worker(
-    frontend: Frontend,
+async def test_another_card_replaces_the_model_when_its_last_worker_leaves(
+    user: CatalogueUser,
 ) -> None:
-    await frontend.announce("a", CARD)
-    await until(lambda: frontend.opened)
-    await frontend.announce("b", OTHER)
-    await frontend.settle()
-    assert len(frontend.opened) == 1
-    await frontend.announce("a", None)
-    await until(lambda: len(frontend.opened) == 2)
-    assert frontend.opened[1] == OTHER
+    await user.announce("a", CARD)
+    await until(lambda: user.opened)
+    await user.announce("b", OTHER)
+    await user.settle()
+    assert len(user.opened) == 1
+    await user.announce("a", None)
+    await until(lambda: len(user.opened) == 2)
+    assert user.opened[1] == OTHER
 
 
-def test_most_workers_decide_what_a_model_is() -> None:
+def test_the_majority_of_workers_decides_the_card() -> None:
     older, newer = replace(CARD, created=3), replace(OTHER, created=9)
     assert majority_card([CARD, newer, older]) == older
     assert majority_card([older, newer]) == newer
     assert majority_card([older, newer], model_identity(older)) == older
 
 
-async def test_what_most_workers_have_come_to_announce_replaces_the_rest(
-    frontend: Frontend,
+async def test_the_card_of_a_new_majority_replaces_the_model(
+    user: CatalogueUser,
 ) -> None:
-    await frontend.announce("a", CARD)
-    await until(lambda: frontend.opened)
-    await frontend.announce("b", OTHER)
-    await frontend.settle()
-    assert frontend.opened == [CARD]
-    await frontend.announce("c", OTHER)
-    await until(lambda: len(frontend.opened) == 2)
-    await frontend.settle()
-    assert frontend.opened == [CARD, OTHER]
+    await user.announce("a", CARD)
+    await until(lambda: user.opened)
+    await user.announce("b", OTHER)
+    await user.settle()
+    assert user.opened == [CARD]
+    await user.announce("c", OTHER)
+    await until(lambda: len(user.opened) == 2)
+    await user.settle()
+    assert user.opened == [CARD, OTHER]
 
 
-async def test_opening_is_tried_again(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_opening_is_retried(
+    user: CatalogueUser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dynamo.services.catalogue.RETRY_S", 0.001)
-    frontend.fail = 2
-    await frontend.announce("a", CARD)
-    await until(lambda: frontend.opened)
-    assert frontend.told == [("org/tiny", "no worker offers its tokenizer")] * 2
+    user.failures = 2
+    await user.announce("a", CARD)
+    await until(lambda: user.opened)
+    assert user.not_open == [("org/tiny", "no worker offers its tokenizer")] * 2
 
 
-async def test_bad_cards_are_skipped(frontend: Frontend) -> None:
-    await frontend.runtime.discovery.put("/dynamo/models/org%2Ftiny/x", b"{}")
-    await frontend.announce("a", CARD)
-    await until(lambda: frontend.opened)
-    assert frontend.opened == [CARD]
+async def test_invalid_cards_are_skipped(user: CatalogueUser) -> None:
+    await user.runtime.discovery.put("/dynamo/models/org%2Ftiny/x", b"{}")
+    await user.announce("a", CARD)
+    await until(lambda: user.opened)
+    assert user.opened == [CARD]
 
 
-def test_what_makes_a_model_the_same() -> None:
+def test_the_identity_ignores_fields_of_one_worker() -> None:
     assert model_identity(CARD) == model_identity(replace(CARD, created=9, source="elsewhere"))
     assert model_identity(CARD) != model_identity(OTHER)
 
 
-async def test_workers_that_name_blocks_otherwise_are_told_of(frontend: Frontend) -> None:
-    await frontend.announce("a", CARD)
-    await until(lambda: frontend.opened)
-    await frontend.settle()
-    await frontend.announce("b", replace(CARD, block_tokens=32))
-    await until(frontend.catalogue.incompatible_workers)
-    assert frontend.catalogue.incompatible_workers() == {
-        "b": "org/tiny: block tokens 32 instead of 16"
-    }
-    await frontend.announce("b", None)
-    await until(lambda: not frontend.catalogue.incompatible_workers())
+async def test_workers_with_another_block_identity_are_reported(user: CatalogueUser) -> None:
+    await user.announce("a", CARD)
+    await until(lambda: user.opened)
+    await user.settle()
+    await user.announce("b", replace(CARD, block_tokens=32))
+    await until(user.catalogue.incompatible_workers)
+    assert user.catalogue.incompatible_workers() == {"b": "org/tiny: block tokens 32 instead of 16"}
+    await user.announce("b", None)
+    await until(lambda: not user.catalogue.incompatible_workers())
 
 
-async def test_an_unreadable_card_hides_no_other(frontend: Frontend) -> None:
+async def test_an_unreadable_card_hides_no_other(user: CatalogueUser) -> None:
     for instance, card in (("a", b"{"), ("b", b'{"names": ["\xff"]}')):
-        await frontend.runtime.discovery.put(f"/dynamo/models/org%2Ftiny/{instance}", card)
-    await frontend.settle()
-    await frontend.announce("c", CARD)
-    await until(lambda: frontend.opened)
-    assert frontend.opened == [CARD]
+        await user.runtime.discovery.put(f"/dynamo/models/org%2Ftiny/{instance}", card)
+    await user.settle()
+    await user.announce("c", CARD)
+    await until(lambda: user.opened)
+    assert user.opened == [CARD]

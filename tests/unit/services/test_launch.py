@@ -1,4 +1,4 @@
-"""Which processes a deployment has."""
+"""The processes of a deployment."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dynamo.services.deployment.launch import create_service, deployment_specs
 from dynamo.services.router import replica_index
 
 
-def test_one_of_each_by_default() -> None:
+def test_one_frontend_and_one_worker_by_default() -> None:
     specs = deployment_specs(Settings())
-    assert [(one.role, one.name, one.stop_order) for one in specs] == [
+    assert [(spec.role, spec.name, spec.stop_order) for spec in specs] == [
         ("frontend", "frontend", 0),
         ("worker", "worker", 1),
     ]
     assert specs[0].argv[1:] == ("-P", "-m", "dynamo", "_child", "frontend")
 
 
-def test_routers_of_their_own_stop_between() -> None:
+def test_router_processes_stop_between_frontends_and_workers() -> None:
     settings = Settings()
     settings = replace(settings, router=replace(settings.router, replicas=2))
-    assert [(one.role, one.name, one.stop_order) for one in deployment_specs(settings)] == [
+    assert [(spec.role, spec.name, spec.stop_order) for spec in deployment_specs(settings)] == [
         ("frontend", "frontend", 0),
         ("router", "router-1", 1),
         ("router", "router-2", 1),
@@ -32,14 +32,14 @@ def test_routers_of_their_own_stop_between() -> None:
     assert [replica_index(name) for name in ("router", "Router-1", "router-2")] == [0, 0, 1]
 
 
-def test_several_are_numbered() -> None:
+def test_replicas_are_numbered() -> None:
     settings = Settings()
     settings = replace(
         settings,
         server=replace(settings.server, http_workers=2),
         engine=replace(settings.engine, workers=3),
     )
-    assert [one.name for one in deployment_specs(settings)] == [
+    assert [spec.name for spec in deployment_specs(settings)] == [
         "frontend-1",
         "frontend-2",
         "worker-1",

@@ -1,4 +1,4 @@
-"""What is wrong in a user's module is told with its place."""
+"""Errors in a user's module are reported with file and line."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dynamo.services.deployment.user_service import load_service
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1\ndef f(:\n", r"invalid syntax \(.*broken_service\.py:2\)"),
         ("x = 1\ny = 1 / 0\n", r"ZeroDivisionError: .*broken_service\.py:2\)"),
         ("import no_such_module\n", r"no_such_module.*broken_service\.py:1\)"),
     ],
 )
-def test_a_module_that_is_broken(
-    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_broken_module_is_reported_with_its_line(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "broken_service.py").write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load_service("broken_service:A", str(tmp_path))
     assert "broken_service" not in sys.modules

@@ -1,4 +1,4 @@
-"""Chat between services: requests as plain values, chunks to text and back."""
+"""Chat between services: requests as plain values, and chunks to text and back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 
 
-class Told(TextReply):
-    """Everything, in order."""
+class RecordingReply(TextReply):
+    """Records all calls in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -41,7 +41,7 @@ class Told(TextReply):
         self.calls.append(("finish", choice, end.reason, end.completion_tokens))
 
 
-def say(reply: TextReply) -> None:
+def answer_hello(reply: TextReply) -> None:
     reply.prompt(7)
     reply.begin(0, Started(worker="w"))
     reply.text(0, "he")
@@ -49,64 +49,66 @@ def say(reply: TextReply) -> None:
     reply.finish(0, TextFinish("length", 2))
 
 
-def test_chunks_there_and_back() -> None:
+def test_chunks_are_read_back_as_the_same_text() -> None:
     chunks: list[dict[str, Any]] = []
-    say(ChatChunkReply(lambda chunk: not chunks.append(chunk), {"id": "x", "model": "m"}, 1))
-    told = Told()
-    reader = ChatChunkReader(told)
+    answer_hello(
+        ChatChunkReply(lambda chunk: not chunks.append(chunk), {"id": "x", "model": "m"}, 1)
+    )
+    reply = RecordingReply()
+    reader = ChatChunkReader(reply)
     for chunk in chunks:
         assert reader.receive(chunk)
     reader.end()
 
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert chunks[-1]["usage"]["total_tokens"] == 9
-    assert told.calls == [
+    assert reply.calls == [
         *(("prompt", 7), ("begin", 0), (0, "he"), (0, "llo"), ("finish", 0, "length", 2))
     ]
 
 
-def test_texts_of_a_service_stand_around_the_models() -> None:
-    told = Told()
-    reader = ChatChunkReader(told)
+def test_a_service_adds_text_before_and_after_the_model() -> None:
+    reply = RecordingReply()
+    reader = ChatChunkReader(reply)
     reader.receive("first ")
-    say(ChatChunkReply(reader.receive, {}, 1))
+    answer_hello(ChatChunkReply(reader.receive, {}, 1))
     reader.receive(" last")
     reader.end()
 
-    assert told.calls == [
+    assert reply.calls == [
         *(("begin", 0), (0, "first "), (0, "he"), (0, "llo"), (0, " last")),
         *(("prompt", 7), ("finish", 0, "length", 2)),
     ]
 
 
 def test_a_completion_and_an_empty_answer() -> None:
-    told = Told()
-    reader = ChatChunkReader(told)
+    reply = RecordingReply()
+    reader = ChatChunkReader(reply)
     reader.receive({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
     reader.end()
-    empty = Told()
+    empty = RecordingReply()
     ChatChunkReader(empty).end()
 
-    assert (0, "yes") in told.calls
+    assert (0, "yes") in reply.calls
     assert empty.calls == [("begin", 0), ("prompt", 0), ("finish", 0, "stop", 0)]
 
 
-@pytest.mark.parametrize("piece", [7, None, {"choices": 1}, {"choices": [{"delta": "x"}]}])
-def test_what_is_no_piece_is_told(piece: Any) -> None:
+@pytest.mark.parametrize("item", [7, None, {"choices": 1}, {"choices": [{"delta": "x"}]}])
+def test_invalid_items_raise_a_protocol_error(item: Any) -> None:
     with pytest.raises(ProtocolError, match="texts or with OpenAI's chunks"):
-        ChatChunkReader(Told()).receive(piece)
+        ChatChunkReader(RecordingReply()).receive(item)
 
 
-def test_the_whole_at_once() -> None:
+def test_an_answer_reply_collects_the_whole_answer() -> None:
     reply = ChatAnswerReply()
-    say(reply)
+    answer_hello(reply)
 
     assert reply.answer["content"] == "hello"
     assert reply.answer["finish_reason"] == "length"
     assert reply.answer["usage"]["prompt_tokens"] == 7
 
 
-def test_a_request_there_and_back_is_the_same() -> None:
+def test_a_request_survives_conversion_to_a_dict() -> None:
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "n": 2,
@@ -124,7 +126,7 @@ def test_a_request_there_and_back_is_the_same() -> None:
     assert chat_request_to_dict(request)["temperature"] == 0.5
 
 
-def test_wrong_requests_name_the_field() -> None:
+def test_invalid_requests_name_the_field() -> None:
     with pytest.raises(InvalidRequest, match="temperature"):
         chat_request_from_dict({"messages": [], "temperature": 9}, "m", "reject")
     with pytest.raises(InvalidRequest, match="a mapping"):
