@@ -70,11 +70,6 @@ class RecordingReply(Reply):
 
 
 @pytest.fixture
-def make_reply() -> type[RecordingReply]:
-    return RecordingReply
-
-
-@pytest.fixture
 def clock() -> JumpingClock:
     return JumpingClock()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.context import Context
 from dynamo.core.errors import ConfigError
@@ -68,23 +69,21 @@ def test_a_wrong_file_is_refused_with_the_reason(tmp_path, text, reason):
         parse_timing(str(file))
 
 
-async def test_steps_take_the_modelled_time(make_engine, make_request, make_reply, clock):
+async def test_steps_take_the_modelled_time(make_engine, make_request, clock):
     engine = make_engine(timing="constant:1,10")
     await engine.start()
-    await engine.generate(make_request(range(50), max_tokens=5), Context("r"), make_reply())
+    await engine.generate(make_request(range(50), max_tokens=5), Context("r"), RecordingReply())
     assert clock.time == pytest.approx(100 + 0.050 + 5 * 0.010)
     clock.time += 7  # idle
-    await engine.generate(make_request([900], max_tokens=1), Context("r"), make_reply())
+    await engine.generate(make_request([900], max_tokens=1), Context("r"), RecordingReply())
     assert clock.time == pytest.approx(107 + 0.100 + 0.011)
     await engine.stop()
 
 
-async def test_short_steps_set_no_timer_but_accumulate(
-    make_engine, make_request, make_reply, clock
-):
+async def test_short_steps_set_no_timer_but_accumulate(make_engine, make_request, clock):
     engine = make_engine(timing="constant:0,10", speedup_ratio=50)
     await engine.start()
-    await engine.generate(make_request(range(50), max_tokens=100), Context("r"), make_reply())
+    await engine.generate(make_request(range(50), max_tokens=100), Context("r"), RecordingReply())
     assert clock.sleeps == 20
     assert clock.time == pytest.approx(100 + 100 * 0.0002)
     await engine.stop()

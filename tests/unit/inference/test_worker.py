@@ -7,6 +7,7 @@ import hashlib
 
 import msgspec
 import pytest
+from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.communication.requests import FlowWindow
 from dynamo.core.codec import ReplyDecoder, encode_request
@@ -64,9 +65,9 @@ async def call(client, payload, sink, **options):
     await client.call(client.pick("round_robin"), payload, CONTEXT, sink, **options)
 
 
-async def test_a_worker_answers_and_names_itself(runtime, worker, make_request, make_reply):
+async def test_a_worker_answers_and_names_itself(runtime, worker, make_request):
     client = await open_client(runtime, "generate")
-    reply = make_reply()
+    reply = RecordingReply()
     request = encode_request(make_request(range(40), max_tokens=5, top_logprobs=1))
     await call(client, request, ReplyDecoder(reply).feed)
     assert reply.started.worker == runtime.instance_id
@@ -112,10 +113,10 @@ async def test_files_are_served_by_hash_within_the_caller_s_window(runtime, work
     await worker.close()
 
 
-async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request, make_reply):
+async def test_events_and_load_reach_a_late_listener(runtime, worker, make_request):
     client = await open_client(runtime, "generate")
     request = encode_request(make_request(range(40), max_tokens=1))
-    await call(client, request, ReplyDecoder(make_reply()).feed)
+    await call(client, request, ReplyDecoder(RecordingReply()).feed)
     stored, loads, arrived = [], [], asyncio.Event()
 
     def on_kv(event):
@@ -137,7 +138,7 @@ async def test_events_and_load_reach_a_late_listener(runtime, worker, make_reque
     assert len(stored[0].hashes) == 2
     assert loads[-1].total_blocks == 16_384
     other = encode_request(make_request(range(100, 140), max_tokens=1))
-    await call(client, other, ReplyDecoder(make_reply()).feed)
+    await call(client, other, ReplyDecoder(RecordingReply()).feed)
     while len(stored) < 2:
         arrived.clear()
         await arrived.wait()
@@ -145,26 +146,26 @@ async def test_events_and_load_reach_a_late_listener(runtime, worker, make_reque
     await worker.close()
 
 
-async def test_the_prefix_cache_is_cleared_on_demand(runtime, worker, make_request, make_reply):
+async def test_the_prefix_cache_is_cleared_on_demand(runtime, worker, make_request):
     client = await open_client(runtime, "generate")
     request = encode_request(make_request(range(40), max_tokens=1))
-    await call(client, request, ReplyDecoder(make_reply()).feed)
+    await call(client, request, ReplyDecoder(RecordingReply()).feed)
     answers = []
     await call(
         await open_client(runtime, "clear_kv_blocks"), b"", lambda x: answers.append(x) or True
     )
     assert msgspec.msgpack.decode(answers[0]) == {"cleared": 2}
-    second = make_reply()
+    second = RecordingReply()
     await call(client, request, ReplyDecoder(second).feed)
     assert second.started.cached_tokens == 0
     await worker.close()
 
 
 async def test_closing_leaves_discovery_and_finishes_running_requests(
-    runtime, worker, make_request, make_reply
+    runtime, worker, make_request
 ):
     client = await open_client(runtime, "generate")
-    reply = make_reply()
+    reply = RecordingReply()
     request = encode_request(make_request(range(40), max_tokens=300))
     running = runtime.tasks.start(call(client, request, ReplyDecoder(reply).feed))
     await reply.first.wait()
@@ -176,11 +177,11 @@ async def test_closing_leaves_discovery_and_finishes_running_requests(
         client.pick("round_robin")
 
 
-async def test_metrics_describe_the_engine(runtime, worker, make_request, make_reply):
+async def test_metrics_describe_the_engine(runtime, worker, make_request):
     client = await open_client(runtime, "generate")
     for _ in range(2):
         request = encode_request(make_request(range(40), max_tokens=3))
-        await call(client, request, ReplyDecoder(make_reply()).feed)
+        await call(client, request, ReplyDecoder(RecordingReply()).feed)
     lines = runtime.metrics.render().splitlines()
     assert "dynamo_worker_generated_tokens_total 6" in lines
     assert "dynamo_worker_prompt_tokens_total 80" in lines
@@ -190,11 +191,11 @@ async def test_metrics_describe_the_engine(runtime, worker, make_request, make_r
     await worker.close()
 
 
-async def test_any_engine_can_be_served(runtime, card, make_request, make_reply):
+async def test_any_engine_can_be_served(runtime, card, make_request):
     worker = EngineWorker(EchoEngine(context_tokens=100), card, component="echoes")
     await worker.attach(runtime)
     client = await open_client(runtime, "generate", "echoes")
-    reply = make_reply()
+    reply = RecordingReply()
     await call(client, encode_request(make_request([5, 6, 7])), ReplyDecoder(reply).feed)
     assert reply.ids == [5, 6, 7]
     await worker.close()

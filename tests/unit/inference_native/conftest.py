@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from dynamo.core.codec import pack_ids
-from dynamo.core.reply import Reply
 from dynamo.core.settings.schema import EngineSettings
-from dynamo.core.values import Finish, GenerateRequest, SamplingParams, Started, StopConditions
+from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine
 from dynamo.inference.native.runner import NativeRunner
 from dynamo.models.checkpoint.weights import ModelWeights, open_weights
@@ -154,32 +153,6 @@ class ReferenceLlama:
 @pytest.fixture(scope="session")
 def reference_llama(tiny_llama: Path) -> ReferenceLlama:
     return ReferenceLlama(open_weights(tiny_llama))
-
-
-class RecordingReply(Reply):
-    """Records the answer."""
-
-    def __init__(self) -> None:
-        self.started: Started | None = None
-        self.ids: list[int] = []
-        self.extras: list[Any] = []
-        self.end: Finish | None = None
-
-    def begin(self, started: Started) -> None:
-        self.started = started
-
-    def tokens(self, ids: Any, logprobs: Any = None) -> bool:
-        self.ids += ids
-        self.extras += logprobs or ()
-        return True
-
-    def finish(self, end: Finish) -> None:
-        self.end = end
-
-
-@pytest.fixture
-def make_reply() -> Callable[[], RecordingReply]:
-    return RecordingReply
 
 
 MakeEngine = Callable[..., BatchedEngine]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.codec import unpack_ids
 from dynamo.core.context import Context
@@ -45,10 +46,9 @@ def model() -> ModelFiles:
 class OracleComparison:
     """Generates answers and compares them with the reference."""
 
-    def __init__(self, engine: BatchedEngine, make_request: Any, make_reply: Any) -> None:
+    def __init__(self, engine: BatchedEngine, make_request: Any) -> None:
         self.engine = engine
         self.make_request = make_request
-        self.make_reply = make_reply
         self.ties: set[tuple[str, int]] = set()
 
     async def compare(self, *answers: dict[str, Any], tokens: int = 64) -> None:
@@ -58,7 +58,7 @@ class OracleComparison:
         """Compare all tokens, continuing with the reference's own token after a near tie."""
         expected, compared = answer["ids"][:tokens], 0
         while compared < tokens:
-            reply = self.make_reply()
+            reply = RecordingReply()
             context = answer["prompt_ids"] + expected[:compared]
             request = self.make_request(
                 context, tokens - compared, resumed=compared, top_logprobs=5
@@ -97,18 +97,18 @@ class OracleComparison:
 
 
 async def open_comparison(
-    model: ModelFiles, make_request: Any, make_reply: Any, **settings: Any
+    model: ModelFiles, make_request: Any, **settings: Any
 ) -> OracleComparison:
     engine = BatchedEngine(NativeRunner(model.open_weights, EngineSettings(**settings)))
     await engine.start()
-    return OracleComparison(engine, make_request, make_reply)
+    return OracleComparison(engine, make_request)
 
 
 async def test_twenty_prompts_computed_then_from_the_cache(
-    model: ModelFiles, make_request: Any, make_reply: Any
+    model: ModelFiles, make_request: Any
 ) -> None:
     comparison = await open_comparison(
-        model, make_request, make_reply, num_blocks=600, max_num_batched_tokens=300
+        model, make_request, num_blocks=600, max_num_batched_tokens=300
     )
     await comparison.compare(*ANSWERS)
     assert comparison.engine.scheduler.preemptions == 0
@@ -121,10 +121,10 @@ async def test_twenty_prompts_computed_then_from_the_cache(
 
 
 async def test_preemption_and_eviction_change_no_token(
-    model: ModelFiles, make_request: Any, make_reply: Any
+    model: ModelFiles, make_request: Any
 ) -> None:
     comparison = await open_comparison(
-        model, make_request, make_reply, num_blocks=28, max_num_batched_tokens=100
+        model, make_request, num_blocks=28, max_num_batched_tokens=100
     )
     for _ in range(2):
         await comparison.compare(*SHORT[:8], tokens=24)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.unit.inference.conftest import RecordingReply
+
 from dynamo.core.context import Context
 from dynamo.core.tasks import BackgroundTasks, run_all
 from dynamo.core.values import BlocksRemoved, BlocksStored
 
 
-async def generate(engine, request, reply):
+async def generate(engine, request, reply=None):
+    reply = reply or RecordingReply()
     await engine.generate(request, Context("r"), reply)
     return reply
 
@@ -25,21 +28,19 @@ def apply(view, events):
             view.clear()
 
 
-async def test_a_resumed_request_generates_the_same_rest_from_any_cut(
-    make_engine, make_request, make_reply
-):
+async def test_a_resumed_request_generates_the_same_rest_from_any_cut(make_engine, make_request):
     """Compare tokens, logprobs and the end. Other requests share the batch and force preemption."""
     engine = make_engine(num_blocks=16, block_size=4, max_num_batched_tokens=12)
     await engine.start()
-    unlimited = await generate(engine, make_request(range(10), max_tokens=20), make_reply())
+    unlimited = await generate(engine, make_request(range(10), max_tokens=20))
     limits = {"top_logprobs": 2, "stop_token_ids": (unlimited.ids[15],)}
-    whole = await generate(engine, make_request(range(10), max_tokens=20, **limits), make_reply())
+    whole = await generate(engine, make_request(range(10), max_tokens=20, **limits))
     assert whole.ids == unlimited.ids[:15]
 
     async def check_rest(cut):
         ids = [*range(10), *whole.ids[:cut]]
         request = make_request(ids, resumed=cut, max_tokens=20 - cut, salt=str(cut), **limits)
-        reply = await generate(engine, request, make_reply())
+        reply = await generate(engine, request)
         assert (reply.ids, reply.extras) == (whole.ids[cut:], whole.extras[cut:])
         assert (reply.end.reason, reply.end.stop_token) == ("stop", unlimited.ids[15])
         assert reply.end.completion_tokens == 15 - cut
@@ -50,9 +51,7 @@ async def test_a_resumed_request_generates_the_same_rest_from_any_cut(
     await engine.stop()
 
 
-async def test_cancellation_at_any_moment_loses_no_block_and_no_event(
-    make_engine, make_request, make_reply
-):
+async def test_cancellation_at_any_moment_loses_no_block_and_no_event(make_engine, make_request):
     """Blocks and events must agree for waiting, preempted and computed requests and a cleared
     cache."""
     engine = make_engine(num_blocks=12, block_size=4, max_num_batched_tokens=8, max_num_seqs=3)
@@ -62,9 +61,7 @@ async def test_cancellation_at_any_moment_loses_no_block_and_no_event(
     engine.on_kv_events(lambda events: apply(held, events))
     async with BackgroundTasks() as tasks:
         running = [
-            tasks.start(
-                generate(engine, make_request(range(n, n + 14), max_tokens=25), make_reply())
-            )
+            tasks.start(generate(engine, make_request(range(n, n + 14), max_tokens=25)))
             for n in range(30)
         ]
         for number, task in enumerate(running):
@@ -83,7 +80,7 @@ async def test_cancellation_at_any_moment_loses_no_block_and_no_event(
     await engine.stop()
 
 
-async def test_a_dump_and_later_events_rebuild_the_cache(make_engine, make_request, make_reply):
+async def test_a_dump_and_later_events_rebuild_the_cache(make_engine, make_request):
     """The dump may be taken within a step, whose events are not published yet."""
     engine = make_engine(num_blocks=12, block_size=4, max_num_batched_tokens=8, max_num_seqs=3)
     await engine.start()
@@ -92,9 +89,7 @@ async def test_a_dump_and_later_events_rebuild_the_cache(make_engine, make_reque
     engine.on_kv_events(lambda events: [apply(view, events) for view in views])
     async with BackgroundTasks() as tasks:
         running = [
-            tasks.start(
-                generate(engine, make_request(range(n, n + 14), max_tokens=9), make_reply())
-            )
+            tasks.start(generate(engine, make_request(range(n, n + 14), max_tokens=9)))
             for n in range(12)
         ]
         while not all(task.done() for task in running):

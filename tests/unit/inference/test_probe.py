@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.unit.inference.conftest import RecordingReply
+
 from dynamo.core.context import Context
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import ProbeResult
@@ -20,11 +22,11 @@ async def test_an_idle_engine_computes_a_token_for_a_probe(make_engine):
     await engine.stop()
 
 
-async def test_a_busy_engine_reports_its_progress(make_engine, make_request, make_reply):
+async def test_a_busy_engine_reports_its_progress(make_engine, make_request):
     engine = make_engine()
     await engine.start()
     async with BackgroundTasks() as tasks:
-        reply = make_reply()
+        reply = RecordingReply()
         tasks.start(engine.generate(make_request(range(20), max_tokens=900), Context("r"), reply))
         await reply.first.wait()
         first = await answer_probe(engine)
@@ -35,7 +37,7 @@ async def test_a_busy_engine_reports_its_progress(make_engine, make_request, mak
 
 
 async def test_a_retried_request_begins_when_it_enters_the_batch(
-    make_engine, make_request, make_reply, monkeypatch
+    make_engine, make_request, monkeypatch
 ):
     engine = make_engine()
     await engine.start()
@@ -48,7 +50,7 @@ async def test_a_retried_request_begins_when_it_enters_the_batch(
         return await step(self, plan)
 
     monkeypatch.setattr(MockRunner, "step", blocked_step)
-    first, retried = make_reply(), make_reply()
+    first, retried = RecordingReply(), RecordingReply()
     async with BackgroundTasks() as tasks:
         request = make_request(range(20), max_tokens=3)
         calls = [

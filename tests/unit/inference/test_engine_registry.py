@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.inference.conftest import RecordingReply
 
 from dynamo.core.clock import SystemClock
 from dynamo.core.context import Context
@@ -29,9 +30,7 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name():
     assert "mock" in caught.value.hint
 
 
-async def test_the_mock_generates_ids_of_the_model_s_tokenizer(
-    tiny_model, make_request, make_reply
-):
+async def test_the_mock_generates_ids_of_the_model_s_tokenizer(tiny_model, make_request):
     files = await resolve_model(str(tiny_model))
     settings = Settings(engine=EngineSettings(kind="mock", speedup_ratio=1e6))
     engine = await open_engine(
@@ -39,32 +38,32 @@ async def test_the_mock_generates_ids_of_the_model_s_tokenizer(
     )
     info = await engine.start()
     assert (info.num_blocks, info.max_num_seqs, info.max_num_batched_tokens) == (16384, 256, 8192)
-    reply = make_reply()
+    reply = RecordingReply()
     await engine.generate(make_request([7, 8, 9], max_tokens=50), CONTEXT, reply)
     assert len(reply.ids) == 50
     assert min(reply.ids) > 2  # never a special token
     await engine.stop()
 
 
-async def test_echo_repeats_the_prompt(make_request, make_reply):
+async def test_echo_repeats_the_prompt(make_request):
     engine = EchoEngine(context_tokens=100)
     await engine.start()
-    reply = make_reply()
+    reply = RecordingReply()
     await engine.generate(make_request([5, 6, 7], max_tokens=10), CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([5, 6, 7], "stop")
-    reply = make_reply()
+    reply = RecordingReply()
     await engine.generate(make_request([5, 6, 7], max_tokens=2), CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([5, 6], "length")
-    reply = make_reply()
+    reply = RecordingReply()
     resumed = make_request([5, 6, 7, 5], resumed=1, max_tokens=9)
     await engine.generate(resumed, CONTEXT, reply)
     assert (reply.ids, reply.end.reason) == ([6, 7], "stop")
     assert engine.report_load().running == 0
 
 
-async def test_echo_refuses_empty_and_too_long_prompts(make_request, make_reply):
+async def test_echo_refuses_empty_and_too_long_prompts(make_request):
     engine = EchoEngine(context_tokens=3)
     with pytest.raises(ContextLengthExceeded):
-        await engine.generate(make_request([5, 6, 7]), CONTEXT, make_reply())
+        await engine.generate(make_request([5, 6, 7]), CONTEXT, RecordingReply())
     with pytest.raises(InvalidRequest):
-        await engine.generate(make_request([]), CONTEXT, make_reply())
+        await engine.generate(make_request([]), CONTEXT, RecordingReply())
