@@ -8,7 +8,7 @@ A token normally passes every reply that follows its request, because each of th
                └────────── SendToken ───────┼──────────────────────────────────┘
                      one call a token       └─ token log: array of every id that was passed on
 
-These classes stand in `core/codec.py`, `scheduling/router/attempt.py`, `scheduling/migration.py`,
+These classes are in `core/codec.py`, `scheduling/router/attempt.py`, `scheduling/migration.py`,
 `scheduling/processor/detokeniser.py`, `application/generation/replies.py` and
 `communication/http/response.py`. For most tokens they have nothing to do. After
 `FAST_PATH_AFTER_PAYLOADS` payloads of tokens the decoder therefore requests a `SendToken` once:

@@ -42,17 +42,17 @@ class ModelMetadata(msgspec.Struct, frozen=True):
 def metadata_from_gguf(file: GgufFile) -> ModelMetadata:
     """Read the metadata of a GGUF file."""
     kind = file.get("general.architecture", "")
-    words = file.get_list("tokenizer.ggml.tokens", str)
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
     vocab_size = file.get(f"{kind}.vocab_size")
 
     def token_text(key: str) -> str:
         number = file.get(f"tokenizer.ggml.{key}")
-        return words[number] if isinstance(number, int) and 0 <= number < len(words) else ""
+        return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else ""
 
     end_ids = (file.get(f"tokenizer.ggml.{key}") for key in _END_TOKEN_KEYS)
     values = {
         "context_tokens": file.get(f"{kind}.context_length", _DEFAULT_CONTEXT_TOKENS),
-        "vocab_size": max(len(words), vocab_size if isinstance(vocab_size, int) else 0),
+        "vocab_size": max(len(tokens), vocab_size if isinstance(vocab_size, int) else 0),
         "eos_token_ids": _unique_ids(end_ids),
         "bos_token": token_text("bos_token_id"),
         "eos_token": token_text("eos_token_id"),

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from dynamo.core.plugins import ENGINES
 from dynamo.core.settings.declare import setting
-
-UNSUPPORTED_ENGINES = ("vllm", "sglang", "trtllm", "tensorrt_llm", "llamacpp", "openai")
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,7 +18,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         setting(
             "engine of the workers: native, mock, echo, or an entry point in dynamo.engines",
             aliases=("model.engine",),
-            not_yet=tuple((kind, "") for kind in UNSUPPORTED_ENGINES),
+            not_yet=tuple((kind, "") for kind in ENGINES.planned),
         ),
     ] = "native"
     workers: Annotated[int, setting("worker processes", flag="--workers", ge=0)] = 1

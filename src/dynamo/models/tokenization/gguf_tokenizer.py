@@ -81,16 +81,16 @@ def convert_tokenizer(file: GgufFile) -> bytes:
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         raise _unsupported_error(file, f"the pre-tokenizer {name!r}")
-    words = file.get_list("tokenizer.ggml.tokens", str)
-    kinds = file.get_list("tokenizer.ggml.token_type", int) or [1] * len(words)
+    tokens = file.get_list("tokenizer.ggml.tokens", str)
+    kinds = file.get_list("tokenizer.ggml.token_type", int) or [1] * len(tokens)
     merges = file.get_list("tokenizer.ggml.merges", str)
-    if not words or len(kinds) != len(words) or len({*words}) != len(words):
+    if not tokens or len(kinds) != len(tokens) or len({*tokens}) != len(tokens):
         raise ModelUnavailable(f"the vocabulary in {file.path.name} is incomplete")
-    return msgspec.json.encode(_tokenizer_document(file, pre, words, kinds, merges))
+    return msgspec.json.encode(_tokenizer_document(file, pre, tokens, kinds, merges))
 
 
 def _tokenizer_document(
-    file: GgufFile, pre: _PreTokenizer, words: list[str], kinds: list[int], merges: list[str]
+    file: GgufFile, pre: _PreTokenizer, tokens: list[str], kinds: list[int], merges: list[str]
 ) -> dict[str, Any]:
     steps = pre.steps
     return {
@@ -98,15 +98,15 @@ def _tokenizer_document(
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added_token(number, word, kind)
-            for number, (word, kind) in enumerate(zip(words, kinds, strict=True))
+            _added_token(number, token, kind)
+            for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
             if kind in {_CONTROL, _USER_DEFINED}
         ],
         "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}
         if len(steps) > 1
         else steps[0],
-        "post_processor": _post_processor(file, pre, words),
+        "post_processor": _post_processor(file, pre, tokens),
         "decoder": _BYTE_LEVEL | {"add_prefix_space": True, "use_regex": True},
         "model": {
             "type": "BPE",
@@ -117,30 +117,31 @@ def _tokenizer_document(
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": pre.ignore_merges,
-            "vocab": {word: number for number, word in enumerate(words)},
+            "vocab": {token: number for number, token in enumerate(tokens)},
             "merges": [merge.split(" ", 1) for merge in merges],
         },
     }
 
 
-def _added_token(number: int, word: str, kind: int) -> dict[str, Any]:
+def _added_token(number: int, token: str, kind: int) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": word, **flags, "special": kind == _CONTROL}
+    return {"id": number, "content": token, **flags, "special": kind == _CONTROL}
 
 
-def _post_processor(file: GgufFile, pre: _PreTokenizer, words: list[str]) -> dict[str, Any] | None:
+def _post_processor(file: GgufFile, pre: _PreTokenizer, tokens: list[str]) -> dict[str, Any] | None:
     if not file.get("tokenizer.ggml.add_bos_token", pre.bos):
         return None
-    bos = file.get("tokenizer.ggml.bos_token_id", -1)
-    if not 0 <= bos < len(words):
+    bos_id = file.get("tokenizer.ggml.bos_token_id", -1)
+    if not 0 <= bos_id < len(tokens):
         return None
-    token = {"id": words[bos], "type_id": 0}
+    bos = tokens[bos_id]
+    special = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": token}, text],
-        "pair": [{"SpecialToken": token}, text, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {words[bos]: {"id": words[bos], "ids": [bos], "tokens": [words[bos]]}},
+        "single": [special, text],
+        "pair": [special, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
     }
 
 
