@@ -1,4 +1,4 @@
-"""Mode adaptive: what was sent since a worker's last report counts beside it."""
+"""Mode adaptive: requests placed since a worker's last report count as well."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dynamo.scheduling.router.worker_state import PlacedRequest
 CONTEXT = Context("r")
 
 
-class Workers:
-    """A client's instances; picks the last by name, so that ties can be told from firsts."""
+class FakeClient:
+    """A client that picks the last instance by name, to distinguish tie breaks from the first."""
 
     def __init__(self, *workers: Instance) -> None:
-        self.instances = {one.id: one for one in workers}
+        self.instances = {worker.id: worker for worker in workers}
         self.picked: list[str] = []
         self._changed: Callable[[], None] = lambda: None
 
@@ -56,18 +56,18 @@ def request(tokens: int) -> GenerateRequest:
     return GenerateRequest("r", "m", ids, SamplingParams(), StopConditions())
 
 
-class Bench:
+class AdaptiveHarness:
     def __init__(self, *workers: Instance) -> None:
         self.clock = SystemClock()
-        self.workers = Workers(*workers)
+        self.client = FakeClient(*workers)
         self.loads = LoadView(self.clock)
         self.policy = AdaptivePolicy(
-            cast("Client", self.workers), self.loads, self.clock, "round_robin"
+            cast("Client", self.client), self.loads, self.clock, "round_robin"
         )
 
-    def reports(self, name: str, **load: int) -> None:
-        told = encode(Load(**load))
-        self.loads.update_scores(Event("n.worker.load_metrics", name, 1, 1, told))
+    def report_load(self, name: str, **load: int) -> None:
+        payload = encode(Load(**load))
+        self.loads.update_scores(Event("n.worker.load_metrics", name, 1, 1, payload))
 
     async def route(self, tokens: int = 1000, context: Context = CONTEXT) -> PlacedRequest:
         decision = await self.policy.choose(request(tokens), context, frozenset())
@@ -76,56 +76,56 @@ class Bench:
         return decision.placement
 
 
-async def test_ten_at_once_spread_though_no_report_comes_between() -> None:
-    bench = Bench(*(instance(name) for name in "abcde"))
+async def test_ten_requests_between_two_reports_spread() -> None:
+    harness = AdaptiveHarness(*(instance(name) for name in "abcde"))
     for name in "bcde":
-        bench.reports(name, active_blocks=40, total_blocks=4096)
-    went = Counter([(await bench.route(8000)).worker.name for _ in range(10)])
-    assert dict(went) == dict.fromkeys("abcde", 2)
+        harness.report_load(name, active_blocks=40, total_blocks=4096)
+    counts = Counter([(await harness.route(8000)).worker.name for _ in range(10)])
+    assert dict(counts) == dict.fromkeys("abcde", 2)
 
 
-async def test_the_setting_decides_between_equals() -> None:
-    bench = Bench(instance("a"), instance("b"))
-    assert (await bench.route()).worker.name == "b"
-    assert bench.workers.picked == ["round_robin"]
+async def test_the_tie_mode_decides_between_equal_workers() -> None:
+    harness = AdaptiveHarness(instance("a"), instance("b"))
+    assert (await harness.route()).worker.name == "b"
+    assert harness.client.picked == ["round_robin"]
 
 
-async def test_reports_of_what_others_sent_count() -> None:
-    bench = Bench(instance("a"), instance("b"))
-    bench.reports("a", waiting=4, prefill_tokens=30_000)
-    assert (await bench.route()).worker.name == "b"
-    assert (await bench.route()).worker.name == "b"
-    bench.reports("a")
-    assert (await bench.route()).worker.name == "a"
+async def test_external_load_in_reports_counts() -> None:
+    harness = AdaptiveHarness(instance("a"), instance("b"))
+    harness.report_load("a", waiting=4, prefill_tokens=30_000)
+    assert (await harness.route()).worker.name == "b"
+    assert (await harness.route()).worker.name == "b"
+    harness.report_load("a")
+    assert (await harness.route()).worker.name == "a"
 
 
-async def test_what_ended_weighs_no_more_and_teaches_how_long_answers_are() -> None:
-    bench = Bench(instance("a"), instance("b"))
-    first = await bench.route(8000)
+async def test_an_ended_request_is_removed_and_updates_the_prediction() -> None:
+    harness = AdaptiveHarness(instance("a"), instance("b"))
+    first = await harness.route(8000)
     first.on_first_token()
     first.emitted = 40
     first.end()
     assert first.worker.pending_prefill_tokens == 0
-    predicted = bench.policy.balancer.prediction_model.predict_request_load(request(8000))
+    predicted = harness.policy.balancer.prediction_model.predict_request_load(request(8000))
     assert predicted.output_tokens == 40
 
 
-async def test_the_bigger_memory_gets_more() -> None:
+async def test_a_worker_with_more_memory_gets_more_requests() -> None:
     small = ENGINE | {"num_blocks": 1024}
-    bench = Bench(instance("big"), instance("small", engine=small))
+    harness = AdaptiveHarness(instance("big"), instance("small", engine=small))
     rng = Random(1)
-    placed = [await bench.route(rng.randrange(500, 4000)) for _ in range(40)]
-    for one in placed:
-        one.on_first_token()
-    went = Counter(one.worker.name for one in placed)
-    assert went["big"] > 1.5 * went["small"] > 0
+    placed = [await harness.route(rng.randrange(500, 4000)) for _ in range(40)]
+    for placement in placed:
+        placement.on_first_token()
+    counts = Counter(placement.worker.name for placement in placed)
+    assert counts["big"] > 1.5 * counts["small"] > 0
 
 
-async def test_labels_and_tried_ones_are_respected() -> None:
+async def test_labels_and_tried_workers_are_respected() -> None:
     labelled: dict[str, Any] = {LABELS_KEY: {"zone": "east"}}
-    bench = Bench(instance("a", **labelled), instance("b"))
+    harness = AdaptiveHarness(instance("a", **labelled), instance("b"))
     context = Context("r", metadata={LABELS_KEY: "zone=east"})
-    assert {(await bench.route(context=context)).worker.name for _ in range(4)} == {"a"}
-    bench.workers.leave("a")
+    assert {(await harness.route(context=context)).worker.name for _ in range(4)} == {"a"}
+    harness.client.leave("a")
     with pytest.raises(NoWorkers, match="no worker"):
-        await bench.policy.choose(request(10), CONTEXT, frozenset({"b"}))
+        await harness.policy.choose(request(10), CONTEXT, frozenset({"b"}))

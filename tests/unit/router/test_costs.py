@@ -1,4 +1,4 @@
-"""What each cost makes of the workers."""
+"""The costs of workers that differ in cache, load and memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HASHES = list(range(1, PROMPT // BLOCK + 1))
 
 
 def seed_example(cluster: FakeCluster) -> str:
-    """The picture of seed 001: matches of 5, 50 and 75 %, loads of 30, 50 and 80 %. Load: the share
-    of a step's tokens, and of the memory, that is taken."""
+    """Return the cheapest worker of seed 001's example: overlaps of 5, 50 and 75 %, loads of 30, 50
+    and 80 % of a step's tokens and of the memory."""
     for name, match, load in (("a", 0.05, 0.3), ("b", 0.5, 0.5), ("c", 0.75, 0.8)):
         cluster.view.caches[name] = set(HASHES[: int(match * len(HASHES))])
         cluster.add_prefill(name, int(load * STEP))
-        told = Load(active_blocks=int(load * 1000), total_blocks=1000)
-        cluster.worker_states.on_load_report(name, told, cluster.now)
+        load_report = Load(active_blocks=int(load * 1000), total_blocks=1000)
+        cluster.worker_states.on_load_report(name, load_report, cluster.now)
     row = cluster.make_request(PROMPT, HASHES)
     row.overlaps = cluster.view.find_overlaps(HASHES)
     costs = cluster.solver.cost.build_matrix(cluster.worker_states.workers, cluster.now).row(row)
@@ -50,29 +50,31 @@ def test_a_cost_is_the_sum_of_its_terms(name: str) -> None:
     cluster.route(3000, HASHES[:180])
     first = cluster.route(5000, HASHES[:300])
     cluster.add_prefill(first, 400)
-    arrival = cluster.make_request(PROMPT, HASHES)
-    arrival.overlaps = cluster.view.find_overlaps(HASHES)
-    cost, books = cluster.solver.cost, cluster.worker_states.workers
-    row = cost.build_matrix(books, cluster.now).row(arrival)
-    for book, one in zip(books, row, strict=True):
-        assert one == pytest.approx(sum(cost.terms(arrival, book, cluster.now).values()))
-        assert one == pytest.approx(cost.cost(arrival, book, cluster.now))
+    request = cluster.make_request(PROMPT, HASHES)
+    request.overlaps = cluster.view.find_overlaps(HASHES)
+    cost, workers = cluster.solver.cost, cluster.worker_states.workers
+    row = cost.build_matrix(workers, cluster.now).row(request)
+    for worker, cost_at_worker in zip(workers, row, strict=True):
+        assert cost_at_worker == pytest.approx(
+            sum(cost.terms(request, worker, cluster.now).values())
+        )
+        assert cost_at_worker == pytest.approx(cost.cost(request, worker, cluster.now))
 
 
-def test_block_cost_counts_blocks_that_are_shared_once() -> None:
+def test_block_cost_counts_shared_blocks_once() -> None:
     cluster = FakeCluster(1, BlockCost())
     cluster.route(64, [1, 2, 3, 4])
-    (book,) = cluster.worker_states.workers
+    (worker,) = cluster.worker_states.workers
     again = cluster.make_request(64, [1, 2, 3, 9])
     again.overlaps = {"a": 3}
-    terms = cluster.solver.cost.terms(again, book, cluster.now)
+    terms = cluster.solver.cost.terms(again, worker, cluster.now)
     assert terms == {"prefill_blocks": (64 + 16) / BLOCK, "decode_blocks": 4 + 1}
 
 
-def test_block_cost_forgets_what_ended() -> None:
+def test_block_cost_drops_the_blocks_of_ended_requests() -> None:
     cluster = FakeCluster(1, BlockCost())
-    arrival = cluster.submit(64, [1, 2, 3, 4])
-    active = cluster.place()[arrival.id]
+    request = cluster.submit(64, [1, 2, 3, 4])
+    active = cluster.place()[request.id]
     cluster.solver.on_first_token(active, cluster.now)
     cluster.solver.on_ended(active, cluster.now)
     other = cluster.make_request(32, [7, 8])
@@ -80,7 +82,7 @@ def test_block_cost_forgets_what_ended() -> None:
     assert terms == {"prefill_blocks": 2, "decode_blocks": 2}
 
 
-def test_weights_of_the_composite_come_from_the_settings() -> None:
+def test_composite_weights_come_from_the_settings() -> None:
     only_memory = RoutingStrategySettings(
         cache_hit_weight=0, load_weight=0, latency_weight=0, memory_weight=1
     )
@@ -91,7 +93,7 @@ def test_weights_of_the_composite_come_from_the_settings() -> None:
     assert cluster.route(64) == "b"
 
 
-def test_affinity_stays_home_until_the_queue_is_long() -> None:
+def test_affinity_prefers_the_cached_prefix_until_the_queue_is_long() -> None:
     cluster = FakeCluster(2, AffinityCost())
     cluster.view.caches["a"] = set(HASHES[:6])
     assert cluster.route(160, HASHES[:10]) == "a"
@@ -101,14 +103,14 @@ def test_affinity_stays_home_until_the_queue_is_long() -> None:
     assert cluster.route(160, HASHES[:10]) == "b"
 
 
-def test_affinity_takes_a_shared_beginning_for_no_home() -> None:
+def test_affinity_ignores_overlaps_of_less_than_half() -> None:
     cluster = FakeCluster(2, AffinityCost())
     cluster.view.caches["a"] = set(HASHES[:2])
     cluster.add_prefill("a", 100)
     assert cluster.route(160, HASHES[:10]) == "b"
 
 
-def test_young_answers_are_spared() -> None:
+def test_a_worker_with_young_answers_costs_more() -> None:
     cluster = FakeCluster(2)
     young, old = cluster.add_prefill("a", 100), cluster.add_prefill("b", 100)
     for active, emitted in ((young, 1), (old, 900)):
@@ -118,14 +120,14 @@ def test_young_answers_are_spared() -> None:
     assert cluster.route(2_000) == "b"
 
 
-def test_common_blocks() -> None:
+def test_common_prefix_blocks() -> None:
     assert common_prefix_blocks([1, 2, 3], [1, 2, 9, 4]) == 2
     assert common_prefix_blocks([], [1]) == 0
     assert common_prefix_blocks([1, 2], [1, 2]) == 2
 
 
-def test_block_cost_takes_the_lower_however_near() -> None:
-    """By predicted time two workers that are nearly equal are taken by chance."""
+def test_block_cost_has_no_tie_tolerance() -> None:
+    """With the default tolerance the two workers are tied."""
     cluster = FakeCluster(2, BlockCost(), seed=3)
     cluster.add_prefill("a", 100_016)
     cluster.add_prefill("b", 100_000)

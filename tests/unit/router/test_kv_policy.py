@@ -59,8 +59,8 @@ REQUEST = GenerateRequest("r1", "tiny", IDS.tobytes(), SamplingParams(), StopCon
 CONTEXT = Context(request_id="r1")
 
 
-class Read(Reply):
-    """Keeps what comes; `worker`: who answered."""
+class RecordingReply(Reply):
+    """Record the tokens and the worker that answered."""
 
     def __init__(self) -> None:
         self.worker = ""
@@ -77,7 +77,7 @@ class Read(Reply):
         pass
 
 
-class Heard(Observer):
+class RecordingObserver(Observer):
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.outcomes: list[Outcome] = []
@@ -90,9 +90,12 @@ class Heard(Observer):
 
 
 async def serve(
-    runtime: DistributedRuntime, held: Sequence[int] = (), rank: int | None = None, **about: Any
+    runtime: DistributedRuntime,
+    cached: Sequence[int] = (),
+    rank: int | None = None,
+    **capabilities: Any,
 ) -> str:
-    """A worker that answers three tokens, and tells that it (or a rank of it) holds `held`."""
+    """Serve a worker that answers three tokens; it, or its `rank`, publishes `cached` blocks."""
 
     async def generate(payload: bytes, out: ResponseWriter) -> None:
         decode_request(payload)
@@ -104,13 +107,13 @@ async def serve(
 
     name = worker_name(runtime.instance_id, rank)
     source = await runtime.events.open_source("dynamo.worker.kv_events", name)
-    if held:
-        source.publish(msgspec.msgpack.encode([BlocksStored(0, tuple(held))]))
-    await runtime.endpoint(ENDPOINT).serve(generate, capabilities={"engine": ENGINE} | about)
+    if cached:
+        source.publish(msgspec.msgpack.encode([BlocksStored(0, tuple(cached))]))
+    await runtime.endpoint(ENDPOINT).serve(generate, capabilities={"engine": ENGINE} | capabilities)
     return runtime.instance_id
 
 
-async def policy_of(runtime: DistributedRuntime, workers: int) -> tuple[Client, KvPolicy]:
+async def open_kv_policy(runtime: DistributedRuntime, workers: int) -> tuple[Client, KvPolicy]:
     client = await runtime.endpoint(ENDPOINT).client()
     if workers:
         await client.wait_for_instances(workers)
@@ -123,17 +126,17 @@ async def policy_of(runtime: DistributedRuntime, workers: int) -> tuple[Client, 
     return client, policy
 
 
-async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> None:
+async def test_a_request_goes_to_the_worker_that_holds_its_prompt(open_runtime: Open) -> None:
     await serve(await open_runtime())
     holder = await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
-    client, policy = await policy_of(await open_runtime(), 2)
+    client, policy = await open_kv_policy(await open_runtime(), 2)
     while not policy.solver.view.find_overlaps(block_hashes(REQUEST.token_ids)):
         await asyncio.sleep(0)
-    heard = Heard()
-    send = send_through(client, policy, observers=[heard])
-    await send(REQUEST, CONTEXT, read := Read())
-    assert (read.worker, read.ids) == (holder, [1, 2, 3])
-    (decision,), (outcome,) = heard.decisions, heard.outcomes
+    observer = RecordingObserver()
+    send = send_through(client, policy, observers=[observer])
+    await send(REQUEST, CONTEXT, reply := RecordingReply())
+    assert (reply.worker, reply.ids) == (holder, [1, 2, 3])
+    (decision,), (outcome,) = observer.decisions, observer.outcomes
     assert (decision.overlap_blocks, decision.prompt_blocks, decision.view) == (10, 10, "exact")
     assert (outcome.cached_tokens, outcome.prompt_tokens, outcome.output_tokens) == (16, 160, 3)
     assert outcome.ok
@@ -142,40 +145,42 @@ async def test_a_request_goes_to_who_holds_its_prompt(open_runtime: Open) -> Non
     await policy.close()
 
 
-async def test_nothing_is_expected_of_who_has_no_prefix_cache(open_runtime: Open) -> None:
+async def test_no_overlap_is_expected_without_a_prefix_cache(open_runtime: Open) -> None:
     engine = make_mock_engine_info(EngineSettings(prefix_caching=False), context_tokens=4096)
     name = await serve(await open_runtime(), engine=msgspec.to_builtins(engine))
-    client, policy = await policy_of(await open_runtime(), 1)
-    heard = Heard()
-    send = send_through(client, policy, observers=[heard])
+    client, policy = await open_kv_policy(await open_runtime(), 1)
+    observer = RecordingObserver()
+    send = send_through(client, policy, observers=[observer])
     for _ in range(2):
-        await send(REQUEST, CONTEXT, Read())
-    assert [(one.overlap_blocks, one.view) for one in heard.decisions] == [(0, NO_PREFIX_CACHE)] * 2
-    assert "no prefix cache" in describe_decision(heard.decisions[1])
+        await send(REQUEST, CONTEXT, RecordingReply())
+    assert [(decision.overlap_blocks, decision.view) for decision in observer.decisions] == [
+        (0, NO_PREFIX_CACHE)
+    ] * 2
+    assert "no prefix cache" in describe_decision(observer.decisions[1])
     assert policy.solver.view.get_mode(name) == NO_PREFIX_CACHE
     await policy.close()
 
 
-async def test_load_reports_come_into_the_books(open_runtime: Open) -> None:
+async def test_load_reports_reach_the_worker_states(open_runtime: Open) -> None:
     worker = await open_runtime()
     name = await serve(worker)
     router = await open_runtime()
-    _, policy = await policy_of(router, 1)
+    _, policy = await open_kv_policy(router, 1)
     loads = LoadView(router.clock)
     loads.add_listener(policy.solver.worker_states.on_load_report)
     await loads.subscribe(router.events, "dynamo.worker")
     source = await worker.events.open_source("dynamo.worker.load_metrics", name)
     source.publish(msgspec.msgpack.encode(Load(active_blocks=3, total_blocks=4)))
-    book = policy.solver.worker_states[name]
-    while book.load is None:
+    worker_state = policy.solver.worker_states[name]
+    while worker_state.load is None:
         await asyncio.sleep(0)
-    assert book.kv_cache_usage() == 0.75
+    assert worker_state.kv_cache_usage() == 0.75
     loads.close()
     await policy.close()
 
 
-async def test_without_workers_and_after_them(open_runtime: Open) -> None:
-    client, policy = await policy_of(await open_runtime(), 0)
+async def test_choose_raises_without_an_untried_worker(open_runtime: Open) -> None:
+    client, policy = await open_kv_policy(await open_runtime(), 0)
     with pytest.raises(NoWorkers, match="no worker"):
         await policy.choose(REQUEST, CONTEXT, frozenset())
     await serve(await open_runtime())
@@ -186,23 +191,23 @@ async def test_without_workers_and_after_them(open_runtime: Open) -> None:
     await policy.close()
 
 
-async def test_a_choice_that_nobody_waits_for_takes_no_place(open_runtime: Open) -> None:
+async def test_a_cancelled_choice_leaves_no_active_request(open_runtime: Open) -> None:
     await serve(await open_runtime())
-    _, policy = await policy_of(await open_runtime(), 1)
+    _, policy = await open_kv_policy(await open_runtime(), 1)
     async with BackgroundTasks() as tasks:
         choosing = tasks.start(policy.choose(REQUEST, CONTEXT, frozenset()))
         await asyncio.sleep(0)
         choosing.cancel()
         await asyncio.wait([choosing])
     assert len(policy.solver) == 0
-    assert not any(book.active for book in policy.solver.worker_states.workers)
+    assert not any(worker_state.active for worker_state in policy.solver.worker_states.workers)
     await policy.close()
 
 
-async def test_arrivals_of_one_turn_spread(open_runtime: Open) -> None:
+async def test_requests_of_one_turn_spread(open_runtime: Open) -> None:
     for _ in range(3):
         await serve(await open_runtime())
-    _, policy = await policy_of(await open_runtime(), 3)
+    _, policy = await open_kv_policy(await open_runtime(), 3)
     requests = [
         replace(REQUEST, token_ids=array("I", [number] * 1600).tobytes()) for number in range(3)
     ]
@@ -216,46 +221,46 @@ async def test_arrivals_of_one_turn_spread(open_runtime: Open) -> None:
     await policy.close()
 
 
-async def test_labels_are_kept(open_runtime: Open) -> None:
+async def test_labels_are_respected(open_runtime: Open) -> None:
     await serve(await open_runtime(), block_hashes(REQUEST.token_ids))
     labelled: Any = {LABELS_KEY: {"zone": "b"}}
     other = await serve(await open_runtime(), **labelled)
-    _, policy = await policy_of(await open_runtime(), 2)
-    about = Context("r2", metadata={LABELS_KEY: "zone=b"})
-    decision = await policy.choose(REQUEST, about, frozenset())
+    _, policy = await open_kv_policy(await open_runtime(), 2)
+    context = Context("r2", metadata={LABELS_KEY: "zone=b"})
+    decision = await policy.choose(REQUEST, context, frozenset())
     assert decision.instance.id == other
     await policy.close()
 
 
-class Heeding(WorkerSelector):
-    """Takes the first, and notes what was asked for."""
+class RecordingSelector(WorkerSelector):
+    """Choose the first worker and record the constraints."""
 
-    asked: ClassVar[list[Mapping[str, str]]] = []
+    constraints: ClassVar[list[Mapping[str, str]]] = []
 
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Mapping[str, str]
     ) -> str:
-        self.asked.append(constraints)
+        self.constraints.append(constraints)
         return next(iter(worker_scores))
 
 
-async def test_a_selector_hears_what_the_request_asks_for(
+async def test_a_selector_receives_the_constraints_of_the_request(
     open_runtime: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = SimpleNamespace(name="heeding", load=lambda: Heeding)
+    point = SimpleNamespace(name="recording", load=lambda: RecordingSelector)
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
     labelled: Any = {LABELS_KEY: {"zone": "b", "gpu": "x"}}
     await serve(await open_runtime(), **labelled)
     runtime = await open_runtime()
     client = await runtime.endpoint(ENDPOINT).client()
     await client.wait_for_instances(1)
-    settings = replace(runtime.settings.router, selector="heeding")
+    settings = replace(runtime.settings.router, selector="recording")
     policy = await open_policy(
         PolicyInputs(settings, client, runtime.events, runtime.clock, block_tokens=16)
     )
     for labels in ({}, {LABELS_KEY: "zone=b, gpu=x"}):
         await policy.choose(REQUEST, Context("r2", metadata=labels), frozenset())
-    assert Heeding.asked == [{}, {"zone": "b", "gpu": "x"}]
+    assert RecordingSelector.constraints == [{}, {"zone": "b", "gpu": "x"}]
     await policy.close()
 
 
@@ -277,7 +282,7 @@ async def test_kv_router_as_a_library(open_runtime: Open) -> None:
             await router.route_request(SchedulingRequest(prompt="hello"))
 
 
-async def test_kv_router_knows_ranks(open_runtime: Open) -> None:
+async def test_kv_router_routes_to_ranks(open_runtime: Open) -> None:
     await serve(await open_runtime())
     serving = await open_runtime()
     ranked: Any = {"engine": ENGINE | {"data_parallel": 2}}
@@ -300,7 +305,7 @@ async def test_kv_router_knows_ranks(open_runtime: Open) -> None:
         assert (result.worker.id, result.rank, result.cache_hit_ratio) == (holder, 1, 0.5)
 
 
-async def test_kv_router_goes_to_the_rank_that_is_less_busy(open_runtime: Open) -> None:
+async def test_kv_router_prefers_the_less_busy_rank(open_runtime: Open) -> None:
     serving = await open_runtime()
     holder = await serve(serving, engine=ENGINE | {"data_parallel": 2})
     loads = await serving.events.open_source("dynamo.worker.load_metrics", holder)
@@ -311,4 +316,4 @@ async def test_kv_router_goes_to_the_rank_that_is_less_busy(open_runtime: Open) 
         while not router.worker_status(f"{holder}/0").cpu_utilization:
             await asyncio.sleep(0)
         chosen = [await router.route_request(SchedulingRequest(token_ids=[0] * 8)) for _ in "1234"]
-        assert {(one.worker.id, one.rank) for one in chosen} == {(holder, 1)}
+        assert {(result.worker.id, result.rank) for result in chosen} == {(holder, 1)}

@@ -1,4 +1,4 @@
-"""How one worker is taken, and only those that a request allows."""
+"""Selectors: the choice of one scored worker within a request's constraints."""
 
 from __future__ import annotations
 
@@ -34,62 +34,62 @@ SCORES = {
 }
 
 
-def picked(strategy: SelectionStrategy, temperature: float = 1.0) -> Counter[str]:
+def count_selections(strategy: SelectionStrategy, temperature: float = 1.0) -> Counter[str]:
     selector = DefaultWorkerSelector(strategy, temperature=temperature, rng=Random(1))
     return Counter(selector.select_worker(SCORES, {}) for _ in range(300))
 
 
 def test_the_highest_score_wins() -> None:
-    assert picked(SelectionStrategy.HighestScore) == {"b": 300}
+    assert count_selections(SelectionStrategy.HighestScore) == {"b": 300}
 
 
-def test_chances_follow_the_scores() -> None:
-    seen = picked(SelectionStrategy.WeightedRandom)
+def test_weighted_random_follows_the_scores() -> None:
+    seen = count_selections(SelectionStrategy.WeightedRandom)
     assert seen["b"] > seen["c"] > seen["a"] > 0
-    assert picked(SelectionStrategy.WeightedRandom, temperature=0) == {"b": 300}
+    assert count_selections(SelectionStrategy.WeightedRandom, temperature=0) == {"b": 300}
 
 
-def test_load_balanced_takes_the_least_loaded_of_the_best() -> None:
-    assert picked(SelectionStrategy.LoadBalanced) == {"c": 300}
+def test_load_balanced_selects_the_least_loaded_of_the_best() -> None:
+    assert count_selections(SelectionStrategy.LoadBalanced) == {"c": 300}
 
 
 @pytest.mark.parametrize("strategy", SelectionStrategy)
-def test_constraints_are_kept(strategy: SelectionStrategy) -> None:
+def test_constraints_are_respected(strategy: SelectionStrategy) -> None:
     selector = DefaultWorkerSelector(strategy, rng=Random(1))
     assert selector.select_worker(SCORES, {"zone": "east"}) == "a"
     with pytest.raises(RouterError.NoAvailableWorker):
         selector.select_worker(SCORES, {"zone": "north"})
 
 
-def test_negative_scores_win_too() -> None:
+def test_the_highest_negative_score_wins() -> None:
     selector = DefaultWorkerSelector(rng=Random(1))
     assert selector.select_worker({"a": WorkerScore(-3.0), "b": WorkerScore(-2.0)}, {}) == "b"
 
 
-class Last(WorkerSelector):
+class LastSelector(WorkerSelector):
     def select_worker(
         self, worker_scores: Mapping[str, WorkerScore], constraints: Mapping[str, str]
     ) -> str:
         return max(worker_scores)
 
 
-class Point:
+class FakeEntryPoint:
     value = "package:selector"
     name = "last"
 
     def load(self) -> type[WorkerSelector]:
-        return Last
+        return LastSelector
 
 
-def test_a_selector_of_ones_own_comes_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [Point()])
+def test_an_entry_point_provides_a_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [FakeEntryPoint()])
     selector = make_selector("last", 1.0, Random(1))
     cluster = FakeCluster(4, select=adapt_selector(selector))
     assert cluster.route(100) == "d"
 
 
-class Failing(WorkerSelector):
-    """Answers `answer`, or raises it."""
+class FailingSelector(WorkerSelector):
+    """Return `answer`, or raise it."""
 
     def __init__(self, answer: str | Exception) -> None:
         self.answer = answer
@@ -102,11 +102,11 @@ class Failing(WorkerSelector):
         return self.answer
 
 
-@pytest.mark.parametrize("answer", ["nobody", ZeroDivisionError("a bug")])
+@pytest.mark.parametrize("answer", ["unknown", ZeroDivisionError("a bug")])
 def test_while_a_selector_fails_the_best_score_wins(
     answer: str | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    selector = Failing(answer)
+    selector = FailingSelector(answer)
     cluster = FakeCluster(4, select=adapt_selector(selector))
     cluster.view.caches["c"] = set(range(1, 101))
     assert [cluster.route(1_600, list(range(1, 101))) for _ in range(2)] == ["c", "c"]
@@ -117,15 +117,17 @@ def test_while_a_selector_fails_the_best_score_wins(
 
 def test_a_selector_may_refuse_a_request() -> None:
     error = RouterError.NoAvailableWorker("none will do")
-    cluster = FakeCluster(2, select=adapt_selector(Failing(error)))
+    cluster = FakeCluster(2, select=adapt_selector(FailingSelector(error)))
     refused = [cluster.submit(100), cluster.submit(200)]
     assert cluster.place() == {}
-    assert cluster.solver.pop_rejected() == [(one, error) for one in refused]
+    assert cluster.solver.pop_rejected() == [(request, error) for request in refused]
     assert not len(cluster.solver)
 
 
-def test_a_selector_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(Point):
+def test_a_selector_that_cannot_be_imported_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken(FakeEntryPoint):
         def load(self) -> type[WorkerSelector]:
             raise ImportError("no module")
 
@@ -134,12 +136,12 @@ def test_a_selector_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch)
         make_selector("last", 1.0, Random(1))
 
 
-def test_a_selector_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="nobody"):
-        make_selector("nobody", 1.0, Random(1))
+def test_an_unknown_selector_is_named() -> None:
+    with pytest.raises(ConfigError, match="unknown"):
+        make_selector("unknown", 1.0, Random(1))
 
 
-def test_labels() -> None:
+def test_label_constraints_exclude_workers() -> None:
     assert parse_labels("zone=a, gpu = h100,fast") == {"zone": "a", "gpu": "h100", "fast": "true"}
     workers = {"a": instance("a", **{LABELS_KEY: {"zone": "x"}}), "b": instance("b")}
     assert excluded_workers(workers, Context("r")) == frozenset()
@@ -148,8 +150,8 @@ def test_labels() -> None:
         excluded_workers(workers, Context("r", metadata={LABELS_KEY: "zone=y"}))
 
 
-def test_the_seeds_score_of_its_example() -> None:
-    """Matches of 5, 50, 75 %, loads of 30, 50, 80 %, equal latency, memory as the load leaves it."""
+def test_the_score_of_the_seeds_example() -> None:
+    """Overlaps of 5, 50, 75 %, loads of 30, 50, 80 %, equal latency, free memory = 1 - load."""
     scores = {
         name: worker_score(
             hit, WorkerStatus(load, 0.01, 1.0 - load), PerformanceRequirements(), CostWeights()

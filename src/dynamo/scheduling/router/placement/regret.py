@@ -56,8 +56,8 @@ class RegretRow:
 
 class RegretStep:
     """A window of requests; the one with the largest regret is placed first. Queued requests differ
-    between workers by load alone. They stand in a queue, longest prompt first: only its head has a
-    row and competes with the others."""
+    between workers by load alone: longest prompt first, and only the head of the queue has a row
+    and competes with the others."""
 
     def __init__(
         self,

@@ -50,8 +50,8 @@ ROUTER_FAILURES = (
 
 class RemotePolicy(Policy):
     """Query the routers behind `routers`, a client of the endpoint CHOOSE_ENDPOINT. `replicas`
-    publishes every request to all routers. They know of it whichever process chose, and forget it
-    when this process dies."""
+    publishes every request to all routers. Routers know of it whichever process chose, and forget
+    it when this process dies."""
 
     def __init__(
         self,

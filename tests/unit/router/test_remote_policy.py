@@ -1,4 +1,4 @@
-"""How often a frontend tells that its router is away, and back."""
+"""The log lines of a frontend about the availability of its routers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dynamo.scheduling.router.policies.remote import MIN_LOG_INTERVAL_S, RemoteP
 ANY = cast("Any", None)
 
 
-class Hand(SystemClock):
-    """Whose time somebody sets."""
+class ManualClock(SystemClock):
+    """A clock that the test moves."""
 
     now_s = 0.0
 
@@ -21,18 +21,18 @@ class Hand(SystemClock):
         return self.now_s
 
 
-def test_a_router_that_comes_and_goes_is_told_of_twice_a_second_at_most(
+def test_availability_is_logged_at_most_twice_a_second(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "dynamo.scheduling")
-    clock = Hand()
+    clock = ManualClock()
     policy = RemotePolicy(ANY, ANY, ANY, ANY, clock, block_tokens=16)
-    for asked in (True, False, True, False, True, False):
-        policy._log_availability(asked)
+    for available in (True, False, True, False, True, False):
+        policy._log_availability(available)
     clock.now_s += MIN_LOG_INTERVAL_S
     policy._log_availability(False)
     policy._log_availability(True)
-    assert [(one.levelname, one.message) for one in caplog.records] == [
+    assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "no router answers: choosing workers in this process"),
         ("INFO", "a router answers again"),
     ]

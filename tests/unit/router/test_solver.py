@@ -1,4 +1,4 @@
-"""Who goes where, who waits, and that nothing herds."""
+"""The placement solver: choice of worker, holding, and the spread of bursts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dynamo.scheduling.router.worker_state import WorkerState
 HASHES = list(range(1, 501))
 
 
-def test_a_prompt_goes_to_who_holds_it() -> None:
+def test_a_prompt_goes_to_the_worker_that_holds_it() -> None:
     cluster = FakeCluster(4)
     cluster.view.caches["c"] = set(HASHES[:400])
     assert cluster.route(8_000, HASHES) == "c"
 
 
-def test_equals_are_chosen_by_chance() -> None:
+def test_ties_are_broken_at_random() -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):
         seen[FakeCluster(4, seed=seed).route(100)] += 1
@@ -33,17 +33,17 @@ def test_equals_are_chosen_by_chance() -> None:
 
 def test_a_burst_of_one_prompt_shares_its_prefix() -> None:
     cluster = FakeCluster(4)
-    arrivals = [cluster.submit(8_020, HASHES) for _ in range(3)]
+    requests = [cluster.submit(8_020, HASHES) for _ in range(3)]
     (first,) = cluster.place().values()
     cluster.now += 0.2
     cluster.solver.on_first_token(first, cluster.now)
     cluster.place()
     assert len(set(cluster.view.routes)) == 1
-    assert len(cluster.view.routes) == len(arrivals)
+    assert len(cluster.view.routes) == len(requests)
 
 
-def test_who_is_late_is_not_taken_for_free() -> None:
-    """A worker that takes longer than was predicted is still at it."""
+def test_a_late_worker_does_not_count_as_free() -> None:
+    """A prefill that takes longer than predicted is still pending."""
     cluster = FakeCluster(2)
     cluster.view.caches["a"] = set(HASHES[:10])
     cluster.add_prefill("a", 800)
@@ -59,88 +59,91 @@ def test_a_hot_prefix_spreads_when_its_holder_saturates() -> None:
     for _ in range(200):
         cluster.place()
         cluster.now += 0.05
-        for book in cluster.worker_states.workers:
-            if book.pending_prefills and book.prefill_free_s <= cluster.now:
-                for active in [one for one in book.active.values() if one.first_token_s is None]:
+        for worker in cluster.worker_states.workers:
+            if worker.pending_prefills and worker.prefill_free_s <= cluster.now:
+                for active in [
+                    placed for placed in worker.active.values() if placed.first_token_s is None
+                ]:
                     cluster.solver.on_first_token(active, cluster.now)
     per_worker = Counter(cluster.view.routes)
     assert len(per_worker) == 4
     assert max(per_worker.values()) <= 30
 
 
-def test_regret_goes_first() -> None:
-    """Both want a; the one that has a second home gives way, though it came first."""
+def test_the_request_with_more_regret_is_placed_first() -> None:
+    """Both prefer a. The first request gives way, since b holds most of its prompt too."""
     cluster = FakeCluster(2)
     cluster.view.caches["a"] = set(HASHES)
     cluster.view.caches["b"] = set(HASHES[:450])
     own = list(range(900, 1_900))
     cluster.view.caches["a"] |= set(own[:500])
     flexible = cluster.submit(8_016, HASHES)
-    bound = cluster.submit(16_000, own)
+    committed = cluster.submit(16_000, own)
     placed = cluster.solver.place(cluster.now)
-    assert [one.request for one in placed] == [bound, flexible]
-    assert [one.placed.worker.name for one in placed] == ["a", "b"]
+    assert [result.request for result in placed] == [committed, flexible]
+    assert [result.placed.worker.name for result in placed] == ["a", "b"]
 
 
-def test_a_request_waits_for_a_worker_that_is_nearly_free() -> None:
+def test_a_request_is_held_for_a_nearly_free_worker() -> None:
     cluster = FakeCluster(1)
     busy = cluster.add_prefill("a", 8_000)
-    arrival = cluster.submit(100)
+    request = cluster.submit(100)
     assert cluster.place() == {}
     due = cluster.solver.next_run_s(cluster.now)
     assert due is not None
     assert cluster.now < due < cluster.worker_states["a"].prefill_free_s
     cluster.solver.on_first_token(busy, cluster.now + 0.01)
-    assert arrival.id in cluster.place()
+    assert request.id in cluster.place()
 
 
-def test_nobody_waits_longer_than_the_patience() -> None:
+def test_no_request_is_held_longer_than_max_hold_s() -> None:
     cluster = FakeCluster(1, hold_limits=HoldLimits(max_hold_s=0.5))
     cluster.add_prefill("a", 100_000)
-    arrival = cluster.submit(100)
+    request = cluster.submit(100)
     assert cluster.place() == {}
     cluster.now += 0.5
-    assert arrival.id in cluster.place()
+    assert request.id in cluster.place()
 
 
-def test_barred_workers_are_left_out() -> None:
+def test_excluded_workers_are_not_chosen() -> None:
     cluster = FakeCluster(3)
     cluster.view.caches["a"] = set(HASHES)
     assert cluster.route(8_000, HASHES, excluded=frozenset("ab")) == "c"
 
 
-def test_who_has_no_worker_left_is_told() -> None:
+def test_a_request_without_a_worker_is_unplaceable() -> None:
     cluster = FakeCluster(2)
-    lost = cluster.submit(100, excluded=frozenset("ab"))
-    kept = cluster.submit(100, excluded=frozenset("a"))
-    assert cluster.solver.pop_unplaceable() == [lost]
-    assert kept.id in cluster.place()
+    unplaceable = cluster.submit(100, excluded=frozenset("ab"))
+    kept_request = cluster.submit(100, excluded=frozenset("a"))
+    assert cluster.solver.pop_unplaceable() == [unplaceable]
+    assert kept_request.id in cluster.place()
 
 
-def test_ends_without_a_first_token_settle_too() -> None:
+def test_an_end_without_a_first_token_ends_the_prefill() -> None:
     cluster = FakeCluster(1)
-    arrival = cluster.submit(100, HASHES[:6])
-    active = cluster.place()[arrival.id]
+    request = cluster.submit(100, HASHES[:6])
+    active = cluster.place()[request.id]
     assert cluster.view.open_prefills == 1
     cluster.solver.on_ended(active, cluster.now)
     cluster.solver.on_ended(active, cluster.now)
-    book = cluster.worker_states["a"]
-    assert (book.pending_prefills, book.pending_prefill_tokens, len(book.active)) == (0, 0, 0)
+    worker = cluster.worker_states["a"]
+    assert (worker.pending_prefills, worker.pending_prefill_tokens, len(worker.active)) == (0, 0, 0)
 
 
-def test_the_table_explains_the_choice() -> None:
+def test_the_cost_table_is_sorted_and_has_all_terms() -> None:
     cluster = FakeCluster(3)
     cluster.view.caches["b"] = set(HASHES[:50])
     cluster.submit(800, HASHES[:50])
     (placed,) = cluster.solver.place(cluster.now)
     best = placed.cost_table[0]
     assert (best.worker, best.overlap_blocks) == ("b", 50)
-    assert [one.cost for one in placed.cost_table] == sorted(one.cost for one in placed.cost_table)
+    costs = [candidate.cost for candidate in placed.cost_table]
+    assert costs == sorted(costs)
     assert set(best.terms) == {"queue", "prefill", "harm", "eviction"}
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
-def test_prompts_that_begin_alike_and_come_at_once_know_of_each_other(threshold: float) -> None:
+def test_simultaneous_prompts_with_a_common_prefix_go_to_one_worker(threshold: float) -> None:
     cluster = FakeCluster(4, AffinityCost(), threshold=threshold)
     for _ in range(8):
         cluster.submit(160, HASHES[:10])
@@ -148,7 +151,7 @@ def test_prompts_that_begin_alike_and_come_at_once_know_of_each_other(threshold:
     assert len(set(cluster.view.routes)) == 1
 
 
-def test_who_waited_is_placed_by_what_workers_hold_now() -> None:
+def test_a_held_request_is_placed_by_current_overlaps() -> None:
     cluster = FakeCluster(2, TtftCost(), threshold=1.0)
     busy = [cluster.add_prefill(name, 20_000) for name in cluster.names]
     cluster.submit(8_000, HASHES)
@@ -162,7 +165,7 @@ def test_who_waited_is_placed_by_what_workers_hold_now() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
-def test_who_waits_for_certain_workers_holds_up_nobody_else(threshold: float) -> None:
+def test_requests_for_busy_workers_do_not_block_others(threshold: float) -> None:
     cluster = FakeCluster(2, threshold=threshold)
     cluster.add_prefill("b", 60_000)
     for _ in range(3_000):
@@ -173,7 +176,7 @@ def test_who_waits_for_certain_workers_holds_up_nobody_else(threshold: float) ->
     assert cluster.view.routes == ["a", "a"]
 
 
-def test_a_round_looks_at_no_prompt_while_no_worker_is_nearly_free() -> None:
+def test_a_round_without_a_nearly_free_worker_computes_no_costs() -> None:
     cluster = FakeCluster(2, threshold=2.0)
     for name in cluster.names:
         cluster.add_prefill(name, 12_000)
@@ -185,7 +188,7 @@ def test_a_round_looks_at_no_prompt_while_no_worker_is_nearly_free() -> None:
     assert len(cluster.solver) == 100
 
 
-def test_who_has_just_come_is_not_held_up_by_many_who_would_rather_wait() -> None:
+def test_held_requests_do_not_block_a_new_request() -> None:
     cluster = FakeCluster(4)
     cluster.view.caches["a"] = set(range(1, 1_001))
     cluster.add_prefill("a", 6_000)
@@ -196,8 +199,8 @@ def test_who_has_just_come_is_not_held_up_by_many_who_would_rather_wait() -> Non
     assert cluster.route(100) in {"b", "c", "d"}
 
 
-class Counted(PredictedCostMatrix):
-    """Counts how often a prompt is priced."""
+class CountingMatrix(PredictedCostMatrix):
+    """Count the computed rows and column entries."""
 
     rows = 0
     updates = 0
@@ -211,17 +214,17 @@ class Counted(PredictedCostMatrix):
         return super().column(requests, at)
 
 
-class CountedCost(PredictedCost):
-    """`last`: of the last round."""
+class CountingCost(PredictedCost):
+    """A cost that keeps the matrix of the last round."""
 
-    last: Counted
+    last: CountingMatrix
 
-    def build_matrix(self, books: Sequence[WorkerState], now: float) -> Counted:
-        self.last = Counted(self, books, now)
+    def build_matrix(self, workers: Sequence[WorkerState], now: float) -> CountingMatrix:
+        self.last = CountingMatrix(self, workers, now)
         return self.last
 
 
-def test_short_prompts_fill_a_step_together_and_a_long_one_does_not() -> None:
+def test_short_prompts_share_a_step_and_long_ones_do_not() -> None:
     cluster = FakeCluster(1)
     for _ in range(30):
         cluster.add_prefill("a", 200)
@@ -233,8 +236,8 @@ def test_short_prompts_fill_a_step_together_and_a_long_one_does_not() -> None:
     assert cluster.worker_states["a"].backlog_ms(cluster.now) > 50
 
 
-def test_a_burst_of_short_prompts_that_nobody_holds_is_priced_once_each() -> None:
-    cost = CountedCost()
+def test_each_uncached_short_prompt_of_a_burst_gets_one_row() -> None:
+    cost = CountingCost()
     cluster = FakeCluster(4, cost)
     for number in range(12):
         cluster.submit(160, [1_000 * number + block for block in range(10)])
@@ -243,7 +246,7 @@ def test_a_burst_of_short_prompts_that_nobody_holds_is_priced_once_each() -> Non
     assert sorted(Counter(cluster.view.routes).values()) == [3, 3, 3, 3]
 
 
-def test_of_short_prompts_that_begin_alike_the_second_knows_of_the_first() -> None:
+def test_the_second_of_two_similar_short_prompts_sees_the_overlap() -> None:
     cluster = FakeCluster(4)
     for number in range(1, 6):
         cluster.submit(160 + number, [1_000 * number + block for block in range(10)])
@@ -253,8 +256,8 @@ def test_of_short_prompts_that_begin_alike_the_second_knows_of_the_first() -> No
     assert twins[0].overlaps == {first: 10}
 
 
-def test_who_stands_behind_one_that_would_rather_wait_is_not_priced() -> None:
-    cost = CountedCost()
+def test_requests_queued_behind_a_held_one_get_no_row() -> None:
+    cost = CountingCost()
     cluster = FakeCluster(2, cost)
     cluster.add_prefill("b", 2_000)
     cluster.now += 5
@@ -268,25 +271,27 @@ def test_who_stands_behind_one_that_would_rather_wait_is_not_priced() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_comes_goes_once_and_where_it_may(seed: int) -> None:
+def test_every_request_is_placed_once_on_an_allowed_worker(seed: int) -> None:
     rng = Random(seed)
     cluster = FakeCluster(3, seed=seed)
-    barred: dict[str, frozenset[str]] = {}
-    gone: list[str] = []
+    excluded_by_id: dict[str, frozenset[str]] = {}
+    placed_ids: list[str] = []
     for _ in range(60):
         for _ in range(rng.randrange(20)):
             tokens = rng.choice((20, 160, 900, 6_000))
             root = rng.choice((0, rng.randrange(1, 1_000))) * 1_000
-            out = rng.choice((frozenset(), frozenset(), frozenset(rng.choice("abc"))))
+            excluded = rng.choice((frozenset(), frozenset(), frozenset(rng.choice("abc"))))
             hashes = range(root, root + tokens // 16)
-            barred[cluster.submit(tokens, hashes, excluded=out).id] = out
+            excluded_by_id[cluster.submit(tokens, hashes, excluded=excluded).id] = excluded
         placed = cluster.place()
-        gone += placed
-        assert not any(active.worker.name in barred[name] for name, active in placed.items())
+        placed_ids += placed
+        assert not any(
+            active.worker.name in excluded_by_id[name] for name, active in placed.items()
+        )
         for active in list(placed.values())[::2]:
             cluster.solver.on_first_token(active, cluster.now)
         cluster.now += 0.02
     cluster.now += 10
     while placed := cluster.place():
-        gone += placed
-    assert sorted(gone) == sorted(barred)
+        placed_ids += placed
+    assert sorted(placed_ids) == sorted(excluded_by_id)

@@ -1,4 +1,4 @@
-"""Times are learnt from what workers did."""
+"""Latency models learn from the measured times of workers."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from dynamo.scheduling.router.latency_model import LatencyRegression, WorkerSlow
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 200.0])
-def test_a_line_is_found_from_noisy_observations(scale: float) -> None:
-    rng, line = Random(3), LatencyRegression(15.0, 0.02, 1_000.0)
+def test_the_regression_fits_noisy_observations(scale: float) -> None:
+    rng, regression = Random(3), LatencyRegression(15.0, 0.02, 1_000.0)
     for _ in range(400):
         x = rng.choice([200, 1_000, 5_000])
         true = scale * (10.0 + 0.03 * x)
-        line.observe(1.0, x, true * rng.uniform(0.8, 1.2))
-    assert line.base == pytest.approx(10.0 * scale, rel=0.35)
-    assert line.slope == pytest.approx(0.03 * scale, rel=0.15)
+        regression.observe(1.0, x, true * rng.uniform(0.8, 1.2))
+    assert regression.base == pytest.approx(10.0 * scale, rel=0.35)
+    assert regression.slope == pytest.approx(0.03 * scale, rel=0.15)
 
 
 def test_the_first_observation_sets_the_scale() -> None:
-    line = LatencyRegression(15.0, 0.02, 1_000.0)
-    line.observe(1.0, 1_000, 3_500.0)
-    assert line.predict(1.0, 1_000) == pytest.approx(3_500.0, rel=0.05)
+    regression = LatencyRegression(15.0, 0.02, 1_000.0)
+    regression.observe(1.0, 1_000, 3_500.0)
+    assert regression.predict(1.0, 1_000) == pytest.approx(3_500.0, rel=0.05)
 
 
-def test_a_stall_is_not_believed_in_full() -> None:
-    line = LatencyRegression(15.0, 0.02, 1_000.0)
+def test_an_outlier_is_clipped() -> None:
+    regression = LatencyRegression(15.0, 0.02, 1_000.0)
     for _ in range(50):
-        line.observe(1.0, 1_000, 35.0)
-    line.observe(1.0, 1_000, 35_000.0)
-    assert line.predict(1.0, 1_000) < 60
+        regression.observe(1.0, 1_000, 35.0)
+    regression.observe(1.0, 1_000, 35_000.0)
+    assert regression.predict(1.0, 1_000) < 60
 
 
-def test_a_slow_worker_is_found_out_and_chance_is_not() -> None:
+def test_the_slowdown_finds_a_slow_worker_but_not_noise() -> None:
     rng, slow, same = Random(5), WorkerSlowdown(), WorkerSlowdown()
     for _ in range(200):
         slow.observe(100.0, 200.0 * rng.uniform(0.9, 1.1))
@@ -44,8 +44,8 @@ def test_a_slow_worker_is_found_out_and_chance_is_not() -> None:
     assert same.factor == pytest.approx(1.0, abs=0.06)
 
 
-def test_times_follow_the_first_tokens() -> None:
-    """A worker that takes 10 ms and 2 ms a token (a CPU): predictions come true."""
+def test_predictions_follow_measured_first_tokens() -> None:
+    """A worker with 10 ms a step and 2 ms a token, like a CPU, is predicted within 10 %."""
     cluster, rng = FakeCluster(1), Random(2)
     for _ in range(60):
         tokens = rng.choice([100, 400, 900])
@@ -69,7 +69,7 @@ def test_prompts_of_one_step_are_one_observation() -> None:
     assert cluster.worker_states["a"].predict_prefill_ms(2_000) == pytest.approx(55, rel=0.1)
 
 
-def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
+def test_a_new_worker_shares_the_model_of_its_kind() -> None:
     cluster = FakeCluster(2)
     larger = instance("b", engine=ENGINE | {"num_blocks": 9_999})
     cluster.worker_states.update_instances({"a": instance("a")})
@@ -83,21 +83,21 @@ def test_a_new_worker_of_the_kind_starts_with_what_is_known() -> None:
     assert cluster.worker_states["b"].predict_prefill_ms(1_000) == pytest.approx(2_000, rel=0.2)
 
 
-def test_prompts_that_share_a_step_are_predicted_together() -> None:
-    """Little by little they would be far apart, and the router goes on to weigh them so."""
+def test_prompts_that_share_steps_are_predicted_together() -> None:
+    """The prediction for one prompt is much earlier than the sum of separate steps."""
     cluster = FakeCluster(1)
-    book = cluster.worker_states["a"]
+    worker = cluster.worker_states["a"]
     burst = [cluster.add_prefill("a", 100) for _ in range(20)]
     last_s = burst[-1].expected_first_token_s - cluster.now
     assert last_s == pytest.approx(
-        (book.predict_prefill_ms(1_900) + book.predict_prefill_ms(100)) * 1e-3
+        (worker.predict_prefill_ms(1_900) + worker.predict_prefill_ms(100)) * 1e-3
     )
-    assert last_s < (book.prefill_free_s - cluster.now) / 4
+    assert last_s < (worker.prefill_free_s - cluster.now) / 4
     alone = cluster.add_prefill("a", 20_000)
-    cluster.now = book.prefill_free_s - 0.01
+    cluster.now = worker.prefill_free_s - 0.01
     after = cluster.add_prefill("a", 100)
     assert (
         alone.expected_first_token_s
         < after.expected_first_token_s
-        < cluster.now + 0.01 + book.predict_prefill_ms(200) * 1e-3
+        < cluster.now + 0.01 + worker.predict_prefill_ms(200) * 1e-3
     )

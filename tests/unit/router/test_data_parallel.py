@@ -1,4 +1,4 @@
-"""Data-parallel ranks: books, caches and placements of their own, within one worker."""
+"""Data-parallel ranks: each has a worker state, a cache and placements of its own."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from dynamo.scheduling.router.costs.composite import CompositeCost
 from dynamo.scheduling.router.factory import PolicyInputs, open_policy
 from dynamo.scheduling.router.policies.kv import KvPolicy
 
-TWO = {"engine": ENGINE | {"data_parallel": 2}}
+TWO_RANKS = {"engine": ENGINE | {"data_parallel": 2}}
 
 
 def mock(**settings: int) -> BatchedEngine:
-    about = EngineSettings(kind="mock", **settings)
+    engine_settings = EngineSettings(kind="mock", **settings)
     return make_mock_engine(
-        about, range(100, 900), SystemClock(), context_tokens=4096, vocab_size=1000
+        engine_settings, range(100, 900), SystemClock(), context_tokens=4096, vocab_size=1000
     )
 
 
@@ -61,7 +61,7 @@ def request(name: str, ids: bytes, rank: int | None = None) -> GenerateRequest:
     )
 
 
-class Read(Reply):
+class RecordingReply(Reply):
     cached = 0
 
     def begin(self, started: Started) -> None:
@@ -74,17 +74,21 @@ class Read(Reply):
         pass
 
 
-def test_every_rank_has_a_book_and_its_share() -> None:
+def test_every_rank_has_a_state_with_its_share() -> None:
     cluster = FakeCluster(0)
-    gone = cluster.worker_states.update_instances({"a": instance("a", **TWO), "b": instance("b")})
-    assert not gone
-    assert [(book.name, book.rank) for book in cluster.worker_states.workers] == [
+    removed = cluster.worker_states.update_instances(
+        {"a": instance("a", **TWO_RANKS), "b": instance("b")}
+    )
+    assert not removed
+    assert [
+        (worker_state.name, worker_state.rank) for worker_state in cluster.worker_states.workers
+    ] == [
         ("a/0", 0),
         ("a/1", 1),
         ("b", None),
     ]
-    infos = [book.engine_info for book in cluster.worker_states.workers]
-    assert [one and (one.num_blocks, one.max_num_seqs) for one in infos] == [
+    infos = [worker_state.engine_info for worker_state in cluster.worker_states.workers]
+    assert [info and (info.num_blocks, info.max_num_seqs) for info in infos] == [
         (2048, 50),
         (2048, 50),
         (4096, 100),
@@ -92,9 +96,9 @@ def test_every_rank_has_a_book_and_its_share() -> None:
     assert cluster.worker_states.update_instances({"b": instance("b")}) == ["a/0", "a/1"]
 
 
-def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
+def test_a_rank_is_chosen_by_its_cache_and_load() -> None:
     cluster = FakeCluster(0)
-    cluster.worker_states.update_instances({"a": instance("a", **TWO), "b": instance("b")})
+    cluster.worker_states.update_instances({"a": instance("a", **TWO_RANKS), "b": instance("b")})
     hashes = list(range(1, 101))
     cluster.view.caches["a/1"] = set(hashes)
     assert cluster.route(1600, hashes) == "a/1"
@@ -106,43 +110,48 @@ def test_a_rank_is_placed_on_by_what_it_holds_and_has_to_do() -> None:
     assert len(cluster.solver.pop_unplaceable()) == 1
 
 
-def test_a_report_comes_into_the_book_of_each_rank() -> None:
+def test_a_load_report_reaches_the_state_of_each_rank() -> None:
     cluster = FakeCluster(0)
-    cluster.worker_states.update_instances({"a": instance("a", **TWO), "b": instance("b")})
+    cluster.worker_states.update_instances({"a": instance("a", **TWO_RANKS), "b": instance("b")})
     ranks = (Load(active_blocks=1, total_blocks=4), Load(active_blocks=3, total_blocks=4))
-    told = msgspec.msgpack.decode(encode_load(replace(sum_loads(ranks), ranks=ranks)), type=Load)
-    assert (told.active_blocks, told.total_blocks) == (4, 8)
-    cluster.worker_states.on_load_report("a", told, cluster.now)
+    report = msgspec.msgpack.decode(encode_load(replace(sum_loads(ranks), ranks=ranks)), type=Load)
+    assert (report.active_blocks, report.total_blocks) == (4, 8)
+    cluster.worker_states.on_load_report("a", report, cluster.now)
     cluster.worker_states.on_load_report("b", ranks[1], cluster.now)
-    assert [book.kv_cache_usage() for book in cluster.worker_states.workers] == [0.25, 0.75, 0.75]
+    assert [worker_state.kv_cache_usage() for worker_state in cluster.worker_states.workers] == [
+        0.25,
+        0.75,
+        0.75,
+    ]
     costs = CompositeCost()
-    arrival = cluster.make_request(16)
+    pending = cluster.make_request(16)
     memory = [
-        costs.terms(arrival, book, cluster.now)["memory"] for book in cluster.worker_states.workers
+        costs.terms(pending, worker_state, cluster.now)["memory"]
+        for worker_state in cluster.worker_states.workers
     ]
     assert memory == pytest.approx([-0.075, -0.025, -0.025])
 
 
-async def test_requests_reach_the_rank_that_they_name() -> None:
+async def test_requests_reach_their_rank() -> None:
     engine = DataParallelEngine([mock(), mock()])
     info = await engine.start()
     assert (info.data_parallel, info.num_blocks) == (2, 2 * 16_384)
     for _ in range(2):
-        await engine.generate(request("r", prompt(0), rank=1), Context("r"), Read())
-    await engine.generate(request("r", prompt(0), rank=0), Context("r"), read := Read())
-    assert read.cached == 0
-    assert [one.counters.requests for one in (mock_of(engine, 0), mock_of(engine, 1))] == [1, 2]
+        await engine.generate(request("r", prompt(0), rank=1), Context("r"), RecordingReply())
+    await engine.generate(request("r", prompt(0), rank=0), Context("r"), reply := RecordingReply())
+    assert reply.cached == 0
+    assert [mock_of(engine, rank).counters.requests for rank in (0, 1)] == [1, 2]
     assert engine.report_load().total_blocks == 2 * 16_384
-    assert [one.total_blocks for one in engine.report_load().ranks] == [16_384, 16_384]
+    assert [rank.total_blocks for rank in engine.report_load().ranks] == [16_384, 16_384]
     await engine.stop()
     with pytest.raises(ConfigError):
         await DataParallelEngine([mock(), mock(num_blocks=8)]).start()
 
 
 def mock_of(engine: DataParallelEngine, rank: int) -> BatchedEngine:
-    one = engine.ranks[rank]
-    assert isinstance(one, BatchedEngine)
-    return one
+    rank_engine = engine.ranks[rank]
+    assert isinstance(rank_engine, BatchedEngine)
+    return rank_engine
 
 
 @pytest.fixture
@@ -158,10 +167,10 @@ def card(tmp_path: Path) -> ModelCard:
     return ModelCard(names=("m",), context_tokens=4096, vocab_size=1000, tokenizer=file)
 
 
-async def test_publishers_index_and_dispatch_agree(
+async def test_events_and_placements_use_the_same_rank_names(
     runtime: DistributedRuntime, card: ModelCard
 ) -> None:
-    """What came to a rank once goes there again: its cache, told under its own name, knows it."""
+    """What came to a rank once goes there again: its cache, report under its own name, knows it."""
     engine = DataParallelEngine([mock(), mock()])
     worker = EngineWorker(engine, card)
     await worker.attach(runtime)
@@ -174,18 +183,18 @@ async def test_publishers_index_and_dispatch_agree(
     )
     assert isinstance(policy, KvPolicy)
     view = policy.solver.view
-    names = [book.name for book in policy.solver.worker_states.workers]
+    names = [worker_state.name for worker_state in policy.solver.worker_states.workers]
     assert names == [f"{runtime.instance_id}/{rank}" for rank in (0, 1)]
     send = send_through(client, policy)
     for rank in (0, 1):
         ids = prompt(1 + 400 * rank)
-        await engine.generate(request("seed", ids, rank=rank), Context("seed"), Read())
+        await engine.generate(request("seed", ids, rank=rank), Context("seed"), RecordingReply())
         while view.find_overlaps(block_hashes(ids)).get(names[rank]) != 100:
             await asyncio.sleep(0)
     for rank in (1, 0, 1):
         ids = prompt(1 + 400 * rank)
-        await send(request("again", ids), Context("again"), read := Read())
-        assert read.cached >= 99 * 16
+        await send(request("again", ids), Context("again"), reply := RecordingReply())
+        assert reply.cached >= 99 * 16
     assert [mock_of(engine, rank).counters.requests for rank in (0, 1)] == [2, 3]
     assert {view.get_mode(name) for name in names} == {"exact"}
     await policy.close()
