@@ -109,15 +109,10 @@ class Stream:
             self.writer.finish(Finish("length", len(self.resumable.token_ids)))
         self.connection.merge_events()
         self.timing.flush()
-        sent = [
-            one for one in self.connection.output if not one.startswith(b"HTTP/")
-        ]  # it tells the time
-        return (
-            sent,
-            list(self.resumable.token_ids),
-            self.timing.recorded_texts,
-            self.reader.complete,
-        )
+        output = self.connection.output
+        sent = [item for item in output if not item.startswith(b"HTTP/")]  # heads contain a date
+        token_ids = list(self.resumable.token_ids)
+        return sent, token_ids, self.timing.recorded_texts, self.reader.complete
 
 
 single = st.lists(st.integers(0, 620), min_size=1, max_size=1)

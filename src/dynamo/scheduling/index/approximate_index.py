@@ -68,11 +68,11 @@ class ApproximateIndex:
         routed = _RoutedPrompt(now + self._ttl_s, key, hashes)
         self._next_expiry_s = min(self._next_expiry_s, routed.expires_s)
         self._active[routed] = None
-        same = self._active_by_key.get(key)
-        if same is None:
+        routed_prompts = self._active_by_key.get(key)
+        if routed_prompts is None:
             self._active_by_key[key] = [routed]
         else:
-            same.append(routed)
+            routed_prompts.append(routed)
         self._insert(worker, hashes)
         self.block_count += len(hashes)
         while self.block_count > self._max_blocks:
@@ -81,14 +81,14 @@ class ApproximateIndex:
     def settle(self, worker: str, hashes: Sequence[int], now: float, *, until_ttl: bool) -> None:
         """End a prediction after the first token or a failure. With `until_ttl`, where no events
         come, it remains until its time to live ends."""
-        same = self._active_by_key.get((worker, hashes[-1])) if hashes else None
-        if not same:
+        routed_prompts = self._active_by_key.get((worker, hashes[-1])) if hashes else None
+        if not routed_prompts:
             return
         if until_ttl:
-            same[0].until_ttl = True
-            same.append(same.pop(0))
+            routed_prompts[0].until_ttl = True
+            routed_prompts.append(routed_prompts.pop(0))
         else:
-            self._start_grace(same[0], now)
+            self._start_grace(routed_prompts[0], now)
 
     def expire_retained(self, worker: str, now: float) -> None:
         """End the predictions that replaced the missing events of this worker."""
@@ -152,11 +152,11 @@ class ApproximateIndex:
 
     def _deactivate(self, routed: _RoutedPrompt) -> None:
         del self._active[routed]
-        same = self._active_by_key[routed.key]
-        if len(same) == 1:
+        routed_prompts = self._active_by_key[routed.key]
+        if len(routed_prompts) == 1:
             del self._active_by_key[routed.key]
         else:
-            same.remove(routed)
+            routed_prompts.remove(routed)
 
     def _insert(self, worker: str, hashes: Sequence[int]) -> None:
         nodes = self._nodes
@@ -182,12 +182,12 @@ class ApproximateIndex:
         while depth < size:
             block = hashes[depth]
             node = nodes[block]
-            prompts = node.prompt_counts
-            left = prompts[worker] - 1
-            if left:
-                prompts[worker] = left
+            counts = node.prompt_counts
+            remaining = counts[worker] - 1
+            if remaining:
+                counts[worker] = remaining
             else:
-                del prompts[worker]
-                if not prompts:
+                del counts[worker]
+                if not counts:
                     del nodes[block]
             depth += len(node.blocks)

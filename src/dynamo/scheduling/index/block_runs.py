@@ -22,18 +22,18 @@ _SHARED_INTS: Final = tuple(range(4_096))
 """Shared int objects for depths: copying the depths of a run then hits the CPU cache."""
 
 
-def match_length(blocks: Sequence[int], place: int, hashes: Sequence[int], start: int) -> int:
-    """Return how many of `blocks` from `place` equal `hashes` from `start`. The first must equal.
+def match_length(blocks: Sequence[int], position: int, hashes: Sequence[int], start: int) -> int:
+    """Return how many of `blocks` from `position` equal `hashes` from `start`, at least one.
 
     A binary search suffices, because equal chained hashes imply equal hashes before them.
     """
-    high = min(len(blocks) - place, len(hashes) - start)
-    if blocks[place + high - 1] == hashes[start + high - 1]:
+    high = min(len(blocks) - position, len(hashes) - start)
+    if blocks[position + high - 1] == hashes[start + high - 1]:
         return high
     low = 1
     while high - low > 1:
         middle = (low + high) >> 1
-        if blocks[place + middle - 1] == hashes[start + middle - 1]:
+        if blocks[position + middle - 1] == hashes[start + middle - 1]:
             low = middle
         else:
             high = middle
@@ -145,7 +145,7 @@ class BlockRun:
     def truncate(self, length: int) -> Sequence[int]:
         """Keep the first `length` blocks. Return the removed ones, last block first."""
         own = self.hashes
-        gone = own[: length - 1 : -1] if length else own[::-1]
+        removed = own[: length - 1 : -1] if length else own[::-1]
         del own[length:]
         most = self._root_offset + length
         if self._owner_end > most:
@@ -154,7 +154,7 @@ class BlockRun:
             self._holder_ends.update(
                 (name, most) for name, end in self._holder_ends.items() if end > most
             )
-        return gone
+        return removed
 
     def merge_overlaps(self, overlaps: dict[str, int], start: int, length: int) -> dict[str, int]:
         """Return `overlaps` with those of other holders added; it may be changed in place. The

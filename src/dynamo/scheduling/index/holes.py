@@ -54,11 +54,11 @@ class Holes:
         holes = self.workers_by_block
         if holes.keys().isdisjoint(blocks):
             return
-        for place, block in enumerate(blocks):
+        for position, block in enumerate(blocks):
             if workers := holes.get(block):
-                yield place, workers
+                yield position, workers
 
     def remove_workers(self, workers: int) -> None:
         """Remove all holes of these workers (a bitset)."""
-        left = {block: held & ~workers for block, held in self.workers_by_block.items()}
-        self.workers_by_block = {block: held for block, held in left.items() if held}
+        remaining = {block: held & ~workers for block, held in self.workers_by_block.items()}
+        self.workers_by_block = {block: held for block, held in remaining.items() if held}

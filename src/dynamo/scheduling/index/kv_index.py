@@ -89,10 +89,10 @@ class KvIndex:
         """Add a chain that `worker` holds. Its first block follows `parent` (0: the root)."""
         bit = self._worker_bitsets.get_or_assign_bit(worker)
         filled = bool(self._holes.workers_by_block) and self._holes.fill(bit, hashes)
-        above, place = self._find_run(parent), -1
+        above, position = self._find_run(parent), -1
         if above is not None:
             if above.hashes[-1] != parent:
-                place = above.find_next_position(worker, parent)
+                position = above.find_next_position(worker, parent)
             elif (
                 above.holder_bits == bit and not filled and self._try_extend(above, parent, hashes)
             ):
@@ -102,18 +102,18 @@ class KvIndex:
         while at < end:
             block = hashes[at]
             run = above
-            if run is None or not 0 <= place < len(run.hashes) or run.hashes[place] != block:
+            if run is None or not 0 <= position < len(run.hashes) or run.hashes[position] != block:
                 run = self._find_run(block)
-                place = -1 if run is None else run.find_position(block)
+                position = -1 if run is None else run.find_position(block)
             if run is None:
                 run, count = self._insert(worker, bit, above, parent, hashes[at:])
             else:
-                count = match_length(run.hashes, place, hashes, at)
-                if place + count > run.get_depth(worker):
-                    self._set_depth(run, worker, bit, place + count)
+                count = match_length(run.hashes, position, hashes, at)
+                if position + count > run.get_depth(worker):
+                    self._set_depth(run, worker, bit, position + count)
             run.may_repeat_blocks |= filled
             at += count
-            above, place, parent = run, -1, hashes[at - 1]
+            above, position, parent = run, -1, hashes[at - 1]
             self._spare_bytes -= PIECE_OVERHEAD_BYTES
         self._enforce_budget(RUN_BLOCK_BYTES * end)
 
@@ -122,11 +122,11 @@ class KvIndex:
         bit = self._worker_bitsets.get_bit(worker)
         missed = self._remove_blocks(worker, bit, hashes) if bit else ()
         while missed:
-            left = self._remove_blocks(worker, bit, missed[::-1])
-            if len(left) >= len(missed):
+            remaining = self._remove_blocks(worker, bit, missed[::-1])
+            if len(remaining) >= len(missed):
                 self._holes.add(bit, missed)
                 break
-            missed = left
+            missed = remaining
         self._enforce_budget((ANCHOR_BYTES + HOLE_BYTES) * len(hashes))
 
     def remove_worker(self, worker: str) -> None:
@@ -147,9 +147,9 @@ class KvIndex:
             run = by_number[number]
             if removed and run.holder_bits & removed and not self._purge_removed_workers(run):
                 break
-            place = run.find_position(block)
-            count = match_length(run.hashes, place, hashes, at)
-            path.append((at - place, place + count, run))
+            position = run.find_position(block)
+            count = match_length(run.hashes, position, hashes, at)
+            path.append((at - position, position + count, run))
             at += count
         if self._holes.workers_by_block and self._apply_holes(path, hashes[:at]):
             return self.match(hashes)
@@ -171,10 +171,11 @@ class KvIndex:
             if run is None:
                 at += 1
                 continue
-            place = run.find_position(hashes[at])
-            count = match_length(run.hashes, place, hashes, at)
+            position = run.find_position(hashes[at])
+            count = match_length(run.hashes, position, hashes, at)
             depths = run.depths.items()
-            yield at, {name: at + min(held - place, count) for name, held in depths if held > place}
+            held = {name: depth - position for name, depth in depths if depth > position}
+            yield at, {name: at + min(length, count) for name, length in held.items()}
             at += count
 
     def get_blocks(self, worker: str) -> set[int]:
@@ -232,11 +233,11 @@ class KvIndex:
 
     def _purge_removed_workers(self, run: BlockRun) -> bool:
         """Remove removed workers from the run. Return whether any block remains."""
-        gone = run.holder_bits & (self._removed_workers | self._workers_being_swept)
-        if gone:
+        removed = run.holder_bits & (self._removed_workers | self._workers_being_swept)
+        if removed:
             self._copy_before_change(run)
-            for name in self._worker_bitsets.list_members(gone):
-                self._holder_count += run.set_depth(name, gone, 0)
+            for name in self._worker_bitsets.list_members(removed):
+                self._holder_count += run.set_depth(name, removed, 0)
             self._truncate(run, run.find_max_depth())
         return len(run.hashes) > 0
 
@@ -300,19 +301,19 @@ class KvIndex:
                 missed.append(block)
                 continue
             own = run.hashes
-            left = depth - 1 if own[depth - 1] == block else run.find_position(block)
-            if left >= depth:
+            remaining = depth - 1 if own[depth - 1] == block else run.find_position(block)
+            if remaining >= depth:
                 continue
-            more = run.match_tail(left, hashes, at)
-            left, at = left - more, at + more
+            more = run.match_tail(remaining, hashes, at)
+            remaining, at = remaining - more, at + more
             if self._holes.workers_by_block:
-                left = self._holes.trim_end(bit, own, left)
-            gone, elsewhere = self._reduce_depth(run, worker, bit, left)
-            missed += elsewhere
+                remaining = self._holes.trim_end(bit, own, remaining)
+            removed, in_other_runs = self._reduce_depth(run, worker, bit, remaining)
+            missed += in_other_runs
             if run.may_repeat_blocks:
                 missed += hashes[first:at]
-            elif first + gone < at:
-                missed += self._anchors.find_in_other_runs(hashes[first + gone : at], run.number)
+            elif first + removed < at:
+                missed += self._anchors.find_in_other_runs(hashes[first + removed : at], run.number)
         return missed
 
     def _reduce_depth(
@@ -332,30 +333,30 @@ class KvIndex:
             return 0, ()
         if self._copied_chains is not None:
             self._copy_before_change(run)
-        gone = run.truncate(length)
-        elsewhere = self._anchors.remove(gone, run.number)
-        self.block_count -= len(gone)
+        removed = run.truncate(length)
+        in_other_runs = self._anchors.remove(removed, run.number)
+        self.block_count -= len(removed)
         if length:
             self._anchors.put(run.hashes[-1], run.number)
         else:
             self._holder_count -= run.holder_count
             self._runs.delete(run)
-        return len(gone), elsewhere
+        return len(removed), in_other_runs
 
     def _apply_holes(
         self, path: Sequence[tuple[int, int, BlockRun]], hashes: Sequence[int]
     ) -> bool:
         """Reduce the depths of workers with holes on the path. Return whether any changed."""
         changed = False
-        for place, workers in self._holes.iter_holes(hashes):
+        for position, workers in self._holes.iter_holes(hashes):
             for start, most, run in path:
-                left = max(0, place - start)
-                if start + most <= place:
+                remaining = max(0, position - start)
+                if start + most <= position:
                     continue
                 for name in self._worker_bitsets.list_members(run.holder_bits & workers):
-                    if run.get_depth(name) > left:
+                    if run.get_depth(name) > remaining:
                         self._spare_bytes -= ANCHOR_BYTES
-                        self._reduce_depth(run, name, self._worker_bitsets.get_bit(name), left)
+                        self._reduce_depth(run, name, self._worker_bitsets.get_bit(name), remaining)
                         changed = True
         return changed
 
