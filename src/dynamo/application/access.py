@@ -71,18 +71,12 @@ class Cors:
     def response_headers(self, request: Request) -> Headers:
         """Return the CORS headers of an answer to a request with an Origin header."""
         origin = request.header(b"origin") or ""
+        exposed = ("access-control-expose-headers", EXPOSED_HEADERS)
         if self._any_origin:
-            return (
-                ("access-control-allow-origin", "*"),
-                ("access-control-expose-headers", EXPOSED_HEADERS),
-            )
+            return (("access-control-allow-origin", "*"), exposed)
         if origin not in self._origins:
             return (("vary", "origin"),)
-        return (
-            ("access-control-allow-origin", origin),
-            ("access-control-expose-headers", EXPOSED_HEADERS),
-            ("vary", "origin"),
-        )
+        return (("access-control-allow-origin", origin), exposed, ("vary", "origin"))
 
     def preflight_headers(self, request: Request) -> Headers:
         """Return the headers that answer a browser's preflight request."""

@@ -123,7 +123,6 @@ def serve_http(
         SettingsSource,
         deployment_specs,
         serve,
-        serve_without_http,
         worker_specs,
     )
     from dynamo.services.model_download import make_preparation
@@ -141,11 +140,15 @@ def serve_http(
 
     source = SettingsSource(reload, config_path(args))
     prepare = make_preparation(settings, bar)
-    if workers_only:
-        return serve_without_http(
-            settings, specs, announce_ready, prepare=prepare, logs=bar, source=source
-        )
-    return serve(settings, announce_ready, prepare=prepare, logs=bar, source=source)
+    return serve(
+        settings,
+        announce_ready,
+        prepare=prepare,
+        logs=bar,
+        specs=specs,
+        source=source,
+        http=not workers_only,
+    )
 
 
 def announce(names: Sequence[str], url: str) -> None:

@@ -10,6 +10,7 @@ from dynamo.application.generation.fast_path import EventTemplate, StreamFastPat
 from dynamo.application.generation.token_timing import TokenTiming
 from dynamo.application.openai.response_encoder import DONE_EVENT, JsonStringCache, ResponseEncoder
 from dynamo.application.openai.usage import UsageCounter
+from dynamo.communication.http import Response
 from dynamo.core.errors import InternalError, SlowReader
 from dynamo.core.fast_path import FastPath, TextTable
 from dynamo.core.text import DecodedTokenLogprob, TextFinish, TextReply
@@ -29,11 +30,30 @@ class PendingText:
         self.logprobs: list[DecodedTokenLogprob] = []
 
 
-class StreamReply(TextReply):
+class HttpReply(TextReply):
+    """The common part of replies to one HTTP request; `remaining_choices` have not ended."""
+
+    __slots__ = ("_response", "_usage_counter", "remaining_choices")
+    _response: Response
+    _usage_counter: UsageCounter
+    remaining_choices: int
+
+    def prompt(self, prompt_tokens: int) -> None:
+        self._usage_counter.prompt_tokens += prompt_tokens
+
+    def begin(self, choice: int, started: Started) -> None:
+        self._usage_counter.on_started(choice, started)
+
+    def check_complete(self) -> None:
+        """Raise `InternalError` if the processor returned before all choices had ended."""
+        if self.remaining_choices and self._response.open:
+            raise InternalError("the answer ended early")
+
+
+class StreamReply(HttpReply):
     """Writes every text as one event; texts are merged only while the client does not read.
 
     The response head is sent with the first text, so that errors before it keep their status.
-    `remaining_choices` counts the choices that have not ended.
     """
 
     __slots__ = (
@@ -44,11 +64,8 @@ class StreamReply(TextReply):
         "_pending",
         "_pending_bytes",
         "_prefixes",
-        "_response",
         "_suffix",
         "_timing",
-        "_usage_counter",
-        "remaining_choices",
     )
 
     def __init__(
@@ -74,12 +91,6 @@ class StreamReply(TextReply):
         self._prefixes: list[bytes | None] = [None] * choices
         self._pending: dict[int, PendingText] = {}
         self._pending_bytes = 0
-
-    def prompt(self, prompt_tokens: int) -> None:
-        self._usage_counter.prompt_tokens += prompt_tokens
-
-    def begin(self, choice: int, started: Started) -> None:
-        self._usage_counter.on_started(choice, started)
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
@@ -168,11 +179,8 @@ class StreamReply(TextReply):
             self._response.write(prefix + self._json_strings[text] + self._suffix)
 
 
-class UnaryReply(TextReply):
-    """Collects all text and sends one JSON answer when the last choice has ended.
-
-    `remaining_choices` counts the choices that have not ended.
-    """
+class UnaryReply(HttpReply):
+    """Collects all text and sends one JSON answer when the last choice has ended."""
 
     def __init__(
         self,
@@ -192,12 +200,6 @@ class UnaryReply(TextReply):
         self._logprobs: list[list[DecodedTokenLogprob] | None] = [None] * choices
         self._ends: list[TextFinish | None] = [None] * choices
         self.remaining_choices = choices
-
-    def prompt(self, prompt_tokens: int) -> None:
-        self._usage_counter.prompt_tokens += prompt_tokens
-
-    def begin(self, choice: int, started: Started) -> None:
-        self._usage_counter.on_started(choice, started)
 
     def text(self, choice: int, delta: str, logprobs: TokenLogprobs | None = None) -> bool:
         self._timing.on_text(choice)
@@ -221,11 +223,6 @@ class UnaryReply(TextReply):
         body = self._encoder.encode_response(texts, self._logprobs, ends, usage)
         headers = (("x-dynamo-worker", usage.worker),) if usage.worker else ()
         self._exchange.send_json(200, body, headers)
-
-    def check_complete(self) -> None:
-        """Raise `InternalError` if the processor returned before all choices had ended."""
-        if self.remaining_choices and self._response.open:
-            raise InternalError("the answer ended early")
 
 
 class OffsetReply(TextReply):

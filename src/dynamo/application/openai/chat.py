@@ -116,10 +116,6 @@ def _check_tools(body: ChatBody) -> tuple[dict[str, Any], ...]:
     return tuple(body.tools or ())
 
 
-def _message_field(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text}}
-
-
 CHAT_RESPONSE = ResponseTemplate(
     id_prefix="chatcmpl-",
     chunk_object="chat.completion.chunk",
@@ -128,7 +124,7 @@ CHAT_RESPONSE = ResponseTemplate(
     after_text=b"}",
     first_delta=b'"delta":{"role":"assistant","content":""',
     empty_delta=b'"delta":{}',
-    make_text_field=_message_field,
+    make_text_field=lambda text: {"message": {"role": "assistant", "content": text}},
     make_logprobs=chat_logprobs,
 )
 """The template of chat answers."""

@@ -100,10 +100,6 @@ def pack_token_ids(ids: list[int]) -> bytes:
         ) from None
 
 
-def _text_field(text: str) -> dict[str, Any]:
-    return {"text": text}
-
-
 COMPLETION_RESPONSE = ResponseTemplate(
     id_prefix="cmpl-",
     chunk_object="text_completion",
@@ -112,7 +108,7 @@ COMPLETION_RESPONSE = ResponseTemplate(
     after_text=b"",
     first_delta=b"",
     empty_delta=b'"text":""',
-    make_text_field=_text_field,
+    make_text_field=lambda text: {"text": text},
     make_logprobs=completion_logprobs,
 )
 """The template of completion answers."""

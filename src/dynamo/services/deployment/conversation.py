@@ -16,13 +16,13 @@ from dynamo.application import Gateway
 from dynamo.application.gateway import DEFAULT_MODEL
 from dynamo.core.context import Context
 from dynamo.core.settings import Settings
-from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.text import ChatRequest, DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import Started
 from dynamo.runtime.deployment import deployment_of
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.runtime.processes.supervisor import Supervisor
 from dynamo.services.deployment.launch import deployment_specs
+from dynamo.services.deployment.temporary import run_with_supervisor
 from dynamo.services.model_pipeline import WORKER_COMPONENT
 from dynamo.services.model_watcher import ModelWatcher
 from dynamo.services.routing import ProcessRouting
@@ -47,18 +47,8 @@ async def converse(
     set_levels(settings.logging.level)
     specs = [spec for spec in deployment_specs(settings) if spec.role == WORKER_COMPONENT]
     supervisor = Supervisor(specs, deployment_of(settings), settings, out=logs)
-    async with BackgroundTasks(
-        on_failure=lambda _: None
-    ) as tasks:  # both results are awaited below
-        running = tasks.start(supervisor.run(), "supervisor")
-        chat = tasks.start(_run_conversation(settings, read_messages, write), "conversation")
-        stopping = tasks.start(supervisor.stopping.wait(), "stopping")  # Ctrl-C stops an answer
-        await asyncio.wait([running, chat, stopping], return_when=asyncio.FIRST_COMPLETED)
-        chat.cancel()
-        await asyncio.wait([chat])
-        if not supervisor.stopping.is_set():
-            supervisor.stop()
-        code = await running
+    conversation = _run_conversation(settings, read_messages, write)
+    code, chat = await run_with_supervisor(supervisor, conversation)
     if supervisor.failure is not None:
         raise supervisor.failure.to_error()
     if not chat.cancelled():

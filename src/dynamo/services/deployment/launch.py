@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -107,20 +108,22 @@ def serve(
     logs: LogStream | None = None,
     specs: MakeProcessSpecs | None = None,
     source: SettingsSource | None = None,
+    http: bool = True,
 ) -> int:
     """Run a deployment until it is stopped, and return the exit code.
 
     `on_ready(url)` is called when all processes serve. Workers start after `prepare`. `specs`
     returns the processes (default: `deployment_specs`). `source` makes settings reloadable.
-    Raises `PortInUse` with the owner's name, `ConfigError`, the error of `prepare`, and the error
-    that keeps a process from starting.
+    Without `http`, no port is reserved and the URL is "". Raises `PortInUse` with the owner's name,
+    `ConfigError`, the error of `prepare`, and the error that keeps a process from starting.
     """
-    host = settings.server.http_host
-    with reserve_port(host, settings.server.http_port) as reserved:
-        port = reserved.getsockname()[1]
+    host, port, url = settings.server.http_host, settings.server.http_port, ""
+    with reserve_port(host, port) if http else nullcontext() as reserved:
+        if reserved is not None:
+            port = reserved.getsockname()[1]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         deployment = deployment_of(with_port_and_deployment(settings, port))
         settings = with_port_and_deployment(settings, port, deployment.id)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         supervisor = Supervisor(
             (specs or deployment_specs)(settings),
             deployment,
@@ -133,33 +136,6 @@ def serve(
         code = run_supervisor(supervisor, lambda: on_ready(url))
     if supervisor.failure is not None:
         raise supervisor.failure.to_error()  # so that the reason is the last line of the output
-    return code
-
-
-def serve_without_http(
-    settings: Settings,
-    specs: MakeProcessSpecs,
-    on_ready: Callable[[str], None],
-    *,
-    prepare: Prepare | None = None,
-    logs: LogStream | None = None,
-    source: SettingsSource | None = None,
-) -> int:
-    """Run a deployment like `serve`, but without HTTP: no port is reserved and the URL is ""."""
-    deployment = deployment_of(settings)
-    port = settings.server.http_port
-    settings = with_port_and_deployment(settings, port, deployment.id)
-    supervisor = Supervisor(
-        specs(settings),
-        deployment,
-        settings,
-        out=logs,
-        prepare=prepare,
-        reload=source and make_reload(source, port, deployment.id),
-    )
-    code = run_supervisor(supervisor, lambda: on_ready(""))
-    if supervisor.failure is not None:
-        raise supervisor.failure.to_error()
     return code
 
 

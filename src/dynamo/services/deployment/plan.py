@@ -17,12 +17,7 @@ from dynamo.sdk import walk
 from dynamo.sdk.configuration import build_config, parse_service_args
 from dynamo.sdk.decorators import builtin_service, role_of, spec_of
 from dynamo.services.components import Frontend, Processor, Router, Worker
-from dynamo.services.deployment.launch import (
-    SettingsSource,
-    replica_names,
-    serve,
-    serve_without_http,
-)
+from dynamo.services.deployment.launch import SettingsSource, replica_names, serve
 from dynamo.services.deployment.service_options import (
     LoadSettings,
     ServiceOptions,
@@ -267,6 +262,7 @@ def serve_graph(
     """
     settings = with_deployment_name(plan)
     _, specs = source.read()
-    if plan.serves_http:
-        return serve(settings, on_ready, prepare=prepare, logs=logs, specs=specs, source=source)
-    return serve_without_http(settings, specs, on_ready, prepare=prepare, logs=logs, source=source)
+    http = plan.serves_http
+    return serve(
+        settings, on_ready, prepare=prepare, logs=logs, specs=specs, source=source, http=http
+    )

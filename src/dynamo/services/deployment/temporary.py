@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -19,6 +19,7 @@ from dynamo.telemetry.logs import LogStream
 
 DeploymentJob = Callable[[str], Coroutine[Any, Any, int]]
 """Runs with the URL when all processes serve; returns an exit code. Cancelled if they stop."""
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 
 
@@ -53,19 +54,28 @@ def run_with_temporary_deployment(
 
 
 async def _run_until_done(supervisor: Supervisor, job: DeploymentJob, url: str) -> int:
-    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # all results are awaited below
+    async def start_when_ready() -> int:
+        await supervisor.ready.wait()
+        return await job(url)
+
+    code, working = await run_with_supervisor(supervisor, start_when_ready())
+    return code if working.cancelled() else working.result()
+
+
+async def run_with_supervisor(
+    supervisor: Supervisor, job: Coroutine[Any, Any, T]
+) -> tuple[int, asyncio.Task[T]]:
+    """Run a supervisor until `job` ends, or cancel `job` when the supervisor stops.
+
+    Returns the supervisor's exit code and the task of `job`, which is done or cancelled.
+    """
+    async with BackgroundTasks(on_failure=lambda _: None) as tasks:  # the caller takes all results
         running = tasks.start(supervisor.run(), "supervisor")
-        working = tasks.start(_start_when_ready(supervisor, job, url), "job")
-        stopping = tasks.start(supervisor.stopping.wait(), "stopping")
+        working = tasks.start(job, "job")
+        stopping = tasks.start(supervisor.stopping.wait(), "stopping")  # e.g. Ctrl-C
         await asyncio.wait([running, working, stopping], return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
         await asyncio.wait([working])
         if not supervisor.stopping.is_set():
             supervisor.stop()
-        code = await running
-    return code if working.cancelled() else working.result()
-
-
-async def _start_when_ready(supervisor: Supervisor, job: DeploymentJob, url: str) -> int:
-    await supervisor.ready.wait()
-    return await job(url)
+        return await running, working
