@@ -154,9 +154,7 @@ class FramesTarget(Target):
         self, transport: FuzzPlaneTransport, pieces: Sequence[bytes]
     ) -> bytes:
         """Send `pieces` to a listener on a new connection. Returns the answer."""
-        self._connections = [
-            connection for connection in self._connections if not connection.ended
-        ]
+        self._connections = [connection for connection in self._connections if not connection.ended]
         connection = transport.connect()
         self._connections.append(connection)
         for piece in pieces:

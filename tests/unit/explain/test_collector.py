@@ -18,8 +18,8 @@ from dynamo.scheduling.router.collector.record import RoutingRecord
 from dynamo.scheduling.router.collector.rules import ALERT_RULES
 
 
-def record(at: float, worker: str = "a", **more: Any) -> RoutingRecord:
-    plain: dict[str, Any] = {
+def record(at: float, worker: str = "a", **fields: Any) -> RoutingRecord:
+    defaults: dict[str, Any] = {
         "cache_hit_ratio": 0.5,
         "reachable_ratio": 0.5,
         "decision_latency": 0.001,
@@ -29,18 +29,18 @@ def record(at: float, worker: str = "a", **more: Any) -> RoutingRecord:
         "ttft_s": 0.1,
     }
     return RoutingRecord(
-        timestamp=at, request_id=f"r{at}", selected_worker=worker, **(plain | more)
+        timestamp=at, request_id=f"r{at}", selected_worker=worker, **(defaults | fields)
     )
 
 
 def collector_of(*records: RoutingRecord, wall: float = 100.0) -> RoutingMetricsCollector:
     collector = RoutingMetricsCollector(wall=lambda: wall)
-    for one in records:
-        collector.record(one)
+    for each in records:
+        collector.record(each)
     return collector
 
 
-async def test_the_decision_context_of_the_original_is_taken_and_reported() -> None:
+async def test_a_decision_context_of_the_seeds_is_recorded_and_reported() -> None:
     collector = RoutingMetricsCollector(SimpleNamespace(buffer_size=3), wall=lambda: 50.0)
     for number in range(5):
         context = SimpleNamespace(
@@ -65,7 +65,7 @@ async def test_the_decision_context_of_the_original_is_taken_and_reported() -> N
     assert report.aggregated_metrics["latency"]["decision_ms_p99"] == pytest.approx(2)
 
 
-def test_a_cold_workload_an_eviction_and_a_routing_loss_are_told_apart() -> None:
+def test_cold_evicted_and_misrouted_blocks_are_distinguished() -> None:
     cold = collector_of(record(1, cache_hit_ratio=0, reachable_ratio=0, seen_ratio=0.05)).report()
     assert cold.bottlenecks == []
     assert cold.aggregated_metrics["cache_hit"]["cold"] == pytest.approx(0.95)
@@ -73,17 +73,17 @@ def test_a_cold_workload_an_eviction_and_a_routing_loss_are_told_apart() -> None
     evicted = collector_of(
         record(1, cache_hit_ratio=0.1, reachable_ratio=0.1, seen_ratio=0.9)
     ).report()
-    assert [one.name for one in evicted.bottlenecks] == ["eviction_loss"]
+    assert [bottleneck.name for bottleneck in evicted.bottlenecks] == ["eviction_loss"]
     assert "eviction" in evicted.recommendations[0]
 
     routed = collector_of(
         record(1, cache_hit_ratio=0.1, reachable_ratio=0.8, seen_ratio=0.8)
     ).report()
-    assert [one.name for one in routed.bottlenecks] == ["routing_loss"]
+    assert [bottleneck.name for bottleneck in routed.bottlenecks] == ["routing_loss"]
     assert routed.aggregated_metrics["cache_hit"]["routing_loss"] == pytest.approx(0.7)
 
 
-def test_trends_compare_the_halves_of_the_time() -> None:
+def test_trends_compare_the_halves_of_the_range() -> None:
     early = [record(at, cache_hit_ratio=0.2, queue_length=0) for at in range(10)]
     late = [record(50 + at, cache_hit_ratio=0.8, queue_length=3) for at in range(10)]
     report = collector_of(*early, *late, wall=60).report((0, 60))
@@ -93,33 +93,33 @@ def test_trends_compare_the_halves_of_the_time() -> None:
     assert any("queue grows" in line for line in report.recommendations)
 
 
-def test_a_report_is_of_its_range() -> None:
+def test_a_report_covers_its_range() -> None:
     collector = collector_of(record(10), record(20), record(90), wall=100)
     assert collector.report((15, 30)).raw_data_summary["decisions"] == 1
     assert collector.report(15).raw_data_summary["decisions"] == 1
     assert collector.report().raw_data_summary["decisions"] == 3
 
 
-def test_the_busiest_worker_and_the_idle_are_seen() -> None:
+def test_busy_and_idle_workers_are_reported() -> None:
     records = [record(at, "a", cache_hit_ratio=0) for at in range(9)]
     collector = collector_of(*records, record(9, "b", cache_hit_ratio=0))
     collector.workers = 4
     report = collector.report()
     assert report.aggregated_metrics["load_balance"]["workers_idle"] == 2
     assert report.aggregated_metrics["load_balance"]["imbalance"] == pytest.approx(3.6)
-    assert "imbalance" in [one.name for one in report.bottlenecks]
+    assert "imbalance" in [bottleneck.name for bottleneck in report.bottlenecks]
 
 
-def test_an_alert_begins_once_and_ends() -> None:
-    heard: list[Alert] = []
+def test_an_alert_is_raised_once_and_ends() -> None:
+    alerts: list[Alert] = []
     config = CollectorConfig(
         check_s=1.0, window_s=10.0, min_decisions=2, thresholds={"failures": 0.3}
     )
     collector = RoutingMetricsCollector(config, wall=lambda: 0.0)
-    collector.on_alert(heard.append)
+    collector.on_alert(alerts.append)
     for at in range(5):
         collector.record(record(float(at), failed=True))
-    assert [one.name for one in heard] == ["failures"]
+    assert [alert.name for alert in alerts] == ["failures"]
     assert collector.alerts[0].value == 1.0
     assert collector.alert_ratios()["failures",] == pytest.approx(1 / 0.3)
     for at in range(20, 25):
@@ -128,27 +128,27 @@ def test_an_alert_begins_once_and_ends() -> None:
     assert set(collector.alert_ratios().values()) == {0.0}
 
 
-def test_nothing_recorded_is_a_report_too() -> None:
+def test_a_report_without_records() -> None:
     report = collector_of().report()
     assert report.recommendations == []
     assert report.bottlenecks == []
 
 
-def test_every_rule_says_what_to_do() -> None:
+def test_every_rule_has_evidence_and_advice() -> None:
     for rule in ALERT_RULES.values():
         assert rule.evidence.format(1.0)
         assert rule.advice.endswith(".")
 
 
-def test_what_nobody_looked_at_was_not_reachable() -> None:
-    """A mode that looks at no cache cannot say that routing lost nothing."""
+def test_blocks_without_a_look_up_are_not_reachable() -> None:
+    """A mode that looks up no overlaps cannot report routing losses."""
     report = collector_of(record(1, cache_hit_ratio=0.4, reachable_ratio=None)).report()
     cache = report.aggregated_metrics["cache_hit"]
     assert cache["hit"] == 0.4
     assert not {"reachable", "routing_loss"} & cache.keys()
 
 
-def test_first_tokens_that_are_soon_anyway_are_no_alert_however_they_were_predicted() -> None:
+def test_prediction_errors_on_fast_first_tokens_are_small() -> None:
     def error(ttft_s: float, predicted_s: float) -> float:
         records = [record(at, ttft_s=ttft_s, predicted_ttft_s=predicted_s) for at in range(30)]
         metrics = collector_of(*records).report().aggregated_metrics
@@ -159,8 +159,8 @@ def test_first_tokens_that_are_soon_anyway_are_no_alert_however_they_were_predic
     assert error(1.0, 2.5) == pytest.approx(1.5)
 
 
-def test_workers_without_a_cache_are_told_and_not_taken_for_losses() -> None:
-    """A cache that is not there loses nothing, and more memory would not help it."""
+def test_workers_without_a_prefix_cache_are_no_losses() -> None:
+    """A missing cache loses no blocks, and more memory would not help."""
     records = [
         record(
             float(at),
@@ -173,7 +173,7 @@ def test_workers_without_a_cache_are_told_and_not_taken_for_losses() -> None:
     ]
     report = collector_of(*records).report()
     assert report.aggregated_metrics["cache_hit"] == {"hit": 0.0, "inexact": 0.0, "cacheless": 1.0}
-    assert [one.name for one in report.bottlenecks] == ["no_prefix_cache"]
+    assert [bottleneck.name for bottleneck in report.bottlenecks] == ["no_prefix_cache"]
     mixed = collector_of(*records, *(record(float(at)) for at in range(20, 40))).report()
-    found = mixed.aggregated_metrics["cache_hit"]
-    assert (found["hit"], found["cacheless"]) == (0.5, 0.5)
+    cache_hit = mixed.aggregated_metrics["cache_hit"]
+    assert (cache_hit["hit"], cache_hit["cacheless"]) == (0.5, 0.5)

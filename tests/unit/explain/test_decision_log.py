@@ -1,4 +1,4 @@
-"""The last decisions, kept to be asked for."""
+"""The log of the last decisions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def request(name: str, choice: int = 0) -> GenerateRequest:
     return GenerateRequest(name, "tiny", b"", SamplingParams(), StopConditions(), choice=choice)
 
 
-def decision(worker: str = "w1", **more: Any) -> Decision:
+def decision(worker: str = "w1", **fields: Any) -> Decision:
     instance = Instance(worker, "tcp://", "dynamo", "worker", "generate")
-    return Decision(instance, "kv", 2, **more)
+    return Decision(instance, "kv", 2, **fields)
 
 
 OUTCOME = Outcome(0.05, 0.5, 32, 64, 10)
@@ -31,34 +31,34 @@ TABLE = (
 
 
 def test_a_decision_is_found_with_every_term_and_its_outcome() -> None:
-    kept = DecisionLog(SystemClock(), "frontend-1")
-    made = decision(
+    log = DecisionLog(SystemClock(), "frontend-1")
+    decided = decision(
         cost_table=TABLE,
         overlap_blocks=3,
         prompt_blocks=4,
         best_overlap_blocks=3,
         placement=Placement(),
     )
-    entry = kept.add(request("abc"), made)
-    assert kept.find("abc")[0].outcome is None
+    entry = log.add(request("abc"), decided)
+    assert log.find("abc")[0].outcome is None
     entry.set_outcome(OUTCOME)
-    (found,) = kept.find("abc")
-    assert found.outcome == OUTCOME
-    assert found.costs == TABLE
-    assert found.router == "frontend-1"
-    assert found.why == (
+    (explanation,) = log.find("abc")
+    assert explanation.outcome == OUTCOME
+    assert explanation.costs == TABLE
+    assert explanation.router == "frontend-1"
+    assert explanation.why == (
         "w1 of 2 workers, cost 12.5, the next best w2 40, it holds 3 of the prompt's 4 blocks"
     )
-    again = msgspec.json.decode(msgspec.json.encode(found), type=Explanation)
-    assert again == found
+    again = msgspec.json.decode(msgspec.json.encode(explanation), type=Explanation)
+    assert again == explanation
 
 
-def test_choices_and_attempts_of_a_request_stand_together() -> None:
-    kept = DecisionLog(SystemClock())
+def test_choices_and_attempts_of_a_request_are_found_together() -> None:
+    log = DecisionLog(SystemClock())
     for choice in range(2):
-        kept.add(request("abc", choice), decision())
-    kept.add(request("abc", 1), decision("w2"))
-    assert [(one.choice, one.worker) for one in kept.find("abc")] == [
+        log.add(request("abc", choice), decision())
+    log.add(request("abc", 1), decision("w2"))
+    assert [(entry.choice, entry.worker) for entry in log.find("abc")] == [
         (0, "w1"),
         (1, "w1"),
         (1, "w2"),
@@ -66,26 +66,26 @@ def test_choices_and_attempts_of_a_request_stand_together() -> None:
 
 
 def test_a_clients_own_id_finds_its_last_request() -> None:
-    kept = DecisionLog(SystemClock())
+    log = DecisionLog(SystemClock())
     for name in ("mine-1", "mine-2.0", "mine-2.1", "mine-two-3", "mine"):
-        kept.add(request(name), decision())
-    assert [one.request_id for one in kept.find("mine")] == ["mine"]
-    kept = DecisionLog(SystemClock())
+        log.add(request(name), decision())
+    assert [entry.request_id for entry in log.find("mine")] == ["mine"]
+    log = DecisionLog(SystemClock())
     for name in ("mine-1", "mine-2.0", "mine-2.1", "mine-two-3"):
-        kept.add(request(name), decision())
-    assert [one.request_id for one in kept.find("mine")] == ["mine-2.0", "mine-2.1"]
-    assert kept.find("min") == []
+        log.add(request(name), decision())
+    assert [entry.request_id for entry in log.find("mine")] == ["mine-2.0", "mine-2.1"]
+    assert log.find("min") == []
 
 
-def test_only_so_many_are_kept() -> None:
-    kept = DecisionLog(SystemClock(), max_entries=3)
+def test_the_log_is_bounded() -> None:
+    log = DecisionLog(SystemClock(), max_entries=3)
     for number in range(10):
-        kept.add(request(str(number)), decision())
-    assert kept.find("6") == []
-    assert [one.request_id for one in kept.latest(2)] == ["9", "8"]
+        log.add(request(str(number)), decision())
+    assert log.find("6") == []
+    assert [entry.request_id for entry in log.latest(2)] == ["9", "8"]
 
 
-def test_a_pick_without_a_table_says_so() -> None:
-    kept = DecisionLog(SystemClock())
-    kept.add(request("a"), decision())
-    assert "without cache or cost data" in kept.find("a")[0].why
+def test_a_decision_without_a_cost_table_says_so() -> None:
+    log = DecisionLog(SystemClock())
+    log.add(request("a"), decision())
+    assert "without cache or cost data" in log.find("a")[0].why

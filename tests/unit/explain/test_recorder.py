@@ -1,4 +1,4 @@
-"""Decisions and outcomes, counted: what could have been hit and what was."""
+"""The recorder: counters, samples, prefix history; and the router messages."""
 
 from __future__ import annotations
 
@@ -26,22 +26,17 @@ from dynamo.scheduling.router.prompt import Prompt
 from dynamo.telemetry import Registry
 
 
-class Place(Placement):
-    def __init__(self, hashes: list[int]) -> None:
-        super().__init__()
-        self.hashes = hashes
-
-
 def request(name: str = "r") -> GenerateRequest:
     return GenerateRequest(
         name, "tiny", b"", SamplingParams(), StopConditions(7), choice=1, priority=2
     )
 
 
-def decision(hashes: list[int], worker: str = "w1", **more: Any) -> Decision:
+def decision(hashes: list[int], worker: str = "w1", **fields: Any) -> Decision:
     instance = Instance(worker, "tcp://", "dynamo", "worker", "generate")
+    placement = Placement("p", Prompt(0, hashes))
     return Decision(
-        instance, "predicted", 2, prompt_blocks=len(hashes), placement=Place(hashes), **more
+        instance, "predicted", 2, prompt_blocks=len(hashes), placement=placement, **fields
     )
 
 
@@ -50,69 +45,69 @@ def counters(registry: Registry) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_what_was_seen_reachable_and_hit_is_counted() -> None:
+def test_seen_reachable_and_hit_blocks_are_counted() -> None:
     registry = Registry()
-    watch = RoutingRecorder(SystemClock(), registry)
+    recorder = RoutingRecorder(SystemClock(), registry)
     hashes = list(range(100, 108))
     first = decision(hashes)
-    watch.on_decision(request(), first)
-    assert watch.active_requests["w1"] == 1
-    watch.on_outcome(request(), first, Outcome(0.1, 0.2, 0, 128, 5))
+    recorder.on_decision(request(), first)
+    assert recorder.active_requests["w1"] == 1
+    recorder.on_outcome(request(), first, Outcome(0.1, 0.2, 0, 128, 5))
     second = decision(hashes, "w2", overlap_blocks=2, best_overlap_blocks=6)
-    watch.on_decision(request("s"), second)
-    watch.on_outcome(request("s"), second, Outcome(0.1, 0.2, 32, 128, 5))
-    found = counters(registry)
-    assert found["dynamo_router_prompt_blocks_total"] == 16
-    assert found["dynamo_router_seen_blocks_total"] == 8
-    assert found["dynamo_router_reachable_blocks_total"] == 6
-    assert found["dynamo_router_hit_blocks_total"] == 2
-    assert found["dynamo_router_cached_tokens_total"] == 32
-    assert not watch.active_requests
-    cache = watch.collector.report().aggregated_metrics["cache_hit"]
+    recorder.on_decision(request("s"), second)
+    recorder.on_outcome(request("s"), second, Outcome(0.1, 0.2, 32, 128, 5))
+    values = counters(registry)
+    assert values["dynamo_router_prompt_blocks_total"] == 16
+    assert values["dynamo_router_seen_blocks_total"] == 8
+    assert values["dynamo_router_reachable_blocks_total"] == 6
+    assert values["dynamo_router_hit_blocks_total"] == 2
+    assert values["dynamo_router_cached_tokens_total"] == 32
+    assert not recorder.active_requests
+    cache = recorder.collector.report().aggregated_metrics["cache_hit"]
     assert (cache["seen"], cache["reachable"], cache["hit"]) == (0.5, 0.375, 0.125)
-    assert watch.decision_log.find("s")[0].outcome is not None
+    assert recorder.decision_log.find("s")[0].outcome is not None
 
 
-def test_a_client_that_left_is_no_failure_nor_is_a_drained_worker() -> None:
-    watch = RoutingRecorder(SystemClock(), Registry())
+def test_cancelled_requests_and_draining_workers_are_no_failures() -> None:
+    recorder = RoutingRecorder(SystemClock(), Registry())
     for number, error in enumerate(("", "cancelled", "worker_leaving", "worker_failed")):
-        made = decision([])
-        watch.on_decision(request(str(number)), made)
-        watch.on_outcome(request(str(number)), made, Outcome(None, 0.2, 0, 128, 0, error))
-    assert watch.collector.report().raw_data_summary["failed"] == 1
+        decided = decision([])
+        recorder.on_decision(request(str(number)), decided)
+        recorder.on_outcome(request(str(number)), decided, Outcome(None, 0.2, 0, 128, 0, error))
+    assert recorder.collector.report().raw_data_summary["failed"] == 1
 
 
-def test_samples_hold_reports_and_what_was_sent() -> None:
-    watch = RoutingRecorder(SystemClock(), Registry())
-    timeline = RoutingTimeline(watch, max_samples=2)
-    watch.on_decision(request(), decision([]))
+def test_samples_hold_load_reports_and_routed_requests() -> None:
+    recorder = RoutingRecorder(SystemClock(), Registry())
+    timeline = RoutingTimeline(recorder, max_samples=2)
+    recorder.on_decision(request(), decision([]))
     load = Load(running=3, cached_blocks=7, total_blocks=10)
     for at in (1.0, 2.0, 3.0):
         timeline.record(at, ["w1", "w2"], {"w1": load}, views={"w1": "exact"}, waiting=4)
-    assert [one.at for one in timeline.samples_since()] == [2.0, 3.0]
+    assert [sample.at for sample in timeline.samples_since()] == [2.0, 3.0]
     (last,) = timeline.samples_since(2.0)
     assert last.waiting == 4
     assert (last.workers["w1"].cached_blocks, last.workers["w1"].sent) == (7, 1)
     assert (last.workers["w1"].routed, last.workers["w2"].view) == (0, "")
     timeline.record(4.0, ["w2"], {}, views={}, waiting=0)
-    assert not watch.routed_requests
+    assert not recorder.routed_requests
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=20), st.integers(1, 4))
-def test_seen_prefixes_are_those_of_a_plain_set(prompts: list[list[int]], stride: int) -> None:
+def test_prefix_history_equals_a_set_of_prefixes(prompts: list[list[int]], stride: int) -> None:
     seen = PrefixHistory(stride=stride)
-    plain: set[tuple[int, ...]] = set()
+    prefixes: set[tuple[int, ...]] = set()
     for prompt in prompts:
         chain = [hash(tuple(prompt[: at + 1])) for at in range(len(prompt))]
         known = max(
-            (at + 1 for at in range(len(prompt)) if tuple(prompt[: at + 1]) in plain), default=0
+            (at + 1 for at in range(len(prompt)) if tuple(prompt[: at + 1]) in prefixes), default=0
         )
         whole = len(prompt) // stride * stride
         assert seen.add(chain) == min(known // stride * stride, whole)
-        plain.update(tuple(prompt[: at + 1]) for at in range(whole))
+        prefixes.update(tuple(prompt[: at + 1]) for at in range(whole))
 
 
-def test_seen_prefixes_are_bounded() -> None:
+def test_prefix_history_is_bounded() -> None:
     seen = PrefixHistory(generation_size=100, stride=1)
     for number in range(10_000):
         seen.add([number])
@@ -121,14 +116,14 @@ def test_seen_prefixes_are_bounded() -> None:
     assert seen.add([1]) == 0
 
 
-def test_questions_and_answers_survive_the_wire() -> None:
+def test_queries_and_replies_survive_encoding() -> None:
     prompt = Prompt(100, [2**64 - 1, 0, 17])
-    ask = decode_query(encode_query(request(), prompt, ("w3",)))
-    assert ask.excluded == ("w3",)
-    again = request_from_query(ask, "r")
+    query = decode_query(encode_query(request(), prompt, ("w3",)))
+    assert query.excluded == ("w3",)
+    again = request_from_query(query, "r")
     assert read_query_prompt(again) == prompt
     assert (again.choice, again.priority, again.stops.max_tokens) == (1, 2, 7)
-    made = decision([1, 2], overlap_blocks=1, predicted_ttft_s=0.5, view="stale")
-    answer = decode_reply(encode_reply(made))
-    assert (answer.instance, answer.overlap_blocks, answer.cache_view) == ("w1", 1, "stale")
-    assert answer.predicted_ttft_s == 0.5
+    decided = decision([1, 2], overlap_blocks=1, predicted_ttft_s=0.5, view="stale")
+    reply = decode_reply(encode_reply(decided))
+    assert (reply.instance, reply.overlap_blocks, reply.cache_view) == ("w1", 1, "stale")
+    assert reply.predicted_ttft_s == 0.5

@@ -1,4 +1,4 @@
-"""What several processes know of routing, laid together."""
+"""Merging the routing records of several processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ COSTS = (Candidate("w1", 3, 12.5, {"queue": 12.5}),)
 
 
 def explanation(router: str, at: float, worker: str = "w1", choice: int = 0) -> Explanation:
-    """Routers know the costs, frontends the outcome."""
-    decided = router.startswith("router")
+    """Return an explanation with costs from routers and with the outcome from frontends."""
+    is_router = router.startswith("router")
     return Explanation(
         request_id="r",
         choice=choice,
@@ -31,15 +31,15 @@ def explanation(router: str, at: float, worker: str = "w1", choice: int = 0) -> 
         overlap_blocks=3,
         best_overlap_blocks=3,
         predicted_ttft_ms=1.0,
-        costs=COSTS if decided else (),
-        outcome=None if decided else OUTCOME,
-        why="decided" if decided else "asked",
+        costs=COSTS if is_router else (),
+        outcome=None if is_router else OUTCOME,
+        why="decided" if is_router else "queried",
     )
 
 
 def test_a_routers_costs_and_a_frontends_outcome_are_one_explanation() -> None:
-    (one,) = merge_explanations([explanation("frontend-1", 1.01), explanation("router-1", 1.0)])
-    assert (one.router, one.costs, one.outcome, one.why) == (
+    (merged,) = merge_explanations([explanation("frontend-1", 1.01), explanation("router-1", 1.0)])
+    assert (merged.router, merged.costs, merged.outcome, merged.why) == (
         "router-1",
         COSTS,
         OUTCOME,
@@ -47,8 +47,8 @@ def test_a_routers_costs_and_a_frontends_outcome_are_one_explanation() -> None:
     )
 
 
-def test_attempts_and_choices_stay_apart_and_in_order() -> None:
-    found = merge_explanations(
+def test_attempts_and_choices_are_separate_and_in_order() -> None:
+    merged = merge_explanations(
         [
             explanation("frontend-1", 3.0, "w2"),
             explanation("frontend-1", 1.0),
@@ -56,7 +56,7 @@ def test_attempts_and_choices_stay_apart_and_in_order() -> None:
             explanation("frontend-1", 2.5, choice=1),
         ]
     )
-    assert [(one.at, one.worker, one.choice) for one in found] == [
+    assert [(entry.at, entry.worker, entry.choice) for entry in merged] == [
         (1.0, "w1", 0),
         (2.0, "w1", 0),
         (2.5, "w1", 1),
@@ -64,7 +64,7 @@ def test_attempts_and_choices_stay_apart_and_in_order() -> None:
     ]
 
 
-def test_samples_of_one_moment_add_up() -> None:
+def test_samples_of_one_time_are_merged() -> None:
     router = TimelineSample(
         10.0, 2, {"w1": WorkerSample(total_blocks=100, cached_blocks=50, view="exact")}
     )
@@ -82,7 +82,7 @@ def test_samples_of_one_moment_add_up() -> None:
     assert second is later
 
 
-def test_a_report_is_over_the_records_of_all() -> None:
+def test_a_report_covers_the_records_of_all_processes() -> None:
     def record(at: float, worker: str) -> RoutingRecord:
         return RoutingRecord(
             timestamp=at,
@@ -94,9 +94,9 @@ def test_a_report_is_over_the_records_of_all() -> None:
             queue_length=0,
         )
 
-    own = RoutingMetricsCollector(wall=lambda: 10.0)
-    own._alerts["failures"] = Alert("failures", "many", 1.0, 0.1, 5.0)
-    report = build_report([record(3.0, "b"), record(1.0, "a")], own, (0.0, 10.0))
+    collector = RoutingMetricsCollector(wall=lambda: 10.0)
+    collector._alerts["failures"] = Alert("failures", "many", 1.0, 0.1, 5.0)
+    report = build_report([record(3.0, "b"), record(1.0, "a")], collector, (0.0, 10.0))
     assert report.raw_data_summary["by_worker"] == {"a": 1, "b": 1}
     assert report.raw_data_summary["first"] == 1.0
-    assert [one.name for one in report.alerts] == ["failures"]
+    assert [alert.name for alert in report.alerts] == ["failures"]

@@ -1,4 +1,4 @@
-"""Routers in step over the event plane: books agree, whoever joins, dies or misses events."""
+"""Replica synchronisation: worker states agree after joins, deaths and lost events."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ WORKERS = {
 }
 
 
-class OneRouter:
-    """A placement in step with others."""
+class FakeRouter:
+    """A solver that is synchronised with other routers over memory planes."""
 
     def __init__(self, name: str, plane: str) -> None:
         self.clock = SystemClock()
         self.plane = plane
-        fleet = WorkerStates()
-        fleet.update_instances(WORKERS)
-        self.placement = PlacementSolver(
-            fleet, CacheView(self.clock), PredictedCost(), Random(name)
-        )
-        self.looked = 0
-        self.follower = PeerRequests(self.placement, self.clock, self._look)
-        self.replicas = ReplicaSync(self.clock, name, self.follower)
+        states = WorkerStates()
+        states.update_instances(WORKERS)
+        self.solver = PlacementSolver(states, CacheView(self.clock), PredictedCost(), Random(name))
+        self.change_count = 0
+        self.peer_requests = PeerRequests(self.solver, self.clock, self._on_change)
+        self.replicas = ReplicaSync(self.clock, name, self.peer_requests)
 
     async def start(self) -> None:
         self.events = await MemoryEvents.open(
@@ -56,205 +54,209 @@ class OneRouter:
         await self.events.close()
 
     async def die(self) -> None:
-        """Gone without a word of its own."""
+        """Vanish without closing the source."""
         await self.events.close()
 
     def send(self, name: str, tokens: int = 100, text: str = "") -> PlacedRequest:
-        """`text`: equal ones are equal prompts (default: the name)."""
+        """Place and publish a request. Equal `text` makes equal prompts (default: the name)."""
         now = self.clock.now()
         prompt = Prompt(tokens, [hash((text or name, at)) & 0xFFFF for at in range(tokens // 16)])
-        arrival = PendingRequest(name, prompt, 16, now)
-        self.placement.submit(arrival)
-        (placed,) = self.placement.place(now)
+        request = PendingRequest(name, prompt, 16, now)
+        self.solver.submit(request)
+        (placed,) = self.solver.place(now)
         self.replicas.publish_routed(placed.placed.worker.name, placed.placed)
         return placed.placed
 
-    def first_token(self, active: PlacedRequest, emitted: int = 1) -> None:
-        active.emitted = emitted
-        self.placement.on_first_token(active, self.clock.now())
-        self.replicas.publish_first_token(active.id)
+    def first_token(self, placed: PlacedRequest, emitted: int = 1) -> None:
+        placed.emitted = emitted
+        self.solver.on_first_token(placed, self.clock.now())
+        self.replicas.publish_first_token(placed.id)
 
-    def end(self, active: PlacedRequest) -> None:
-        self.placement.on_ended(active, self.clock.now())
-        self.replicas.publish_ended(active.id)
+    def end(self, placed: PlacedRequest) -> None:
+        self.solver.on_ended(placed, self.clock.now())
+        self.replicas.publish_ended(placed.id)
 
-    def seen(self) -> dict[str, list[tuple[int, int, bool]]]:
+    def active_requests(self) -> dict[str, list[tuple[int, int, bool]]]:
         return {
-            book.name: sorted(
-                (one.prompt_tokens, one.emitted, one.first_token_s is not None)
-                for one in book.active.values()
+            worker.name: sorted(
+                (placed.prompt_tokens, placed.emitted, placed.first_token_s is not None)
+                for placed in worker.active.values()
             )
-            for book in self.placement.worker_states.workers
+            for worker in self.solver.worker_states.workers
         }
 
-    def open_tokens(self) -> list[int]:
-        return [book.pending_prefill_tokens for book in self.placement.worker_states.workers]
+    def pending_tokens(self) -> list[int]:
+        return [worker.pending_prefill_tokens for worker in self.solver.worker_states.workers]
 
     def decode_blocks(self, tokens: int) -> list[float]:
-        """Of each worker, were a prompt like nobody's to go there."""
-        cost, now = self.placement.cost, self.clock.now()
-        arrival = PendingRequest(
+        """Return each worker's active blocks with an unrelated prompt added."""
+        cost, now = self.solver.cost, self.clock.now()
+        request = PendingRequest(
             "x", Prompt(tokens, range(1 << 40, (1 << 40) + tokens // 16)), 16, now
         )
-        books = self.placement.worker_states.workers
-        return [cost.terms(arrival, book, now)["decode_blocks"] for book in books]
+        workers = self.solver.worker_states.workers
+        return [cost.terms(request, worker, now)["decode_blocks"] for worker in workers]
 
-    def _look(self) -> None:
-        self.looked += 1
+    def _on_change(self) -> None:
+        self.change_count += 1
 
 
-Begin = Callable[..., Any]
+StartRouter = Callable[..., Any]
 
 
 @pytest.fixture
-async def begin(request: pytest.FixtureRequest) -> AsyncIterator[Begin]:
+async def start_router(request: pytest.FixtureRequest) -> AsyncIterator[StartRouter]:
     async with AsyncExitStack() as running:
 
-        async def one(name: str) -> OneRouter:
-            made = OneRouter(name, request.node.name)
-            await made.start()
-            running.push_async_callback(made.close)
-            return made
+        async def start(name: str) -> FakeRouter:
+            router = FakeRouter(name, request.node.name)
+            await router.start()
+            running.push_async_callback(router.close)
+            return router
 
-        yield one
+        yield start
 
 
-async def quiet() -> None:
+async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_what_one_sends_stands_in_the_others_books(begin: Begin) -> None:
-    one, other = await begin("one"), await begin("other")
-    await quiet()
-    first, second = one.send("a", 160), other.send("b", 320)
-    await quiet()
-    assert one.seen() == other.seen()
-    assert one.open_tokens() == other.open_tokens()
-    assert sum(one.open_tokens()) == 480
+async def test_requests_of_one_router_are_in_the_states_of_the_other(
+    start_router: StartRouter,
+) -> None:
+    first_router, second_router = await start_router("one"), await start_router("other")
+    await settle()
+    first, second = first_router.send("a", 160), second_router.send("b", 320)
+    await settle()
+    assert first_router.active_requests() == second_router.active_requests()
+    assert first_router.pending_tokens() == second_router.pending_tokens()
+    assert sum(first_router.pending_tokens()) == 480
 
-    one.first_token(first, emitted=3)
-    await quiet()
-    assert sum(other.open_tokens()) == 320
-    assert other.looked
-    one.end(first)
-    other.end(second)
-    await quiet()
-    assert one.seen() == other.seen() == {"w1": [], "w2": []}
-    assert other.open_tokens() == [0, 0]
+    first_router.first_token(first, emitted=3)
+    await settle()
+    assert sum(second_router.pending_tokens()) == 320
+    assert second_router.change_count
+    first_router.end(first)
+    second_router.end(second)
+    await settle()
+    assert first_router.active_requests() == second_router.active_requests() == {"w1": [], "w2": []}
+    assert second_router.pending_tokens() == [0, 0]
 
 
-async def test_a_prompt_sent_by_one_is_a_hit_to_the_other(begin: Begin) -> None:
-    one, other = await begin("one"), await begin("other")
-    await quiet()
-    active = one.send("a", 160)
-    await quiet()
-    assert other.placement.view.find_overlaps(active.hashes) == one.placement.view.find_overlaps(
+async def test_a_prompt_routed_by_one_router_is_an_overlap_for_the_other(
+    start_router: StartRouter,
+) -> None:
+    first_router, second_router = await start_router("one"), await start_router("other")
+    await settle()
+    active = first_router.send("a", 160)
+    await settle()
+    assert second_router.solver.view.find_overlaps(
         active.hashes
-    )
+    ) == first_router.solver.view.find_overlaps(active.hashes)
 
 
-async def test_blocks_in_use_count_whoever_sent_them(begin: Begin) -> None:
-    one, other = await begin("one"), await begin("other")
-    one.placement.cost, other.placement.cost = BlockCost(), BlockCost()
-    await quiet()
-    first, second = one.send("a", 160, "t"), one.send("b", 160, "t")
-    await quiet()
-    assert other.decode_blocks(160) == one.decode_blocks(160)
-    one.end(second)
-    await quiet()
-    assert other.decode_blocks(160) == one.decode_blocks(160)
-    own = other.send("c", 160, "t")
-    await quiet()
-    one.end(first)
-    await quiet()
-    assert other.decode_blocks(160) == one.decode_blocks(160)
-    assert sorted(one.decode_blocks(160)) == [10, 20]
-    other.end(own)
-    await quiet()
-    assert other.decode_blocks(160) == one.decode_blocks(160) == [10, 10]
+async def test_active_blocks_of_all_routers_count(start_router: StartRouter) -> None:
+    first_router, second_router = await start_router("one"), await start_router("other")
+    first_router.solver.cost, second_router.solver.cost = BlockCost(), BlockCost()
+    await settle()
+    first, second = first_router.send("a", 160, "t"), first_router.send("b", 160, "t")
+    await settle()
+    assert second_router.decode_blocks(160) == first_router.decode_blocks(160)
+    first_router.end(second)
+    await settle()
+    assert second_router.decode_blocks(160) == first_router.decode_blocks(160)
+    own = second_router.send("c", 160, "t")
+    await settle()
+    first_router.end(first)
+    await settle()
+    assert second_router.decode_blocks(160) == first_router.decode_blocks(160)
+    assert sorted(first_router.decode_blocks(160)) == [10, 20]
+    second_router.end(own)
+    await settle()
+    assert second_router.decode_blocks(160) == first_router.decode_blocks(160) == [10, 10]
 
 
-async def test_a_router_that_joins_catches_up(begin: Begin) -> None:
-    one = await begin("one")
-    active = one.send("a", 160)
-    one.first_token(active, emitted=5)
-    one.send("b", 320)
-    ended = one.send("c", 48)
-    one.end(ended)
-    late = await begin("late")
-    await quiet()
-    assert late.seen() == one.seen()
-    assert sorted(late.open_tokens()) == sorted(one.open_tokens())
-    one.end(active)
-    await quiet()
-    assert late.seen() == one.seen()
+async def test_a_new_router_receives_the_current_state(start_router: StartRouter) -> None:
+    first_router = await start_router("one")
+    active = first_router.send("a", 160)
+    first_router.first_token(active, emitted=5)
+    first_router.send("b", 320)
+    ended = first_router.send("c", 48)
+    first_router.end(ended)
+    late = await start_router("late")
+    await settle()
+    assert late.active_requests() == first_router.active_requests()
+    assert sorted(late.pending_tokens()) == sorted(first_router.pending_tokens())
+    first_router.end(active)
+    await settle()
+    assert late.active_requests() == first_router.active_requests()
 
 
-async def test_who_dies_is_forgotten_and_nobody_else(begin: Begin) -> None:
-    one, other = await begin("one"), await begin("other")
-    await quiet()
-    kept = one.send("a", 160)
-    other.send("b", 320)
-    await quiet()
-    await other.die()
-    await quiet()
-    assert sum(map(len, one.seen().values())) == 1
-    assert sorted(one.open_tokens()) == [0, 160]
-    assert one.replicas.peers == set()
-    one.end(kept)
-    assert one.open_tokens() == [0, 0]
+async def test_only_the_requests_of_a_dead_router_are_removed(start_router: StartRouter) -> None:
+    first_router, second_router = await start_router("one"), await start_router("other")
+    await settle()
+    request = first_router.send("a", 160)
+    second_router.send("b", 320)
+    await settle()
+    await second_router.die()
+    await settle()
+    assert sum(map(len, first_router.active_requests().values())) == 1
+    assert sorted(first_router.pending_tokens()) == [0, 160]
+    assert first_router.replicas.peers == set()
+    first_router.end(request)
+    assert first_router.pending_tokens() == [0, 0]
 
-    third = await begin("third")
-    again = one.send("c", 64)
-    await quiet()
-    assert third.seen() == one.seen()
-    one.end(again)
+    third = await start_router("third")
+    again = first_router.send("c", 64)
+    await settle()
+    assert third.active_requests() == first_router.active_requests()
+    first_router.end(again)
 
 
-async def test_lost_events_are_repaired(begin: Begin) -> None:
-    one, other = await begin("one"), await begin("other")
-    await quiet()
-    other.events.lossy = lambda first: first % 2 == 1
-    sent = [one.send(str(number), 16 * (1 + number)) for number in range(6)]
+async def test_lost_events_are_repaired(start_router: StartRouter) -> None:
+    first_router, second_router = await start_router("one"), await start_router("other")
+    await settle()
+    second_router.events.lossy = lambda first: first % 2 == 1
+    sent = [first_router.send(str(number), 16 * (1 + number)) for number in range(6)]
     for active in sent[:3]:
-        await quiet()
-        one.first_token(active)
-        await quiet()
-        one.end(active)
-    await quiet()
-    other.events.lossy = None
-    last = one.send("last", 16)
-    await quiet()
-    assert other.seen() == one.seen()
-    assert other.open_tokens() == one.open_tokens()
-    one.end(last)
+        await settle()
+        first_router.first_token(active)
+        await settle()
+        first_router.end(active)
+    await settle()
+    second_router.events.lossy = None
+    last = first_router.send("last", 16)
+    await settle()
+    assert second_router.active_requests() == first_router.active_requests()
+    assert second_router.pending_tokens() == first_router.pending_tokens()
+    first_router.end(last)
 
 
-async def test_a_promised_place_is_not_booked_twice(begin: Begin) -> None:
-    server, frontend = await begin("server"), await begin("frontend")
-    await quiet()
-    arrival = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
-    server.placement.submit(arrival)
-    (placed,) = server.placement.place(server.clock.now())
-    server.follower.reserve(placed.placed)
+async def test_a_claimed_reservation_is_counted_once(start_router: StartRouter) -> None:
+    server, frontend = await start_router("server"), await start_router("frontend")
+    await settle()
+    request = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
+    server.solver.submit(request)
+    (placed,) = server.solver.place(server.clock.now())
+    server.peer_requests.reserve(placed.placed)
     frontend.replicas.publish_routed(placed.placed.worker.name, placed.placed)
-    await quiet()
-    assert sum(server.open_tokens()) == 160
-    assert server.follower.reserved_count == 0
+    await settle()
+    assert sum(server.pending_tokens()) == 160
+    assert server.peer_requests.reserved_count == 0
     frontend.replicas.publish_ended("a")
-    await quiet()
-    assert server.open_tokens() == [0, 0]
+    await settle()
+    assert server.pending_tokens() == [0, 0]
 
 
-async def test_a_promised_place_that_nobody_takes_is_given_back(begin: Begin) -> None:
-    server = await begin("server")
+async def test_an_unclaimed_reservation_expires(start_router: StartRouter) -> None:
+    server = await start_router("server")
     for _ in range(2):
-        arrival = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
-        server.placement.submit(arrival)
-        (placed,) = server.placement.place(server.clock.now())
-        server.follower.reserve(placed.placed)
-    assert sum(server.open_tokens()) == 160
-    server.follower.expire_reservations(server.clock.now() + 1)
-    assert server.open_tokens() == [0, 0]
-    assert server.follower.reserved_count == 0
+        request = PendingRequest("a", Prompt(160, list(range(10))), 16, server.clock.now())
+        server.solver.submit(request)
+        (placed,) = server.solver.place(server.clock.now())
+        server.peer_requests.reserve(placed.placed)
+    assert sum(server.pending_tokens()) == 160
+    server.peer_requests.expire_reservations(server.clock.now() + 1)
+    assert server.pending_tokens() == [0, 0]
+    assert server.peer_requests.reserved_count == 0

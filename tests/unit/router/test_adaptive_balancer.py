@@ -29,19 +29,19 @@ def request(tokens: int = 100, max_tokens: int | None = None) -> Any:
     return SimpleNamespace(token_ids=[1] * tokens, max_tokens=max_tokens)
 
 
-async def test_the_worker_with_most_room_gets_the_request() -> None:
+async def test_the_worker_with_the_most_capacity_left_is_assigned() -> None:
     balancer = AdaptiveLoadBalancer({"any": "thing"})
-    made = await balancer.balance_load(
+    assignment = await balancer.balance_load(
         [worker("busy", load=0.9), worker("free", load=0.1), worker("full", memory=0.2)],
         request(1000, max_tokens=200),
     )
-    assert made.worker_id == "free"
-    assert made.predicted_load.total == 1200
-    assert made.expected_completion_time == pytest.approx(1200 * 1.1 / 1000)
-    assert list(balancer.load_history["free"]) == [made.predicted_load]
+    assert assignment.worker_id == "free"
+    assert assignment.predicted_load.total == 1200
+    assert assignment.expected_completion_time == pytest.approx(1200 * 1.1 / 1000)
+    assert list(balancer.load_history["free"]) == [assignment.predicted_load]
 
 
-def test_capacity_is_base_by_load_by_memory() -> None:
+def test_capacity_is_base_times_free_load_times_free_memory() -> None:
     balancer = AdaptiveLoadBalancer()
     balancer.assign([worker("a", load=0.5, memory=0.5)], request())
     assert balancer.capacity("a") == Capacity(10_000, 5_000, 2_500, memory_constrained=True)
@@ -49,14 +49,14 @@ def test_capacity_is_base_by_load_by_memory() -> None:
     assert not balancer.capacity("a").memory_constrained
 
 
-def test_no_room_anywhere_is_an_overload() -> None:
+def test_no_capacity_anywhere_raises_an_overload() -> None:
     with pytest.raises(LoadBalancingError) as refused:
         AdaptiveLoadBalancer().assign([worker("a", load=1.0), worker("b", capacity=50)], request())
     assert isinstance(refused.value, Overloaded)
     assert refused.value.retry_after_s
 
 
-def test_answers_are_predicted_as_long_as_they_were() -> None:
+def test_answer_lengths_are_learnt_by_prompt_length() -> None:
     model = LoadPredictionModel()
     for _ in range(50):
         model.observe(1000, 40)
@@ -65,7 +65,7 @@ def test_answers_are_predicted_as_long_as_they_were() -> None:
     assert model.predict_request_load(request(5000)).output_tokens == 256
 
 
-def test_a_faster_worker_has_more_to_give() -> None:
+def test_a_faster_worker_has_more_capacity() -> None:
     balancer = AdaptiveLoadBalancer()
     for _ in range(20):
         balancer.on_completed("quick", 100, 100, 1.0)

@@ -170,7 +170,7 @@ def card(tmp_path: Path) -> ModelCard:
 async def test_events_and_placements_use_the_same_rank_names(
     runtime: DistributedRuntime, card: ModelCard
 ) -> None:
-    """What came to a rank once goes there again: its cache, report under its own name, knows it."""
+    """A repeated prompt goes to the same rank, whose KV events have the rank's name."""
     engine = DataParallelEngine([mock(), mock()])
     worker = EngineWorker(engine, card)
     await worker.attach(runtime)

@@ -1,4 +1,4 @@
-"""Requests that queue in the router: a threshold, an order, a bound."""
+"""The solver with a bounded queue: threshold, order and rejection."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ INSTANCES = {
 }
 
 
-def placement(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> PlacementSolver:
-    fleet = WorkerStates()
-    fleet.update_instances(INSTANCES)
+def make_solver(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> PlacementSolver:
+    states = WorkerStates()
+    states.update_instances(INSTANCES)
     queue: WaitingQueue[PendingRequest] = WaitingQueue(order, bound)
     view = CacheView(SystemClock())
     return PlacementSolver(
-        fleet,
+        states,
         view,
         PredictedCost(),
         Random(1),
@@ -56,98 +56,98 @@ def placement(order: str = "fcfs", bound: int = 4, threshold: float = 1.0) -> Pl
     )
 
 
-def arrival(name: str, tokens: int, now: float = 0.0, priority: int = 0) -> PendingRequest:
-    one = PendingRequest(name, Prompt(tokens, []), 16, now)
-    one.priority = priority
-    return one
+def make_request(name: str, tokens: int, now: float = 0.0, priority: int = 0) -> PendingRequest:
+    request = PendingRequest(name, Prompt(tokens, []), 16, now)
+    request.priority = priority
+    return request
 
 
-def fill(made: PlacementSolver) -> list[str]:
-    """Both workers over the threshold."""
+def fill(solver: PlacementSolver) -> list[str]:
+    """Put both workers over the threshold; return the ids of the placed requests."""
     for number in range(2):
-        made.submit(arrival(f"big{number}", 2 * BUDGET))
-    placed = made.place(0.0)
-    assert {one.placed.worker.name for one in placed} == {"w1", "w2"}
-    return [one.placed.id for one in placed]
+        solver.submit(make_request(f"big{number}", 2 * BUDGET))
+    placed = solver.place(0.0)
+    assert {result.placed.worker.name for result in placed} == {"w1", "w2"}
+    return [result.placed.id for result in placed]
 
 
-def names(made: PlacementSolver, now: float) -> list[str]:
-    return [one.request.id for one in made.place(now)]
+def place_ids(solver: PlacementSolver, now: float) -> list[str]:
+    return [result.request.id for result in solver.place(now)]
 
 
 @pytest.mark.parametrize(
     ("order", "first"), [("fcfs", "old"), ("shortest", "small"), ("deadline", "urgent")]
 )
-def test_who_waits_for_a_worker_goes_by_the_order(order: str, first: str) -> None:
-    made = placement(order, threshold=0.5)
-    fill(made)
+def test_queued_requests_are_placed_in_queue_order(order: str, first: str) -> None:
+    solver = make_solver(order, threshold=0.5)
+    fill(solver)
     old, small, urgent = (
-        arrival("old", 900, 1.0),
-        arrival("small", 600, 2.0),
-        arrival("urgent", 800, 3.0),
+        make_request("old", 900, 1.0),
+        make_request("small", 600, 2.0),
+        make_request("urgent", 800, 3.0),
     )
     urgent.deadline_s = 5.0
-    for one in (old, small, urgent):
-        made.submit(one)
-        assert names(made, one.arrived_s) == []
-    assert len(made) == 3
-    busy = made.worker_states["w1"].active[
-        "big0" if "big0" in made.worker_states["w1"].active else "big1"
+    for request in (old, small, urgent):
+        solver.submit(request)
+        assert place_ids(solver, request.arrived_s) == []
+    assert len(solver) == 3
+    busy = solver.worker_states["w1"].active[
+        "big0" if "big0" in solver.worker_states["w1"].active else "big1"
     ]
-    made.on_ended(busy, 4.0)
-    assert names(made, 4.0) == [first]
-    assert len(made) == 2
-    assert made.next_run_s(100.0) > 100.0  # type: ignore[operator]
+    solver.on_ended(busy, 4.0)
+    assert place_ids(solver, 4.0) == [first]
+    assert len(solver) == 2
+    assert solver.next_run_s(100.0) > 100.0  # type: ignore[operator]
 
 
-def test_past_the_bound_newcomers_are_refused_and_told_when_to_come() -> None:
-    made = placement(bound=2)
-    fill(made)
+def test_new_requests_beyond_the_bound_are_rejected_with_a_retry_time() -> None:
+    solver = make_solver(bound=2)
+    fill(solver)
     for number in range(5):
-        made.submit(arrival(f"r{number}", 100, 1.0))
-    assert names(made, 1.0) == []
-    refused = made.pop_rejected()
-    assert [one.id for one, _ in refused] == ["r2", "r3", "r4"]
+        solver.submit(make_request(f"r{number}", 100, 1.0))
+    assert place_ids(solver, 1.0) == []
+    refused = solver.pop_rejected()
+    assert [request.id for request, _ in refused] == ["r2", "r3", "r4"]
     assert all(isinstance(error, Overloaded) and error.retry_after_s for _, error in refused)
-    assert made.pop_rejected() == []
-    assert len(made) == 2
+    assert solver.pop_rejected() == []
+    assert len(solver) == 2
 
 
-def test_who_finds_a_worker_needs_no_room_to_wait() -> None:
-    """All that wait may only go to w2; w1 is free."""
-    made = placement(bound=2)
-    fill(made)
-    idle = next(one for one in made.worker_states["w1"].active.values())
+def test_a_request_with_a_free_worker_needs_no_place_in_the_queue() -> None:
+    """All queued requests may only use w2; w1 is free."""
+    solver = make_solver(bound=2)
+    fill(solver)
+    idle = next(placed for placed in solver.worker_states["w1"].active.values())
     for number in range(3):
-        one = arrival(f"r{number}", 100, 1.0)
-        one.excluded = frozenset({"w1"})
-        made.submit(one)
-    assert names(made, 1.0) == []
-    assert [one.id for one, _ in made.pop_rejected()] == ["r2"]
-    made.on_ended(idle, 2.0)
-    made.submit(arrival("free", 100, 2.0))
-    assert names(made, 2.0) == ["free"]
-    assert made.pop_rejected() == []
-    assert len(made) == 2
+        request = make_request(f"r{number}", 100, 1.0)
+        request.excluded = frozenset({"w1"})
+        solver.submit(request)
+    assert place_ids(solver, 1.0) == []
+    assert [request.id for request, _ in solver.pop_rejected()] == ["r2"]
+    solver.on_ended(idle, 2.0)
+    solver.submit(make_request("free", 100, 2.0))
+    assert place_ids(solver, 2.0) == ["free"]
+    assert solver.pop_rejected() == []
+    assert len(solver) == 2
 
 
-def test_a_burst_that_can_be_placed_is_not_refused() -> None:
-    made = placement(bound=1, threshold=0.0)
+def test_a_burst_that_can_be_placed_is_not_rejected() -> None:
+    solver = make_solver(bound=1, threshold=0.0)
     for number in range(20):
-        made.submit(arrival(f"r{number}", 10))
-    assert len(names(made, 0.0)) == 20
-    assert made.pop_rejected() == []
+        solver.submit(make_request(f"r{number}", 10))
+    assert len(place_ids(solver, 0.0)) == 20
+    assert solver.pop_rejected() == []
 
 
-def test_who_leaves_waits_no_more() -> None:
-    made = placement()
-    fill(made)
-    waiting, fresh = arrival("waiting", 100), arrival("fresh", 100)
-    made.submit(waiting)
-    made.place(1.0)
-    made.submit(fresh)
-    made.cancel(waiting)
-    made.cancel(fresh)
-    made.cancel(fresh)
-    assert len(made) == 0
-    assert made.next_run_s(2.0) is None
+def test_a_cancelled_request_leaves_the_queue() -> None:
+    solver = make_solver()
+    fill(solver)
+    waiting, fresh = make_request("waiting", 100), make_request("fresh", 100)
+    solver.submit(waiting)
+    solver.place(1.0)
+    solver.submit(fresh)
+    solver.cancel(waiting)
+    solver.cancel(fresh)
+    solver.cancel(fresh)
+    assert len(solver) == 0
+    assert solver.next_run_s(2.0) is None

@@ -1,4 +1,4 @@
-"""The queue of requests that no worker can take yet."""
+"""The waiting queue: orders, starvation and the bound."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dynamo.core.errors import ConfigError, Overloaded
 from dynamo.scheduling.router.placement.queue import QUEUE_ORDERS, QueueOrderKey, WaitingQueue
 
 
-def queue_of(order: str, **ranks: QueueOrderKey) -> WaitingQueue[str]:
+def queue_of(order: str, **keys: QueueOrderKey) -> WaitingQueue[str]:
     queue: WaitingQueue[str] = WaitingQueue(order, starvation_s=10)
-    for name, rank in ranks.items():
-        queue.push(name, name, rank)
+    for name, key in keys.items():
+        queue.push(name, name, key)
     return queue
 
 
-def test_each_order_puts_another_first() -> None:
-    ranks = {
+def test_each_order_puts_another_item_first() -> None:
+    keys = {
         "old": QueueOrderKey(1.0, prefill_tokens=900, deadline_s=50),
         "short": QueueOrderKey(2.0, prefill_tokens=10, deadline_s=40),
         "urgent": QueueOrderKey(3.0, prefill_tokens=500, deadline_s=5),
     }
-    assert {order: queue_of(order, **ranks).ordered(3.0)[0] for order in QUEUE_ORDERS} == {
+    assert {order: queue_of(order, **keys).ordered(3.0)[0] for order in QUEUE_ORDERS} == {
         "fcfs": "old",
         "shortest": "short",
         "deadline": "urgent",
@@ -47,7 +47,7 @@ def test_priority_counts_in_every_order() -> None:
     assert humble.ordered(1.0) == ["plain", "low"]
 
 
-def test_nobody_starves() -> None:
+def test_a_starving_item_goes_first() -> None:
     queue = queue_of(
         "shortest",
         big=QueueOrderKey(0.0, prefill_tokens=9_000),
@@ -57,17 +57,17 @@ def test_nobody_starves() -> None:
     assert queue.ordered(10.0) == ["big", "small"]
 
 
-def test_past_the_bound_a_request_is_told_when_to_come_again() -> None:
+def test_beyond_the_bound_the_error_has_a_retry_time() -> None:
     queue: WaitingQueue[int] = WaitingQueue(bound=20)
     for at in range(20):
         queue.push(str(at), at, QueueOrderKey(float(at)))
     for at in range(4):
         assert queue.pop(str(at), now=100.0 + 2 * at) == at
         queue.push(f"again {at}", at, QueueOrderKey(100.0 + at))
-    with pytest.raises(Overloaded) as refused:
-        queue.push("one too many", 99, QueueOrderKey(200.0))
-    assert refused.value.retry_after_s == pytest.approx(40.0)
-    assert refused.value.code == "overloaded"
+    with pytest.raises(Overloaded) as rejected:
+        queue.push("excess", 99, QueueOrderKey(200.0))
+    assert rejected.value.retry_after_s == pytest.approx(40.0)
+    assert rejected.value.code == "overloaded"
 
 
 def test_an_unknown_order_is_named() -> None:
@@ -89,16 +89,16 @@ def test_an_unknown_order_is_named() -> None:
     ),
     st.sets(st.integers(0, 19)),
 )
-def test_what_stays_is_in_order_and_whole(
-    order: str, ranks: list[QueueOrderKey], gone: set[int]
+def test_the_remaining_items_are_complete_and_in_order(
+    order: str, keys: list[QueueOrderKey], removed: set[int]
 ) -> None:
     queue: WaitingQueue[int] = WaitingQueue(order)
-    for at, rank in enumerate(ranks):
-        queue.push(str(at), at, rank)
-    for at in gone:
-        assert queue.pop(str(at), 1.0) == (at if at < len(ranks) else None)
-    left = [at for at in range(len(ranks)) if at not in gone]
+    for at, key in enumerate(keys):
+        queue.push(str(at), at, key)
+    for at in removed:
+        assert queue.pop(str(at), 1.0) == (at if at < len(keys) else None)
+    remaining = [at for at in range(len(keys)) if at not in removed]
     assert queue.ordered(10.0) == sorted(
-        left, key=lambda at: (QUEUE_ORDERS[order](ranks[at]), ranks[at].arrived_s, at)
+        remaining, key=lambda at: (QUEUE_ORDERS[order](keys[at]), keys[at].arrived_s, at)
     )
-    assert len(queue) == len(left)
+    assert len(queue) == len(remaining)
