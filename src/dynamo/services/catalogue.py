@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Generic, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -16,6 +17,8 @@ from dynamo.runtime.distributed import DistributedRuntime
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 RETRY_S = 1.0
 MAX_RETRY_S = 15.0
 
@@ -23,8 +26,6 @@ OpenModel = Callable[[ModelCard], Awaitable[None]]
 """Opens the model of a card, instead of an open one of that name. Raises `DynamoError`."""
 ReportNotOpen = Callable[[str, str], None]
 """(model, reason): the model cannot be opened yet."""
-
-_decode_card = msgspec.json.Decoder(ModelCard).decode
 
 
 def models_prefix(namespace: str) -> str:
@@ -55,6 +56,47 @@ def majority_card(cards: Collection[ModelCard], opened: ModelCard | None = None)
     return max(majority, key=lambda card: card.created)
 
 
+class ModelRecords(Generic[T]):
+    """Follows discovery records `{prefix}{model}/{instance}`; `by_model` holds them decoded."""
+
+    def __init__(
+        self, runtime: DistributedRuntime, prefix: str, decode: Callable[[bytes], T]
+    ) -> None:
+        self._runtime = runtime
+        self._prefix = prefix
+        self._decode = decode
+        self.by_model: defaultdict[str, dict[str, T]] = defaultdict(dict)
+
+    async def follow(self, on_change: Callable[[str], Awaitable[None]]) -> None:
+        """Call `on_change(model)` after changes until cancelled; restart a watch that fails."""
+        while True:
+            try:
+                async with self._runtime.discovery.watch(self._prefix) as changes:
+                    self.by_model.clear()
+                    async for batch in changes:
+                        for model in self._apply_changes(batch):
+                            await on_change(model)
+            except Exception as error:  # noqa: BLE001 - open models stay open
+                fields = {"prefix": self._prefix, "error": str(error)}
+                log.warning("the watch of models failed", extra={"fields": fields})
+            await self._runtime.clock.sleep(RETRY_S)
+
+    def _apply_changes(self, batch: Sequence[RecordChange]) -> set[str]:
+        changed = set()
+        for change in batch:
+            quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
+            records = self.by_model[unquote(quoted)]
+            records.pop(instance, None)
+            changed.add(unquote(quoted))
+            try:
+                if change.value is not None:
+                    records[instance] = self._decode(change.value)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                fields = {"key": change.key, "error": str(error)}
+                log.warning("invalid record of a model", extra={"fields": fields})
+        return changed
+
+
 class Catalogue:
     """Opens a model with its first card, and again when most workers announce another card.
 
@@ -67,8 +109,8 @@ class Catalogue:
         self._runtime = runtime
         self._open_model = open_model
         self._report_not_open = on_not_open
-        self._prefix = models_prefix(runtime.settings.runtime.namespace)
-        self._cards: defaultdict[str, dict[str, ModelCard]] = defaultdict(dict)
+        prefix = models_prefix(runtime.settings.runtime.namespace)
+        self._cards = ModelRecords(runtime, prefix, msgspec.json.Decoder(ModelCard).decode)
         self._opened_cards: dict[str, ModelCard] = {}
         self._opening: set[str] = set()
 
@@ -76,47 +118,18 @@ class Catalogue:
         """Return by instance how a worker's card differs from the card that was opened."""
         incompatible = {}
         for name, opened in self._opened_cards.items():
-            for instance, card in self._cards[name].items():
+            for instance, card in self._cards.by_model[name].items():
                 differences = block_identity(opened).describe_differences(block_identity(card))
                 if differences:
                     incompatible[instance] = f"{name}: {differences}"
         return incompatible
 
     async def run(self) -> None:
-        """Follow the cards until cancelled; a failed watch is started again."""
-        while True:
-            try:
-                await self._watch()
-            except Exception as error:  # noqa: BLE001 - open models stay open
-                log.warning(
-                    "the watch of model cards failed", extra={"fields": {"error": str(error)}}
-                )
-            await self._runtime.clock.sleep(RETRY_S)
+        """Follow the cards until cancelled."""
+        await self._cards.follow(self._open_if_changed)
 
-    async def _watch(self) -> None:
-        async with self._runtime.discovery.watch(self._prefix) as changes:
-            self._cards.clear()
-            async for batch in changes:
-                for name in self._apply_changes(batch):
-                    self._open_if_changed(name)
-
-    def _apply_changes(self, batch: Sequence[RecordChange]) -> set[str]:
-        changed = set()
-        for change in batch:
-            quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
-            name = unquote(quoted)
-            self._cards[name].pop(instance, None)
-            changed.add(name)
-            try:
-                if change.value is not None:
-                    self._cards[name][instance] = _decode_card(change.value)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                fields = {"key": change.key, "error": str(error)}
-                log.warning("invalid model card", extra={"fields": fields})
-        return changed
-
-    def _open_if_changed(self, name: str) -> None:
-        cards, opened = self._cards[name].values(), self._opened_cards.get(name)
+    async def _open_if_changed(self, name: str) -> None:
+        cards, opened = self._cards.by_model[name].values(), self._opened_cards.get(name)
         if not cards or name in self._opening:
             return
         if model_identity(majority_card(cards, opened)) != opened:
@@ -126,7 +139,7 @@ class Catalogue:
     async def _open_with_retries(self, name: str) -> None:
         delay_s = RETRY_S
         try:
-            while cards := self._cards[name]:
+            while cards := self._cards.by_model[name]:
                 card = majority_card(cards.values(), self._opened_cards.get(name))
                 try:
                     await self._open_model(card)
@@ -141,4 +154,4 @@ class Catalogue:
                     break
         finally:
             self._opening.discard(name)
-        self._open_if_changed(name)
+        await self._open_if_changed(name)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
@@ -17,7 +15,6 @@ from dynamo.application.openai.service_chat import (
     chat_request_from_dict,
     chat_request_to_dict,
 )
-from dynamo.communication.discovery import RecordChange
 from dynamo.core.context import Context
 from dynamo.core.errors import Unsupported
 from dynamo.core.text import ChatRequest, CompletionRequest, TextReply
@@ -25,13 +22,12 @@ from dynamo.runtime.calls.client import Client
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.handle import call_with_retries
 from dynamo.sdk.service_model import ServiceModelRecord, service_models_prefix
+from dynamo.services.catalogue import ModelRecords
 
 log = logging.getLogger(__name__)
 
-WATCH_RETRY_S = 1.0
 SERVICE_OWNER = "service"
 
-_decode_record = msgspec.json.Decoder(ServiceModelRecord).decode
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
@@ -45,45 +41,18 @@ class ServiceModelWatcher:
     def __init__(self, runtime: DistributedRuntime, gateway: Gateway) -> None:
         self._runtime = runtime
         self._gateway = gateway
-        self._prefix = service_models_prefix(runtime.settings.runtime.namespace)
-        self._records: defaultdict[str, dict[str, ServiceModelRecord]] = defaultdict(dict)
+        prefix = service_models_prefix(runtime.settings.runtime.namespace)
+        self._records = ModelRecords(
+            runtime, prefix, msgspec.json.Decoder(ServiceModelRecord).decode
+        )
         self._open_models: dict[str, tuple[ServiceModelRecord, Client]] = {}
 
     def start(self) -> None:
         """Follow the offers until the runtime shuts down."""
-        self._runtime.tasks.start(self._run(), "service models")
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                async with self._runtime.discovery.watch(self._prefix) as changes:
-                    self._records.clear()
-                    async for batch in changes:
-                        await self._apply_changes(batch)
-            except Exception as error:  # noqa: BLE001 - open models stay open
-                log.warning(
-                    "the watch of service models failed", extra={"fields": {"error": str(error)}}
-                )
-            await self._runtime.clock.sleep(WATCH_RETRY_S)
-
-    async def _apply_changes(self, batch: Sequence[RecordChange]) -> None:
-        changed = set()
-        for change in batch:
-            quoted, _, instance = change.key.removeprefix(self._prefix).rpartition("/")
-            records = self._records[unquote(quoted)]
-            records.pop(instance, None)
-            changed.add(unquote(quoted))
-            try:
-                if change.value is not None:
-                    records[instance] = _decode_record(change.value)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                fields = {"key": change.key, "error": str(error)}
-                log.warning("invalid service model record", extra={"fields": fields})
-        for model in changed:
-            await self._open_if_changed(model)
+        self._runtime.tasks.start(self._records.follow(self._open_if_changed), "service models")
 
     async def _open_if_changed(self, model: str) -> None:
-        records = self._records[model]
+        records = self._records.by_model[model]
         previous = self._open_models.get(model)
         if not records or (previous is not None and previous[0] in records.values()):
             return
