@@ -68,7 +68,7 @@ class KvEventBuffer:
 
 
 class BlockPool:
-    """All KV blocks of one engine. Only the scheduler's thread may use it."""
+    """All KV blocks of one engine. Not thread-safe."""
 
     def __init__(
         self,

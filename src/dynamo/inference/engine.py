@@ -157,7 +157,7 @@ class BatchedEngine(Engine):
         return self._pool.dump_events()
 
     def on_failure(self, listener: Callable[[], None]) -> None:
-        """Call `listener` if the engine's loop fails. From then on every request fails."""
+        """Call `listener` if the engine's loop fails. Every later request fails, too."""
         self._failure_listeners.append(listener)
 
     def clear_prefix_cache(self) -> int:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dynamo.models.card import ModelCard
     from dynamo.runtime.component import ServedEndpoint
     from dynamo.runtime.distributed import DistributedRuntime
+
 FILE_CHUNK_BYTES = 256 << 10
 
 

@@ -56,9 +56,9 @@ async def test_cancellation_at_any_moment_loses_no_block_and_no_event(make_engin
     cache."""
     engine = make_engine(num_blocks=12, block_size=4, max_num_batched_tokens=8, max_num_seqs=3)
     await engine.start()
-    held = set()
+    cached = set()
 
-    engine.on_kv_events(lambda events: apply(held, events))
+    engine.on_kv_events(lambda events: apply(cached, events))
     async with BackgroundTasks() as tasks:
         running = [
             tasks.start(generate(engine, make_request(range(n, n + 14), max_tokens=25)))
@@ -76,7 +76,7 @@ async def test_cancellation_at_any_moment_loses_no_block_and_no_event(make_engin
                 assert len((await task).ids) == 25
     assert engine.scheduler.preemptions > 0
     assert engine.report_load().active_blocks == 0
-    assert {h for event in engine.snapshot_kv_events() for h in event.hashes} == held
+    assert {h for event in engine.snapshot_kv_events() for h in event.hashes} == cached
     await engine.stop()
 
 
@@ -99,6 +99,6 @@ async def test_a_dump_and_later_events_rebuild_the_cache(make_engine, make_reque
                 engine.clear_prefix_cache()
             await asyncio.sleep(0)
     assert len(views) > 50
-    held = {block for event in engine.snapshot_kv_events() for block in event.hashes}
-    assert all(view == held for view in views)
+    cached = {block for event in engine.snapshot_kv_events() for block in event.hashes}
+    assert all(view == cached for view in views)
     await engine.stop()

@@ -107,12 +107,12 @@ def test_full_blocks_are_saved_and_hits_are_loaded():
 
 def test_equal_sequences_of_one_step_end_up_with_shared_blocks():
     scheduler = make_scheduler()
-    twins = [make_sequence(range(10)), make_sequence(range(10))]
-    for sequence in twins:
+    sequences = [make_sequence(range(10)), make_sequence(range(10))]
+    for sequence in sequences:
         scheduler.add(sequence)
     plan = step(scheduler)
     assert [len(chunk.save_blocks) for chunk in plan.chunks] == [2, 2]
-    assert twins[0].blocks[:2] == twins[1].blocks[:2]
+    assert sequences[0].blocks[:2] == sequences[1].blocks[:2]
     assert scheduler.pool.active == 4
     scheduler.pool.check_invariants()
 
