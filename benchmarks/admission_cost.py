@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What admission costs a request that need not wait, with and without a promise.
+"""Measure the CPU cost of admission for a request that need not wait, with and without a TTFT SLO.
 
     benchmarks/admission_cost.py
 
-CPU time; medians of 15 runs of 2,000 requests over 4 and 64 workers that answer at once.
+Prints medians of 15 runs of 2,000 requests over 4 and 64 workers that answer immediately.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import time
@@ -42,8 +43,8 @@ REQUEST = GenerateRequest("1", "m", bytes(1_024), SamplingParams(), StopConditio
 CONTEXT = Context("1", timeout_s=300.0)
 
 
-class Nobody(Reply):
-    """Takes everything."""
+class IgnoringReply(Reply):
+    """Ignores the answer."""
 
     __slots__ = ()
 
@@ -58,83 +59,86 @@ class Nobody(Reply):
         del end
 
 
-class Turns(Policy):
-    """One instance after the other."""
+class RoundRobinPolicy(Policy):
+    """Chooses the instances in turn."""
 
     def __init__(self, instances: Iterable[Instance]) -> None:
-        self._turns = cycle(instances)
+        self._instances = cycle(instances)
 
     async def choose(
         self, request: GenerateRequest, context: Context, tried: AbstractSet[str]
     ) -> Decision:
-        """The next."""
+        """Return the next instance."""
         del request, context, tried
-        return Decision(next(self._turns), "turns", 1)
+        return Decision(next(self._instances), "round_robin", 1)
 
 
 class Workers:
-    """As much of a Client as admission wants."""
+    """The part of a Client that admission uses."""
 
-    def __init__(self, number: int) -> None:
-        about = {"engine": msgspec.to_builtins(INFO)}
+    def __init__(self, count: int) -> None:
+        capabilities = {"engine": msgspec.to_builtins(INFO)}
         self.instances: Mapping[str, Instance] = {
-            str(at): Instance(
-                id=str(at),
-                address=f"memory://{at}",
+            str(number): Instance(
+                id=str(number),
+                address=f"memory://{number}",
                 namespace="n",
                 component="worker",
                 endpoint="generate",
-                capabilities=about,
+                capabilities=capabilities,
             )
-            for at in range(number)
+            for number in range(count)
         }
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Nothing changes."""
+        """Ignore the callback, since the workers never change."""
         return callback
 
 
-async def answer(
+async def answer_immediately(
     instance: Instance, request: GenerateRequest, context: Context, reply: Reply
 ) -> None:
-    """At once."""
+    """Send a complete answer."""
     del instance, request, context
     reply.begin(STARTED)
     reply.tokens((1,))
     reply.finish(FINISHED)
 
 
-async def us_a_request(send: SendRequest) -> float:
-    """Of that way."""
-    reply = Nobody()
-    took = []
+async def us_per_request(send: SendRequest) -> float:
+    """Return the CPU microseconds of a request through `send`."""
+    reply = IgnoringReply()
+    times = []
     for _ in range(RUNS):
-        began = time.process_time()
+        started = time.process_time()
         for _ in range(REQUESTS):
             await send(REQUEST, CONTEXT, reply)
-        took.append((time.process_time() - began) / REQUESTS * 1e6)
-    return statistics.median(took)
+        times.append((time.process_time() - started) / REQUESTS * 1e6)
+    return statistics.median(times)
 
 
-async def added_us(number: int, ttft_s: float) -> float:
-    """What admission adds with so many workers."""
+async def admission_us(number: int, ttft_s: float) -> float:
+    """Return the microseconds that admission adds with `number` workers."""
     workers = Workers(number)
     admission = Admission(cast("Any", workers), None, SystemClock(), SloLimits(ttft_s=ttft_s))
-    plain = WorkerRouter(Turns(workers.instances.values()), answer)
-    followed = WorkerRouter(
-        Turns(workers.instances.values()), answer, listener_factories=[admission.track_attempt]
+    plain = WorkerRouter(RoundRobinPolicy(workers.instances.values()), answer_immediately)
+    tracked = WorkerRouter(
+        RoundRobinPolicy(workers.instances.values()),
+        answer_immediately,
+        listener_factories=[admission.track_attempt],
     )
-    without = await us_a_request(plain.send)
-    return await us_a_request(chain([admission], followed.send)) - without
+    without = await us_per_request(plain.send)
+    return await us_per_request(chain([admission], tracked.send)) - without
 
 
 async def main() -> None:
-    """Print the differences that it makes."""
+    """Print the cost for each number of workers and SLO."""
     for number in (4, 64):
         for ttft_s in (inf, 2.0):
-            took = await added_us(number, ttft_s)
-            print(f"{number} workers, promise {ttft_s:g} s: {took:.1f} us a request")
+            cost_us = await admission_us(number, ttft_s)
+            print(f"{number} workers, TTFT SLO {ttft_s:g} s: {cost_us:.1f} us per request")
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     asyncio.run(main())

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""From a client that hangs up to an engine that is free again: mid-stream, before the first token
-(the prompt is being computed), and while waiting for a place in the batch.
+"""Measure the time from a client's disconnect until the engine is free again.
 
     benchmarks/cancellation.py [--model MODEL_DIR] [--rounds 40]
 
-The worker's /metrics are read over a kept connection until no request runs or waits and no block is
-in use; a look takes under a millisecond. KV blocks must all be back at the end.
+Clients disconnect in the middle of a stream, before the first token (during prefill), and while they
+wait for the batch. The worker's /metrics are polled over one connection until no request runs or
+waits and no block is in use. A poll takes under a millisecond. All KV blocks must be free at the end.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ BUSY = (
 )
 
 
-class Worker:
-    """Its metrics."""
+class WorkerMetrics:
+    """Reads the metrics of a worker."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
 
     def busy(self) -> list[int]:
-        """Requests that run, that wait, blocks in use."""
+        """Return the numbers of running requests, waiting requests and blocks in use."""
         self._connection.request("GET", "/metrics")
         text = self._connection.getresponse().read().decode()
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return [int(float(values[name])) for name in BUSY]
 
-    def until(self, wanted: list[bool], timeout_s: float = 10.0) -> float:
-        """When each of `busy` was (not) zero, as wanted."""
+    def wait_until(self, nonzero: list[bool], timeout_s: float = 10.0) -> float:
+        """Wait until each number of `busy` is non-zero as given, and return the time."""
         end = time.perf_counter() + timeout_s
         while time.perf_counter() < end:
-            if [bool(value) for value in self.busy()] == wanted:
+            if [bool(value) for value in self.busy()] == nonzero:
                 return time.perf_counter()
-        sys.exit(f"the worker never came to {wanted}: {self.busy()}")
+        sys.exit(f"the worker never came to {nonzero}: {self.busy()}")
 
 
-def ask(port: int, words: int, number: int) -> socket.socket:
-    """Open a stream."""
+def open_stream(port: int, words: int, number: int) -> socket.socket:
+    """Open a stream with a prompt of `words` words."""
     content = f"{number} " + "word " * words
     body = json.dumps(
         {"model": "smol", "messages": [{"role": "user", "content": content}], "max_tokens": 500,
@@ -62,37 +62,37 @@ def ask(port: int, words: int, number: int) -> socket.socket:
     return sock
 
 
-def rounds(server: Server, worker: Worker, case: str, count: int) -> list[float]:
-    """Milliseconds from hanging up to free, each round."""
+def rounds(server: Server, worker: WorkerMetrics, case: str, count: int) -> list[float]:
+    """Return the milliseconds from disconnect to a free engine for each round."""
     port = int(server.url.rsplit(":", 1)[1])
-    took = []
+    times_ms = []
     for number in range(count):
         if case == "mid-stream":
-            sock = ask(port, 20, number)
-            seen = b""
-            while seen.count(b"data:") < 4:
-                seen += sock.recv(65536)
+            sock = open_stream(port, 20, number)
+            received = b""
+            while received.count(b"data:") < 4:
+                received += sock.recv(65536)
             others = []
         elif case == "prefill":
-            sock = ask(port, 600, number)
-            worker.until([True, False, True])
+            sock = open_stream(port, 600, number)
+            worker.wait_until([True, False, True])
             others = []
         else:
-            others = [ask(port, 20, -1)]
-            worker.until([True, False, True])
-            sock = ask(port, 20, number)
-            worker.until([True, True, True])
-        left = time.perf_counter()
+            others = [open_stream(port, 20, -1)]
+            worker.wait_until([True, False, True])
+            sock = open_stream(port, 20, number)
+            worker.wait_until([True, True, True])
+        closed = time.perf_counter()
         sock.close()
-        took.append((worker.until([bool(others), False, bool(others)]) - left) * 1e3)
+        times_ms.append((worker.wait_until([bool(others), False, bool(others)]) - closed) * 1e3)
         for other in others:
             other.close()
-        worker.until([False, False, False])
-    return took
+        worker.wait_until([False, False, False])
+    return times_ms
 
 
 def main() -> None:
-    """Print one line a case."""
+    """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="")
     parser.add_argument("--rounds", type=int, default=40)
@@ -103,13 +103,19 @@ def main() -> None:
         listed = subprocess.run(
             [sys.executable, "-m", "dynamo", "ps", "--json"], capture_output=True, check=True
         ).stdout
-        url = next(one["status_url"] for one in json.loads(listed) if one["pid"] in server.workers)
-        worker = Worker(url)
+        url = next(
+            process["status_url"]
+            for process in json.loads(listed)
+            if process["pid"] in server.workers
+        )
+        worker = WorkerMetrics(url)
         for case in ("mid-stream", "prefill", "waiting"):
-            took = sorted(rounds(server, worker, case, args.rounds))
-            p99 = took[min(len(took) - 1, int(0.99 * len(took)))]
-            median = took[len(took) // 2]
-            print(f"{case}: freed after p50 {median:.1f} ms, p99 {p99:.1f} ms ({len(took)} rounds)")
+            times_ms = sorted(rounds(server, worker, case, args.rounds))
+            p99 = times_ms[min(len(times_ms) - 1, int(0.99 * len(times_ms)))]
+            median = times_ms[len(times_ms) // 2]
+            print(
+                f"{case}: freed after p50 {median:.1f} ms, p99 {p99:.1f} ms ({len(times_ms)} rounds)"
+            )
     finally:
         server.stop()
 

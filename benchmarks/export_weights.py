@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Write the default model (or any model we read) as a float32 safetensors folder for other engines.
+"""Write a model as a float32 safetensors folder for other engines.
 
 benchmarks/export_weights.py OUT_DIR [MODEL]
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import shutil
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dynamo.models.resolve import resolve_model
 
 
 def hf_names(layers: int) -> list[str]:
-    """Tensor names of a Llama with tied embeddings."""
+    """Return the tensor names of a Llama with tied embeddings."""
     names = ["model.embed_tokens.weight", "model.norm.weight"]
     parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     parts += [
@@ -34,7 +34,7 @@ def hf_names(layers: int) -> list[str]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-    """The safetensors format: header length, JSON header, data."""
+    """Write tensors in the safetensors format: header length, JSON header, data."""
     header, offset = {}, 0
     for name, tensor in tensors.items():
         header[name] = {
@@ -51,7 +51,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> N
 
 
 async def export(out: Path, model: str) -> None:
-    """Read, convert, write."""
+    """Read a model and write it to the folder `out`."""
     files = await resolve_model(model)
     weights = files.open_weights()
     config = weights.config
@@ -65,4 +65,8 @@ async def export(out: Path, model: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(export(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="OUT_DIR")
+    parser.add_argument("model", nargs="?", default="", help="default: the default model")
+    args = parser.parse_args()
+    asyncio.run(export(args.folder, args.model))

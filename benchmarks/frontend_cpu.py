@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Frontend CPU beside the real Dynamo 1.6.1, alternating in one run; medians and ratios.
+"""Compare the frontend CPU with that of Dynamo 1.6.1, alternating in one run.
 
     benchmarks/frontend_cpu.py [--model MODEL_DIR] --peer-python PEER/bin/python [--rounds 3] [--case NAME ...]
 
-MODEL_DIR: tokenizer, chat template and config of SmolLM2 (no weights needed). Without --peer-python
-only ours is measured. Every process of our deployment that is not a worker counts as frontend.
-Without --model the default model's tokenizer serves, and the 8k cases, which its context does not
-hold, are left out.
+Prints medians and ratios. MODEL_DIR holds the tokenizer, chat template and config of SmolLM2; weights
+are not needed. Without --model, the default model's tokenizer is used, and the 8k cases are skipped,
+since its context is too short. Without --peer-python only our frontend is measured. Every process of
+our deployment that is not a worker counts as frontend.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[float, list[str]]] = {
 
 
 def measure(server: Server, model_dir: str, flags: list[str], seed: int) -> dict[str, Any]:
-    """One case on one server, in a process of its own."""
+    """Run a case on one server in a separate process and return the result."""
     ids = lambda pids: ",".join(map(str, pids))  # noqa: E731
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [
@@ -96,7 +96,8 @@ def measure(server: Server, model_dir: str, flags: list[str], seed: int) -> dict
 
 
 def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median CPU of frontend, and of frontend and workers together, in us per unit of the case."""
+    """Return the median CPU of the frontend, and of frontend and workers, in us per unit of the
+    case."""
     unit = "us_per_token" if name.startswith("token") else "us_per_request"
     front = [r["processes"]["frontend"][unit] for r in rows]
     both = [f + r["processes"]["workers"][unit] for f, r in zip(front, rows, strict=True)]
@@ -110,7 +111,7 @@ def summary(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One case, `--rounds` times, both servers in turn."""
+    """Run a case `--rounds` times on both servers in turn."""
     speedup, flags = CASES[name]
     ours = start_ours(args.model, 4, speedup, args.router)
     peer = (
@@ -128,17 +129,19 @@ def run_case(name: str, args: argparse.Namespace) -> dict[str, Any]:
         ours.stop()
         if peer:
             peer.stop()
-    found: dict[str, Any] = {k: summary(name, v) for k, v in rows.items() if v}
+    summaries: dict[str, Any] = {k: summary(name, v) for k, v in rows.items() if v}
     if peer:
-        found["ratio_frontend"] = round(
-            found["ours"]["frontend_us"] / found["dynamo"]["frontend_us"], 3
+        summaries["ratio_frontend"] = round(
+            summaries["ours"]["frontend_us"] / summaries["dynamo"]["frontend_us"], 3
         )
-        found["ratio_all"] = round(found["ours"]["all_us"] / found["dynamo"]["all_us"], 3)
-    return found
+        summaries["ratio_all"] = round(
+            summaries["ours"]["all_us"] / summaries["dynamo"]["all_us"], 3
+        )
+    return summaries
 
 
 def main() -> None:
-    """Run the cases, print a line each, keep the whole as JSON."""
+    """Run the cases, print a line for each and write all results as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Streams under a storm of kills: what their readers notice.
+"""Kill workers repeatedly under streams and measure what clients notice.
 
     benchmarks/kill_storm.py [--duration 120] [--planes tcp|etcd-nats] [--routers N] [--model DIR]
 
-A closed loop of `--streams` streams; every `--every` seconds one of four mock workers (23 ms a step)
-is killed with SIGKILL, and with `--routers` every 12 s a router process besides (mode kv). First
-every request is asked undisturbed: each text of the storm is compared with that.
+A closed loop runs `--streams` streams. Every `--every` seconds one of four mock workers (23 ms a step)
+is killed with SIGKILL; with `--routers`, every 12 s also a router process (mode kv). Each request first
+runs without faults, and every text of the storm is compared with that reference.
 
-A stream is hit by a kill when the killed worker was the one it began at; one that was moved before
-is not counted again, for nobody outside knows where it went. Gaps are times without text.
+A stream is hit by a kill if the killed worker answered its first token. Streams that were moved before
+are not counted again, since clients do not see where they went. Gaps are times without text.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import uvloop
-from bars import Bars
 from load import vocabulary
 from processes import PLANES, Kill, Killer, deployment_of, planes, wait_ready
 from servers import start_ours
-from streams import Crowd, Lag, Stream, difference, in_ms, now
+from streams import LoopLag, Stream, StreamClient, difference, now, percentiles_ms
+from targets import Targets
 
 PROMPT = 64
 APART_S = 4.0
 ROUTER_EVERY_S = 12.0
 
 
-async def closed(
-    crowd: Crowd, wires: Sequence[bytes], keys: Iterable[int], streams: int, until: float = math.inf
+async def run_closed_loop(
+    client: StreamClient,
+    requests: Sequence[bytes],
+    keys: Iterable[int],
+    streams: int,
+    until: float = math.inf,
 ) -> list[Stream]:
-    """So many at a time, until the keys or the time are used up. They begin one after the other,
-    so that some are anywhere when a worker dies."""
-    found: list[Stream] = []
+    """Run `streams` streams at a time until the keys or the time are used up. Starts are spread, so
+    that kills hit streams at any position."""
+    streams_done: list[Stream] = []
     left = iter(keys)
 
     async def slot(number: int) -> None:
         await asyncio.sleep(number / streams * APART_S)
         for key in left:
-            found.append(await crowd.ask(key, wires[key]))
-            if found[-1].error:
+            streams_done.append(await client.send(key, requests[key]))
+            if streams_done[-1].error:
                 await asyncio.sleep(0.2)
             if now() >= until:
                 return
@@ -53,85 +57,89 @@ async def closed(
     async with asyncio.TaskGroup() as group:
         for number in range(streams):
             group.create_task(slot(number))
-    return found
+    return streams_done
 
 
-def counts(found: Sequence[Stream], reference: dict[int, Stream], tokens: int) -> dict[str, Any]:
-    """How the answers ended, and how their texts differ."""
+def counts(
+    streams_done: Sequence[Stream], reference: dict[int, Stream], tokens: int
+) -> dict[str, Any]:
+    """Count how the answers ended and how their texts differ from the reference."""
     total, changed, errors = Counter[str](), Counter[str](), Counter[str]()
-    for one in found:
-        if one.error:
-            total["hung" if one.error == "hung" else "failed"] += 1
-            errors[f"after {len(one.pieces)} pieces: {one.error}"] += 1
+    for stream in streams_done:
+        if stream.error:
+            total["hung" if stream.error == "hung" else "failed"] += 1
+            errors[f"after {len(stream.pieces)} pieces: {stream.error}"] += 1
             continue
-        total["ok" if one.whole(tokens) else "miscounted"] += 1
-        changed += difference(reference[one.key].pieces, one.pieces)
+        total["ok" if stream.is_complete(tokens) else "miscounted"] += 1
+        changed += difference(reference[stream.key].pieces, stream.pieces)
     return {
-        "requests": len(found),
+        "requests": len(streams_done),
         **{name: total[name] for name in ("ok", "failed", "hung", "miscounted")},
         **{name: changed[name] for name in ("lost", "doubled", "altered")},
         "errors": dict(errors.most_common(8)),
     }
 
 
-def gaps(found: Sequence[Stream], kills: Sequence[Kill]) -> dict[str, Any]:
-    """The longest gap around each kill, of the streams it hit and of the others."""
+def gaps(streams_done: Sequence[Stream], kills: Sequence[Kill]) -> dict[str, Any]:
+    """Return the longest gap around each kill, for streams that were hit and for the others."""
     hit: list[float] = []
     others: list[float] = []
     moved: set[Stream] = set()
     for kill in kills:
-        for one in found:
-            if one.error or not one.times or not one.times[0] < kill.at < one.times[-1]:
+        for stream in streams_done:
+            if stream.error or not stream.times or not stream.times[0] < kill.at < stream.times[-1]:
                 continue
-            if one in moved:
+            if stream in moved:
                 continue
-            if one.worker == kill.instance:
-                moved.add(one)
-                hit.append(one.gap_at(kill.at))
+            if stream.worker == kill.instance:
+                moved.add(stream)
+                hit.append(stream.longest_gap(kill.at))
             else:
-                others.append(one.gap_at(kill.at))
-    return {"hit_gap_ms": in_ms(hit), "others_gap_ms": in_ms(others)}
+                others.append(stream.longest_gap(kill.at))
+    return {"hit_gap_ms": percentiles_ms(hit), "others_gap_ms": percentiles_ms(others)}
 
 
 async def storm(args: argparse.Namespace, url: str, killers: Sequence[Killer]) -> dict[str, Any]:
-    """The reference, then the storm."""
-    crowd = Crowd(url, vocabulary(args.model))
-    wires = [crowd.wire(key, PROMPT, args.tokens) for key in range(2 * args.streams)]
-    whole = await closed(crowd, wires, range(len(wires)), args.streams)
-    reference = {one.key: one for one in whole if one.whole(args.tokens)}
-    if len(reference) < len(wires):
-        raise SystemExit(f"undisturbed, {len(wires) - len(reference)} requests failed")
+    """Run the reference, then the storm, and return the result."""
+    client = StreamClient(url, vocabulary(args.model))
+    requests = [client.encode_request(key, PROMPT, args.tokens) for key in range(2 * args.streams)]
+    whole = await run_closed_loop(client, requests, range(len(requests)), args.streams)
+    reference = {stream.key: stream for stream in whole if stream.is_complete(args.tokens)}
+    if len(reference) < len(requests):
+        raise SystemExit(f"undisturbed, {len(requests) - len(reference)} requests failed")
     for killer in killers:
         killer.start()
-    endless = itertools.cycle(range(len(wires)))
-    async with Lag() as lag:
-        found = await closed(crowd, wires, endless, args.streams, now() + args.duration)
+    endless = itertools.cycle(range(len(requests)))
+    async with LoopLag() as lag:
+        streams_done = await run_closed_loop(
+            client, requests, endless, args.streams, now() + args.duration
+        )
     for killer in killers:
         killer.stop()
     return {
-        **counts(found, reference, args.tokens),
+        **counts(streams_done, reference, args.tokens),
         "kills": {killer.name: len(killer.kills) for killer in killers},
         "workers_at_kill": dict(Counter(kill.ready for kill in killers[0].kills)),
-        **gaps(found, killers[0].kills),
-        "first_ms": in_ms([one.first_s for one in found if one.times]),
-        "client_late_ms": lag.figures(),
+        **gaps(streams_done, killers[0].kills),
+        "first_ms": percentiles_ms([stream.first_s for stream in streams_done if stream.times]),
+        "client_late_ms": lag.percentiles(),
     }
 
 
-def bars(result: dict[str, Any]) -> Bars:
-    """The aims."""
-    found = Bars()
+def make_targets(result: dict[str, Any]) -> Targets:
+    """Return the targets."""
+    targets = Targets()
     for name in ("failed", "hung", "miscounted", "lost", "doubled", "altered"):
-        found.at_most(name, result[name], 0)
+        targets.at_most(name, result[name], 0)
     hit = result["hit_gap_ms"]
     if hit["n"]:
-        found.at_most("longest gap of a hit stream, p50", hit["p50"], 150, " ms")
-        found.at_most("longest gap of a hit stream, p99", hit["p99"], 400, " ms")
-    return found
+        targets.at_most("longest gap of a hit stream, p50", hit["p50"], 150, " ms")
+        targets.at_most("longest gap of a hit stream, p99", hit["p99"], 400, " ms")
+    return targets
 
 
 def main() -> None:
-    """Start, kill, compare, print."""
+    """Start the deployment, run the storm and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,7 +168,7 @@ def main() -> None:
         finally:
             server.stop()
     title = f"{args.streams} streams, planes {args.planes}, mode {mode}, {args.routers} routers"
-    bars(result).tell(result, title)
+    make_targets(result).print_report(result, title)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""CPU of one whole routing decision: hash, match, cost, choose, explain.
+"""Measure the CPU of a whole routing decision: hash, match, cost, choose, explain.
 
     benchmarks/kv_decision.py [--tokens 8192] [--workers 8 64 512] [--active 16] [--rounds 300]
 
-Medians of CPU time. Every worker holds `--active` answers in work and a share of the prompts' blocks.
+Prints medians. Every worker has `--active` requests in flight and holds a part of the prompts' blocks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ENGINE = {
 }
 
 
-class Nowhere(Reply):
-    """Takes everything."""
+class IgnoringReply(Reply):
+    """Ignores the answer."""
 
     def begin(self, started: Started) -> None:
         pass
@@ -59,60 +59,60 @@ class Nowhere(Reply):
 
 
 def prompts(count: int, tokens: int, rng: random.Random) -> list[GenerateRequest]:
-    """Conversations that share a quarter: the system prompt."""
+    """Return requests of conversations that share a system prompt, a quarter of their tokens."""
     shared = array("I", (rng.randrange(49_000) for _ in range(tokens // 4)))
-    made = []
+    requests = []
     for number in range(count):
         own = array("I", (rng.randrange(49_000) for _ in range(tokens - len(shared))))
         ids = (shared + own).tobytes()
-        made.append(GenerateRequest(f"r{number}", "m", ids, SamplingParams(), StopConditions()))
-    return made
+        requests.append(GenerateRequest(f"r{number}", "m", ids, SamplingParams(), StopConditions()))
+    return requests
 
 
-def fleet_of(workers: int, active: int, rng: random.Random, now: float) -> WorkerStates:
-    """Workers in the midst of answering."""
-    fleet = WorkerStates()
+def make_worker_states(workers: int, active: int, rng: random.Random, now: float) -> WorkerStates:
+    """Return the states of workers with requests in flight."""
+    states = WorkerStates()
     names = [f"w{number}" for number in range(workers)]
-    fleet.update_instances({n: Instance(n, n, "n", "c", "e", {"engine": ENGINE}) for n in names})
-    for book in fleet.workers:
+    states.update_instances({n: Instance(n, n, "n", "c", "e", {"engine": ENGINE}) for n in names})
+    for worker in states.workers:
         for number in range(active):
-            one = PlacedRequest(f"{book.name}/{number}", book, Prompt(2_000, ()), 500, now)
-            book.place(one, now)
-            book.on_first_token(one, now + 0.01)
-            one.emitted = rng.randrange(1, 400)
-    return fleet
+            placed = PlacedRequest(f"{worker.name}/{number}", worker, Prompt(2_000, ()), 500, now)
+            worker.place(placed, now)
+            worker.on_first_token(placed, now + 0.01)
+            placed.emitted = rng.randrange(1, 400)
+    return states
 
 
 def decide(workers: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Median and 99th percentile, in microseconds."""
+    """Return the median and the 99th percentile in microseconds."""
     rng, clock = random.Random(7), SystemClock()
-    fleet = fleet_of(workers, args.active, rng, clock.now())
+    states = make_worker_states(workers, args.active, rng, clock.now())
     view = CacheView(clock, block_tokens=BLOCK)
     read = make_prompt_reader(BLOCK)
     requests = prompts(args.rounds, args.tokens, rng)
     for request in requests:
         hashes = read(request).hashes
-        for book in rng.sample(fleet.workers, min(4, workers)):
-            held = hashes[: rng.randrange(len(hashes) // 4, len(hashes))]
-            view.apply(book.name, [BlocksStored(0, tuple(held))])
-    placement = PlacementSolver(fleet, view, PredictedCost(), rng)
-    took = []
+        for worker in rng.sample(states.workers, min(4, workers)):
+            cached = hashes[: rng.randrange(len(hashes) // 4, len(hashes))]
+            view.apply(worker.name, [BlocksStored(0, tuple(cached))])
+    placement = PlacementSolver(states, view, PredictedCost(), rng)
+    times_us = []
     now = clock.now()
     for request in requests:
         now += 0.2
         start = time.process_time_ns()
-        arrival = PendingRequest(request.request_id, read(request), BLOCK, now)
-        placement.submit(arrival)
+        pending = PendingRequest(request.request_id, read(request), BLOCK, now)
+        placement.submit(pending)
         (placed,) = placement.place(now)
-        took.append((time.process_time_ns() - start) / 1e3)
+        times_us.append((time.process_time_ns() - start) / 1e3)
         placement.on_first_token(placed.placed, now + 0.1)
         placement.on_ended(placed.placed, now + 0.1)
-    took.sort()
-    return statistics.median(took), took[int(len(took) * 0.99)]
+    times_us.sort()
+    return statistics.median(times_us), times_us[int(len(times_us) * 0.99)]
 
 
 def main() -> None:
-    """Print a line a fleet size."""
+    """Print a line for each number of workers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

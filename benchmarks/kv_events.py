@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""CPU of the KV index for the events of a whole trace, evictions included.
+"""Measure the CPU of the KV index for the events of a whole trace, evictions included.
 
 benchmarks/kv_events.py TRACE.jsonl [--requests 3500] [--speed 3] [--workers 8] [--against OLD/src]
 
-The events that `dynamo replay` in mode kv makes are recorded and played to an index of its own, twice;
-`--against`: to that of other sources, too, in turns (A B A B).
+The events of `dynamo replay` in mode kv are recorded and applied to a separate index, twice. With
+`--against`, they are also applied to the index of other sources, in turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def record(trace: Path, speed: str, workers: str) -> Recorded:
     events: Recorded = []
     apply = CacheView.apply
 
-    def listen(view: CacheView, worker: str, changes: tuple[object, ...]) -> None:
+    def record_changes(view: CacheView, worker: str, changes: tuple[object, ...]) -> None:
         for change in changes:
             if isinstance(change, BlocksStored):
                 events.append((worker, change.parent, change.hashes))
@@ -43,7 +43,7 @@ def record(trace: Path, speed: str, workers: str) -> Recorded:
                 events.append((worker, None, change.hashes))
         apply(view, worker, changes)
 
-    CacheView.apply = listen
+    CacheView.apply = record_changes
     sys.argv = [
         "dynamo",
         "replay",
@@ -64,21 +64,21 @@ def record(trace: Path, speed: str, workers: str) -> Recorded:
 
 
 def play(path: str) -> dict[str, float]:
-    """us of CPU a block."""
+    """Apply the recorded events and return the CPU microseconds per block."""
     from dynamo.scheduling.index import KvIndex
 
     with Path(path).open("rb") as file:
         events: Recorded = pickle.load(file)
-    index, spent, blocks = KvIndex(1 << 30), [0, 0], [0, 0]
+    index, used_ns, blocks = KvIndex(1 << 30), [0, 0], [0, 0]
     for worker, parent, hashes in events:
         start = time.thread_time_ns()
         if parent is None:
             index.remove(worker, hashes)
         else:
             index.store(worker, parent, hashes)
-        spent[parent is None] += time.thread_time_ns() - start
+        used_ns[parent is None] += time.thread_time_ns() - start
         blocks[parent is None] += len(hashes)
-    stored, removed = (round(ns / 1e3 / of, 3) for ns, of in zip(spent, blocks, strict=True))
+    stored, removed = (round(ns / 1e3 / of, 3) for ns, of in zip(used_ns, blocks, strict=True))
     return {"stored": stored, "removed": removed, "blocks": sum(blocks)}
 
 
@@ -105,8 +105,10 @@ def main() -> None:
         for path in sources * 2:
             command = [sys.executable, __file__, str(events), "--play"]
             environ = {**os.environ, "PYTHONPATH": path}
-            told = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
-            print(path, told.stdout, end="", flush=True)
+            completed = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=environ
+            )
+            print(path, completed.stdout, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""The KV index: match, stored and removed events, memory, its file; beside Dynamo's RadixTree.
+"""Measure the KV index: matches, stored and removed events, memory, its file; compare with RadixTree.
 
 benchmarks/kv_index.py [--peer-python PEER/bin/python] [--blocks 1000000]
 benchmarks/kv_index.py --against OLD/src [--rounds 2]
 
-`--against`: the index of another copy of the sources, in turns with this one (A B A B).
+`--against` compares with the index of another copy of the sources, in turns. `--peer-python` compares
+with Dynamo's RadixTree.
 
-A chain is 512 blocks, an event 16 of them. Matches are against an index that holds `--blocks`
-others, every prompt in turn, so that caches are as cold as they are in service. `whole`: every
-worker holds the whole prompt; `shared`: all hold the first 8 blocks, four of them go on to random
-depths; `spread`: every worker holds to a random depth of its own. Times of matches are medians.
-`look`: what a router asks for a prompt, predictions included, where all prompts have 32 blocks in
-common and every worker has five routed to it. `turns`: the longest piece of CPU time of one thread
-while the index of all blocks is copied for its file, and while it is read again.
+- A chain has 512 blocks, an event 16 of them.
+- Matches search an index with `--blocks` other blocks, each prompt in turn, so that CPU caches are as
+  cold as in production. Times of matches are medians.
+- `whole`: every worker holds the whole prompt.
+- `shared`: all workers hold the first 8 blocks, four of them random depths.
+- `spread`: every worker holds a random depth.
+- `look`: the router's query for a prompt, predictions included. All prompts have 32 common blocks, and
+  every worker has five prompts routed to it.
+- `turns`: the longest CPU time of one thread while the whole index is copied for its file, and while
+  the file is read.
 """
 
 from __future__ import annotations
@@ -41,19 +45,19 @@ class Subject(ABC):
 
     @abstractmethod
     def stored(self, parent: int, hashes: Sequence[int]) -> bytes:
-        """The event as it arrives."""
+        """Return an encoded event of stored blocks."""
 
     @abstractmethod
     def removed(self, hashes: Sequence[int]) -> bytes:
-        """The event as it arrives."""
+        """Return an encoded event of removed blocks."""
 
     @abstractmethod
     def apply(self, worker: int, event: bytes) -> None:
-        """Take it in."""
+        """Apply an encoded event."""
 
     @abstractmethod
     def match(self, hashes: Sequence[int]) -> dict[int, int]:
-        """worker -> blocks."""
+        """Return the number of matching blocks by worker."""
 
 
 class Ours(Subject):
@@ -123,7 +127,7 @@ def resident() -> int:
 
 
 def fill(subject: Subject, blocks: int, rng: random.Random) -> dict[str, float]:
-    """`blocks` blocks, in chains, over 8 workers; what they take."""
+    """Store `blocks` blocks in chains on 8 workers and return the cost."""
     before, spent, count = resident(), 0.0, 0
     while count < blocks:
         events = [subject.stored(parent, part) for parent, part in parts(chain(rng))]
@@ -172,7 +176,7 @@ def matching(
 
 
 def index_alone(rng: random.Random) -> dict[str, float]:
-    """Our index without decoding."""
+    """Measure our index without decoding of events."""
     from dynamo.scheduling.index import KvIndex
 
     index, stored, removed, again = KvIndex(1 << 32), [], [], []
@@ -197,7 +201,7 @@ def index_alone(rng: random.Random) -> dict[str, float]:
 
 
 def looking(fleet: int) -> float:
-    """Median of `CacheView.overlaps`, us."""
+    """Return the median microseconds of `CacheView.overlaps`."""
     from dynamo.core.clock import SystemClock
     from dynamo.core.values import BlocksStored
     from dynamo.scheduling.index import CacheView
@@ -217,7 +221,7 @@ def looking(fleet: int) -> float:
 
 
 def turns(index: object, block_tokens: int = 16) -> dict[str, float]:
-    """Longest turns of CPU while the index is copied and read again, ms."""
+    """Return the longest CPU times, in ms, while the index is copied and while it is read."""
     from dynamo.scheduling.index import KvIndex
     from dynamo.scheduling.index.snapshot import encode_snapshot, restore_snapshot
 
@@ -239,30 +243,32 @@ def longest(steps: Iterator[object], take: Callable[[object], object]) -> float:
 def measure(peer: bool, blocks: int) -> dict[str, object]:
     rng = random.Random(0)
     subject: Subject = Peer() if peer else Ours()
-    found: dict[str, object] = dict(fill(subject, blocks, rng))
+    result: dict[str, object] = dict(fill(subject, blocks, rng))
     match = subject.index.match if isinstance(subject, Ours) else subject.match
     for kind in ("whole", "shared", "spread"):
-        found[f"match_{kind}_us"] = {
+        result[f"match_{kind}_us"] = {
             fleet: round(matching(subject, match, kind, fleet), 1) for fleet in PROMPTS
         }
     if isinstance(subject, Ours):
-        found["look_us"] = {fleet: round(looking(fleet), 1) for fleet in (8, 64)}
-        found["without_decoding"] = index_alone(rng)
+        result["look_us"] = {fleet: round(looking(fleet), 1) for fleet in (8, 64)}
+        result["without_decoding"] = index_alone(rng)
         try:
-            found["turns_ms"] = turns(subject.index)
+            result["turns_ms"] = turns(subject.index)
         except ImportError:  # sources from before files were made of turns
-            found["turns_ms"] = None
-    return found
+            result["turns_ms"] = None
+    return result
 
 
 def in_turns(against: str, rounds: int, blocks: int) -> None:
-    """A B A B, a line each."""
+    """Measure both sources in turns and print a line each."""
     for _ in range(rounds):
         for name, path in (("against", against), ("this", str(HERE))):
-            command = [sys.executable, __file__, "--blocks", str(blocks), "--one"]
+            command = [sys.executable, __file__, "--blocks", str(blocks), "--single"]
             environ = {**os.environ, "PYTHONPATH": path}
-            told = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
-            print(json.dumps({name: json.loads(told.stdout)}), flush=True)
+            completed = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=environ
+            )
+            print(json.dumps({name: json.loads(completed.stdout)}), flush=True)
 
 
 def main() -> None:
@@ -273,10 +279,10 @@ def main() -> None:
     parser.add_argument("--peer-python", default="", help="a Python that has ai-dynamo")
     parser.add_argument("--against", default="", help="the src folder of other sources of ours")
     parser.add_argument("--rounds", type=int, default=2, help="with --against")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.peer or args.one:
+    if args.peer or args.single:
         print(json.dumps(measure(args.peer, args.blocks)))
         return
     if args.against:
@@ -285,8 +291,8 @@ def main() -> None:
     print(json.dumps({"ours": measure(False, args.blocks)}, indent=1), flush=True)
     if args.peer_python:
         command = [args.peer_python, __file__, "--peer", "--blocks", str(args.blocks)]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        print(json.dumps({"peer": json.loads(told)}, indent=1))
+        completed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        print(json.dumps({"peer": json.loads(completed)}, indent=1))
 
 
 if __name__ == "__main__":

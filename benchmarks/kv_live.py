@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""KV-aware routing in real time: a multi-turn chat on live deployments, alternating in one run.
+"""Measure KV-aware routing in real time: a multi-turn chat on live deployments, alternating in one run.
 
     benchmarks/kv_live.py mock   TRACE --model MODEL_DIR --peer-python PEER/bin/python [--rounds 2]
     benchmarks/kv_live.py native [--sessions 6] [--turns 6] [--rounds 2]
 
-mock: 4 mock workers with Dynamo's timing under mode kv, beside the real Dynamo 1.6.1 with its KV
-router and mocker. TRACE: Mooncake form with session_id and delay. native: 4 engines that really
-compute, mode kv beside round robin, which comes back to a worker every fourth turn only. Prints mean TTFT (ms) and the share of prompt tokens that came
-from a cache, per round, and their ratio.
+- mock: 4 mock workers with Dynamo's timing in mode kv, against Dynamo 1.6.1 with its KV router and
+  mocker. TRACE is a Mooncake trace with session_id and delay.
+- native: 4 native engines in mode kv against round robin, which returns to a worker only every fourth
+  turn.
+
+Prints the mean TTFT (ms) and the cached share of prompt tokens per round, and their ratio.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ REAL_TIME = 1
 
 
 def measure(server: Server, flags: list[str], seed: int) -> dict[str, float]:
-    """One run of the load."""
+    """Run the load once."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         command = [sys.executable, "-m", "dynamo", "bench", server.url, "--model", "smol", *flags]
         command += ["--seed", str(seed), "--out", str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return figures(json.loads(out.read_text()))
+        return select_metrics(json.loads(out.read_text()))
 
 
-def figures(result: dict[str, Any]) -> dict[str, float]:
-    """What counts here."""
+def select_metrics(result: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics that this benchmark compares."""
     return {
         "ttft_ms": round(result["ttft_ms"]["mean"], 1),
         "ttft_p99_ms": round(result["ttft_ms"]["p99"], 1),
@@ -48,7 +50,8 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
 
 
 def alternate(starts: dict[str, Callable[[], Server]], flags: list[str], rounds: int) -> None:
-    """Every round on every server, each fresh: a cache that is warm already would tell nothing."""
+    """Measure every server in each round. Each server is fresh, since a warm cache would hide the
+    difference."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in starts}
     for seed in range(1, rounds + 1):
         for name, start in starts.items():
@@ -58,16 +61,14 @@ def alternate(starts: dict[str, Callable[[], Server]], flags: list[str], rounds:
             finally:
                 server.stop()
             print(name, json.dumps(rows[name][-1]), flush=True)
-    means = {
-        name: statistics.median(row["ttft_ms"] for row in found) for name, found in rows.items()
-    }
+    means = {name: statistics.median(row["ttft_ms"] for row in runs) for name, runs in rows.items()}
     first, *others = means
     for other in others:
         print(f"mean TTFT, {first} over {other}: {means[first] / means[other]:.3f}")
 
 
 def mock(args: argparse.Namespace) -> None:
-    """Beside the real Dynamo."""
+    """Compare with Dynamo 1.6.1."""
     starts = {"ours": lambda: start_ours(args.model, 4, REAL_TIME, "kv")}
     if args.peer_python:
         starts["dynamo"] = lambda: start_peer(args.model, args.peer_python, 4, REAL_TIME, "kv")
@@ -76,7 +77,7 @@ def mock(args: argparse.Namespace) -> None:
 
 
 def native(args: argparse.Namespace) -> None:
-    """Beside round robin."""
+    """Compare with round robin."""
 
     def ours(mode: str) -> Callable[[], Server]:
         return lambda: start_ours("", 4, REAL_TIME, mode, engine="native")
@@ -87,23 +88,25 @@ def native(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start, measure, stop."""
+    """Parse the arguments and run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = parser.add_subparsers(required=True)
-    beside = kinds.add_parser("mock")
-    beside.add_argument("trace")
-    beside.add_argument("--model", default="", help="tokenizer's folder; default: the default's")
-    beside.add_argument("--peer-python", default="")
-    beside.set_defaults(run=mock)
-    real = kinds.add_parser("native")
-    real.add_argument("--sessions", type=int, default=6)
-    real.add_argument("--turns", type=int, default=6)
-    real.add_argument("--isl", type=int, default=192, help="tokens that a turn adds")
-    real.add_argument("--concurrency", type=int, default=2)
-    real.set_defaults(run=native)
-    for kind in (beside, real):
+    mock_parser = kinds.add_parser("mock")
+    mock_parser.add_argument("trace")
+    mock_parser.add_argument(
+        "--model", default="", help="tokenizer's folder; default: the default's"
+    )
+    mock_parser.add_argument("--peer-python", default="")
+    mock_parser.set_defaults(run=mock)
+    native_parser = kinds.add_parser("native")
+    native_parser.add_argument("--sessions", type=int, default=6)
+    native_parser.add_argument("--turns", type=int, default=6)
+    native_parser.add_argument("--isl", type=int, default=192, help="tokens that a turn adds")
+    native_parser.add_argument("--concurrency", type=int, default=2)
+    native_parser.set_defaults(run=native)
+    for kind in (mock_parser, native_parser):
         kind.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     args.run(args)

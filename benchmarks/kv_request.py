@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What mode kv costs a frontend a request beyond a plain pick, with 256 in flight and no sockets.
+"""Measure what mode kv costs a frontend per request compared with round robin, with 256 in flight.
 
     benchmarks/kv_request.py [--workers 4 64] [--requests 6000] [--tokens 158] [--fresh 12]
 
-Policy, router, watch, replicas, KV events and load reports as a frontend has them, on virtual time:
-workers answer, step by step, those that came first. Microseconds of CPU and calls of Python
-functions a request, the plain pick's own taken off.
+Runs the policy, router, recorder, replica sync, KV events and load reports of a frontend in virtual
+time, without sockets. In every step, workers answer the oldest requests. Prints CPU microseconds and
+calls of Python functions per request, minus those of round robin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import msgspec
-from kv_decision import BLOCK, ENGINE, Nowhere
+from kv_decision import BLOCK, ENGINE, IgnoringReply
 
 from dynamo.communication.events import Event
 from dynamo.core.context import Context
@@ -57,7 +57,7 @@ SUBJECT = "dynamo.worker"
 
 
 class Workers:
-    """A client's view of workers that are always there."""
+    """A client's view of workers that never change."""
 
     path = f"{SUBJECT}.generate"
 
@@ -72,13 +72,13 @@ class Workers:
         }
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """They never change."""
+        """Ignore the callback."""
         del callback
         return lambda: None
 
 
-class Plain(Policy):
-    """The next one."""
+class RoundRobinPolicy(Policy):
+    """Chooses the next worker."""
 
     def __init__(self, workers: Workers) -> None:
         self._all = list(workers.instances.values())
@@ -90,8 +90,8 @@ class Plain(Policy):
         return Decision(self._all[self._next], "round_robin", len(self._all))
 
 
-class Scene:
-    """One frontend: its router, and workers that answer `fresh` requests a step, oldest first."""
+class SimulatedFrontend:
+    """A frontend's router, and workers that answer the `fresh` oldest requests in each step."""
 
     def __init__(self, clock: VirtualClock, args: argparse.Namespace, workers: int) -> None:
         self.args = args
@@ -110,43 +110,43 @@ class Scene:
         ]
         self.hashes = {ids: tuple(block_hashes(ids, BLOCK)) for ids in self.prompts}
         self.epochs = dict.fromkeys(self.workers.instances, 0)
-        self.told = 0.0
+        self.reported_s = 0.0
 
-    def plain(self, clock: VirtualClock) -> WorkerRouter:
-        """Picks without a look."""
-        return WorkerRouter(Plain(self.workers), self.onward, clock=clock)
+    def round_robin_router(self, clock: VirtualClock) -> WorkerRouter:
+        """Return a router with the round-robin policy."""
+        return WorkerRouter(RoundRobinPolicy(self.workers), self.send_to_worker, clock=clock)
 
-    def kv(self, clock: VirtualClock) -> WorkerRouter:
-        """As a frontend in mode kv."""
+    def kv_router(self, clock: VirtualClock) -> WorkerRouter:
+        """Return the router of a frontend in mode kv."""
         placement = PlacementSolver(WorkerStates(), self.view, PredictedCost(), random.Random(3))
         client = cast("Client", self.workers)
         policy = KvPolicy(client, placement, make_prompt_reader(BLOCK), clock, block_tokens=BLOCK)
-        follower = PeerRequests(placement, clock, policy.on_worker_freed)
-        policy.replica_sync = ReplicaSync(clock, "me", follower)
+        peers = PeerRequests(placement, clock, policy.on_worker_freed)
+        policy.replica_sync = ReplicaSync(clock, "me", peers)
         self.loads.add_listener(placement.worker_states.on_load_report)
-        watch = RoutingRecorder(clock, Registry(), waiting=lambda: len(placement))
-        return WorkerRouter(policy, self.onward, clock=clock, observers=(watch,))
+        recorder = RoutingRecorder(clock, Registry(), waiting=lambda: len(placement))
+        return WorkerRouter(policy, self.send_to_worker, clock=clock, observers=(recorder,))
 
-    async def onward(
+    async def send_to_worker(
         self, instance: Instance, request: GenerateRequest, context: Context, reply: Reply
     ) -> None:
-        """At its worker."""
+        """Queue a request at its worker."""
         del context
         done = asyncio.get_running_loop().create_future()
         self.waiting.append((instance, request, reply, done))
         await done
 
     async def client(self, router: WorkerRouter) -> None:
-        """Asks, one after the other."""
+        """Send requests one after the other."""
         while self.left:
             self.left -= 1
             name = f"{self.left:032x}"
             ids = self.prompts[self.left]
             request = GenerateRequest(name, "m", ids, SamplingParams(), StopConditions(1))
-            await router.send(request, Context(name), Nowhere())
+            await router.send(request, Context(name), IgnoringReply())
 
     async def serve(self, clock: VirtualClock, kv: bool) -> None:
-        """Steps of the workers."""
+        """Run the steps of the workers."""
         while self.left or self.waiting:
             await clock.sleep(STEP_S)
             stored: dict[str, list[BlocksStored]] = {}
@@ -164,15 +164,15 @@ class Scene:
                 self.view.on_event(
                     Event(f"{SUBJECT}.kv_events", name, 1, self.epochs[name], payload)
                 )
-            if kv and clock.now() - self.told >= 0.1:
-                self.told = clock.now()
+            if kv and clock.now() - self.reported_s >= 0.1:
+                self.reported_s = clock.now()
                 report = msgspec.msgpack.encode(Load(running=3, total_blocks=65_536))
                 for name in stored:
                     self.loads.update_scores(Event(f"{SUBJECT}.load_metrics", name, 1, 1, report))
 
 
 def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, float]:
-    """CPU in microseconds a request, and calls."""
+    """Return the CPU microseconds and the calls per request."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -182,25 +182,25 @@ def measure(args: argparse.Namespace, workers: int, kv: bool) -> tuple[float, fl
             calls += 1
 
     async def main(clock: VirtualClock) -> float:
-        scene = Scene(clock, args, workers)
-        router = scene.kv(clock) if kv else scene.plain(clock)
+        frontend = SimulatedFrontend(clock, args, workers)
+        router = frontend.kv_router(clock) if kv else frontend.round_robin_router(clock)
         gc.collect()
         gc.freeze()
         if args.calls:
             sys.setprofile(count)
         start = time.process_time()
-        clients = [scene.client(router) for _ in range(IN_FLIGHT)]
-        await run_all(scene.serve(clock, kv), *clients)
-        took = time.process_time() - start
+        clients = [frontend.client(router) for _ in range(IN_FLIGHT)]
+        await run_all(frontend.serve(clock, kv), *clients)
+        seconds = time.process_time() - start
         sys.setprofile(None)
         gc.unfreeze()
-        return took
+        return seconds
 
     return run_in_virtual_time(main) / args.requests * 1e6, calls / args.requests
 
 
 def main() -> None:
-    """A line a fleet size."""
+    """Print a line for each number of workers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -216,11 +216,11 @@ def main() -> None:
         args.calls = True
         calls = measure(args, workers, kv=True)[1] - measure(args, workers, kv=False)[1]
         args.calls = False
-        took = []
+        seconds = []
         for _ in range(args.rounds):
             plain = measure(args, workers, kv=False)[0]
-            took.append(measure(args, workers, kv=True)[0] - plain)
-        median, least = statistics.median(took), min(took)
+            seconds.append(measure(args, workers, kv=True)[0] - plain)
+        median, least = statistics.median(seconds), min(seconds)
         print(f"{workers:4d} workers: {median:5.0f} us (least {least:.0f}), {calls:5.0f} calls")
 
 

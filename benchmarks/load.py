@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Load generator for any OpenAI-compatible server: closed loop or Poisson, latency and server CPU.
+"""Generate load on an OpenAI-compatible server, closed loop or Poisson; measure latency and server CPU.
 
-    benchmarks/load.py --url http://127.0.0.1:8000 --model smol --vocabulary MODEL_DIR \\
+    benchmarks/load.py --url http://127.0.0.1:8000 --model smol --vocabulary MODEL_DIR \
         -c 256 --isl 128 --osl 64 --duration 8 --pid frontend=PID[,PID] --out result.json
 
-TTFT: request written -> first event with text. ITL: between events of one stream. E2E: -> last byte.
-CPU: user + system time of the named processes over the measured window, per token and per request.
-Prompts are distinct, `--isl` words of one token each (drawn from the model's own vocabulary).
+- TTFT: from writing the request to the first event with text.
+- ITL: between events of one stream.
+- E2E: from writing the request to the last byte.
+- CPU: user and system time of the named processes during the measurement, per token and per request.
+
+Prompts are distinct. Each has `--isl` words from the model's vocabulary that are one token each.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ now = time.perf_counter
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time on a CPU of one process, all its threads; counted in nanoseconds, not in ticks."""
+    """Return the CPU time of a process with all its threads, counted in nanoseconds, not ticks."""
     spent = 0
     for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):
@@ -43,27 +46,27 @@ def cpu_seconds(pid: int) -> float:
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory of one process in MB."""
+    """Return the resident memory of a process in MB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
 
 
 def vocabulary(folder: str) -> list[str]:
-    """Lower-case words that are one token after a space in the tokenizer of `folder`, or of the
-    default model."""
+    """Return the lower-case words that are one token after a space in the tokenizer of `folder`, or
+    of the default model."""
     path = Path(folder) / "tokenizer.json" if folder else default_tokenizer()
     data = json.loads(path.read_text())
     return sorted(w[1:] for w in data["model"]["vocab"] if re.fullmatch("Ġ[a-z]{4,}", w))
 
 
 def default_tokenizer() -> Path:
-    """The default model's, fetched if need be."""
+    """Return the default model's tokenizer, downloading it if necessary."""
     from dynamo.models.resolve import resolve_model_blocking
 
     return Path(resolve_model_blocking("").build_card().tokenizer.path)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds."""
+    """Return mean and percentiles in milliseconds."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -74,7 +77,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 class Stream(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """A connection for one request at a time."""
 
     def __init__(self, itl: list[float]) -> None:
         self.itl, self.closed, self.done = itl, False, None
@@ -83,7 +86,7 @@ class Stream(asyncio.Protocol):
         self.transport = transport
 
     def start(self, wire: bytes) -> asyncio.Future[None]:
-        """Send one request; the future ends with its answer."""
+        """Send a request. The future is done at the end of its answer."""
         self.parser, self.tail = httptools.HttpResponseParser(self), b""
         self.events, self.first, self.last, self.usage, self.error = 0, None, None, None, None
         self.began, self.done = now(), asyncio.get_running_loop().create_future()
@@ -133,7 +136,7 @@ class Stream(asyncio.Protocol):
 
 
 class Load:
-    """The whole run: connections, prompts, records."""
+    """A run with its connections, prompts and measurements."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.rng = args, random.Random(args.seed)
@@ -148,7 +151,7 @@ class Load:
         self.talk: list[dict[str, str]] = []
 
     def messages(self) -> list[dict[str, str]]:
-        """A fresh user message; with `--turns`, the same conversation one turn longer."""
+        """Return a new user message, or with `--turns` the conversation with one more turn."""
         args = self.args
         fresh = {"role": "user", "content": " ".join(self.rng.choices(self.words, k=args.isl))}
         if not args.turns:
@@ -168,7 +171,7 @@ class Load:
         return self.talk
 
     def wire(self) -> bytes:
-        """One request, ready to send."""
+        """Return the bytes of a request."""
         args = self.args
         body = {
             "model": args.model,
@@ -186,7 +189,7 @@ class Load:
         ).encode() + data
 
     async def one(self) -> None:
-        """One request on a free or new connection."""
+        """Send a request on an idle or a new connection."""
         while self.free and self.free[-1].closed:
             self.free.pop()
         if self.free:
@@ -215,13 +218,13 @@ class Load:
             self.free.append(stream)
 
     async def closed(self, until: float, budget: list[int]) -> None:
-        """One slot of the closed loop."""
+        """Run one slot of the closed loop."""
         while now() < until and budget[0] > 0:
             budget[0] -= 1
             await self.one()
 
     async def poisson(self, until: float) -> None:
-        """Open loop at `--rate` requests a second."""
+        """Run an open loop at `--rate` requests per second."""
         when = now()
         async with asyncio.TaskGroup() as group:
             while (when := when + self.rng.expovariate(self.args.rate)) < until:
@@ -229,7 +232,7 @@ class Load:
                 group.create_task(self.one())
 
     async def run(self) -> dict[str, Any]:
-        """Warm up, measure, report."""
+        """Warm up, measure and return the report."""
         args = self.args
         pids = {k: [int(p) for p in v.split(",")] for k, v in (x.split("=") for x in args.pid)}
         for _ in range(args.warmup):
@@ -255,7 +258,7 @@ class Load:
     def report(
         self, took: float, own: float, cpu: dict[str, float], rss: dict[str, float]
     ) -> dict[str, Any]:
-        """Figures of the run."""
+        """Return the metrics of the run."""
         requests = len(self.ok)
         tokens = sum(x[4]["completion_tokens"] for x in self.ok)
         prompt = sum(x[4]["prompt_tokens"] for x in self.ok)
@@ -281,7 +284,7 @@ class Load:
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Parse the arguments, run the load and print the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

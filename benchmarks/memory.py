@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""Resident memory of every process of a deployment, mock workers at full speed-up.
+"""Measure the resident memory of every process of a deployment with mock workers at full speed.
 
     benchmarks/memory.py [--case short|short-kv|prompts|router|long] [--model MODEL_DIR] [--warmup 2000]
 
-short: 50,000 distinct requests of 64 tokens, 4 out, in turn; short-kv: the same in mode kv. prompts:
-12,000 distinct prompts of 4,096 tokens, 1 out, mode kv. router: 30,000 short ones in mode kv, with a
-router of its own. long: 100,000 requests of 128 tokens in turn. Before each, `--warmup` short requests. Growth is what the process has after the
-load, two seconds idle, less what it had after the warm-up. Exit code 1: the frontend grew by more
-than it may (short 10 MB, prompts 30).
+- short: 50,000 distinct requests of 64 prompt and 4 output tokens, round robin.
+- short-kv: the same in mode kv.
+- prompts: 12,000 distinct prompts of 4,096 tokens, 1 output token, mode kv.
+- router: 30,000 short requests in mode kv with a router process.
+- long: 100,000 requests of 128 prompt tokens, round robin.
+
+`--warmup` short requests run before each case. Growth is the memory after the load and two idle
+seconds minus the memory after the warm-up. Exits with 1 if the frontend grows by more than its limit
+(short 10 MB, prompts 30 MB).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ PORTIONS = 4
 
 
 class Case(NamedTuple):
-    """`limit_mb`: how far the frontend may grow; 0: any."""
+    """A load. `limit_mb` is the limit of the frontend's growth, 0 for none."""
 
     requests: int
     prompt_tokens: int
@@ -47,8 +51,8 @@ CASES = {
 }
 
 
-def ask(url: str, vocabulary: str, requests: int, case: Case, seed: int) -> None:
-    """A closed loop of 32."""
+def send_requests(url: str, vocabulary: str, requests: int, case: Case, seed: int) -> None:
+    """Send the requests in a closed loop of 32."""
     command = [sys.executable, str(HERE / "load.py"), "--url", url, "--model", "smol"]
     command += ["--vocabulary", vocabulary, "-c", "32", "--requests", str(requests)]
     command += ["--isl", str(case.prompt_tokens), "--osl", str(case.answer_tokens)]
@@ -56,46 +60,46 @@ def ask(url: str, vocabulary: str, requests: int, case: Case, seed: int) -> None
         [*command, "--seed", str(seed)], check=True, stdout=subprocess.PIPE, text=True
     )
     if errors := json.loads(done.stdout)["errors"]:
-        sys.exit(f"not all were answered: {errors}")
+        sys.exit(f"requests failed: {errors}")
 
 
 def resident(pids: dict[str, list[int]]) -> dict[str, float]:
-    """MB by role, the largest process of each."""
+    """Return the MB of the largest process of each role."""
     time.sleep(2)
-    return {role: round(max(map(rss_mb, some)), 1) for role, some in pids.items()}
+    return {role: round(max(map(rss_mb, role_pids)), 1) for role, role_pids in pids.items()}
 
 
 def measure(name: str, model: str, warmup: int) -> bool:
-    """One case; whether the frontend stayed within its limit."""
+    """Run a case. Returns True if the frontend stayed within its limit."""
     case = CASES[name]
     server = start_ours(model, 4, 1_000_000, case.router, *case.more)
     try:
         pids = processes(server.url)
         print(f"{name}: idle {resident(pids)}", flush=True)
-        ask(server.url, model, warmup, CASES["short"], 1)
+        send_requests(server.url, model, warmup, CASES["short"], 1)
         before = now = resident(pids)
         print(f"  after {warmup} short requests {before}", flush=True)
         for portion in range(1, PORTIONS + 1):
-            ask(server.url, model, case.requests // PORTIONS, case, 1 + portion)
+            send_requests(server.url, model, case.requests // PORTIONS, case, 1 + portion)
             now = resident(pids)
             print(f"  {case.requests * portion // PORTIONS} more {now}", flush=True)
     finally:
         server.stop()
     grown = {role: round(now[role] - before[role], 1) for role in now}
-    print(f"  grown by {grown} MB", flush=True)
+    print(f"  growth {grown} MB", flush=True)
     return not case.limit_mb or grown["frontend"] <= case.limit_mb
 
 
 def main() -> int:
-    """Start, load, print."""
+    """Run the cases and print their memory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--model", default="", help="folder; default: the default model")
     parser.add_argument("--warmup", type=int, default=2_000)
-    asked = parser.parse_args()
-    within = [measure(name, asked.model, asked.warmup) for name in asked.case or CASES]
+    args = parser.parse_args()
+    within = [measure(name, args.model, args.warmup) for name in args.case or CASES]
     return 0 if all(within) else 1
 
 

@@ -1,10 +1,10 @@
-"""The native engine alone, in one process: prefill and decode, beside what the memory can give.
+"""Measure the native engine in one process: prefill and decode, compared with the memory bandwidth.
 
     python benchmarks/native_engine.py [--model FILE_OR_FOLDER] [--batches 1,8,32] [--rounds 3]
 
-Decode figures are tokens a second over all sequences, from the moment that every sequence has its
-first token; prompts are distinct random ids. The ceiling is what one pass over the weights a token
-allows, at the read bandwidth measured in the same run. Medians of the rounds.
+Decode rates are tokens per second over all sequences, counted while every sequence is decoding. Prompts
+are distinct random ids. The ceiling is one pass over the weights per token at the read bandwidth that
+is measured in the same run. Prints medians of the rounds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dynamo.models.resolve import resolve_model_blocking
 rng = np.random.default_rng(int(time.time()))
 
 
-class Stamps(Reply):
-    """When the tokens came."""
+class TimestampReply(Reply):
+    """Records the time of every token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -50,11 +50,11 @@ class Stamps(Reply):
         pass
 
 
-async def answer(engine: BatchedEngine, size: int, max_tokens: int) -> Stamps:
+async def answer(engine: BatchedEngine, size: int, max_tokens: int) -> TimestampReply:
     ids = array("I", rng.integers(100, 40_000, size).tolist()).tobytes()
     stops = StopConditions(max_tokens=max_tokens, ignore_eos=True)
     request = GenerateRequest("bench", "model", ids, SamplingParams(temperature=0), stops)
-    stamps = Stamps()
+    stamps = TimestampReply()
     await engine.generate(request, Context("bench"), stamps)
     return stamps
 
@@ -67,13 +67,14 @@ async def prefill(engine: BatchedEngine, size: int) -> float:
 
 async def decode(engine: BatchedEngine, batch: int, size: int, max_tokens: int) -> float:
     answers = await run_all(*(answer(engine, size, max_tokens) for _ in range(batch)))
-    begin = max(one.times[0] for one in answers)
-    end = min(one.times[-1] for one in answers)
-    return sum(begin < at <= end for one in answers for at in one.times) / (end - begin)
+    begin = max(answer.times[0] for answer in answers)
+    end = min(answer.times[-1] for answer in answers)
+    return sum(begin < at <= end for answer in answers for at in answer.times) / (end - begin)
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes a second, read only: the better of sums on every thread and a matrix-vector product."""
+    """Return the read bandwidth in bytes per second: the better of sums on every thread and a
+    matrix-vector product."""
     data = np.ones(1 << 26, np.float32)
     crew = ThreadPool(threads)
     matrix, vector = data.reshape(-1, 1024), np.ones(1024, np.float32)
@@ -92,7 +93,7 @@ def read_bandwidth(threads: int) -> float:
 
 
 def weight_bytes(config: LlamaConfig) -> int:
-    """What one token must read: every matrix once."""
+    """Return the bytes that a token must read: every matrix once."""
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
@@ -109,19 +110,19 @@ async def measure(options: argparse.Namespace) -> None:
     await engine.start()
     print(f"start: {time.process_time() - cpu:.2f} s of CPU, weights {size / 1e6:.0f} MB")
     await decode(engine, 2, 64, 8)
-    found: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     for _ in range(options.rounds):
         gb = read_bandwidth(options.threads or usable_cores())
-        found.setdefault("read bandwidth, GB/s", []).append(gb / 1e9)
+        rates.setdefault("read bandwidth, GB/s", []).append(gb / 1e9)
         for tokens in (256, 1024):
             rate = await prefill(engine, tokens)
-            found.setdefault(f"prefill of {tokens}, tokens/s", []).append(rate)
+            rates.setdefault(f"prefill of {tokens}, tokens/s", []).append(rate)
         for batch in options.batches:
             rate = await decode(engine, batch, options.prompt, options.tokens)
-            found.setdefault(f"decode at {batch}, tokens/s", []).append(rate)
+            rates.setdefault(f"decode at {batch}, tokens/s", []).append(rate)
             if batch == 1:
-                found.setdefault("decode at 1, share of the ceiling", []).append(rate * size / gb)
-    for name, values in found.items():
+                rates.setdefault("decode at 1, share of the ceiling", []).append(rate * size / gb)
+    for name, values in rates.items():
         rounds = " ".join(f"{value:.2f}" for value in values)
         print(f"{name:36} {statistics.median(values):8.2f}   ({rounds})")
     await engine.stop()
@@ -131,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="", help="default: the default model")
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
-    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--batches", type=lambda text: [int(answer) for answer in text.split(",")])
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""etcd away for minutes and back with nothing in it, then NATS away: requests go on all the time.
+"""Remove etcd for minutes and return it empty, then remove NATS, while requests continue.
 
     benchmarks/outage.py [--etcd-away 300] [--nats-away 60] [--model DIR]
 
-Real servers (the wheels of the test extra), a frontend and two commands with a mock worker each;
-three clients ask without pause.
+Runs real servers (the wheels of the test extra), a frontend, and two commands with a mock worker each.
+Three clients send requests without pause.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvloop
-from bars import Bars
 from load import vocabulary
 from servers import answers, free_port
-from streams import Crowd, Stream, in_ms, now
+from streams import Stream, StreamClient, now, percentiles_ms
+from targets import Targets
 
 from dynamo.testing.servers import EtcdProcess, NatsProcess
 
@@ -37,8 +37,8 @@ PROMPT, TOKENS, CLIENTS, WORKERS = 32, 16, 3, 2
 AROUND_S, BACK_S = 3.0, 30.0
 
 
-def listed(etcd: EtcdProcess) -> int:
-    """How many workers are registered."""
+def registered_workers(etcd: EtcdProcess) -> int:
+    """Return the number of registered workers."""
     low, high = b"/dynamo/workers/worker/generate/", b"/dynamo/workers/worker/generate0"
     body = {"key": base64.b64encode(low).decode(), "range_end": base64.b64encode(high).decode()}
     url = f"http://127.0.0.1:{etcd.port}/v3/kv/range"
@@ -46,19 +46,19 @@ def listed(etcd: EtcdProcess) -> int:
         return int(json.loads(answer.read()).get("count", 0))
 
 
-def away(url: str) -> set[str]:
-    """The planes whose servers the frontend misses."""
+def missing_planes(url: str) -> set[str]:
+    """Return the planes whose servers the frontend cannot reach."""
     with urllib.request.urlopen(url + "/health", timeout=2) as answer:
         return set(json.loads(answer.read())["planes"].get("away", ()))
 
 
-async def until(true: Callable[[], bool]) -> float:
-    """How many seconds it took; infinite where it did not come."""
-    began = now()
-    while now() - began < BACK_S:
+async def wait_until(condition: Callable[[], bool]) -> float:
+    """Wait for a condition. Returns the seconds that passed; infinite after BACK_S seconds."""
+    started = now()
+    while now() - started < BACK_S:
         with contextlib.suppress(OSError):
-            if await asyncio.to_thread(true):
-                return now() - began
+            if await asyncio.to_thread(condition):
+                return now() - started
         await asyncio.sleep(0.05)
     return float("inf")
 
@@ -67,7 +67,7 @@ async def until(true: Callable[[], bool]) -> float:
 def commands(
     args: argparse.Namespace, etcd: EtcdProcess, nats: NatsProcess, port: int
 ) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
-    """A frontend, and each worker as a command of its own."""
+    """Run a frontend and each worker as a separate command."""
     env = os.environ | {
         "DYNAMO_ETCD_ENDPOINTS": f"http://127.0.0.1:{etcd.port}", "DYNAMO_NATS_URL": nats.url,
     }  # fmt: skip
@@ -93,44 +93,46 @@ def commands(
 async def outages(
     args: argparse.Namespace, etcd: EtcdProcess, nats: NatsProcess, url: str
 ) -> dict[str, Any]:
-    """Take them away and give them back while clients ask."""
-    crowd, keys = Crowd(url, vocabulary(args.model)), itertools.count()
-    found, over = list[Stream](), asyncio.Event()
+    """Stop and restart the servers while clients send requests, and return the result."""
+    client, keys = StreamClient(url, vocabulary(args.model)), itertools.count()
+    streams, over = list[Stream](), asyncio.Event()
 
-    async def client() -> None:
+    async def send_requests() -> None:
         while not over.is_set():
             key = next(keys)
-            found.append(await crowd.ask(key, crowd.wire(key, PROMPT, TOKENS)))
+            streams.append(await client.send(key, client.encode_request(key, PROMPT, TOKENS)))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
-            group.create_task(client())
+            group.create_task(send_requests())
         await asyncio.sleep(AROUND_S)
         await asyncio.to_thread(etcd.kill)
         await asyncio.sleep(args.etcd_away)
         await asyncio.to_thread(etcd.delete_data)
         await asyncio.to_thread(etcd.start)
-        registered_s = await until(lambda: listed(etcd) == WORKERS)
+        registered_s = await wait_until(lambda: registered_workers(etcd) == WORKERS)
         await asyncio.sleep(AROUND_S)
         await asyncio.to_thread(nats.kill)
         await asyncio.sleep(args.nats_away)
         await asyncio.to_thread(nats.start)
-        in_use_s = await until(lambda: not away(url))
+        in_use_s = await wait_until(lambda: not missing_planes(url))
         await asyncio.sleep(AROUND_S)
         over.set()
-    errors = Counter(one.error or "miscounted" for one in found if not one.whole(TOKENS))
+    errors = Counter(
+        stream.error or "miscounted" for stream in streams if not stream.is_complete(TOKENS)
+    )
     return {
-        "requests": len(found),
+        "requests": len(streams),
         "failed": sum(errors.values()),
         "errors": dict(errors.most_common(5)),
-        "request_ms": in_ms([one.ended - one.began for one in found]),
+        "request_ms": percentiles_ms([stream.ended - stream.started for stream in streams]),
         "etcd_back_registered_s": round(registered_s, 2),
         "nats_back_in_use_s": round(in_use_s, 2),
     }
 
 
 def main() -> None:
-    """Start, take away, print."""
+    """Start the deployment, run the outages and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -147,16 +149,18 @@ def main() -> None:
     ):
         answers(url, "smol", started)
         end = now() + 30
-        while listed(etcd) < WORKERS and now() < end:
+        while registered_workers(etcd) < WORKERS and now() < end:
             time.sleep(0.1)
         result = uvloop.run(outages(args, etcd, nats, url))
-        result["processes_ended"] = sum(one.poll() is not None for one in started)
-    found = Bars()
-    found.at_most("failed", result["failed"], 0)
-    found.at_most("commands that ended", result["processes_ended"], 0)
-    found.at_most("registered after etcd's return", result["etcd_back_registered_s"], 2, " s")
-    found.at_most("NATS in use after its return", result["nats_back_in_use_s"], 2, " s")
-    found.tell(result, f"etcd away for {args.etcd_away:g} s, NATS for {args.nats_away:g} s")
+        result["processes_ended"] = sum(process.poll() is not None for process in started)
+    targets = Targets()
+    targets.at_most("failed", result["failed"], 0)
+    targets.at_most("commands that ended", result["processes_ended"], 0)
+    targets.at_most("registered after etcd's return", result["etcd_back_registered_s"], 2, " s")
+    targets.at_most("NATS in use after its return", result["nats_back_in_use_s"], 2, " s")
+    targets.print_report(
+        result, f"etcd away for {args.etcd_away:g} s, NATS for {args.nats_away:g} s"
+    )
 
 
 if __name__ == "__main__":

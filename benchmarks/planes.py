@@ -1,9 +1,9 @@
-"""CPU of both ends, per request and per event of 200 bytes, over each plane.
+"""Measure the CPU of both ends per request and per event of 200 bytes, for each plane.
 
     benchmarks/planes.py [--requests 20000] [--events 100000]
 
-Two processes, 64 calls at a time; events in batches of 32, as a worker's step makes them. The
-server's CPU (NATS) is told apart. uvloop, as processes use it.
+Two processes with uvloop make 64 calls at a time. Events come in batches of 32, as a worker's step
+makes them. The CPU of the NATS server is reported separately.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cpu_of(pid: int) -> float:
 
 
 async def serve(url: str, directory: str, options: PlaneOptions) -> None:
-    """The far end: answers calls, publishes events when asked to."""
+    """Run the remote process, which answers calls and publishes events on request."""
     place = await open_discovery(directory)
     requests = await open_requests(url, options)
     events = await open_events(url, place, options)
@@ -78,7 +78,7 @@ async def serve(url: str, directory: str, options: PlaneOptions) -> None:
 
 
 class Bench:
-    """One pair of processes over one plane; `nats`: the server's process, 0 = none."""
+    """Two processes over one plane. `nats` is the pid of the server, 0 for none."""
 
     def __init__(self, url: str, directory: str, options: PlaneOptions, nats: int) -> None:
         self._where = (url, directory, options)
@@ -87,7 +87,7 @@ class Bench:
         self._burst = asyncio.Event()
 
     async def run(self, requests: int, events: int) -> dict[str, float]:
-        """Medians are the caller's affair."""
+        """Measure once. The caller computes medians."""
         url, directory, options = self._where
         command = [sys.executable, __file__, "--serve", url, directory]
         child = subprocess.Popen(
@@ -104,13 +104,13 @@ class Bench:
         plane = await open_events(url, place, options)
         await plane.subscribe("bench", self._listen)
         await self._several(200)
-        found = await self._calls(requests) | await self._events(events)
-        found["lost"] = float(plane.count_lost_events())
+        metrics = await self._calls(requests) | await self._events(events)
+        metrics["lost"] = float(plane.count_lost_events())
         child.stdin.close()
         await asyncio.to_thread(child.wait)
-        for one in (plane, self._requests, place):
-            await one.close()
-        return found
+        for plane_object in (plane, self._requests, place):
+            await plane_object.close()
+        return metrics
 
     async def _calls(self, count: int) -> dict[str, float]:
         each = count // AT_ONCE
@@ -148,7 +148,7 @@ class Bench:
         return got[-1]
 
     async def _spent(self) -> tuple[float, float]:
-        """CPU of both ends, and of the server."""
+        """Return the CPU of both ends, and of the server."""
         server = cpu_of(self._nats) if self._nats else 0.0
         return cpu_s() + float(await self._ask("cpu")), server
 
@@ -159,9 +159,9 @@ class Bench:
 
 
 async def run_one(
-    url: str, directory: str, options: PlaneOptions, nats: int, about: argparse.Namespace
+    url: str, directory: str, options: PlaneOptions, nats: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    return await Bench(url, directory, options, nats).run(about.requests, about.events)
+    return await Bench(url, directory, options, nats).run(args.requests, args.events)
 
 
 def plain(options: PlaneOptions) -> dict[str, object]:
@@ -175,11 +175,11 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=96_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", nargs=3)
-    about = parser.parse_args()
-    if about.serve:
-        url, directory, text = about.serve
-        told = json.loads(text)
-        options = PlaneOptions(secret=told["secret"], tls=TlsFiles(*told["tls"]))
+    args = parser.parse_args()
+    if args.serve:
+        url, directory, text = args.serve
+        measured = json.loads(text)
+        options = PlaneOptions(secret=measured["secret"], tls=TlsFiles(*measured["tls"]))
         uvloop.run(serve(url, directory, options))
         return
     folder = Path(tempfile.mkdtemp())
@@ -194,13 +194,13 @@ def main() -> None:
             "nats": (nats.url, DEFAULT_OPTIONS, pid),
         }
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in planes}
-        for _ in range(about.rounds):
+        for _ in range(args.rounds):
             for name, (url, options, server) in planes.items():
                 directory = f"{etcd.url}/bench-{next(_places)}"
-                work = run_one(url, directory, options, server, about)
+                work = run_one(url, directory, options, server, args)
                 rounds[name].append(uvloop.run(work))
-    for name, found in rounds.items():
-        shown = {key: round(statistics.median(one[key] for one in found), 1) for key in found[0]}
+    for name, runs in rounds.items():
+        shown = {key: round(statistics.median(run[key] for run in runs), 1) for key in runs[0]}
         print(name, shown)
 
 

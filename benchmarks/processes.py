@@ -1,4 +1,4 @@
-"""The processes of a deployment, who kills them, and the planes that they talk over."""
+"""Processes of a deployment, a thread that kills them, and the planes that they use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANES = ("tcp", "etcd-nats")
 
 
 class Kill(NamedTuple):
-    """A process that was killed, when, and how many of its role served."""
+    """A killed process, the time, and the number of ready processes of its role."""
 
     at: float
     instance: str
@@ -30,8 +30,8 @@ class Kill(NamedTuple):
 
 
 class Killer(threading.Thread):
-    """Kills a process of `role` every `every_s`, while at least `spare` others serve. A thread: to
-    look for processes in the clients' loop would be a pause of every stream."""
+    """Kills a process of `role` every `every_s` seconds while at least `spare` others are ready. A
+    thread, since listing processes would block the event loop of the clients."""
 
     def __init__(self, deployment: Deployment, role: str, every_s: float, spare: int) -> None:
         super().__init__(name=role, daemon=True)
@@ -44,32 +44,36 @@ class Killer(threading.Thread):
         due = now() + self._every_s
         while not self._ended.wait(max(0.0, due - now())):
             due += self._every_s
-            found = ready(self._deployment, self._role)
-            if len(found) > self._spare:
-                victim = self._rng.choice(found)
+            candidates = ready(self._deployment, self._role)
+            if len(candidates) > self._spare:
+                victim = self._rng.choice(candidates)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(victim.pid, signal.SIGKILL)
-                    self.kills.append(Kill(now(), victim.instance, len(found)))
+                    self.kills.append(Kill(now(), victim.instance, len(candidates)))
 
     def stop(self) -> None:
-        """Kill no more."""
+        """Stop killing."""
         self._ended.set()
         self.join()
 
 
 def deployment_of(server: Server) -> Deployment:
-    """The deployment behind a server's URL."""
+    """Return the deployment behind a server's URL."""
     name = f"http-{server.url.rsplit(':', 1)[1]}"
-    return next(one for one in live_deployments() if one.id == name)
+    return next(item for item in live_deployments() if item.id == name)
 
 
 def ready(deployment: Deployment, role: str) -> list[ProcessRecord]:
-    """Its processes of that role that serve."""
-    return [one for one in deployment.live_processes() if one.role == role and one.state == "ready"]
+    """Return the ready processes of a role."""
+    return [
+        process
+        for process in deployment.live_processes()
+        if process.role == role and process.state == "ready"
+    ]
 
 
 def wait_ready(deployment: Deployment, role: str, count: int) -> None:
-    """Until so many serve, 60 s at most."""
+    """Wait at most 60 s until `count` processes of a role are ready."""
     end = now() + 60
     while len(ready(deployment, role)) < count:
         if now() > end:
@@ -78,7 +82,7 @@ def wait_ready(deployment: Deployment, role: str, count: int) -> None:
 
 
 def metric(server: Server, name: str) -> float:
-    """The sum of a metric of the frontend over its labels."""
+    """Return the sum of a frontend's metric over its labels."""
     with urllib.request.urlopen(server.url + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
     named = (line for line in lines if line.startswith((name + " ", name + "{")))
@@ -87,7 +91,7 @@ def metric(server: Server, name: str) -> float:
 
 @contextlib.contextmanager
 def planes(kind: str) -> Iterator[Sequence[str]]:
-    """The flags of `dynamo run` for these planes; real etcd and NATS servers meanwhile."""
+    """Yield the flags of `dynamo run` for these planes, with real etcd and NATS servers."""
     if kind == "tcp":
         yield ()
         return

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Memory of router and workers in an hour-long flood of prompts that have nothing in common.
+"""Measure the memory of router and workers in an hour of prompts without common prefixes.
 
     benchmarks/replay_flood.py [--minutes N] [--rate R] [--mode kv] [--workers N]
 
-Under virtual time: the router's index, its books and the workers' block pools are those that serve.
-Prints the process's resident memory twelve times.
+The real index, worker states and block pools run in virtual time. Prints the resident memory of the
+process twelve times.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ PARTS = 12
 
 
 def flood(minutes: float, rate: float) -> Iterator[TraceConversation]:
-    """One prompt after the other."""
+    """Yield one conversation with a unique prompt after the other."""
     for row in range(round(minutes * 60 * rate)):
         yield TraceConversation(row / rate, (TraceRequest(row, PROMPT_TOKENS, ANSWER_TOKENS),))
 
 
 def resident_mb() -> float:
-    """Of this process, now."""
+    """Return the resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 def main() -> None:
-    """Run, and tell."""
+    """Run the replay and print the memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=20, help="requests a second")
     parser.add_argument("--mode", default="kv")
     parser.add_argument("--workers", type=int, default=8)
-    found = parser.parse_args()
+    args = parser.parse_args()
     info = EngineInfo(
         engine="mock",
         block_tokens=BLOCK_TOKENS,
@@ -57,20 +57,20 @@ def main() -> None:
         max_num_seqs=256,
         max_num_batched_tokens=8_192,
     )
-    workers = ReplayWorkers(found.workers, info, DYNAMO_TIMING, "reuse")
-    plan = ReplayPlan("flood", workers, RouterSettings(mode=found.mode), BLOCK_TOKENS)
-    every_s = found.minutes * 60 / PARTS
-    told = [0]
+    workers = ReplayWorkers(args.workers, info, DYNAMO_TIMING, "reuse")
+    plan = ReplayPlan("flood", workers, RouterSettings(mode=args.mode), BLOCK_TOKENS)
+    every_s = args.minutes * 60 / PARTS
+    reported = [0]
 
     def tell(log: ReplayLog) -> None:
-        if log.clock.now() >= told[0] * every_s:
-            told[0] += 1
+        if log.clock.now() >= reported[0] * every_s:
+            reported[0] += 1
             gc.collect()
             print(
                 f"{log.clock.now() / 60:5.1f} min  {log.completed:7d} requests  {resident_mb():6.1f} MB"
             )
 
-    result, log = Replay(plan, tell).run(flood(found.minutes, found.rate))
+    result, log = Replay(plan, tell).run(flood(args.minutes, args.rate))
     print(
         f"      end  {log.completed:7d} requests  {resident_mb():6.1f} MB  cpu {result.cpu_s:.0f} s"
     )

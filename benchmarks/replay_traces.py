@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Routing and eviction on public traces, by `dynamo replay`: a table of what is reached.
+"""Replay public traces with `dynamo replay` and print a table of routing and eviction results.
 
     benchmarks/replay_traces.py TRACES [--multiturn FILE] [--seeds N] [--jobs N] [--only WORD]
                                 [--out FILE.md] [--keep FOLDER]
 
-TRACES is a folder with Mooncake's conversation trace (mooncake_conversation_trace.jsonl), the samples
-agents120_blk64, llmd_a_10qps_blk64 and llmd_a_30qps_blk64 (.jsonl.gz), and, in
-dynamo_replay_reference, reports of Dynamo 1.6.1's own replay. Each figure is the median over the
-seeds. A row whose files are missing is left out. Exit code 1: a figure misses its bar.
+TRACES is a folder with Mooncake's conversation trace (mooncake_conversation_trace.jsonl) and the
+samples agents120_blk64, llmd_a_10qps_blk64 and llmd_a_30qps_blk64 (.jsonl.gz). Its folder
+dynamo_replay_reference holds reports of Dynamo 1.6.1's own replay. Each value is the median over the
+seeds. Rows with missing files are skipped. Exits with 1 if a value misses its target.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Figures = dict[str, float]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One replay. `flags`: after the trace's name."""
+    """A replay. `flags` follow the trace's name."""
 
     name: str
     trace: str
@@ -46,13 +46,13 @@ class Case(msgspec.Struct, frozen=True):
     chance: bool = True
 
     def words(self, folder: Path, seed: int) -> list[str]:
-        """What comes after `dynamo replay`."""
+        """Return the arguments of `dynamo replay`."""
         path = self.trace if Path(self.trace).is_absolute() else str(folder / self.trace)
         return [path, *self.flags, "--eviction", self.eviction, "--seed", str(seed)]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table. `bar` is reached where `measured` is at most (else at least) that."""
+    """A row of the table. `measured` must be at most `bar`, or at least `bar`."""
 
     what: str
     figure: str
@@ -62,13 +62,13 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def held(self) -> bool:
-        """Is the bar reached?"""
+        """True if the target is met."""
         return self.measured >= self.bar if self.at_least else self.measured <= self.bar
 
 
 def cases(multiturn: str) -> list[Case]:
-    """Everything that is replayed."""
-    made = [
+    """Return all replays."""
+    cases = [
         Case("rr", CONVERSATION, (), chance=False),
         Case("rr x3", CONVERSATION, ("--speed", "3"), chance=False),
         Case("block_cost", CONVERSATION, (*KV, "--router-policy", "block_cost")),
@@ -87,17 +87,17 @@ def cases(multiturn: str) -> list[Case]:
     ]
     for rate in ("10", "30"):
         trace = f"llmd_a_{rate}qps_blk64.jsonl.gz"
-        made.append(Case(f"llmd {rate} rr", trace, (*BLOCK_64, *LLMD), chance=False))
-        made.append(Case(f"llmd {rate} kv", trace, (*BLOCK_64, *LLMD, *KV)))
+        cases.append(Case(f"llmd {rate} rr", trace, (*BLOCK_64, *LLMD), chance=False))
+        cases.append(Case(f"llmd {rate} kv", trace, (*BLOCK_64, *LLMD, *KV)))
     if multiturn:
         path = str(Path(multiturn).resolve())
-        made.append(Case("multiturn rr", path, (*BLOCK_64,), chance=False))
-        made.append(Case("multiturn kv", path, (*BLOCK_64, *KV)))
-    return made
+        cases.append(Case("multiturn rr", path, (*BLOCK_64,), chance=False))
+        cases.append(Case("multiturn kv", path, (*BLOCK_64, *KV)))
+    return cases
 
 
 def replay(case: Case, folder: Path, seed: int, keep: Path) -> Figures:
-    """One run in a process of its own. Raises RuntimeError."""
+    """Run a replay in a separate process. Raises `RuntimeError`."""
     out = keep / f"{case.name.replace(' ', '_')}.{seed}.json"
     words = [sys.executable, "-m", "dynamo", "replay", *case.words(folder, seed)]
     done = subprocess.run([*words, "--json", str(out)], capture_output=True, text=True, check=False)
@@ -107,7 +107,7 @@ def replay(case: Case, folder: Path, seed: int, keep: Path) -> Figures:
 
 
 def flatten(result: dict[str, Any]) -> Figures:
-    """The figures by the names of this table."""
+    """Return the metrics of a result by the names of the table."""
     figures = {"reuse": result["reuse_first_admission"], "cpu_s": result["cpu_s"]}
     figures["unanswered"] = result["requests"] - result["completed"]
     for name in ("ttft", "tpot", "itl", "e2e"):
@@ -117,7 +117,7 @@ def flatten(result: dict[str, Any]) -> Figures:
 
 
 def reference(folder: Path, name: str) -> Figures:
-    """A report of Dynamo's replay, in the same names."""
+    """Return the metrics of a report of Dynamo's replay by the same names."""
     whole = msgspec.json.decode((folder / REFERENCE / f"{name}.json").read_bytes())
     report = whole["report"]["summary"]
     return {
@@ -164,7 +164,7 @@ RATIOS = (
 
 
 def rows(run: dict[str, Figures], folder: Path) -> Iterator[Row]:
-    """The table."""
+    """Yield the rows of the table."""
     yield from faithful(run, folder)
     for name, bars in BETTER.items():
         for figure, bar in bars if name in run else ():
@@ -176,7 +176,7 @@ def rows(run: dict[str, Figures], folder: Path) -> Iterator[Row]:
 
 
 def faithful(run: dict[str, Figures], folder: Path) -> Iterator[Row]:
-    """How far we are from Dynamo's replay of the same."""
+    """Yield the differences to Dynamo's replay of the same trace."""
     for name, (report, tolerance) in FAITHFUL.items():
         if name in run and (folder / REFERENCE / f"{report}.json").exists():
             for figure, theirs in reference(folder, report).items():
@@ -187,7 +187,7 @@ def faithful(run: dict[str, Figures], folder: Path) -> Iterator[Row]:
 
 
 def ratios(run: dict[str, Figures]) -> Iterator[Row]:
-    """Mean times to first token beside others'."""
+    """Yield ratios of mean TTFTs."""
     for ours, other, bar in RATIOS:
         if ours in run and other in run:
             ratio = run[ours]["ttft mean"] / run[other]["ttft mean"]
@@ -197,10 +197,10 @@ def ratios(run: dict[str, Figures]) -> Iterator[Row]:
         yield Row("llmd 30 kv", "ttft mean / Dynamo's", ratio, 1 / 3)
 
 
-def table(found: Sequence[Row], run: dict[str, Figures]) -> str:
-    """Markdown: the bars, then the figures themselves."""
+def table(rows: Sequence[Row], run: dict[str, Figures]) -> str:
+    """Return the targets and then all metrics as Markdown."""
     lines = ["| replay | figure | measured | bar | |", "|---|---|---|---|---|"]
-    for row in found:
+    for row in rows:
         sign = ">=" if row.at_least else "<="
         verdict = "held" if row.held else "MISSED"
         lines.append(
@@ -218,17 +218,17 @@ def table(found: Sequence[Row], run: dict[str, Figures]) -> str:
     )
     lines += ["", f"| replay | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for name, figures in run.items():
-        lines.append(f"| {name} | " + " | ".join(f"{figures[one]:.4g}" for one in names) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{figures[key]:.4g}" for key in names) + " |")
     return "\n".join(lines) + "\n"
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Figure by figure."""
-    return {name: median(one[name] for one in runs) for name in runs[0]}
+    """Return the median of each metric."""
+    return {name: median(run[name] for run in runs) for name in runs[0]}
 
 
 def main() -> int:
-    """Replay all, print the table."""
+    """Run all replays and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", type=Path)
     parser.add_argument("--multiturn", default="", metavar="FILE")
@@ -237,19 +237,19 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", type=Path, help="keep the JSON results there")
-    found = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(found.jobs) as pool:
-        keep = found.keep or Path(scratch)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
+        keep = args.keep or Path(scratch)
         keep.mkdir(parents=True, exist_ok=True)
         wanted = [
             case
-            for case in cases(found.multiturn)
-            if found.only in case.name and (found.traces / case.trace).exists()
+            for case in cases(args.multiturn)
+            if args.only in case.name and (args.traces / case.trace).exists()
         ]
         pending = {
             case.name: [
-                pool.submit(replay, case, found.traces, seed, keep)
-                for seed in range(found.seeds if case.chance else 1)
+                pool.submit(replay, case, args.traces, seed, keep)
+                for seed in range(args.seeds if case.chance else 1)
             ]
             for case in wanted
         }
@@ -262,11 +262,11 @@ def main() -> int:
             except RuntimeError as error:
                 failed.append(name)
                 print(f"{name}: {error}", file=sys.stderr)
-    checked = list(rows(run, found.traces))
+    checked = list(rows(run, args.traces))
     text = table(checked, run)
     print(text)
-    if found.out:
-        found.out.write_text(text)
+    if args.out:
+        args.out.write_text(text)
     return 0 if not failed and all(row.held for row in checked) else 1
 
 

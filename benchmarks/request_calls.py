@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What one short request is made of in a frontend: calls of functions, and CPU without sockets.
+"""Count the function calls of a short request in a frontend, and measure its CPU without sockets.
 
     benchmarks/request_calls.py --model MODEL_DIR [--mode kv] [--requests 200] [--most 40]
 
-A whole frontend (chat, streamed, one token out), with nothing behind its sockets: the client's bytes
-are handed to the connection, two workers answer each call with one frame. Counts do not depend on the
-machine; CPU is the least of 40 rounds of 64 requests at once.
+A whole frontend runs (chat, streamed, one output token) without sockets: the client's bytes go directly
+to the connection, and two fake workers answer each call with one frame. Counts do not depend on the
+machine. CPU is the minimum of 40 rounds of 64 concurrent requests.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ WORDS = ("over", "and", "after", "world", "water", "long", "house", "number", "p
 encode = msgspec.msgpack.encode
 
 
-class Near(asyncio.Transport):
-    """The client's end of one connection: keeps what is written."""
+class ClientTransport(asyncio.Transport):
+    """The client's end of a connection, which stores the bytes written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.got = b""
+        self.received = b""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.got += data
+        self.received += data
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """There is no buffer."""
+        """Do nothing, since there is no buffer."""
 
     def get_write_buffer_size(self) -> int:
         return 0
 
 
-class Far(Near):
-    """A worker's end of one connection: answers what was asked when it is told to."""
+class WorkerTransport(ClientTransport):
+    """A worker's end of a connection, which answers pending calls on request."""
 
     def __init__(self, peer: ClientConnection) -> None:
         super().__init__()
         self._link = peer.link
         self._real = peer.link.transport
         self._split = FrameSplitter(MAX_FRAME_BYTES)
-        self.asked: list[int] = []
+        self.pending: list[int] = []
         self._link.transport = self
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -84,15 +84,15 @@ class Far(Near):
                 continue
             stream, _, payload = unpack_open(body)
             if payload:
-                self.asked.append(stream)
+                self.pending.append(stream)
             else:  # a probe
                 self._say([stream, stream], [encode(ProbeResult()), b""], [1])
 
     def answer(self) -> None:
-        """One frame: to each the beginning, one token and the end."""
-        asked, self.asked = self.asked, []
+        """Answer all pending calls in one frame: start, one token, end."""
+        pending, self.pending = self.pending, []
         streams, payloads = [], []
-        for stream in asked:
+        for stream in pending:
             token = b"t" + struct.pack("<I", 345 + stream % 999)
             streams += [stream] * 4
             payloads += [
@@ -101,7 +101,7 @@ class Far(Near):
                 b"f" + encode(Finish("length", 1)),
                 b"",
             ]
-        if asked:
+        if pending:
             self._link.data_received(pack_items(DATA, streams, payloads, range(3, len(streams), 4)))
 
     def _say(self, streams: list[int], payloads: list[bytes], ends: list[int]) -> None:
@@ -117,44 +117,44 @@ class Far(Near):
 
 
 class Client:
-    """One connection to the frontend."""
+    """A connection to the frontend."""
 
     def __init__(self, shared: HttpServerState) -> None:
-        self.near = Near()
+        self.transport = ClientTransport()
         self._connection = HttpConnection(shared)
-        self._connection.connection_made(self.near)
+        self._connection.connection_made(self.transport)
 
-    def ask(self, request: bytes) -> None:
+    def send(self, request: bytes) -> None:
         """Send a request."""
-        self.near.got = b""
+        self.transport.received = b""
         self._connection.data_received(request)
 
     @property
-    def answered(self) -> bool:
-        """The whole answer has come."""
-        return self.near.got.endswith(END)
+    def complete(self) -> bool:
+        """True if the whole answer has arrived."""
+        return self.transport.received.endswith(END)
 
 
 class Frontend:
-    """The frontend, its clients and what stands for its workers."""
+    """The frontend, its clients and its fake workers."""
 
     def __init__(self, shared: HttpServerState) -> None:
         self._shared = shared
         self.rng = random.Random(7)
-        self._workers: list[Far] = []
+        self._workers: list[WorkerTransport] = []
         self.clients = [Client(shared) for _ in range(AT_ONCE)]
 
-    async def meet(self, clock: Any) -> None:
-        """Ask real workers until both are connected; from then on nobody is behind the sockets."""
+    async def connect_workers(self, clock: Any) -> None:
+        """Call real workers until both are connected, then replace their transports."""
         for client in self.clients[:8]:
-            client.ask(self.request())
-        while not all(client.answered for client in self.clients[:8]):
+            client.send(self.request())
+        while not all(client.complete for client in self.clients[:8]):
             await clock.sleep(0.01)
-        peers = [one for one in gc.get_objects() if isinstance(one, ClientConnection)]
-        self._workers = [Far(one) for one in peers if one.streams.frames_received]
+        peers = [peer for peer in gc.get_objects() if isinstance(peer, ClientConnection)]
+        self._workers = [WorkerTransport(peer) for peer in peers if peer.streams.frames_received]
 
     def request(self) -> bytes:
-        """A chat of about 150 tokens, never the same."""
+        """Return a chat request of about 150 tokens, different each time."""
         text = " ".join(self.rng.choices(WORDS, k=118)) + f" {self.rng.random()}"
         body = msgspec.json.encode(
             {
@@ -169,20 +169,20 @@ class Frontend:
         return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
     async def serve(self, clients: list[Client], requests: list[bytes]) -> None:
-        """Ask, let the workers answer, read to the end."""
+        """Send the requests, let the workers answer, and wait for the answers."""
         for client, request in zip(clients, requests, strict=True):
-            client.ask(request)
-        while sum(len(worker.asked) for worker in self._workers) < len(clients):
+            client.send(request)
+        while sum(len(worker.pending) for worker in self._workers) < len(clients):
             await asyncio.sleep(0)
         for worker in self._workers:
             worker.answer()
-        while not all(client.answered for client in clients):
+        while not all(client.complete for client in clients):
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
 
 def settings_of(arguments: argparse.Namespace, state: str) -> Settings:
-    """A worker's, and the frontend's."""
+    """Return the settings of a worker and of the frontend."""
     return Settings(
         model=ModelSettings(path=str(arguments.model), names=("bench",)),
         engine=EngineSettings(kind="mock", speedup_ratio=1e6),
@@ -192,7 +192,7 @@ def settings_of(arguments: argparse.Namespace, state: str) -> Settings:
 
 
 async def count(frontend: Frontend, requests: int) -> Counter[str]:
-    """Calls by function, of so many requests one after the other."""
+    """Count the calls by function for sequential requests."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -205,10 +205,10 @@ async def count(frontend: Frontend, requests: int) -> Counter[str]:
         ):
             calls[f"{'/'.join(Path(code.co_filename).parts[-2:])} {code.co_qualname}"] += 1
 
-    asked = [[frontend.request()] for _ in range(requests)]
+    pending = [[frontend.request()] for _ in range(requests)]
     sys.setprofile(note)
     try:
-        for request in asked:
+        for request in pending:
             await frontend.serve(frontend.clients[:1], request)
     finally:
         sys.setprofile(None)
@@ -216,14 +216,14 @@ async def count(frontend: Frontend, requests: int) -> Counter[str]:
 
 
 async def measure(frontend: Frontend) -> float:
-    """Microseconds of CPU a request."""
-    took = []
+    """Return the CPU microseconds per request."""
+    times = []
     for _ in range(ROUNDS):
         requests = [frontend.request() for _ in range(AT_ONCE)]
         began = time.thread_time()
         await frontend.serve(frontend.clients, requests)
-        took.append((time.thread_time() - began) / AT_ONCE * 1e6)
-    return min(took)
+        times.append((time.thread_time() - began) / AT_ONCE * 1e6)
+    return min(times)
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -245,11 +245,11 @@ async def main(arguments: argparse.Namespace) -> None:
         frontend = Frontend(
             HttpServerState(application.handle, limits, runtime.clock, application.on_error)
         )
-        await frontend.meet(runtime.clock)
+        await frontend.connect_workers(runtime.clock)
         await measure(frontend)
         calls = await count(frontend, arguments.requests)
-        print(f"{sum(calls.values()) / arguments.requests:.0f} calls a request")
-        print(f"{await measure(frontend):.0f} us of CPU a request, without sockets")
+        print(f"{sum(calls.values()) / arguments.requests:.0f} calls per request")
+        print(f"{await measure(frontend):.0f} us of CPU per request, without sockets")
         for name, number in calls.most_common(arguments.most):
             print(f"{number / arguments.requests:8.2f} {name}")
 

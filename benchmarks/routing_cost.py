@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""CPU of what stands around a routing decision: watching it, telling other routers, asking one.
+"""Measure the CPU around a routing decision: recording it, replicating it, querying a router process.
 
     benchmarks/routing_cost.py [--blocks 8,512] [--times 2000]
 
-Microseconds of CPU a request, median of five rounds; both ends of what crosses a process boundary.
+Prints the CPU microseconds per request, median of five rounds. Both ends of a process boundary count.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ TABLE = tuple(
 )
 
 
-class Place(Placement):
-    """As the router's own: it holds the prompt's blocks."""
+class PromptPlacement(Placement):
+    """A placement with the hashes of the prompt, like the router's."""
 
     def __init__(self, hashes: list[int]) -> None:
         super().__init__()
@@ -70,67 +70,77 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", default="8,512")
     parser.add_argument("--times", type=int, default=2000)
-    found = parser.parse_args()
+    args = parser.parse_args()
     logging.disable()
-    for blocks in map(int, found.blocks.split(",")):
-        prompts = [[random.getrandbits(63) for _ in range(blocks)] for _ in range(found.times)]
-        print(f"{blocks} blocks a prompt, us of CPU a request")
+    for blocks in map(int, args.blocks.split(",")):
+        prompts = [[random.getrandbits(63) for _ in range(blocks)] for _ in range(args.times)]
+        print(f"{blocks} blocks per prompt, us of CPU per request")
         for name, work in (
-            ("watched (explanation, counters, record, seen prefixes)", watched),
-            ("told to another router (routed, first token, ended)", told),
-            ("asked of a router of its own (both ends, no socket)", asked),
-            ("queued in the router, 1,000 waiting", queued),
+            ("recorder (explanation, counters, record, seen prefixes)", record),
+            ("replication to another router (routed, first token, ended)", replicate),
+            ("query to a router process (both ends, no socket)", query),
+            ("queue in the router, 1,000 waiting", queue_and_pop),
         ):
             print(f"  {name:<56}{_microseconds(work, prompts):8.1f}")
 
 
-def watched(prompts: list[list[int]]) -> None:
-    """`RoutingWatch`, decision and outcome."""
-    watch = RoutingRecorder(SystemClock(), Registry())
+def record(prompts: list[list[int]]) -> None:
+    """Record a decision and its outcome with `RoutingRecorder`."""
+    recorder = RoutingRecorder(SystemClock(), Registry())
     worker = WORKERS["w1"]
     for number, hashes in enumerate(prompts):
         request = GenerateRequest(str(number), "m", b"", SamplingParams(), StopConditions())
-        made = Decision(
-            worker, "predicted", 8, TABLE, 2, len(hashes), 3, 0.1, 0.0, "exact", Place(hashes)
+        decision = Decision(
+            worker,
+            "predicted",
+            8,
+            TABLE,
+            2,
+            len(hashes),
+            3,
+            0.1,
+            0.0,
+            "exact",
+            PromptPlacement(hashes),
         )
-        watch.on_decision(request, made)
-        watch.on_outcome(request, made, OUTCOME)
+        recorder.on_decision(request, decision)
+        recorder.on_outcome(request, decision, OUTCOME)
 
 
-def told(prompts: list[list[int]]) -> None:
-    """Moves encoded here, decoded and booked there."""
+def replicate(prompts: list[list[int]]) -> None:
+    """Encode routing events, decode them and apply them to a peer's state."""
     clock = SystemClock()
-    fleet = WorkerStates()
-    fleet.update_instances(WORKERS)
-    placement = PlacementSolver(fleet, CacheView(clock), PredictedCost(), random.Random(1))
-    follower = PeerRequests(placement, clock, lambda: None)
+    states = WorkerStates()
+    states.update_instances(WORKERS)
+    placement = PlacementSolver(states, CacheView(clock), PredictedCost(), random.Random(1))
+    peers = PeerRequests(placement, clock, lambda: None)
     for number, hashes in enumerate(prompts):
-        own = PlacedRequest(str(number), fleet["w1"], Prompt(16 * len(hashes), hashes), 1, 0.0)
-        for moves in (
+        own = PlacedRequest(str(number), states["w1"], Prompt(16 * len(hashes), hashes), 1, 0.0)
+        for events in (
             [routed_event("w1", own)],
             [FirstTokenEmitted(own.id)],
             [RequestEnded(own.id, 64)],
         ):
-            for move in decode_routing_events(encode_routing_events(moves)):
-                if isinstance(move, RequestRouted):
-                    follower.on_routed("peer", move)
-                elif isinstance(move, FirstTokenEmitted):
-                    follower.on_first_token("peer", move.request_key)
-                elif isinstance(move, RequestEnded):
-                    follower.on_ended("peer", move.request_key, move.emitted)
+            for event in decode_routing_events(encode_routing_events(events)):
+                if isinstance(event, RequestRouted):
+                    peers.on_routed("peer", event)
+                elif isinstance(event, FirstTokenEmitted):
+                    peers.on_first_token("peer", event.request_key)
+                elif isinstance(event, RequestEnded):
+                    peers.on_ended("peer", event.request_key, event.emitted)
 
 
-def asked(prompts: list[list[int]]) -> None:
-    """Question and answer, encoded and decoded."""
-    made = Decision(WORKERS["w1"], "predicted", 8, TABLE, 2, 4, 3, 0.1, 0.0, "exact")
+def query(prompts: list[list[int]]) -> None:
+    """Encode and decode a query and its reply."""
+    decision = Decision(WORKERS["w1"], "predicted", 8, TABLE, 2, 4, 3, 0.1, 0.0, "exact")
     for hashes in prompts:
         ask = decode_query(encode_query(REQUEST, Prompt(len(hashes) * 16, hashes), ()))
         read_query_prompt(request_from_query(ask, "r"))
-        decode_reply(encode_reply(made))
+        decode_reply(encode_reply(decision))
 
 
-def queued(prompts: list[list[int]]) -> None:
-    """In and out."""
+def queue_and_pop(prompts: list[list[int]]) -> None:
+    """Push and pop requests of the waiting queue."""
     queue: WaitingQueue[int] = WaitingQueue("shortest", bound=2000)
     for number in range(1000):
         queue.push(f"there {number}", number, QueueOrderKey(0.0, random.randrange(8000)))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""CPU of one hop between two services over tcp: both processes' CPU time, summed.
+"""Measure the CPU of a call between two services over TCP, summed over both processes.
 
     benchmarks/sdk_hop.py [--calls N] [--items N] [--rounds N]
 
-A dict of about 200 bytes there and back, one call after the other; then a stream of such dicts.
-Medians of the rounds. Where grpc is installed, the same bytes through grpc.aio are measured beside.
+A dict of about 200 bytes goes there and back, one call after the other; then such dicts are streamed.
+Prints medians of the rounds. If grpc is installed, grpc.aio with the same bytes is measured too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Stream = Callable[[int], AsyncIterator[Any]]
 
 
 @service(dynamo={"namespace": "bench"})
-class Hop:
-    """The far end."""
+class EchoService:
+    """The remote service."""
 
     @dynamo_endpoint()
     async def echo(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -71,45 +71,45 @@ def settings_at(place: str) -> Settings:
 
 async def serve(place: str) -> None:
     async with await DistributedRuntime.create(settings_at(place), role="hop") as runtime:
-        await start_service(Hop, runtime)
+        await start_service(EchoService, runtime)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 async def unary(cpu: Once, once: Once, calls: int) -> float:
-    there, here = await cpu(), time.process_time()
+    remote, local = await cpu(), time.process_time()
     for _ in range(calls):
         await once()
-    return (time.process_time() - here + await cpu() - there) / calls * 1e6
+    return (time.process_time() - local + await cpu() - remote) / calls * 1e6
 
 
 async def streamed(cpu: Once, stream: Stream, items: int) -> float:
-    there, here = await cpu(), time.process_time()
+    remote, local = await cpu(), time.process_time()
     got = 0
     async for _ in stream(items):
         got += 1
     assert got == items
-    return (time.process_time() - here + await cpu() - there) / items * 1e6
+    return (time.process_time() - local + await cpu() - remote) / items * 1e6
 
 
-async def measure(place: str, asked: argparse.Namespace) -> tuple[float, float]:
+async def measure(place: str, args: argparse.Namespace) -> tuple[float, float]:
     async with await DistributedRuntime.create(settings_at(place), role="caller") as runtime:
-        hop: Any = await connect_service(Hop, runtime)
+        hop: Any = await connect_service(EchoService, runtime)
         return await rounds(
-            hop.cpu, lambda: hop.echo(BODY), lambda n: hop.items({"count": n}), asked
+            hop.cpu, lambda: hop.echo(BODY), lambda n: hop.items({"count": n}), args
         )
 
 
 async def rounds(
-    cpu: Once, once: Once, stream: Stream, asked: argparse.Namespace
+    cpu: Once, once: Once, stream: Stream, args: argparse.Namespace
 ) -> tuple[float, float]:
-    await unary(cpu, once, asked.calls // 10)
-    hops = [await unary(cpu, once, asked.calls) for _ in range(asked.rounds)]
-    items = [await streamed(cpu, stream, asked.items) for _ in range(asked.rounds)]
+    await unary(cpu, once, args.calls // 10)
+    hops = [await unary(cpu, once, args.calls) for _ in range(args.rounds)]
+    items = [await streamed(cpu, stream, args.items) for _ in range(args.rounds)]
     return median(hops), median(items)
 
 
-def show(what: str, found: tuple[float, float], bars: tuple[str, str] = ("", "")) -> None:
-    hop, item = found
+def show(what: str, times: tuple[float, float], bars: tuple[str, str] = ("", "")) -> None:
+    hop, item = times
     print(f"{what:<10} unary {hop:7.1f} us{bars[0]}   stream item {item:6.2f} us{bars[1]}")
 
 
@@ -120,32 +120,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--grpc", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.serve and asked.grpc:
-        asyncio.run(grpc_hop().serve(asked.serve, BODY))
+    args = parser.parse_args()
+    if args.serve and args.grpc:
+        asyncio.run(grpc_hop().serve(args.serve, BODY))
         return
-    if asked.serve:
-        uvloop.run(serve(asked.serve))
+    if args.serve:
+        uvloop.run(serve(args.serve))
         return
     with far_end() as place:
-        found = uvloop.run(measure(place, asked))
-    show("dynamo.sdk", found, (f" (bar {UNARY_BAR_US:g})", f" (bar {ITEM_BAR_US:g})"))
+        times = uvloop.run(measure(place, args))
+    show("dynamo.sdk", times, (f" (bar {UNARY_BAR_US:g})", f" (bar {ITEM_BAR_US:g})"))
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
-    print(f"far end's peak memory {peak} MiB")
+    print(f"remote process's peak memory {peak} MiB")
     if importlib.util.find_spec("grpc"):
         with far_end("--grpc") as place:
-            hop = grpc_hop().with_calls(place, BODY, lambda *calls: rounds(*calls, asked))
+            hop = grpc_hop().with_calls(place, BODY, lambda *calls: rounds(*calls, args))
             show("grpc.aio", asyncio.run(hop))
 
 
 def grpc_hop() -> Any:
-    """The same through grpc.aio; needs grpc."""
+    """Return the module that measures grpc.aio; needs grpc."""
     return importlib.import_module("sdk_hop_grpc")
 
 
 @contextmanager
 def far_end(*words: str) -> Iterator[str]:
-    """Run the serving process meanwhile; gives the folder that both know."""
+    """Run the serving process and yield the folder that both processes use."""
     with tempfile.TemporaryDirectory() as place:
         far = [sys.executable, __file__, "--serve", place, *words]
         with subprocess.Popen(far, stdin=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""The hop of sdk_hop.py through grpc.aio: the same bytes, generic handlers, no protobuf."""
+"""The calls of sdk_hop.py through grpc.aio: the same bytes, generic handlers, no protobuf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PORT_FILE = "grpc-port"
 
 
 async def serve(place: str, body: dict[str, Any]) -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
 
     async def echo(request: dict[str, Any], _: Any) -> dict[str, Any]:
         return request
@@ -48,7 +48,7 @@ async def serve(place: str, body: dict[str, Any]) -> None:
 async def with_calls(
     place: str, body: dict[str, Any], measure: Callable[..., Awaitable[tuple[float, float]]]
 ) -> tuple[float, float]:
-    """`measure(cpu, once, stream)` against the server of `place`."""
+    """Call `measure(cpu, once, stream)` with calls to the server at `place`."""
     file = Path(place) / PORT_FILE
     while not await asyncio.to_thread(lambda: file.exists() and file.read_text()):
         await asyncio.sleep(0.05)

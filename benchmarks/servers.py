@@ -1,8 +1,9 @@
-"""Starts what is measured: our own deployment, and the real Dynamo 1.6.1 beside it.
+"""Start the measured servers: our deployment and Dynamo 1.6.1.
 
-The peer needs an environment of its own:
+The peer needs a separate environment::
+
     python3 -m venv PEER && PEER/bin/pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
-    PEER/bin/pip install msgspec pyyaml aiohttp prometheus-client pyzmq 'kubernetes<33' redis zstandard \\
+    PEER/bin/pip install msgspec pyyaml aiohttp prometheus-client pyzmq 'kubernetes<33' redis zstandard \
         uvloop httptools pydantic tqdm typing-extensions packaging transformers numpy
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -29,7 +30,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A running deployment: its URL, and the pids whose CPU counts as frontend and as worker."""
+    """A running deployment: its URL, and the pids of its frontend and worker processes."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Server:
         self.url, self.frontend, self.workers, self.children = url, frontend, workers, children
 
     def stop(self) -> None:
-        """Stop everything and wait."""
+        """Stop all processes and wait."""
         for child in self.children:
             child.send_signal(signal.SIGTERM)
         for child in self.children:
@@ -55,7 +56,7 @@ class Server:
 def answers(
     url: str, model: str, children: list[subprocess.Popen[bytes]], timeout_s: float = 90
 ) -> None:
-    """Wait until one request is answered."""
+    """Wait until the server answers a request."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     ask = urllib.request.Request(
         url + "/v1/chat/completions",
@@ -83,7 +84,8 @@ def start_ours(
     *more: str,
     engine: str = "mock",
 ) -> Server:
-    """`dynamo run` with mock workers; every process that is not a worker counts as frontend."""
+    """Start `dynamo run` with mock workers. Every process that is not a worker counts
+    as frontend."""
     port = free_port()
     command = [sys.executable, "-m", "dynamo", "run", f"out={engine}"] + (
         [model_dir] if model_dir else []
@@ -111,21 +113,21 @@ def start_ours(
 
 
 def processes(url: str) -> dict[str, list[int]]:
-    """The pids of one of our deployments, by role."""
+    """Return the pids of one of our deployments by role."""
     listed = json.loads(
         subprocess.run(
             [sys.executable, "-m", "dynamo", "ps", "--json"], capture_output=True, check=True
         ).stdout
     )
-    found: dict[str, list[int]] = {}
+    by_role: dict[str, list[int]] = {}
     for process in listed:
         if process["deployment"] == f"http-{url.rpartition(':')[2]}":
-            found.setdefault(process["role"], []).append(process["pid"])
-    return found
+            by_role.setdefault(process["role"], []).append(process["pid"])
+    return by_role
 
 
 def start_peer(model_dir: str, python: str, workers: int, speedup: float, router: str) -> Server:
-    """The real Dynamo 1.6.1: frontend and mocker without etcd or NATS."""
+    """Start Dynamo 1.6.1: frontend and mocker without etcd or NATS."""
     port = free_port()
     home = Path(tempfile.mkdtemp(prefix="peer-"))
     env = os.environ | {

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""P99 of short requests: 64 in, 8 out, 20 a second (Poisson), least_loaded over 4 mock workers.
+"""Measure the p99 of short requests: 64 in, 8 out, 20 per second (Poisson), least_loaded, 4 mock workers.
 
     benchmarks/short_requests.py [--model MODEL_DIR] [--duration 30]
 
-Also prints the pauses of the frontend's event loop (garbage collection included) from /metrics.
+Also prints the lag of the frontend's event loop from /metrics, garbage collection included.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ HERE = Path(__file__).parent
 
 
 def histogram(metrics: str, name: str) -> list[tuple[float, int]]:
-    """(upper bound, observations up to it) of a Prometheus histogram without labels."""
-    found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)$', metrics, re.MULTILINE)
-    return [(float(bound), int(float(count))) for bound, count in found]
+    """Return (upper bound, cumulative count) of a Prometheus histogram without labels."""
+    matches = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)$', metrics, re.MULTILINE)
+    return [(float(bound), int(float(count))) for bound, count in matches]
 
 
 def quantile(buckets: list[tuple[float, int]], share: float) -> float:
-    """As Prometheus' histogram_quantile: linear inside the bucket; the last bound past all."""
+    """Interpolate like Prometheus' histogram_quantile: linear in a bucket, the last bound beyond
+    all."""
     rank = share * buckets[-1][1]
     low, below = 0.0, 0
     for bound, count in buckets:
@@ -42,7 +43,7 @@ def quantile(buckets: list[tuple[float, int]], share: float) -> float:
 
 
 def main() -> None:
-    """Start, load, print."""
+    """Start a deployment, run the load and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

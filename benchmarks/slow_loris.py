@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Connections that only dawdle, and what they cost: when each is dropped, what others feel.
+"""Measure what slow connections cost: when each is dropped, and the latency of other clients.
 
     benchmarks/slow_loris.py [--model MODEL_DIR] [--connections 200] [--seconds 40]
 
-A seventh each of: silence; a header, a path, line ends, a body, a chunk's extension and a trailer
-in drips of a byte a second. Beside them one client asks for 4 tokens, 20 times a second.
+Each seventh of the connections sends one of these, a byte per second: nothing, a header, a path, line
+ends, a body, a chunk's extension, a trailer. Another client requests 4 tokens 20 times a second.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ BODY = json.dumps(
 )
 
 
-def asked(port: int, seconds: float, drip: object = None) -> list[float]:
-    """Milliseconds of each of the bystander's requests; `drip` is called between them."""
-    took, end = [], time.perf_counter() + seconds
+def send_requests(port: int, seconds: float, drip: object = None) -> list[float]:
+    """Return the milliseconds of each request; `drip` is called between requests."""
+    times_ms, end = [], time.perf_counter() + seconds
     client = http.client.HTTPConnection("127.0.0.1", port)
     while (now := time.perf_counter()) < end:
         client.request("POST", "/v1/chat/completions", BODY)
         answer = client.getresponse()
         answer.read()
         assert answer.status == 200, answer.status
-        took.append((time.perf_counter() - now) * 1e3)
+        times_ms.append((time.perf_counter() - now) * 1e3)
         if callable(drip):
             drip()
         time.sleep(max(0.0, 0.05 - (time.perf_counter() - now)))
     client.close()
-    return took
+    return times_ms
 
 
-class Dawdlers:
-    """All slow connections; `dropped`: seconds until each one's end, by kind."""
+class SlowConnections:
+    """All slow connections. `dropped` holds the seconds until each was closed, by kind."""
 
     def __init__(self, port: int, count: int) -> None:
         self.dropped: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -67,12 +67,12 @@ class Dawdlers:
             self._selector.register(sock, selectors.EVENT_READ, kind)
 
     @property
-    def left(self) -> int:
-        """How many are still connected."""
+    def connected(self) -> int:
+        """Number of open connections."""
         return len(self._selector.get_map())
 
     def drip(self) -> None:
-        """Notice who was dropped; a byte each, once a second."""
+        """Record dropped connections. Sends a byte on each open one once a second."""
         now = time.perf_counter()
         for key, _ in self._selector.select(0):
             self._read(key, now)
@@ -88,7 +88,7 @@ class Dawdlers:
     def _read(self, key: selectors.SelectorKey, now: float) -> None:
         try:
             if key.fileobj.recv(4096):  # type: ignore[union-attr]
-                return  # told why; the end follows
+                return  # an error response; the end follows
         except OSError:
             pass
         self._end(key, now)
@@ -99,10 +99,12 @@ class Dawdlers:
         self.dropped[key.data].append(now - self._began)
 
 
-def told(name: str, took: list[float]) -> None:
-    """One line of the bystander."""
-    p99 = statistics.quantiles(took, n=100)[98]
-    print(f"{name:24} {len(took)} requests, p50 {statistics.median(took):.1f} ms, p99 {p99:.1f} ms")
+def print_latencies(name: str, times_ms: list[float]) -> None:
+    """Print the latencies of the other client as a line."""
+    p99 = statistics.quantiles(times_ms, n=100)[98]
+    print(
+        f"{name:24} {len(times_ms)} requests, p50 {statistics.median(times_ms):.1f} ms, p99 {p99:.1f} ms"
+    )
 
 
 def main() -> None:
@@ -114,18 +116,18 @@ def main() -> None:
     server = start_ours(options.model, 1, 1000, "round_robin")
     try:
         port = int(server.url.rpartition(":")[2])
-        asked(port, 2)
-        told("alone", asked(port, 10))
+        send_requests(port, 2)
+        print_latencies("alone", send_requests(port, 10))
         before = sum(map(rss_mb, server.frontend))
-        dawdlers = Dawdlers(port, options.connections)
-        told("beside them", asked(port, options.seconds, dawdlers.drip))
+        connections = SlowConnections(port, options.connections)
+        print_latencies("beside them", send_requests(port, options.seconds, connections.drip))
         grown = sum(map(rss_mb, server.frontend)) - before
     finally:
         server.stop()
-    for kind, times in dawdlers.dropped.items():
+    for kind, times in connections.dropped.items():
         print(f"{kind:24} {len(times)} dropped, after {min(times, default=0):.1f} to "
               f"{max(times, default=0):.1f} s")  # fmt: skip
-    print(f"still connected {dawdlers.left}, frontend + {grown:.1f} MB")
+    print(f"still connected {connections.connected}, frontend + {grown:.1f} MB")
 
 
 if __name__ == "__main__":

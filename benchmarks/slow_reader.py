@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One client that reads nothing for 10 s, among 256 streams: what the others and the memory feel.
+"""Measure what a client that reads nothing for 10 s costs 256 other streams and the memory.
 
     benchmarks/slow_reader.py [--model MODEL_DIR] [--rounds 3]
 
-The slow client sets SO_RCVBUF to 4 KiB, asks for `--tokens` tokens (over 1 MB of events), reads
-nothing for 10 s, then everything. Its text must be whole, or end with `slow_reader`.
+The slow client sets SO_RCVBUF to 4 KiB, requests `--tokens` tokens (over 1 MB of events), reads nothing
+for 10 s and then everything. Its text must be complete, or end with the error `slow_reader`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from servers import Server, start_ours
 HERE = Path(__file__).parent
 
 
-def slow_client(port: int, tokens: int, found: dict[str, Any]) -> None:
-    """Ask, sleep, read all."""
+def slow_client(port: int, tokens: int, outcome: dict[str, Any]) -> None:
+    """Send a request, sleep, and read everything."""
     body = json.dumps(
         {"model": "smol", "messages": [{"role": "user", "content": "count"}], "max_tokens": tokens,
          "stream": True, "stream_options": {"include_usage": True}}
@@ -48,9 +48,9 @@ def slow_client(port: int, tokens: int, found: dict[str, Any]) -> None:
         while part := sock.recv(65536):
             data += part
     except OSError as error:
-        found["socket_error"] = str(error)
-    found["bytes"] = len(data)
-    found["ended"] = (
+        outcome["socket_error"] = str(error)
+    outcome["bytes"] = len(data)
+    outcome["ended"] = (
         "slow_reader"
         if b"slow_reader" in data
         else "whole"
@@ -60,12 +60,12 @@ def slow_client(port: int, tokens: int, found: dict[str, Any]) -> None:
 
 
 def one_run(server: Server, args: argparse.Namespace, seed: int, slow: bool) -> dict[str, Any]:
-    """256 streams, with or without the slow client."""
-    found: dict[str, Any] = {}
+    """Run 256 streams with or without the slow client."""
+    outcome: dict[str, Any] = {}
     before = sum(map(rss_mb, server.frontend))
     peak = before
     thread = threading.Thread(
-        target=slow_client, args=(int(server.url.rsplit(":", 1)[1]), args.tokens, found)
+        target=slow_client, args=(int(server.url.rsplit(":", 1)[1]), args.tokens, outcome)
     )
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         command = [
@@ -106,12 +106,12 @@ def one_run(server: Server, args: argparse.Namespace, seed: int, slow: bool) -> 
         "itl_p99_ms": result["itl_ms"]["p99"],
         "grown_mb": round(peak - before, 2),
         "errors": result["errors"],
-        **found,
+        **outcome,
     }
 
 
 def main() -> None:
-    """Alternate without and with; print medians."""
+    """Alternate runs without and with the slow client, and print medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

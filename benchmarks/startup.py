@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""CPU seconds and memory of a warm start: default model, native engine, one worker, one frontend.
+"""Measure CPU seconds and memory of a warm start: default model, native engine, 1 worker, 1 frontend.
 
     benchmarks/startup.py [--rounds 5] [--idle 10] [-- ARGUMENTS OF dynamo run]
 
-For every process of the deployment, from its start: CPU until the worker says "weights opened", and
-until /health is 200; RSS then. `--idle S`: also the CPU of the whole deployment in S idle seconds.
-Warm: one round before the others fills the caches, Python's bytecode among them.
+Measures every process of the deployment from its start: the CPU until the worker logs "weights opened"
+and until /health is 200, and the RSS then. `--idle S` adds the CPU of the whole deployment in S idle
+seconds. A first round fills the caches, including Python's bytecode, and is not counted.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ OPENED = "weights opened"
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process, and of its children that have ended."""
+    """Return the user and system time of a process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return sum(map(int, fields[11:15])) * TICK_S
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory."""
+    """Return the resident memory of a process in MB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_MB
 
 
 def processes(supervisor: int) -> dict[str, int]:
-    """Role -> pid, by the children's command lines."""
-    found = {"supervisor": supervisor}
+    """Return the pids by role, from the command lines of the children."""
+    pids = {"supervisor": supervisor}
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     for pid in map(int, children):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         if "_child" in words:
             role = words[words.index("_child") + 1]
-            found[role if role not in found else f"{role}-{pid}"] = pid
-    return found
+            pids[role if role not in pids else f"{role}-{pid}"] = pid
+    return pids
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def environment(state: str) -> dict[str, str]:
-    """State and bytecode in a folder of this run's own."""
+    """Return an environment with state and bytecode in the folder of this run."""
     mine = {"XDG_RUNTIME_DIR": state, "PYTHONPYCACHEPREFIX": f"{state}/bytecode"}
     return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | mine
 
 
 class Start:
-    """One deployment, watched from its start."""
+    """A deployment that is measured from its start."""
 
     def __init__(self, arguments: list[str], state: str) -> None:
         port = free_port()
@@ -87,7 +87,7 @@ class Start:
         self._reader.start()
 
     def until_ready(self) -> float:
-        """Seconds until /health is 200. Ends the program with the log if the deployment ends."""
+        """Return the seconds until /health is 200. Exits with the log if the deployment ends."""
         while self.process.poll() is None:
             try:
                 with urllib.request.urlopen(self.health, timeout=5):
@@ -100,15 +100,15 @@ class Start:
         sys.exit("".join(self.log))
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds by role until now."""
+        """Return the CPU seconds by role until now."""
         return {role: cpu_s(pid) for role, pid in processes(self.process.pid).items()}
 
     def memory(self) -> dict[str, float]:
-        """RSS by role in MB."""
+        """Return the RSS by role in MB."""
         return {role: rss_mb(pid) for role, pid in processes(self.process.pid).items()}
 
     def stop(self) -> None:
-        """Stop and wait."""
+        """Stop the deployment and wait."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait()
         self._reader.join()
@@ -122,7 +122,7 @@ class Start:
 
 
 def one_round(arguments: list[str], state: str, idle_s: float) -> dict[str, dict[str, float]]:
-    """Figures of one start."""
+    """Measure one start."""
     start = Start(arguments, state)
     try:
         wall = {"seconds to ready": start.until_ready()}
@@ -141,7 +141,7 @@ def one_round(arguments: list[str], state: str, idle_s: float) -> dict[str, dict
 
 
 def main() -> None:
-    """Start several times, print medians as JSON."""
+    """Start several times and print medians as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,7 +155,7 @@ def main() -> None:
     for name in rounds[0]:
         keys = rounds[0][name]
         medians = {
-            key: statistics.median(one[name].get(key, 0.0) for one in rounds) for key in keys
+            key: statistics.median(run[name].get(key, 0.0) for run in rounds) for key in keys
         }
         print(name, json.dumps({key: round(value, 2) for key, value in medians.items()}))
 

@@ -1,7 +1,7 @@
-"""Streamed chat answers, each on a connection of its own, that remember when every part came.
+"""Clients of streamed chat answers, each with its own connection, that record when each part arrives.
 
-The loop that reads does little else, so that a pause which it notes is the server's: texts are cut
-out of the events as they come and compared only afterwards.
+The reading loop does little else. A recorded pause is therefore the server's. Texts are extracted from
+the events when they arrive and compared afterwards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LAST = (b'"usage":{', b'"finish_reason":"', b'data: {"error"')
 
 
 class Stream(asyncio.Protocol):
-    """One request. `error`: what went wrong, "" = nothing; `times`: when text came."""
+    """A request. `error` is empty on success; `times` holds the arrival of each text."""
 
-    def __init__(self, key: int, wire: bytes) -> None:
-        self.key, self._wire = key, wire
-        self.began, self.ended = now(), 0.0
+    def __init__(self, key: int, request: bytes) -> None:
+        self.key, self._request = key, request
+        self.started, self.ended = now(), 0.0
         self.times = array("d")
         self.pieces: list[bytes] = []
         self.headers: dict[str, str] = {}
@@ -40,7 +40,7 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        transport.write(self._wire)
+        transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -60,7 +60,7 @@ class Stream(asyncio.Protocol):
             self.times.append(now())
             self.pieces += texts
         if any(mark in events for mark in _LAST):
-            self._last_words(events)
+            self._read_last_events(events)
 
     def on_message_complete(self) -> None:
         if self.status != 200:
@@ -74,18 +74,18 @@ class Stream(asyncio.Protocol):
             self.error = self.error or "connection cut"
             self._end()
 
-    def hung(self) -> None:
-        """Wait no longer."""
+    def mark_hung(self) -> None:
+        """End the stream with the error "hung"."""
         self.error = "hung"
         self._end()
 
-    def whole(self, tokens: int) -> bool:
-        """It came to its end, and was counted right."""
+    def is_complete(self, tokens: int) -> bool:
+        """Return True if the stream ended normally with this number of tokens."""
         return not self.error and self.finish == "length" and self.usage == tokens
 
     @property
     def text(self) -> bytes:
-        """As JSON writes it."""
+        """The text, as escaped in JSON."""
         return b"".join(self.pieces)
 
     @property
@@ -95,17 +95,18 @@ class Stream(asyncio.Protocol):
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first text; infinite without one."""
-        return self.times[0] - self.began if self.times else float("inf")
+        """Seconds to the first text, infinite without text."""
+        return self.times[0] - self.started if self.times else float("inf")
 
-    def gap_at(self, when: float, until: float | None = None) -> float:
-        """The longest time without text that ends after `when` and begins before `until` (default:
-        half a second later, for on a busy machine much is on its way still)."""
+    def longest_gap(self, when: float, until: float | None = None) -> float:
+        """Return the longest time without text that ends after `when` and begins before `until`.
+        The default is half a second later, since a busy machine still delivers text after a
+        fault."""
         until = when + 0.5 if until is None else until
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((b - a for a, b in pairs if b >= when and a <= until), default=0.0)
 
-    def _last_words(self, events: bytes) -> None:
+    def _read_last_events(self, events: bytes) -> None:
         for line in events.split(b"\n\n"):
             if not line.startswith(b"data: {"):
                 continue
@@ -124,15 +125,15 @@ class Stream(asyncio.Protocol):
             self.transport.close()
 
 
-class Crowd:
-    """Asks one server. `live`: the streams under way; what does not end in `hung_s` seconds hangs."""
+class StreamClient:
+    """Sends requests to a server. `live` holds the open streams. A stream hangs after `hung_s`."""
 
     def __init__(self, url: str, words: Sequence[str], hung_s: float = 90.0) -> None:
         self._port, self._words, self._hung_s = int(url.rsplit(":", 1)[1]), words, hung_s
         self.live: set[Stream] = set()
 
-    def wire(self, key: int, prompt: int, tokens: int) -> bytes:
-        """The request of that key: always the same prompt of so many words."""
+    def encode_request(self, key: int, prompt: int, tokens: int) -> bytes:
+        """Return the request of a key: always the same prompt of `prompt` words."""
         content = " ".join(random.Random(key).choices(self._words, k=prompt))
         body = {
             "model": "smol", "messages": [{"role": "user", "content": content}], "temperature": 0,
@@ -145,9 +146,9 @@ class Crowd:
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
         )
 
-    async def ask(self, key: int, wire: bytes) -> Stream:
-        """Ask, read all, never raise."""
-        stream = Stream(key, wire)
+    async def send(self, key: int, request: bytes) -> Stream:
+        """Send a request and read its stream to the end. Errors are recorded in the stream."""
+        stream = Stream(key, request)
         self.live.add(stream)
         try:
             async with asyncio.timeout(self._hung_s):
@@ -155,15 +156,15 @@ class Crowd:
                 await loop.create_connection(lambda: stream, "127.0.0.1", self._port)
                 await stream.done
         except TimeoutError:
-            stream.hung()
+            stream.mark_hung()
         except OSError as error:
             stream.error, stream.ended = f"no connection: {error}", now()
         self.live.discard(stream)
         return stream
 
 
-class Lag:
-    """How late this process itself is: looks at the clock every 10 ms. Use `async with`."""
+class LoopLag:
+    """Measures the lag of this process's event loop every 10 ms. Use with `async with`."""
 
     async def __aenter__(self) -> Self:
         self._late = array("d")
@@ -179,32 +180,33 @@ class Lag:
             await asyncio.sleep(0.01)
             self._late.append(max(0.0, now() - due))
 
-    def figures(self) -> dict[str, float]:
-        """Percentiles, in milliseconds."""
-        return in_ms(self._late)
+    def percentiles(self) -> dict[str, float]:
+        """Return percentiles of the lag in milliseconds."""
+        return percentiles_ms(self._late)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so many are not above; NaN of none."""
+    """Return the smallest value that a `share` of the values does not exceed; NaN for none."""
     ordered = sorted(values)
     return ordered[max(0, -int(-len(ordered) * share // 1) - 1)] if ordered else float("nan")
 
 
-def in_ms(values: Sequence[float]) -> dict[str, float]:
-    """How many seconds-values there are, and percentiles in milliseconds."""
+def percentiles_ms(values: Sequence[float]) -> dict[str, float]:
+    """Return the number of values, and their percentiles in milliseconds for values in seconds."""
     named = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    found = {name: round(quantile(values, share) * 1e3, 1) for name, share in named.items()}
-    return {"n": len(values), **(found if values else {})}
+    percentiles = {name: round(quantile(values, share) * 1e3, 1) for name, share in named.items()}
+    return {"n": len(values), **(percentiles if values else {})}
 
 
 def difference(reference: Sequence[bytes], pieces: Sequence[bytes]) -> Counter[str]:
-    """Pieces of text lost, doubled (or added) and altered; nothing of equal texts, however cut."""
-    found: Counter[str] = Counter()
+    """Count pieces of text that were lost, doubled (or added) or altered. Equal texts have no
+    difference, even if they were split differently."""
+    changes: Counter[str] = Counter()
     if b"".join(reference) == b"".join(pieces):
-        return found
+        return changes
     names = {"delete": "lost", "insert": "doubled", "replace": "altered"}
     matcher = difflib.SequenceMatcher(None, reference, pieces, autojunk=False)
     for kind, low, high, other_low, other_high in matcher.get_opcodes():
         if kind != "equal":
-            found[names[kind]] += max(high - low, other_high - other_low)
-    return found
+            changes[names[kind]] += max(high - low, other_high - other_low)
+    return changes

@@ -41,13 +41,13 @@ without the fault generates.
 MORE = """
 Every test run also injects faults in one process:
 
-- lost, repeated and reordered events (`tests/conformance`, `tests/faults/test_index_truth.py`)
+- lost, repeated and reordered events (`tests/conformance`, `tests/faults/test_index_consistency.py`)
 - deaths of workers at any token (`tests/unit/scheduling/test_migration.py`)
 - aborted, half-open and delayed connections, and single lost streams
   (`tests/faults/test_connection_faults.py`)
 - frozen and slow workers in virtual time (`tests/unit/runtime/test_failure_detector.py`)
 - minutes of a simulated day with crashes, network partitions and disconnecting clients
-  (`tests/simulation/test_day.py`; `benchmarks/day.py` simulates a whole day)
+  (`tests/simulation/test_day.py`; `benchmarks/chaos.py` simulates a whole day)
 """
 
 

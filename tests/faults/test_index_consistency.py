@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "index_truth.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "index_consistency.py"
 
 
 def test_the_index_equals_the_engines_caches_after_every_fault() -> None:

