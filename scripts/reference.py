@@ -23,7 +23,6 @@ import dynamo
 from dynamo.application import http_errors
 from dynamo.application.openai.chat import ChatBody
 from dynamo.application.openai.completions import CompletionBody
-from dynamo.application.openai.generation_body import NEUTRAL_VALUES
 from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
 from dynamo.core.errors import DynamoError
@@ -248,7 +247,7 @@ def _metric(node: ast.AST, names: Mapping[str, ast.expr]) -> Metric | None:
 def http_page() -> str:
     """Return the page of HTTP routes and request fields."""
     parts = [_title("HTTP")]
-    rejected: set[str] = set(NEUTRAL_VALUES)
+    rejected: set[str] = set()
     rows = [(f"`{method}`", f"`{path}`", text) for path, method, text in declared_routes()]
     parts.append(_table(("method", "path", "response"), rows))
     parts.append(
@@ -304,8 +303,6 @@ def declared_routes() -> Iterator[tuple[str, str, str]]:
 def _fields(body: type[msgspec.Struct]) -> Iterator[Sequence[str]]:
     schema = msgspec.json.schema(body)["$defs"][body.__name__]
     for name, field in schema["properties"].items():
-        if name in NEUTRAL_VALUES:
-            continue
         arms = [arm for arm in field.get("anyOf", [field]) if arm.get("type") != "null"]
         required = " (required)" if name in schema.get("required", ()) else ""
         kinds = " or ".join(dict.fromkeys(_kind(arm) for arm in arms))

@@ -11,7 +11,7 @@ from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import DEFAULT_MODEL, Gateway
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
-from dynamo.application.openai.generation_body import UnsupportedFields
+from dynamo.application.openai.generation_body import Neutral, UnsupportedFields
 from dynamo.core.errors import InvalidRequest
 
 
@@ -24,11 +24,11 @@ class TokenizeBody(msgspec.Struct):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    tools: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
+    add_generation_prompt: Annotated[Any, Neutral(True)] = None
+    continue_final_message: Annotated[Any, Neutral(False)] = None
+    tools: Annotated[Any, Neutral([])] = None
+    chat_template: Annotated[Any, Neutral()] = None
+    chat_template_kwargs: Annotated[Any, Neutral({})] = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -48,15 +48,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
-_unsupported_fields = UnsupportedFields(
-    {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "tools": ([],),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-    }
-)
+_unsupported_fields = UnsupportedFields(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 

@@ -10,8 +10,8 @@ from msgspec import Meta
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
 from dynamo.application.openai.generation_body import (
-    NEUTRAL_VALUES,
     GenerationBody,
+    Neutral,
     UnsupportedFields,
     text_options,
 )
@@ -36,36 +36,21 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
-    audio: Any = None
-    modalities: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-    verbosity: Any = None
-    echo: Any = None
-    continue_final_message: Any = None
-    add_special_tokens: Any = None
-    chat_template: Any = None
-    documents: Any = None
+    audio: Annotated[Any, Neutral()] = None
+    modalities: Annotated[Any, Neutral(["text"])] = None
+    functions: Annotated[Any, Neutral([])] = None
+    function_call: Annotated[Any, Neutral("none")] = None
+    web_search_options: Annotated[Any, Neutral()] = None
+    verbosity: Annotated[Any, Neutral("medium")] = None
+    echo: Annotated[Any, Neutral(False)] = None
+    continue_final_message: Annotated[Any, Neutral(False)] = None
+    add_special_tokens: Annotated[Any, Neutral(False)] = None
+    chat_template: Annotated[Any, Neutral()] = None
+    documents: Annotated[Any, Neutral([])] = None
 
 
 _decoder = msgspec.json.Decoder(ChatBody)
-_unsupported = UnsupportedFields(
-    NEUTRAL_VALUES
-    | {
-        "audio": (),
-        "modalities": (["text"],),
-        "functions": ([],),
-        "function_call": ("none",),
-        "web_search_options": (),
-        "verbosity": ("medium",),
-        "echo": (False,),
-        "continue_final_message": (False,),
-        "add_special_tokens": (False,),
-        "chat_template": (),
-        "documents": ([],),
-    }
-)
+_unsupported = UnsupportedFields(ChatBody)
 
 
 def read_chat(request: Request) -> ChatBody:

@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.generation_body import (
-    NEUTRAL_VALUES,
     GenerationBody,
+    Neutral,
     TokenCount,
     UnsupportedFields,
     text_options,
@@ -35,15 +35,13 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
 
-    suffix: Any = None
-    prompt_embeds: Any = None
-    add_special_tokens: Any = None
+    suffix: Annotated[Any, Neutral("")] = None
+    prompt_embeds: Annotated[Any, Neutral()] = None
+    add_special_tokens: Annotated[Any, Neutral(True)] = None
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)
-_unsupported = UnsupportedFields(
-    NEUTRAL_VALUES | {"suffix": ("",), "prompt_embeds": (), "add_special_tokens": (True,)}
-)
+_unsupported = UnsupportedFields(CompletionBody)
 
 
 def read_completion(request: Request) -> CompletionBody:

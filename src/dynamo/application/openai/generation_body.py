@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,13 @@ MAX_STOP_STRINGS = 64
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class Neutral:
+    """Marks a known but unsupported field; only `values` and None do not change the answer."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -54,52 +61,36 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     user: str | None = None
 
-    # known but unsupported: values that would change the answer are rejected
-    best_of: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_logprobs: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-}
+    best_of: Annotated[Any, Neutral(1)] = None
+    use_beam_search: Annotated[Any, Neutral(False)] = None
+    length_penalty: Annotated[Any, Neutral(1, 1.0)] = None
+    allowed_token_ids: Annotated[Any, Neutral()] = None
+    bad_words: Annotated[Any, Neutral([])] = None
+    logits_processors: Annotated[Any, Neutral([])] = None
+    truncate_prompt_tokens: Annotated[Any, Neutral()] = None
+    prompt_logprobs: Annotated[Any, Neutral()] = None
+    return_token_ids: Annotated[Any, Neutral(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Neutral(False)] = None
+    response_format: Annotated[Any, Neutral({"type": "text"})] = None
+    structured_outputs: Annotated[Any, Neutral()] = None
+    guided_json: Annotated[Any, Neutral()] = None
+    guided_regex: Annotated[Any, Neutral()] = None
+    guided_choice: Annotated[Any, Neutral()] = None
+    guided_grammar: Annotated[Any, Neutral()] = None
 
 
 class UnsupportedFields:
-    """Known but unsupported fields, each with the values that do not change the answer."""
+    """The fields of a body type that are marked `Neutral`."""
 
-    def __init__(self, neutral_values: dict[str, tuple[Any, ...]]) -> None:
-        self._neutral_values = neutral_values
-        self._read_fields = attrgetter(*neutral_values)
-        self._all_unset = (None,) * len(neutral_values)
+    def __init__(self, body_type: type[msgspec.Struct]) -> None:
+        self._neutral_values: dict[str, tuple[Any, ...]] = {
+            field.name: mark.values
+            for field in msgspec.structs.fields(body_type)
+            for mark in get_args(field.type)[1:]
+            if isinstance(mark, Neutral)
+        }
+        self._read_fields = attrgetter(*self._neutral_values)
+        self._all_unset = (None,) * len(self._neutral_values)
 
     def check(self, body: msgspec.Struct) -> None:
         """Raise `Unsupported` for a field with a value that would change the answer."""
