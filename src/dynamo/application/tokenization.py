@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 
 from dynamo.application.exchange import Exchange
 from dynamo.application.gateway import DEFAULT_MODEL, Gateway
 from dynamo.application.openai.body import decode_body
 from dynamo.application.openai.chat_messages import normalise_messages
-from dynamo.application.openai.generation_body import Neutral, UnsupportedFields
+from dynamo.application.openai.generation_body import Neutral, TokenId, UnsupportedFields
 from dynamo.core.errors import InvalidRequest
 
 
@@ -34,7 +33,7 @@ class TokenizeBody(msgspec.Struct):
 class DetokenizeBody(msgspec.Struct):
     """The body of /detokenize."""
 
-    tokens: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]]
+    tokens: list[TokenId]
     model: str = DEFAULT_MODEL
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -129,22 +128,11 @@ class ServiceModelProcessor:
         message = {"role": "user", "content": request.prompt}
         await self.chat(ChatRequest(request.model, (message,), request.options), context, reply)
 
-    async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], *, add_special: bool = True
-    ) -> list[int]:
-        """Raise `Unsupported`."""
-        del prompt, add_special
+    async def tokenize(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise `Unsupported`: a service has no tokenizer."""
         raise self._chat_only_error()
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """Raise `Unsupported`."""
-        del ids
-        raise self._chat_only_error()
-
-    async def texts(self, ids: Sequence[int]) -> list[str]:
-        """Raise `Unsupported`."""
-        del ids
-        raise self._chat_only_error()
+    detokenize = texts = tokenize
 
     async def _forward_request(
         self, body: dict[str, Any], context: Context, reply: TextReply

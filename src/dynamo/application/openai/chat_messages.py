@@ -12,12 +12,9 @@ from dynamo.core.errors import InvalidRequest, Unsupported
 log = logging.getLogger(__name__)
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
-_TEXT_PART_FIELDS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}
+_TEXT_PART_FIELDS = {"refusal": "refusal"} | dict.fromkeys(
+    ("text", "input_text", "output_text"), "text"
+)
 
 
 def normalise_messages(

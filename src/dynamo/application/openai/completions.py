@@ -13,6 +13,7 @@ from dynamo.application.openai.generation_body import (
     GenerationBody,
     Neutral,
     TokenCount,
+    TokenId,
     UnsupportedFields,
     text_options,
 )
@@ -23,8 +24,6 @@ from dynamo.core.errors import InvalidRequest, Unsupported
 from dynamo.core.text import CompletionRequest, TextOptions
 
 MAX_TOTAL_CHOICES = 2048
-
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
 
 class CompletionBody(GenerationBody, kw_only=True):

@@ -14,6 +14,7 @@ from dynamo.core.text import SamplingOverrides, TextOptions
 MAX_STOP_STRINGS = 64
 
 TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -48,12 +49,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     seed: Int64 | None = None
-    logit_bias: (
-        dict[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)], Annotated[float, Meta(ge=-100, le=100)]]
-        | None
-    ) = None
+    logit_bias: dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     min_tokens: TokenCount | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

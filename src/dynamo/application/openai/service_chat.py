@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -14,11 +14,7 @@ from dynamo.core.errors import InvalidRequest, ProtocolError, Unsupported
 from dynamo.core.text import ChatRequest, DecodedTokenLogprob, TextFinish, TextReply
 from dynamo.core.values import FinishReason, Started
 
-FINISH_REASONS: Mapping[str, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "cancelled": "cancelled",
-}
+FINISH_REASONS: Mapping[str, FinishReason] = {name: name for name in get_args(FinishReason)}
 _OPENAI_FIELD_NAMES = {"include_stop": "include_stop_str_in_output", "salt": "cache_salt"}
 
 

@@ -109,11 +109,9 @@ class CollectedTextReply(TextReply):
         self._write = write
         self.parts: list[str] = []
 
-    def prompt(self, prompt_tokens: int) -> None:
-        """Do nothing."""
+    def prompt(self, prompt_tokens: int) -> None: ...
 
-    def begin(self, choice: int, started: Started) -> None:
-        """Do nothing."""
+    def begin(self, choice: int, started: Started) -> None: ...
 
     def text(
         self, choice: int, delta: str, logprobs: Sequence[DecodedTokenLogprob] | None = None
@@ -124,5 +122,4 @@ class CollectedTextReply(TextReply):
         self.parts.append(delta)
         return True
 
-    def finish(self, choice: int, end: TextFinish) -> None:
-        """Do nothing."""
+    def finish(self, choice: int, end: TextFinish) -> None: ...
