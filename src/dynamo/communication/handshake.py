@@ -81,12 +81,6 @@ def negotiate_version(hello: Hello) -> int:
     return agreed
 
 
-def read_hello(kind: int, body: bytes, plane: str) -> tuple[Hello, int]:
-    """Decode the peer's hello and negotiate the version. Raises `ProtocolError`."""
-    hello = decode_hello(kind, body, plane)
-    return hello, negotiate_version(hello)
-
-
 def new_nonce(secret: str) -> bytes:
     """Return a random nonce, or b"" if there is no secret to prove."""
     return secrets.token_bytes(NONCE_BYTES) if secret else b""
@@ -145,7 +139,8 @@ class ClientHandshake:
     def receive(self, kind: int, body: bytes) -> None:
         """Handle the server's hello. Raises `ProtocolError`."""
         try:
-            hello, _ = read_hello(kind, body, self._plane)
+            hello = decode_hello(kind, body, self._plane)
+            negotiate_version(hello)
             self._exchange_proofs(hello.nonce, hello.proof)
         except ProtocolError as error:
             self._completion.set_exception(error)

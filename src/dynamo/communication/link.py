@@ -63,19 +63,6 @@ class Link(asyncio.Protocol):
     the transport's high-water mark allows. `on_writable` is called when that ends.
     """
 
-    __slots__ = (
-        "_flush_scheduled",
-        "_flusher",
-        "_handler",
-        "_pending_frames",
-        "_splitter",
-        "before_write",
-        "closed",
-        "congested",
-        "on_writable",
-        "transport",
-    )
-
     def __init__(self, handler: LinkHandler, flusher: TurnFlusher) -> None:
         self._handler = handler
         self._flusher = flusher

@@ -126,12 +126,6 @@ class NatsConnection(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._remote_subject if name == "peername" else default
 
-    def pause_reading(self) -> None:
-        """Do nothing: NATS has no flow control per subject."""
-
-    def resume_reading(self) -> None:
-        """Do nothing: NATS has no flow control per subject."""
-
     def _send(self, kind: int, body: bytes = b"") -> None:
         number = self._send_sequence
         if kind in {_DATA, _FIN}:

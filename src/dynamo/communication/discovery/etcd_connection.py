@@ -27,7 +27,7 @@ RETRY_DIAL_TIMEOUT_S: Final = 2.0
 class EtcdConnection:
     """Keeps an `EtcdClient` connected to one of the servers.
 
-    `connection_error` says why there is no connection now; "" while there is one.
+    `client` is None while there is no connection. `connection_error` then says why.
     """
 
     def __init__(self, endpoints: list[EtcdEndpoint], options: PlaneOptions, rng: Random) -> None:
@@ -35,7 +35,7 @@ class EtcdConnection:
         self._options = options
         self._rng = rng
         self._tasks = BackgroundTasks()
-        self._client: EtcdClient | None = None
+        self.client: EtcdClient | None = None
         self._connected = asyncio.Event()
         self._disconnected = asyncio.Event()
         self.connection_error = "not connected yet"
@@ -49,21 +49,16 @@ class EtcdConnection:
         """Disconnect."""
         await self._tasks.close()
 
-    @property
-    def client(self) -> EtcdClient | None:
-        """The client of the connected server, or None."""
-        return self._client
-
     async def wait_client(self) -> EtcdClient:
         """Wait until a server is connected."""
-        while self._client is None:
+        while self.client is None:
             await self._connected.wait()
-        return self._client
+        return self.client
 
     def report_failure(self, client: EtcdClient, error: PlaneUnavailable) -> None:
         """Drop the client after a failed call and connect again."""
-        if client is self._client:
-            self._client = None
+        if client is self.client:
+            self.client = None
             self._connected.clear()
             self.connection_error = error.message
             log.warning("connection to etcd lost", extra={"fields": {"error": error.message}})
@@ -85,7 +80,7 @@ class EtcdConnection:
             except PlaneUnavailable as error:
                 self._on_connect_failed(error)
             finally:
-                self._client = None
+                self.client = None
                 await client.close()
             await asyncio.sleep(delay_s * self._rng.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_RETRY_S)
@@ -94,7 +89,7 @@ class EtcdConnection:
     def _on_connected(self, client: EtcdClient) -> None:
         log.info("connected to etcd", extra={"fields": {"server": str(client.endpoint)}})
         self._disconnected.clear()
-        self._client = client
+        self.client = client
         self.connection_error = ""
         self._connected.set()
         self.first_attempt_done.set()

@@ -34,14 +34,4 @@ def parse_key(key: str) -> SourceKey:
     return SourceKey(subject, unquote(publisher), int(epoch))
 
 
-_decode = msgspec.json.Decoder(SourceRecord).decode
-
-
-def parse_record(value: bytes) -> SourceRecord:
-    """Decode a record from JSON. Raises `msgspec.DecodeError`."""
-    return _decode(value)
-
-
-def encode_record(record: SourceRecord) -> bytes:
-    """Encode a record as JSON."""
-    return msgspec.json.encode(record)
+parse_record = msgspec.json.Decoder(SourceRecord).decode

@@ -111,20 +111,10 @@ class SequenceTracker:
             sequence += 1
 
     def _emit(
-        self,
-        kind: EventKind,
-        sequence: int,
-        payload: bytes,
-        epoch: int | None = None,
+        self, kind: EventKind, sequence: int, payload: bytes, epoch: int | None = None
     ) -> None:
-        event = Event(
-            self._subject,
-            self._publisher,
-            self.epoch if epoch is None else epoch,
-            sequence,
-            payload,
-            kind,
-        )
+        epoch = self.epoch if epoch is None else epoch
+        event = Event(self._subject, self._publisher, epoch, sequence, payload, kind)
         try:
             self._listener(event)
         except Exception:  # a listener's bug must not stop the plane

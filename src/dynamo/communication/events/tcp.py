@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
+import msgspec
+
 from dynamo.communication.directory import Directory
 from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
 from dynamo.communication.events.protocol import EVENTS, pack_events, pack_gone
 from dynamo.communication.events.publisher_connection import PublisherConnection
-from dynamo.communication.events.records import SourceKey, SourceRecord, encode_record
+from dynamo.communication.events.records import SourceKey, SourceRecord
 from dynamo.communication.events.source import BufferedEventSource, new_epoch
 from dynamo.communication.events.subscriber_connection import Broadcast, SubscriptionContext
 from dynamo.communication.events.subscription import Subscription
@@ -69,7 +71,7 @@ class TcpEvents(Events):
         )
         self._sources[number] = source
         record = SourceRecord(self._transport.address, number)
-        await self._directory.put(key, encode_record(record))
+        await self._directory.put(key, msgspec.json.encode(record))
         return source
 
     async def subscribe(self, prefix: str, listener: EventListener) -> Callable[[], None]:

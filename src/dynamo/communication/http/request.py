@@ -58,24 +58,6 @@ class RequestReader:
     httptools has no limits. This class therefore counts the bytes of headers and bodies.
     """
 
-    __slots__ = (
-        "_body",
-        "_error",
-        "_headers",
-        "_limits",
-        "_max_received_bytes",
-        "_min_received_bytes",
-        "_on_continue",
-        "_on_request",
-        "_parser",
-        "_raw_headers",
-        "_target",
-        "_version",
-        "body_bytes",
-        "messages_started",
-        "stage",
-    )
-
     def __init__(
         self,
         limits: HttpLimits,

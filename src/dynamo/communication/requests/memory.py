@@ -156,12 +156,12 @@ class _MemoryConnection:
     def close_client(self) -> None:
         """Close the caller's end: calls fail, and handlers are cancelled once it arrives."""
         self._end_calls()
-        self._run_or_hold(self._end_handlers)
+        self._send(self._end_handlers, at_once=True)
 
     def close_server(self) -> None:
         """Close the handler's end: handlers are cancelled, and calls fail once it arrives."""
         self._end_handlers()
-        self._run_or_hold(self._end_calls)
+        self._send(self._end_calls, at_once=True)
 
     def deliver_held(self) -> None:
         """Deliver held messages in order unless an end is still severed."""
@@ -177,22 +177,15 @@ class _MemoryConnection:
     def _is_severed(self) -> bool:
         return self._client.severed or self._server.severed
 
-    def _send(self, message: Callable[[], object]) -> None:
+    def _send(self, message: Callable[[], object], *, at_once: bool = False) -> None:
         if self._is_severed:
-            self._hold(message)
+            self._held_messages.append(message)
+            self._client.stalled.add(self)
+            self._server.stalled.add(self)
+        elif at_once:
+            message()
         else:
             self._loop.call_soon(message)
-
-    def _run_or_hold(self, message: Callable[[], object]) -> None:
-        if self._is_severed:
-            self._hold(message)
-        else:
-            message()
-
-    def _hold(self, message: Callable[[], object]) -> None:
-        self._held_messages.append(message)
-        self._client.stalled.add(self)
-        self._server.stalled.add(self)
 
     def _end_calls(self) -> None:
         if not self._client_closed:
