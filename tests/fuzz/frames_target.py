@@ -14,7 +14,7 @@ from tests.fuzz.memory_transport import MemoryTransport
 from dynamo.communication.discovery import Discovery, open_discovery
 from dynamo.communication.events import protocol as events
 from dynamo.communication.events.tcp import TcpEvents
-from dynamo.communication.frames import pack_frame, pack_items
+from dynamo.communication.frames import pack_frame, pack_items, pack_number
 from dynamo.communication.handshake import PROOF, pack_hello
 from dynamo.communication.link import Link
 from dynamo.communication.requests import ResponseWriter
@@ -87,7 +87,7 @@ class FramesTarget(Target):
         + requests.pack_open(1, ENDPOINT, CONTEXT, 9, b"x")
         + requests.pack_credit(1, 60)
         + requests.pack_open(2, "nowhere", CONTEXT, 0, b"")
-        + requests.pack_cancel(2),
+        + pack_number(requests.CANCEL, 2),
         client_hello("events") + events.pack_position(events.FOLLOW, 1, -1),
         client_hello("events")
         + events.pack_position(events.FOLLOW, 1, 0)

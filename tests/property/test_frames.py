@@ -19,6 +19,7 @@ from dynamo.communication.frames import (
     pack_frame,
     pack_items,
     unpack_items,
+    unpack_number,
 )
 from dynamo.communication.handshake import decode_hello, negotiate_version
 from dynamo.communication.requests import protocol as requests
@@ -77,7 +78,7 @@ def test_garbage_is_refused_or_waits(garbage: bytes, cuts: list[int]) -> None:
         lambda kind, count, body: list(unpack_items(body, count)),
         lambda kind, count, body: events.unpack_events(body, count),
         lambda kind, count, body: events.unpack_position(body),
-        lambda kind, count, body: requests.unpack_cancel(body),
+        lambda kind, count, body: unpack_number(body),
         lambda kind, count, body: requests.unpack_credit(body),
     ]
     try:

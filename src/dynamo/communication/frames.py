@@ -75,11 +75,20 @@ def pack_frame(kind: int, body: bytes = b"", count: int = 0) -> bytes:
     return HEADER.pack(len(body), kind, 0, count) + body
 
 
+def pack_number(kind: int, number: int) -> bytes:
+    """Encode a frame whose body is one u32."""
+    return pack_frame(kind, UINT32.pack(number))
+
+
+def unpack_number(body: bytes) -> int:
+    """Return the u32 that is the whole body. Raises `ProtocolError`."""
+    if len(body) != UINT32.size:
+        raise ProtocolError(f"the body of the frame has {len(body)} bytes, not {UINT32.size}")
+    return int(UINT32.unpack(body)[0])
+
+
 def pack_items(
-    kind: int,
-    streams: Sequence[int],
-    payloads: Sequence[bytes],
-    ends: Sequence[int] = (),
+    kind: int, streams: Sequence[int], payloads: Sequence[bytes], ends: Sequence[int] = ()
 ) -> bytes:
     """Encode items of many streams as one frame.
 
@@ -114,10 +123,7 @@ def unpack_items(body: bytes, count: int) -> list[Item]:
 
 
 def pack_batches(
-    kind: int,
-    streams: Sequence[int],
-    payloads: Sequence[bytes],
-    ends: Sequence[int] = (),
+    kind: int, streams: Sequence[int], payloads: Sequence[bytes], ends: Sequence[int] = ()
 ) -> list[bytes]:
     """Encode items like `pack_items`, split into several frames above the batch limits."""
     if len(payloads) <= MAX_BATCH_ITEMS and sum(map(len, payloads)) <= MAX_BATCH_BYTES:

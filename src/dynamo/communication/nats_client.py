@@ -37,11 +37,8 @@ MAX_STREAM_BYTES: Final = 1 << 30
 _NO_RESPONDERS: Final = "503"
 
 _Operation = tuple[str, bytes, str] | tuple[str, bool] | tuple[()] | asyncio.Future[None]
-"""An entry of the send queue.
-
-(subject, payload, reply): publish. (subject, True or False): subscribe or unsubscribe. (): flush,
-then disconnect. A future: flush, then resolve it.
-"""
+"""Publish (subject, payload, reply), subscribe (subject, True), unsubscribe (subject, False),
+flush and disconnect (), or flush and resolve a future."""
 
 NatsMessageHandler = Callable[[str, bytes, str, bool], None]
 """Called with subject, payload, reply subject, and True for a "no responders" status message."""
@@ -51,9 +48,8 @@ class NatsClient:
     """Publishes and subscribes; both calls return at once.
 
     Messages published while NATS is unreachable are dropped. Subscriptions are renewed after a
-    reconnect. `connection_error` says why there is no connection; "" while there is one. Planes
-    opened with the same `options.shared_clients` share one client per URL. The last `close` ends
-    it. `pending_bytes` counts payloads that wait in the send queue.
+    reconnect. `connection_error` says why there is no connection. Planes opened with the same
+    `options.shared_clients` share one client per URL, until the last `close`.
     """
 
     def __init__(
@@ -124,10 +120,7 @@ class NatsClient:
         self._state_callbacks.append(callback)
 
     def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        """Send a message after all earlier ones.
-
-        If nobody subscribes to `subject`, NATS sends "no responders" to the subject `reply`.
-        """
+        """Send a message in order. Without subscribers, `reply` gets "no responders" from NATS."""
         if self.connected and self.pending_bytes < MAX_PENDING_BYTES:
             self.pending_bytes += len(payload)
             self._enqueue((subject, payload, reply))
@@ -283,11 +276,8 @@ class NatsClient:
                 task.cancel()
 
     async def _ping_loop(self, client: Client) -> None:
-        """Ping the server until an answer is missing.
-
-        Each answer is awaited in two steps. If this process was suspended, the first step may time
-        out although the answer has arrived and is only unread.
-        """
+        """Ping the server until an answer is missing. Each answer is awaited in two steps: if this
+        process was suspended, the first step may time out with the answer unread."""
         while True:
             ping = self._tasks.start(_ping(client), "nats ping")
             try:
@@ -383,10 +373,8 @@ def _resolve(future: asyncio.Future[None]) -> None:
 def subject_token(text: str) -> str:
     """Encode `text` as one token of a subject. Characters that NATS refuses become %XX."""
     token = "".join(
-        character
-        if character.isascii() and (character.isalnum() or character in "-_")
-        else f"%{ord(character):02X}"
-        for character in text
+        char if char.isascii() and (char.isalnum() or char in "-_") else f"%{ord(char):02X}"
+        for char in text
     )
     return token or "%"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Final, Self
 
@@ -102,8 +102,14 @@ class EtcdDiscovery(Discovery):
             else:
                 return
 
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
-        return self._watch(prefix)
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
+        watch = EtcdWatch(self._connection, self._root, prefix)
+        task = self._tasks.start(watch.run(), f"etcd watch {prefix}")
+        try:
+            yield watch.queue
+        finally:
+            task.cancel()
 
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
         self._lease_lost_callbacks.append(callback)
@@ -118,15 +124,6 @@ class EtcdDiscovery(Discovery):
             with suppress(PlaneUnavailable, LeaseNotFound):
                 await client.revoke(self._lease_id)
         await self._connection.close()
-
-    @asynccontextmanager
-    async def _watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
-        watch = EtcdWatch(self._connection, self._root, prefix)
-        task = self._tasks.start(watch.run(), f"etcd watch {prefix}")
-        try:
-            yield watch.queue
-        finally:
-            task.cancel()
 
     async def _flush_if_connected(self) -> None:
         """Write pending records if a server is connected. Returns at once while none is."""

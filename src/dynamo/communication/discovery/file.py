@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ParamSpec, Self, TypeVar
 
@@ -50,10 +50,7 @@ class FileDiscovery(Discovery):
         del options  # the kernel frees a dead process's lock: there is no time-to-live
         path = url.partition(":")[2]
         if not path.strip("/"):
-            raise ConfigError(
-                "the discovery URL file: contains no folder",
-                hint="write file:/run/user/1000/dynamo/NAME",
-            )
+            raise ConfigError(f"{url!r} names no folder", hint="file:/run/user/1000/dynamo/NAME")
         root = Path("/" + path.lstrip("/") if path.startswith("//") else path)
         await asyncio.to_thread(prepare_root, root)
         return cls(root)
@@ -72,8 +69,16 @@ class FileDiscovery(Discovery):
         state = await self._run_on_writer(_read_once, self._root)
         return {key: value for key, value in state.items() if key.startswith(prefix)}
 
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
-        return self._watch(prefix)
+    @asynccontextmanager
+    async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
+        await self._poller.poll()
+        queue = ChangeQueue(prefix)
+        queue.start(self._state)
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
 
     def on_lease_lost(self, callback: Callable[[], None]) -> None:
         self._lease_lost_callbacks.append(callback)
@@ -84,17 +89,6 @@ class FileDiscovery(Discovery):
             self._closed = True
             await self._run_on_writer(self._release)
             self._writer.shutdown(wait=False)
-
-    @asynccontextmanager
-    async def _watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
-        await self._poller.poll()
-        queue = ChangeQueue(prefix)
-        queue.start(self._state)
-        self._queues.add(queue)
-        try:
-            yield queue
-        finally:
-            self._queues.discard(queue)
 
     async def _run_on_writer(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._loop.run_in_executor(self._writer, lambda: work(*args, **kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Self
 
 from dynamo.communication.directory import RecordChange, RecordWatch
@@ -58,39 +58,8 @@ class MemoryDiscovery(Discovery):
     async def get(self, prefix: str) -> Mapping[str, bytes]:
         return self._store.state(prefix)
 
-    def watch(self, prefix: str) -> AbstractAsyncContextManager[RecordWatch]:
-        return self._watch(prefix)
-
-    def on_lease_lost(self, callback: Callable[[], None]) -> None:
-        self._lease_lost_callbacks.append(callback)
-
-    def expire_lease(self) -> None:
-        """Delete this object's records, as a server does when a lease expires. For tests."""
-        self._remove_own()
-
-    def lose_lease(self) -> None:
-        """Delete this object's records and report the lost lease. For tests."""
-        self._remove_own()
-        for callback in self._lease_lost_callbacks:
-            callback()
-
-    async def close(self) -> None:
-        self._remove_own()
-        self._store.members.discard(self)
-        if not self._store.members and not self._store.queues:
-            _stores.pop(self._name, None)
-
-    def _remove_own(self) -> None:
-        self._remove([key for key, (owner, _) in self._store.records.items() if owner is self])
-
-    def _remove(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            del self._store.records[key]
-        if keys:
-            self._store.publish([RecordChange(key, None) for key in keys])
-
     @asynccontextmanager
-    async def _watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
+    async def watch(self, prefix: str) -> AsyncIterator[RecordWatch]:
         queue = ChangeQueue(prefix)
         queue.start(self._store.state(prefix))
         self._store.queues.add(queue)
@@ -98,3 +67,28 @@ class MemoryDiscovery(Discovery):
             yield queue
         finally:
             self._store.queues.discard(queue)
+
+    def on_lease_lost(self, callback: Callable[[], None]) -> None:
+        self._lease_lost_callbacks.append(callback)
+
+    def expire_lease(self) -> None:
+        """Delete this object's records, as a server does when a lease expires."""
+        self._remove([key for key, (owner, _) in self._store.records.items() if owner is self])
+
+    def lose_lease(self) -> None:
+        """Delete this object's records and report the lost lease. For tests."""
+        self.expire_lease()
+        for callback in self._lease_lost_callbacks:
+            callback()
+
+    async def close(self) -> None:
+        self.expire_lease()
+        self._store.members.discard(self)
+        if not self._store.members and not self._store.queues:
+            _stores.pop(self._name, None)
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            del self._store.records[key]
+        if keys:
+            self._store.publish([RecordChange(key, None) for key in keys])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from struct import Struct, unpack_from
 from typing import Final
 
-from dynamo.communication.frames import HEADER, MAX_BATCH_BYTES, MAX_BATCH_ITEMS, UINT32, pack_frame
+from dynamo.communication.frames import HEADER, MAX_BATCH_BYTES, MAX_BATCH_ITEMS, pack_frame
 from dynamo.core.errors import ProtocolError
 
 PLANE: Final = "events"
@@ -41,18 +41,6 @@ def unpack_position(body: bytes) -> tuple[int, int]:
         raise ProtocolError("a position frame has the wrong size")
     number, sequence = _POSITION.unpack(body)
     return number, sequence
-
-
-def pack_gone(number: int) -> bytes:
-    """Encode that a source was closed or never existed."""
-    return pack_frame(GONE, UINT32.pack(number))
-
-
-def unpack_gone(body: bytes) -> int:
-    """Return the source's number. Raises `ProtocolError`."""
-    if len(body) != UINT32.size:
-        raise ProtocolError("a GONE frame has the wrong size")
-    return int(UINT32.unpack(body)[0])
 
 
 def pack_events(kind: int, number: int, first: int, payloads: Sequence[bytes]) -> list[bytes]:

@@ -9,15 +9,16 @@ from dynamo.communication.events.protocol import (
     CAUGHT_UP,
     DUMP,
     FOLLOW,
+    GONE,
     PLANE,
     REPLAY,
     SKIPPED,
     pack_events,
-    pack_gone,
     pack_position,
     unpack_position,
 )
 from dynamo.communication.events.source import BufferedEventSource
+from dynamo.communication.frames import pack_number
 from dynamo.communication.handshake import ServerHandshake
 from dynamo.communication.link import Link, TurnFlusher
 from dynamo.core.errors import ProtocolError
@@ -63,7 +64,7 @@ class PublisherConnection:
         if number in self._followed_sources:
             self._followed_sources.discard(number)
             self._withheld_sources.discard(number)
-            self.link.write(pack_gone(number))
+            self.link.write(pack_number(GONE, number))
 
     def on_connect(self) -> None:
         if self.link.transport is not None:
@@ -86,7 +87,7 @@ class PublisherConnection:
     def _start_following(self, number: int, after: int) -> None:
         source = self._sources.get(number)
         if source is None:
-            self.link.write(pack_gone(number))
+            self.link.write(pack_number(GONE, number))
             return
         catch_up = source.catch_up(after)
         self._followed_sources.add(number)

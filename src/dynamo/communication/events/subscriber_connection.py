@@ -18,12 +18,11 @@ from dynamo.communication.events.protocol import (
     SKIPPED,
     pack_position,
     unpack_events,
-    unpack_gone,
     unpack_position,
 )
 from dynamo.communication.events.sequence_tracker import SequenceTracker
 from dynamo.communication.events.source import CatchUp
-from dynamo.communication.frames import MAX_FRAME_BYTES, Frame, FrameSplitter
+from dynamo.communication.frames import MAX_FRAME_BYTES, Frame, FrameSplitter, unpack_number
 from dynamo.communication.handshake import ClientHandshake
 from dynamo.communication.link import Link, TurnFlusher
 from dynamo.communication.transports import PlaneTransport
@@ -134,7 +133,7 @@ class SubscriberConnection:
             if (tracker := self.trackers.get(number)) is not None:
                 tracker.on_skipped(last)
         elif kind == GONE:
-            self._on_source_closed(unpack_gone(body))
+            self._on_source_closed(unpack_number(body))
         else:
             raise ProtocolError(f"a frame of kind {kind} from a publisher")
 

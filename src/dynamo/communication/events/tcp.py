@@ -11,12 +11,13 @@ import msgspec
 
 from dynamo.communication.directory import Directory
 from dynamo.communication.events.plane import Dump, EventListener, Events, EventSource
-from dynamo.communication.events.protocol import EVENTS, pack_events, pack_gone
+from dynamo.communication.events.protocol import EVENTS, GONE, pack_events
 from dynamo.communication.events.publisher_connection import PublisherConnection
 from dynamo.communication.events.records import SourceKey, SourceRecord
 from dynamo.communication.events.source import BufferedEventSource, new_epoch
 from dynamo.communication.events.subscriber_connection import Broadcast, SubscriptionContext
 from dynamo.communication.events.subscription import Subscription
+from dynamo.communication.frames import pack_number
 from dynamo.communication.link import Link, TurnFlusher, close_links
 from dynamo.communication.options import DEFAULT_OPTIONS, PlaneOptions
 from dynamo.communication.transports import PlaneTransport, TcpPlaneTransport
@@ -134,7 +135,7 @@ class TcpEvents(Events):
     async def _close_source(self, subject: str, number: int, key: str) -> None:
         if self._sources.pop(number, None) is not None:
             if self._broadcast is not None:
-                self._broadcast.send_end(subject, number, pack_gone(number))
+                self._broadcast.send_end(subject, number, pack_number(GONE, number))
             else:
                 for subscriber in self._subscribers:
                     subscriber.on_source_closed(number)

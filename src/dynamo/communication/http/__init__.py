@@ -1,8 +1,4 @@
-"""A thin HTTP/1.1 server on httptools and uvloop.
-
-Each request has one task. Writes are gathered per connection. Limits bound everything that a client
-sends or leaves unread.
-"""
+"""A thin HTTP/1.1 server on httptools and uvloop, with one task per request."""
 
 from dynamo.communication.http.errors import HeadersTooLarge, PortInUse
 from dynamo.communication.http.limits import HttpLimits

@@ -74,30 +74,6 @@ class HttpConnection(asyncio.Protocol):
     since which the kernel takes no more bytes, or None.
     """
 
-    __slots__ = (
-        "_disconnected",
-        "_flush_queue",
-        "_flush_scheduled",
-        "_input_closed",
-        "_last_progress",
-        "_message_started_at",
-        "_messages_seen",
-        "_queue",
-        "_reader",
-        "_response",
-        "_server_state",
-        "_task",
-        "_transport",
-        "_written_bytes",
-        "chunked",
-        "closing",
-        "deadline",
-        "output",
-        "paused_at",
-        "pending_events",
-        "write",
-    )
-
     def __init__(self, state: HttpServerState) -> None:
         self._server_state = state
         self._reader = RequestReader(state.limits, self._enqueue, self._send_continue)

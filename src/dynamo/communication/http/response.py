@@ -73,21 +73,6 @@ class Response:
     has an effect.
     """
 
-    __slots__ = (
-        "_head_only",
-        "_version",
-        "_writer",
-        "backlog_limit",
-        "congested",
-        "ended",
-        "keep_alive",
-        "on_writable",
-        "open",
-        "overrun",
-        "started",
-        "status",
-    )
-
     def __init__(
         self,
         connection: ResponseConnection,

@@ -1,10 +1,6 @@
-"""The request plane: calls to one instance with a streamed answer.
-
-Backends: `memory:`, `tcp:`, `nats:`.
-"""
+"""The request plane: calls with streamed answers. Backends: `memory:`, `tcp:`, `nats:`."""
 
 from dynamo.communication.requests.plane import (
-    CallInfo,
     FlowWindow,
     RequestHandler,
     Requests,
@@ -14,7 +10,6 @@ from dynamo.communication.requests.plane import (
 )
 
 __all__ = [
-    "CallInfo",
     "FlowWindow",
     "RequestHandler",
     "Requests",

@@ -6,18 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from dynamo.communication.frames import unpack_items
+from dynamo.communication.frames import pack_number, unpack_items
 from dynamo.communication.handshake import ClientHandshake
 from dynamo.communication.link import Link, TurnFlusher
 from dynamo.communication.requests.client_streams import ClientStreams
 from dynamo.communication.requests.protocol import (
+    CANCEL,
     DATA,
     GOAWAY,
     PLANE,
-    pack_cancel,
     pack_credit,
     pack_open,
-    pack_stream_query,
 )
 from dynamo.core.context import Context
 from dynamo.core.errors import InstanceGone, ProtocolError, WorkerFailed
@@ -56,7 +55,7 @@ class ClientConnection:
             )
 
     def send_cancel(self, stream: int) -> None:
-        self.link.write(pack_cancel(stream))
+        self.link.write(pack_number(CANCEL, stream))
         if self._retired:
             self._close_when_done()
 
@@ -94,14 +93,13 @@ class ClientConnection:
         self._on_lost(self)
 
     def _query_silent_streams(self) -> None:
-        """Ask the server whether silent streams are still open.
+        """Ask the server whether silent streams are open, as queued and slow calls are.
 
-        Queued and slow calls are open there. A call whose end was lost is unknown there, and its
-        end is sent again. Silence alone never fails a call.
+        If the end of a call was lost, it is sent again. Silence alone never fails a call.
         """
         self._silence_timer = None
         for stream in self.streams.find_silent_streams():
-            self.link.write(pack_stream_query(stream))
+            self.link.write(pack_credit(stream, 0))
         if len(self.streams):
             self._silence_timer = asyncio.get_running_loop().call_later(
                 SILENCE_QUERY_S, self._query_silent_streams

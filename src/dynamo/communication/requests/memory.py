@@ -138,7 +138,7 @@ class _MemoryConnection:
         self._server_closed = False
         self._held_messages: list[Callable[[], object]] = []
         self.streams = ClientStreams(self)
-        self._send_queue = SendQueue(self._schedule_delivery)
+        self._send_queue = SendQueue(lambda: self._send(self._deliver))
 
     def send_open(
         self, stream: int, endpoint: str, context: Context, window_bytes: int, payload: bytes
@@ -198,9 +198,6 @@ class _MemoryConnection:
             self._server_closed = True
             self._server.incoming.discard(self)
             self._send_queue.cancel_all()
-
-    def _schedule_delivery(self) -> None:
-        self._send(self._deliver)
 
     def _on_open(
         self, stream_id: int, endpoint: str, context: Context, window_bytes: int, payload: bytes

@@ -16,9 +16,6 @@ Sink = Callable[[bytes], bool]
 False means that no more is wanted: the handler is cancelled and `call` returns normally.
 """
 
-CallInfo = Context
-"""The call's context as the handler sees it: request id, attempt, time left, trace."""
-
 
 class FlowWindow:
     """Flow control of one stream: at most `size_bytes` are sent and not yet released."""
@@ -116,10 +113,7 @@ class Requests(ABC):
 
     @abstractmethod
     def disconnect(self, address: str) -> None:
-        """Abort the connection to an unresponsive instance.
-
-        Calls over it raise `WorkerFailed`. Later calls open a new connection.
-        """
+        """Abort an unresponsive connection. Its calls raise `WorkerFailed`."""
 
     async def probe_directly(self, address: str, endpoint: str) -> bool:
         """Return True if the instance answers an empty call without the plane's server.
@@ -130,18 +124,12 @@ class Requests(ABC):
         return False
 
     def bypass(self, address: str) -> None:
-        """Reach an instance directly for some seconds, because it lost the plane's server.
-
-        Calls in flight raise `WorkerFailed`.
-        """
+        """Reach an instance directly for some seconds. Calls in flight raise `WorkerFailed`."""
         self.disconnect(address)
 
     @abstractmethod
     def on_connection_broken(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Call `callback(address)` when a connection breaks or cannot be made.
-
-        Returns a function that removes the callback.
-        """
+        """Call `callback(address)` if a connection fails. Returns a function that removes it."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from dynamo.communication.frames import HEADER, MAX_PAYLOAD_BYTES, UINT32, pack_frame
+from dynamo.communication.frames import HEADER, MAX_PAYLOAD_BYTES, pack_frame
 from dynamo.core.context import Context
 from dynamo.core.errors import ProtocolError, TooLarge
 
@@ -67,26 +67,9 @@ def unpack_open(body: bytes) -> tuple[int, CallHeader, bytes]:
     return stream, _decode(body[_STREAM_AND_SIZE.size : end]), body[end:]
 
 
-def pack_cancel(stream: int) -> bytes:
-    """Encode that the caller left a stream."""
-    return pack_frame(CANCEL, UINT32.pack(stream))
-
-
-def unpack_cancel(body: bytes) -> int:
-    """Return the stream that the caller left. Raises `ProtocolError`."""
-    if len(body) != UINT32.size:
-        raise ProtocolError("a CANCEL frame has the wrong size")
-    return int(UINT32.unpack(body)[0])
-
-
 def pack_credit(stream: int, size_bytes: int) -> bytes:
-    """Encode that the caller consumed `size_bytes` more."""
+    """Encode that the caller consumed `size_bytes` more. 0 asks whether the stream is open."""
     return pack_frame(CREDIT, _STREAM_AND_SIZE.pack(stream, size_bytes))
-
-
-def pack_stream_query(stream: int) -> bytes:
-    """Encode the question whether a stream is still open."""
-    return pack_credit(stream, 0)
 
 
 def unpack_credit(body: bytes) -> tuple[int, int]:

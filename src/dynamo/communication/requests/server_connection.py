@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dynamo.communication.frames import pack_batches, pack_frame
+from dynamo.communication.frames import pack_batches, pack_frame, unpack_number
 from dynamo.communication.handshake import ServerHandshake
 from dynamo.communication.link import Link, TurnFlusher
 from dynamo.communication.requests.endpoints import Endpoints
@@ -15,7 +15,6 @@ from dynamo.communication.requests.protocol import (
     GOAWAY,
     OPEN,
     PLANE,
-    unpack_cancel,
     unpack_credit,
     unpack_open,
 )
@@ -62,7 +61,7 @@ class ServerConnection:
         elif kind == OPEN:
             self._open_stream(body)
         elif kind == CANCEL:
-            if (stream := self._send_queue.open_streams.get(unpack_cancel(body))) is not None:
+            if (stream := self._send_queue.open_streams.get(unpack_number(body))) is not None:
                 stream.cancel()
         elif kind == CREDIT:
             number, size_bytes = unpack_credit(body)

@@ -54,19 +54,6 @@ class SendQueue:
 class ServerStream(ResponseWriter):
     """A call at the handler's end. `endpoint_streams` holds the open streams of its endpoint."""
 
-    __slots__ = (
-        "_closed",
-        "_send_queue",
-        "_stream_id",
-        "_unreleased_bytes",
-        "_window_bytes",
-        "_window_opened",
-        "context",
-        "endpoint_streams",
-        "is_alive",
-        "task",
-    )
-
     def __init__(self, queue: SendQueue, stream: int, context: Context, window_bytes: int) -> None:
         self.context = context
         self.is_alive = None

@@ -25,10 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class TcpRequests(Requests):
-    """The backend `tcp://HOST:PORT`, where port 0 means any free port.
-
-    Planes over several transports may share one `Endpoints`.
-    """
+    """The backend `tcp://HOST:PORT`. Planes over several transports may share `Endpoints`."""
 
     def __init__(self, transport: PlaneTransport, endpoints: Endpoints | None = None) -> None:
         self._transport = transport

@@ -65,10 +65,8 @@ class EventsConformance:
     async def test_subjects_are_chosen_by_prefix(self, join: JoinEvents) -> None:
         member, listener = await join(), RecordingListener()
         await member.subscribe("a/b", listener)
-        inside, outside = (
-            await member.open_source("a/bc", "p"),
-            await member.open_source("a/x", "p"),
-        )
+        inside = await member.open_source("a/bc", "p")
+        outside = await member.open_source("a/x", "p")
         outside.publish(b"no")
         inside.publish(b"yes")
         await listener.wait_for_payload(b"yes")
@@ -93,11 +91,7 @@ class EventsConformance:
 
     async def test_latest_source_repairs_only_the_newest_event(self, join: JoinEvents) -> None:
         publisher, subscriber, late = await join(), await join(), await join()
-        listener, control_listener, late_listener = (
-            RecordingListener(),
-            RecordingListener(),
-            RecordingListener(),
-        )
+        listener, control_listener, late_listener = (RecordingListener() for _ in range(3))
         dropping = False
         plane: Any = subscriber
         plane.lossy = lambda first: dropping
@@ -165,12 +159,8 @@ class EventsConformance:
         assert listener.events[-1].epoch > listener.events[0].epoch
 
     async def test_a_new_epoch_replaces_the_old_at_once(self, join: JoinEvents) -> None:
-        publisher, restarted, subscriber, listener = (
-            await join(),
-            await join(),
-            await join(),
-            RecordingListener(),
-        )
+        publisher, restarted, subscriber = await join(), await join(), await join()
+        listener = RecordingListener()
         await subscriber.subscribe("kv", listener)
         old = await publisher.open_source("kv", "w", lambda: [b"one"])
         await listener.wait_for_payload(b"one")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -61,13 +61,26 @@ class EndlessHandler:
             raise
 
 
-async def join_serving(
+async def join_pair(
     join: JoinRequests, handler: Callable[[bytes, ResponseWriter], Awaitable[None]]
-) -> Requests:
-    """Open a plane that serves `handler` as endpoint "e"."""
+) -> tuple[Requests, Requests]:
+    """Open a server that serves `handler` as endpoint "e", and a client."""
     server = await join()
     await server.serve("e", handler)
-    return server
+    return server, await join()
+
+
+@asynccontextmanager
+async def open_endless_call(
+    join: JoinRequests,
+) -> AsyncIterator[tuple[Requests, Requests, EndlessHandler, CollectingSink, asyncio.Task[None]]]:
+    """Yield server, client, handler, sink and task of a call whose first item has arrived."""
+    handler, sink = EndlessHandler(), CollectingSink()
+    server, client = await join_pair(join, handler)
+    async with BackgroundTasks() as tasks:
+        call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, sink))
+        await sink.first_item.wait()
+        yield server, client, handler, sink, call
 
 
 class CallsConformance:
@@ -75,11 +88,8 @@ class CallsConformance:
 
     @pytest.mark.parametrize("size", [0, 1, 70_000, 5_000_000])
     async def test_a_payload_comes_back_whole(self, join: JoinRequests, size: int) -> None:
-        server, client, sink = (
-            await join_serving(join, echo_handler),
-            await join(),
-            CollectingSink(),
-        )
+        server, client = await join_pair(join, echo_handler)
+        sink = CollectingSink()
         await client.call(server.address, "e", b"x" * size, CALL_CONTEXT, sink)
         assert sink.items == [b"x" * size]
 
@@ -90,7 +100,7 @@ class CallsConformance:
                 if not number % 100:
                     await asyncio.sleep(0)
 
-        server, client, sink = await join_serving(join, count), await join(), CollectingSink()
+        (server, client), sink = await join_pair(join, count), CollectingSink()
         await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
         assert sink.items == [b"%d" % number for number in range(20_000)]
 
@@ -100,7 +110,7 @@ class CallsConformance:
         async def record_context(payload: bytes, writer: ResponseWriter) -> None:
             seen.append(writer.context)
 
-        server, client = await join_serving(join, record_context), await join()
+        server, client = await join_pair(join, record_context)
         await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
         assert seen == [CALL_CONTEXT]
 
@@ -110,7 +120,7 @@ class CallsConformance:
                 writer.send(payload + bytes([number]))
                 await asyncio.sleep(0)
 
-        server, client = await join_serving(join, thrice), await join()
+        server, client = await join_pair(join, thrice)
         sinks = [CollectingSink() for _ in range(100)]
         await run_all(
             *(
@@ -122,11 +132,8 @@ class CallsConformance:
             assert sink.items == [b"%d/%c" % (index, number) for number in b"123"]
 
     async def test_both_ends_can_call(self, join: JoinRequests) -> None:
-        first, second = (
-            await join_serving(join, echo_handler),
-            await join_serving(join, echo_handler),
-        )
-        sink = CollectingSink()
+        (first, second), sink = await join_pair(join, echo_handler), CollectingSink()
+        await second.serve("e", echo_handler)
         await run_all(
             first.call(second.address, "e", b"a", CALL_CONTEXT, sink),
             second.call(first.address, "e", b"b", CALL_CONTEXT, sink),
@@ -139,7 +146,7 @@ class CallsConformance:
             writer.send(b"before")
             raise Overloaded("full", hint="wait", retry_after_s=1.5)
 
-        server, client, sink = await join_serving(join, refuse), await join(), CollectingSink()
+        (server, client), sink = await join_pair(join, refuse), CollectingSink()
         with pytest.raises(Overloaded, match="full") as caught:
             await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
         assert (caught.value.hint, caught.value.retry_after_s) == ("wait", 1.5)
@@ -151,23 +158,20 @@ class CallsConformance:
         async def wrong(payload: bytes, writer: ResponseWriter) -> None:
             raise KeyError("secret detail")
 
-        server, client = await join_serving(join, wrong), await join()
+        server, client = await join_pair(join, wrong)
         with pytest.raises(InternalError) as caught:
             await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
         assert "secret" not in caught.value.message
         assert "secret detail" in caplog.text
 
     async def test_an_unknown_endpoint_is_not_found(self, join: JoinRequests) -> None:
-        server, client = await join_serving(join, echo_handler), await join()
+        server, client = await join_pair(join, echo_handler)
         with pytest.raises(NotFound):
             await client.call(server.address, "other", b"", CALL_CONTEXT, CollectingSink())
 
     async def test_a_payload_over_the_limit_is_refused_alone(self, join: JoinRequests) -> None:
-        server, client, sink = (
-            await join_serving(join, echo_handler),
-            await join(),
-            CollectingSink(),
-        )
+        server, client = await join_pair(join, echo_handler)
+        sink = CollectingSink()
         with pytest.raises(TooLarge):
             await client.call(server.address, "e", bytes((64 << 20) + 1), CALL_CONTEXT, sink)
         await client.call(server.address, "e", b"fine", CALL_CONTEXT, sink)
@@ -183,7 +187,7 @@ class CallsConformance:
                 writer.send(bytes(100))
                 sent += 1
 
-        server, client, sink = await join_serving(join, pour), await join(), CollectingSink()
+        (server, client), sink = await join_pair(join, pour), CollectingSink()
         window = FlowWindow(1000)
         async with BackgroundTasks() as tasks:
             call = tasks.start(
@@ -205,11 +209,7 @@ class InterruptedCallsConformance:
     """Tests of interrupted calls. Planes from the fixture `join` have `abort()`, a crash."""
 
     async def test_a_cancelled_caller_cancels_the_handler(self, join: JoinRequests) -> None:
-        handler, sink = EndlessHandler(), CollectingSink()
-        server, client = await join_serving(join, handler), await join()
-        async with BackgroundTasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, sink))
-            await sink.first_item.wait()
+        async with open_endless_call(join) as (_, _, handler, _, call):
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
@@ -217,7 +217,7 @@ class InterruptedCallsConformance:
 
     async def test_sink_that_returns_false_cancels_the_handler(self, join: JoinRequests) -> None:
         handler, sink = EndlessHandler(), CollectingSink(item_limit=1)
-        server, client = await join_serving(join, handler), await join()
+        server, client = await join_pair(join, handler)
         await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
         await handler.cancelled.wait()
         assert sink.items == [b"first"]
@@ -234,11 +234,8 @@ class InterruptedCallsConformance:
             answers.append(writer.send(b"late"))
             stubborn_done.set()
 
-        server, client, sink = (
-            await join_serving(join, stubborn),
-            await join(),
-            CollectingSink(item_limit=1),
-        )
+        server, client = await join_pair(join, stubborn)
+        sink = CollectingSink(item_limit=1)
         await server.serve("echo", echo_handler)
         await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
         await stubborn_done.wait()
@@ -251,7 +248,7 @@ class InterruptedCallsConformance:
             raise ValueError("sink")
 
         handler, sink = EndlessHandler(), CollectingSink()
-        server, client = await join_serving(join, handler), await join()
+        server, client = await join_pair(join, handler)
         await server.serve("echo", echo_handler)
         with pytest.raises(ValueError, match="sink"):
             await client.call(server.address, "e", b"", CALL_CONTEXT, broken)
@@ -269,7 +266,7 @@ class InterruptedCallsConformance:
             await go_on.wait()
             writer.send(b"done")
 
-        server, client, sink = await join_serving(join, slow), await join(), CollectingSink()
+        (server, client), sink = await join_pair(join, slow), CollectingSink()
         async with BackgroundTasks() as tasks:
             call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, sink))
             await sink.first_item.wait()
@@ -286,11 +283,7 @@ class InterruptedCallsConformance:
         assert sink.items[-1] == b"again"
 
     async def test_withdrawing_at_once_fails_the_calls_in_hand(self, join: JoinRequests) -> None:
-        handler, sink = EndlessHandler(), CollectingSink()
-        server, client = await join_serving(join, handler), await join()
-        async with BackgroundTasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, sink))
-            await sink.first_item.wait()
+        async with open_endless_call(join) as (server, _, handler, _, call):
             await server.withdraw("e")
             with pytest.raises(WorkerFailed):
                 await call
@@ -300,7 +293,7 @@ class InterruptedCallsConformance:
         async def gives_up(payload: bytes, writer: ResponseWriter) -> None:
             raise asyncio.CancelledError
 
-        server, client = await join_serving(join, gives_up), await join()
+        server, client = await join_pair(join, gives_up)
         with pytest.raises(WorkerFailed):
             await client.call(server.address, "e", b"", CALL_CONTEXT, CollectingSink())
 
@@ -309,7 +302,7 @@ class InterruptedCallsConformance:
         self, join: JoinRequests, method: str
     ) -> None:
         handler, sink, broken = EndlessHandler(), CollectingSink(), asyncio.Event()
-        server, client = await join_serving(join, handler), await join()
+        server, client = await join_pair(join, handler)
         broken_addresses: list[str] = []
 
         def on_broken(address: str) -> None:
@@ -334,11 +327,7 @@ class InterruptedCallsConformance:
             await client.call(server.address, "e", b"", CALL_CONTEXT, sink)
 
     async def test_a_client_that_dies_cancels_its_handlers(self, join: JoinRequests) -> None:
-        handler, sink = EndlessHandler(), CollectingSink()
-        server, client = await join_serving(join, handler), await join()
-        async with BackgroundTasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, sink))
-            await sink.first_item.wait()
+        async with open_endless_call(join) as (_, client, handler, _, call):
             await client.close()
             with pytest.raises(WorkerFailed):
                 await call
@@ -347,11 +336,7 @@ class InterruptedCallsConformance:
     async def test_broken_off_connection_fails_its_calls_and_reconnects(
         self, join: JoinRequests
     ) -> None:
-        handler, sink = EndlessHandler(), CollectingSink()
-        server, client = await join_serving(join, handler), await join()
-        async with BackgroundTasks() as tasks:
-            call = tasks.start(client.call(server.address, "e", b"", CALL_CONTEXT, sink))
-            await sink.first_item.wait()
+        async with open_endless_call(join) as (server, client, handler, sink, call):
             assert client.count_received_frames(server.address) > 0
             client.disconnect(server.address)
             with pytest.raises(WorkerFailed):
@@ -362,11 +347,8 @@ class InterruptedCallsConformance:
         assert sink.items[-1] == b"hello"
 
     async def test_call_to_closed_instance_raises_instance_gone(self, join: JoinRequests) -> None:
-        closed_server, client, broken_addresses = (
-            await join_serving(join, echo_handler),
-            await join(),
-            list[str](),
-        )
+        closed_server, client = await join_pair(join, echo_handler)
+        broken_addresses: list[str] = []
         await closed_server.close()
         client.on_connection_broken(broken_addresses.append)
         with pytest.raises(InstanceGone):
