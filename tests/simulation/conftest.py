@@ -1,4 +1,4 @@
-"""Replays of made-up conversations on small clusters."""
+"""Replays of synthetic conversations on small clusters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Outcome = tuple[ReplayResult, ReplayLog]
 def cluster(
     number: int = 4, *, num_blocks: int = 2048, eviction: str = "reuse", max_num_seqs: int = 64
 ) -> ReplayWorkers:
-    """Workers of Dynamo's default speed."""
+    """Return workers with Dynamo's default speed."""
     info = EngineInfo(
         engine="mock",
         block_tokens=BLOCK,
@@ -38,9 +38,9 @@ def cluster(
 def chats(
     number: int, *, seed: int = 0, per_s: float = 4.0, answer: int = 60, shared: int = 4
 ) -> list[TraceConversation]:
-    """Conversations that begin with one of three common prefixes and grow from turn to turn."""
+    """Return conversations that share three common prefixes and grow with each turn."""
     chance, names, rows = Random(seed), itertools.count(1_000), itertools.count()
-    made = []
+    conversations = []
     for _ in range(number):
         common = chance.randrange(3) * 100
         history = [common + at + 1 for at in range(shared)]
@@ -54,20 +54,20 @@ def chats(
                     next(rows), length, answers, tuple(history), chance.random() * 3 * bool(turns)
                 )
             )
-        made.append(TraceConversation(chance.random() * number / per_s, turns))
-    return sorted(made, key=lambda one: one.start_s)
+        conversations.append(TraceConversation(chance.random() * number / per_s, turns))
+    return sorted(conversations, key=lambda conversation: conversation.start_s)
 
 
 def unique(
     number: int, per_s: float, blocks: int = 40, answer: int = 30
 ) -> Iterator[TraceConversation]:
-    """Prompts that have nothing in common, made as they are asked for."""
+    """Generate prompts without common blocks."""
     for row in range(number):
         yield TraceConversation(row / per_s, (TraceRequest(row, blocks * BLOCK, answer),))
 
 
 def same(number: int, per_s: float, blocks: int, answer: int) -> Sequence[TraceConversation]:
-    """One hot prefix before prompts that differ in their last block."""
+    """Return prompts with a common prefix that differ in their last block."""
     hot = tuple(range(1, blocks))
     return [
         TraceConversation(
@@ -79,7 +79,7 @@ def same(number: int, per_s: float, blocks: int, answer: int) -> Sequence[TraceC
 
 @pytest.fixture
 def replay() -> Callable[..., Outcome]:
-    """`replay(conversations, mode, policy, seed, workers)` -> (Result, FlightLog)."""
+    """Return `replay(conversations, mode, policy, seed, workers)`, which returns an Outcome."""
 
     def run(
         conversations: Sequence[TraceConversation] | Iterator[TraceConversation],

@@ -1,4 +1,4 @@
-"""What routing reaches on made-up load: reuse, no herding, memory that stays flat."""
+"""Routing on synthetic load: reuse of prefixes, spreading, and bounded memory."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.scheduling.router.worker_state import WorkerStates
 
 
-def test_kv_routing_finds_what_workers_hold(replay):
+def test_kv_routing_reuses_more_than_round_robin(replay):
     conversations = chats(150, per_s=6)
     kv, _ = replay(conversations)
-    turns, _ = replay(conversations, "round_robin")
-    assert kv.reuse_first_admission > 1.3 * turns.reuse_first_admission
-    assert kv.ttft_ms.mean < turns.ttft_ms.mean
+    round_robin, _ = replay(conversations, "round_robin")
+    assert kv.reuse_first_admission > 1.3 * round_robin.reuse_first_admission
+    assert kv.ttft_ms.mean < round_robin.ttft_ms.mean
 
 
-def test_a_hot_prefix_spreads_when_its_holder_is_full(replay):
-    """Every request wants the same prefix, and more come than its first holder can serve."""
+def test_a_hot_prefix_spreads_when_its_worker_is_full(replay):
+    """All requests share a prefix, and the first worker that holds it cannot serve them all."""
     conversations = same(400, per_s=60, blocks=24, answer=200)
     kv, _ = replay(conversations)
-    turns, _ = replay(conversations, "round_robin")
+    round_robin, _ = replay(conversations, "round_robin")
     assert max(kv.requests_per_worker) <= 0.4 * kv.requests
     assert min(kv.requests_per_worker) >= 0.1 * kv.requests
-    assert kv.ttft_ms.mean <= 1.1 * turns.ttft_ms.mean
-    assert kv.e2e_ms.mean <= 1.1 * turns.e2e_ms.mean
+    assert kv.ttft_ms.mean <= 1.1 * round_robin.ttft_ms.mean
+    assert kv.e2e_ms.mean <= 1.1 * round_robin.e2e_ms.mean
 
 
-def test_a_burst_of_one_prompt_goes_together_before_any_event(replay):
-    """Twelve at one instant: where computing it takes long, few workers compute what all share."""
+def test_a_burst_of_one_prompt_shares_workers_before_any_event(replay):
+    """Of twelve simultaneous requests with a long common prefix, few workers compute the prefix."""
     result, log = replay(same(12, per_s=1e9, blocks=300, answer=2))
-    assert len({placing.worker for placing in log.placings}) <= 2
+    assert len({placement.worker for placement in log.placements}) <= 2
     assert result.reuse_first_admission > 0.8
 
 
 def test_reuse_aware_eviction_outlives_a_flood(replay):
-    """A prefix that several wanted survives prompts that nobody asks for again: it is asked for
-    every 3.5 s, and unused blocks last 2 to 3 s."""
+    """A prefix with several uses survives prompts that are used once. The prefix is used every
+    3.5 s, and unused blocks last 2 to 3 s."""
     hot = list(same(18, 1.0, 30, 20))
     hot = [
-        replace(one, start_s=0.2 * at if at < 4 else 3.5 * (at - 3)) for at, one in enumerate(hot)
+        replace(conversation, start_s=0.2 * index if index < 4 else 3.5 * (index - 3))
+        for index, conversation in enumerate(hot)
     ]
     flood = [
-        replace(one, turns=[replace(turn, row=turn.row + 10_000) for turn in one.requests])
-        for one in unique(300, 5.0, blocks=60)
+        replace(
+            conversation,
+            requests=[replace(turn, row=turn.row + 10_000) for turn in conversation.requests],
+        )
+        for conversation in unique(300, 5.0, blocks=60)
     ]
-    mixed = sorted([*hot, *flood], key=lambda one: one.start_s)
+    mixed = sorted([*hot, *flood], key=lambda conversation: conversation.start_s)
     lru, reuse = (
         replay(mixed, "round_robin", workers=cluster(1, num_blocks=1000, eviction=name))[0]
         for name in ("lru", "reuse")
@@ -63,7 +67,7 @@ def test_reuse_aware_eviction_outlives_a_flood(replay):
 
 @pytest.mark.parametrize("mode", ["round_robin", "kv"])
 def test_memory_stays_flat_in_a_flood_of_unique_prompts(replay, mode):
-    """Twice as long a flood takes no more memory, but for what is kept of each request."""
+    """A longer flood takes no more memory, except for the log of each request."""
     workers = cluster(2, num_blocks=256)
 
     def growth(number: int) -> int:
@@ -79,30 +83,30 @@ def test_memory_stays_flat_in_a_flood_of_unique_prompts(replay, mode):
 
 
 def test_the_index_equals_the_caches_at_the_end(replay, monkeypatch):
-    seen: list[ReplayCluster] = []
+    clusters: list[ReplayCluster] = []
     enter = ReplayCluster.__aenter__
 
     async def remember(self: ReplayCluster) -> ReplayCluster:
-        seen.append(self)
+        clusters.append(self)
         return await enter(self)
 
     monkeypatch.setattr(ReplayCluster, "__aenter__", remember)
     _, log = replay(chats(120, per_s=8), workers=cluster(3, num_blocks=256))
     assert isinstance(log, ReplayLog)
-    view = seen[0].cache_view
+    view = clusters[0].cache_view
     assert view is not None
-    for number, engine in enumerate(seen[0].engines):
-        held = {h for event in engine.snapshot_kv_events() for h in getattr(event, "hashes", ())}
-        assert held
-        assert view.device_index.get_blocks(str(number)) == held
+    for number, engine in enumerate(clusters[0].engines):
+        cached = {h for event in engine.snapshot_kv_events() for h in getattr(event, "hashes", ())}
+        assert cached
+        assert view.device_index.get_blocks(str(number)) == cached
 
 
-def test_mode_adaptive_spreads_a_burst_and_minds_memory(replay):
-    """Workers tell of their load late; a worker of little memory is soon full."""
+def test_mode_adaptive_spreads_a_burst_and_respects_memory(replay):
+    """Load reports arrive late, and a worker with little memory is soon full."""
     conversations = chats(150, per_s=6)
     adaptive, _ = replay(conversations, "adaptive")
-    turns, _ = replay(conversations, "round_robin")
-    assert adaptive.ttft_ms.mean <= turns.ttft_ms.mean
+    round_robin, _ = replay(conversations, "round_robin")
+    assert adaptive.ttft_ms.mean <= round_robin.ttft_ms.mean
 
     workers = replace(cluster(4), num_blocks=(200, 4096))
     adaptive, _ = replay(conversations, "adaptive", workers=workers)
@@ -110,15 +114,15 @@ def test_mode_adaptive_spreads_a_burst_and_minds_memory(replay):
     assert adaptive.ttft_ms.mean < fewest.ttft_ms.mean
 
 
-def test_composite_goes_by_the_memory_that_workers_report(replay, monkeypatch):
-    told: dict[str, int] = {}
-    reported = WorkerStates.on_load_report
+def test_composite_uses_the_memory_that_workers_report(replay, monkeypatch):
+    active_blocks: dict[str, int] = {}
+    on_load_report = WorkerStates.on_load_report
 
-    def hear(self: WorkerStates, name: str, load: Load, now: float) -> None:
-        told[name] = max(told.get(name, 0), load.active_blocks)
-        reported(self, name, load, now)
+    def record(self: WorkerStates, name: str, load: Load, now: float) -> None:
+        active_blocks[name] = max(active_blocks.get(name, 0), load.active_blocks)
+        on_load_report(self, name, load, now)
 
-    monkeypatch.setattr(WorkerStates, "on_load_report", hear)
+    monkeypatch.setattr(WorkerStates, "on_load_report", record)
     replay(chats(60), policy="composite")
-    assert sorted(told) == ["0", "1", "2", "3"]
-    assert sum(map(bool, told.values())) > 1
+    assert sorted(active_blocks) == ["0", "1", "2", "3"]
+    assert sum(map(bool, active_blocks.values())) > 1

@@ -1,4 +1,4 @@
-"""Minutes of a simulated day in which much more goes wrong than on a real one."""
+"""Chaos runs: minutes of simulated time with far more faults than in reality."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BAD = ChaosScenario(
 )
 
 
-def bad_day(**changes: Any) -> ChaosResult:
+def run_bad_day(**changes: Any) -> ChaosResult:
     return run_chaos(msgspec.structs.replace(BAD, **changes))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_all_is_answered_right_and_nothing_is_left(seed: int) -> None:
-    result = bad_day(seed=seed)
+def test_all_requests_are_answered_correctly_without_leaks(seed: int) -> None:
+    result = run_bad_day(seed=seed)
     assert result.correct == result.requests > 700, result.failure_messages
     assert not result.failed
     assert not result.leaks
@@ -41,58 +41,60 @@ def test_all_is_answered_right_and_nothing_is_left(seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "adaptive"])
-def test_so_it_is_in_other_modes(mode: str) -> None:
-    result = bad_day(mode=mode, hours=0.03)
+def test_other_modes_answer_correctly_without_leaks(mode: str) -> None:
+    result = run_bad_day(mode=mode, hours=0.03)
     assert result.correct == result.requests > 300, result.failure_messages
     assert not result.leaks
 
 
-def test_routers_that_hear_nothing_for_a_while_know_all_again() -> None:
-    """Two of them, that tell each other what they send; their events are lost, too."""
+def test_routers_recover_from_lost_events() -> None:
+    """Two frontends synchronise; their own events are lost too."""
     faults = FaultSchedule(240.0, 90.0, (5.0, 20.0), event_loss_every_s=20.0)
-    result = bad_day(frontends=2, faults=faults)
+    result = run_bad_day(frontends=2, faults=faults)
     assert result.correct == result.requests > 700, result.failure_messages
     assert not result.leaks
 
 
-def test_the_same_seed_brings_the_same_day() -> None:
-    def told() -> ChaosResult:
-        return msgspec.structs.replace(bad_day(hours=0.03), wall_s=0.0, cpu_s=0.0, resident_mb=())
+def test_the_same_seed_gives_the_same_result() -> None:
+    def run_once() -> ChaosResult:
+        return msgspec.structs.replace(
+            run_bad_day(hours=0.03), wall_s=0.0, cpu_s=0.0, resident_mb=()
+        )
 
-    assert told() == told()
+    assert run_once() == run_once()
 
 
-def test_a_day_without_faults_has_no_gaps() -> None:
-    result = bad_day(hours=0.03, faults=FaultSchedule(0.0, 0.0))
+def test_a_run_without_faults_has_no_stalls() -> None:
+    result = run_bad_day(hours=0.03, faults=FaultSchedule(0.0, 0.0))
     assert result.correct == result.requests
     assert result.stalled == result.crashes == result.partitions == 0
     assert not result.counters
 
 
-def test_a_token_lost_on_the_way_to_another_worker_is_noticed(
+def test_a_token_lost_in_a_migration_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = migration.resume_request
     monkeypatch.setattr(migration, "resume_request", lambda request, ids: real(request, ids[:-1]))
-    result = bad_day(seed=1, disconnect_rate=0.0)
+    result = run_bad_day(seed=1, disconnect_rate=0.0)
     assert result.correct < result.requests
     assert set(result.failed) <= {"altered", "lost or doubled", "ended wrongly"}
 
 
-def test_blocks_that_are_not_given_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, kept = BlockPool.release, []
+def test_blocks_that_are_not_released_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, withheld = BlockPool.release, []
 
     def release(self: BlockPool, blocks: list[Any]) -> None:
-        if not kept:
-            kept.append(blocks.pop())
+        if not withheld:
+            withheld.append(blocks.pop())
         real(self, blocks)
 
     monkeypatch.setattr(BlockPool, "release", release)
-    result = bad_day(hours=0.01, faults=FaultSchedule(0.0, 0.0))
+    result = run_bad_day(hours=0.01, faults=FaultSchedule(0.0, 0.0))
     assert any("blocks in use" in leak for leak in result.leaks)
 
 
-def test_an_index_that_does_not_forget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_does_not_remove_blocks_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvIndex, "remove", lambda self, worker, hashes: None)
-    result = bad_day(hours=0.03, faults=FaultSchedule(0.0, 0.0))
+    result = run_bad_day(hours=0.03, faults=FaultSchedule(0.0, 0.0))
     assert any("blocks too many" in leak for leak in result.leaks)

@@ -1,4 +1,4 @@
-"""Simulated workers with admission before them, as a frontend has it."""
+"""Simulated workers behind admission, as in a frontend."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ HOLD_S = ANSWER * 0.023
 CAPACITY = SLOTS / (HOLD_S + 0.05)
 
 
-def small(number: int = 4, seqs: int = 4, blocks: int = 64) -> ReplayWorkers:
-    """Workers with few places: 23 ms a token whatever they do."""
+def make_workers(number: int = 4, seqs: int = 4, blocks: int = 64) -> ReplayWorkers:
+    """Return workers with few slots that take 23 ms a token under any load."""
     info = EngineInfo("mock", BLOCK, blocks, blocks * BLOCK, seqs, 8192)
     return ReplayWorkers(number, info, LinearTiming(23.0, 0.01), "reuse")
 
 
-class Trial:
-    """Sends requests; keeps what became of each, in order of arrival: seconds to the first token,
-    or the error."""
+class AdmissionTrial:
+    """Send requests and record the result of each by its row: the seconds to the first token, or
+    the seconds to the rejection with its error."""
 
     def __init__(
         self, send: SendRequest, clock: VirtualClock, log: ReplayLog, admission: Admission
     ) -> None:
         self.cluster: Any = None
         self.send, self.clock, self.log, self.admission = send, clock, log, admission
-        self.first: dict[int, float] = {}
+        self.first_token_s: dict[int, float] = {}
         self.arrived: dict[int, float] = {}
-        self.refused: dict[int, tuple[float, Overloaded]] = {}
+        self.rejected: dict[int, tuple[float, Overloaded]] = {}
         self.rows = 0
 
-    async def one(
+    async def send_request(
         self,
         answer: int = ANSWER,
         *,
@@ -59,10 +59,10 @@ class Trial:
         timeout_s: float | None = 300.0,
         priority: int = 0,
     ) -> None:
-        """One request to its end."""
+        """Send a request and wait for its end."""
         row = self.rows
         self.rows += 1
-        flight = self.log.on_arrival(TraceRequest(row, prompt, answer))
+        replay_request = self.log.on_arrival(TraceRequest(row, prompt, answer))
         request = GenerateRequest(
             str(row),
             "m",
@@ -73,69 +73,69 @@ class Trial:
         )
         self.arrived[row] = arrived = self.clock.now()
         try:
-            await self.send(request, Context(str(row), timeout_s=timeout_s), flight)
-            self.first[row] = flight.first_token_s - arrived
+            await self.send(request, Context(str(row), timeout_s=timeout_s), replay_request)
+            self.first_token_s[row] = replay_request.first_token_s - arrived
         except Overloaded as error:
-            self.refused[row] = (self.clock.now() - arrived, error)
+            self.rejected[row] = (self.clock.now() - arrived, error)
         finally:
             self.log.on_ended(TraceRequest(row, prompt, answer))
 
-    async def offer(self, per_s: float, seconds: float, rng: Random, **about: Any) -> None:
-        """An open loop."""
+    async def offer_load(self, per_s: float, seconds: float, rng: Random, **options: Any) -> None:
+        """Send requests in an open loop, with exponential gaps."""
         end_s = self.clock.now() + seconds
         async with BackgroundTasks() as tasks:
             while True:
                 await self.clock.sleep(rng.expovariate(per_s))
                 if self.clock.now() >= end_s:
                     break
-                lengths = about.get("lengths")
+                lengths = options.get("lengths")
                 answer = lengths(rng) if lengths else ANSWER
-                tasks.start(self.one(answer, bound=about.get("bound", ANSWER)))
+                tasks.start(self.send_request(answer, bound=options.get("bound", ANSWER)))
             await tasks.join()
 
 
-class Admitted(ReplayCluster):
-    """With admission before its router."""
+class AdmissionCluster(ReplayCluster):
+    """A cluster with admission before its router."""
 
-    async def hide(self) -> None:
-        """Its first worker is not announced any more."""
-        self._hidden = next(iter(self._client.instances.values()))
-        await self._discovery.delete(instance_key(self._hidden))
+    async def withdraw_worker(self) -> None:
+        """Withdraw the announcement of the first worker."""
+        self._withdrawn = next(iter(self._client.instances.values()))
+        await self._discovery.delete(instance_key(self._withdrawn))
         await asyncio.sleep(0)
 
-    async def show(self) -> None:
-        """It is again."""
-        await self._discovery.put(instance_key(self._hidden), encode_instance(self._hidden))
+    async def announce_worker(self) -> None:
+        """Announce the withdrawn worker again."""
+        await self._discovery.put(instance_key(self._withdrawn), encode_instance(self._withdrawn))
         await asyncio.sleep(0)
 
-    async def second(self, first: Trial, promise: SloLimits) -> Trial:
-        """Another frontend; what workers report goes to both from now on."""
-        send, admission = self.add_admission(promise)
+    async def add_frontend(self, first: AdmissionTrial, limits: SloLimits) -> AdmissionTrial:
+        """Add a second frontend; both receive the load reports after this call."""
+        send, admission = self.add_admission(limits)
         for number, engine in enumerate(self.engines):
             await self._publish_load(engine, str(number))
         loads = LoadView(self._clock)
         loads.add_listener(first.admission.on_load_report)
         loads.add_listener(admission.on_load_report)
         await loads.subscribe(self._events, f"{NAMESPACE}.{COMPONENT}")
-        other = Trial(send, self._clock, self._log, admission)
+        other = AdmissionTrial(send, self._clock, self._log, admission)
         other.rows = 1_000_000
         return other
 
 
 @asynccontextmanager
-async def trial(
+async def open_trial(
     clock: VirtualClock,
-    promise: SloLimits,
+    limits: SloLimits,
     workers: ReplayWorkers,
     mode: str = "round_robin",
     metrics: Registry | None = None,
 ) -> Any:
     log = ReplayLog(clock, TraceBlockConverter(BLOCK, BLOCK), BLOCK)
     settings = RouterSettings(mode=mode)
-    async with Admitted(workers, settings, log, clock, Random(1)) as cluster:
+    async with AdmissionCluster(workers, settings, log, clock, Random(1)) as cluster:
         if mode == "kv":
             clock.on_time_advanced(cluster.deliver_computed_tokens)
-        send, admission = cluster.add_admission(promise, metrics)
-        made = Trial(send, clock, log, admission)
-        made.cluster = cluster
-        yield made
+        send, admission = cluster.add_admission(limits, metrics)
+        trial = AdmissionTrial(send, clock, log, admission)
+        trial.cluster = cluster
+        yield trial

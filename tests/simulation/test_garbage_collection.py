@@ -1,4 +1,4 @@
-"""What a request leaves behind is freed at once, not kept for the collector of circles."""
+"""Requests are freed by reference counting and leave no cycles for the garbage collector."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dynamo.testing.chaos.requests import SimulatedOutcome
 CALM = FaultSchedule(crash_every_s=0.0, partition_every_s=0.0)
 
 
-def test_requests_leave_no_circles() -> None:
-    found: list[tuple[int, int]] = []
+def test_requests_leave_no_reference_cycles() -> None:
+    samples: list[tuple[int, int]] = []
 
-    def look(hours: float, tally: SimulatedOutcome, fleet: SimulatedWorkers) -> bool:
-        del hours, fleet
-        found.append((tally.requests, gc.collect()))
+    def sample(hours: float, outcome: SimulatedOutcome, workers: SimulatedWorkers) -> bool:
+        del hours, workers
+        samples.append((outcome.requests, gc.collect()))
         return True
 
     gc.collect()
     gc.disable()
     try:
-        day = ChaosScenario(
+        scenario = ChaosScenario(
             hours=2.1, workers=4, rate=0.05, prompt_tokens=64, answer_tokens=8, faults=CALM
         )
-        result = run_chaos(day, look)
+        result = run_chaos(scenario, sample)
     finally:
         gc.enable()
     assert not result.leaks
-    (_, _), (before, _), (after, unreachable) = found
+    (_, _), (before, _), (after, unreachable) = samples
     assert unreachable < (after - before) / 4
