@@ -33,12 +33,13 @@ run: $(VENV)/.installed  ## serve the default model; PORT=8000, ARGS="MODEL --wo
 test: check  ## checks, then the whole test suite
 	$(BIN)/python -m pytest
 
-check: setup  ## format, lint, types, layers, sizes, reference pages
+check: setup  ## format, lint, types, layers, sizes, wording, reference pages
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_shape.py
+	$(BIN)/python scripts/check_words.py
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/shellcheck --external-sources deploy/*.sh
 

@@ -3,7 +3,7 @@
 
     scripts/check_shape.py [ROOT]
 
-- A file has at most 400 lines, a function at most 50.
+- A file has at most 400 lines, a function at most 50, a folder of the source at most 22 modules.
 - No file or folder is named utils, common, helpers or manager.
 - Only core/tasks.py starts asyncio tasks.
 - src imports only libraries that pyproject.toml declares. `dynamo.testing` may also import those of
@@ -21,6 +21,7 @@ from pathlib import Path
 
 FILE_LINES = 400
 FUNCTION_LINES = 50
+FOLDER_FILES = 22
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 TASKS = Path("src/dynamo/core/tasks.py")
@@ -35,7 +36,7 @@ def main(root: Path) -> int:
     """Print the breaches under `root`. Returns 1 if there are any."""
     project = root / "pyproject.toml"
     shipped, testing = libraries(project, UNSHIPPED), libraries(project, UNSHIPPED - {"test"})
-    lines = []
+    lines = [*crowded_folders(root)]
     for path in python_files(root):
         lines += breaches(root, path, testing if root / TESTING in path.parents else shipped)
     for line in lines:
@@ -46,6 +47,15 @@ def main(root: Path) -> int:
 def python_files(root: Path) -> list[Path]:
     """Return the source files in the known folders."""
     return sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+
+
+def crowded_folders(root: Path) -> Iterator[str]:
+    """Yield the folders of the source that have too many modules."""
+    for package in sorted((root / "src").rglob("__init__.py")):
+        count = len(list(package.parent.glob("*.py")))
+        if count > FOLDER_FILES:
+            where = package.parent.relative_to(root)
+            yield f"{where}: {count} modules in a folder, at most {FOLDER_FILES}"
 
 
 def libraries(project: Path, without: set[str]) -> set[str]:

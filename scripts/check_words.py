@@ -7,7 +7,7 @@ Rules for Python files:
 
 - No sentence of a docstring or comment begins with a pronoun that has no noun (`PRONOUNS`).
 - No sentence of a docstring or comment has more than 30 words.
-- No variable, parameter or attribute has one of the names in `VAGUE_NAMES`.
+- No variable, parameter, attribute or function has one of the names in `VAGUE_NAMES`.
 - A class name is defined once in `src/`. `REPEATED_CLASSES` lists the exceptions with reasons.
 
 Rule for Markdown pages: no sentence of running text has more than 30 words. Code blocks, tables and
@@ -82,8 +82,12 @@ def vague_name(node: ast.AST) -> str | None:
     """The vague name that `node` binds; None where it binds none."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         name = node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        name = node.attr
     elif isinstance(node, ast.arg):
         name = node.arg
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        name = node.name
     else:
         return None
     return name if name in VAGUE_NAMES else None

@@ -32,6 +32,12 @@ def test_every_breach_is_told(tmp_path: Path) -> None:
         "def f():\n" + "    x = 1\n" * 50
     )
 
+    crowded = tmp_path / "src" / "dynamo" / "crowded"
+    crowded.mkdir()
+    for number in range(22):
+        (crowded / f"module_{number}.py").touch()
+    (crowded / "__init__.py").touch()
+
     code, out = check(tmp_path)
 
     assert code == 1
@@ -40,4 +46,5 @@ def test_every_breach_is_told(tmp_path: Path) -> None:
     assert "one.py:1: requests is no declared dependency" in out
     assert "one.py:3: create_task belongs to core/tasks.py" in out
     assert "one.py:4: f has 51 lines" in out
-    assert len(out.splitlines()) == 6
+    assert "src/dynamo/crowded: 23 modules in a folder" in out
+    assert len(out.splitlines()) == 7
