@@ -24,66 +24,26 @@ from servers import Server, start_ours, start_peer
 
 HERE = Path(__file__).parent
 FAST, PACED = 1_000_000, 1
-CASES: dict[str, tuple[float, list[str]]] = {
-    "token_saturated_c256": (FAST, ["-c", "256", "--isl", "128", "--osl", "64", "--duration", "8"]),
-    "token_saturated_c32": (FAST, ["-c", "32", "--isl", "128", "--osl", "64", "--duration", "6"]),
-    "request_short_c256": (FAST, ["-c", "256", "--isl", "128", "--osl", "1", "--duration", "8"]),
-    "request_8k_cold": (FAST, ["-c", "1", "--isl", "8192", "--osl", "1", "--duration", "8"]),
-    "request_8k_next_turn": (
-        FAST,
-        [
-            "-c",
-            "1",
-            "--isl",
-            "8192",
-            "--turns",
-            "16",
-            "--osl",
-            "1",
-            "--requests",
-            "16",
-            "--warmup",
-            "1",
-        ],
-    ),
-    "request_8k_grown_text": (
-        FAST,
-        [
-            "-c",
-            "1",
-            "--isl",
-            "8192",
-            "--turns",
-            "16",
-            "--one-message",
-            "--osl",
-            "1",
-            "--requests",
-            "16",
-            "--warmup",
-            "1",
-        ],
-    ),
-    "token_paced_c32": (PACED, ["-c", "32", "--isl", "128", "--osl", "64", "--duration", "10"]),
-    "token_paced_c256": (PACED, ["-c", "256", "--isl", "128", "--osl", "64", "--duration", "10"]),
+CHAT = "-c 1 --isl 8192 --turns 16 --osl 1 --requests 16 --warmup 1"
+CASES: dict[str, tuple[float, str]] = {
+    "token_saturated_c256": (FAST, "-c 256 --isl 128 --osl 64 --duration 8"),
+    "token_saturated_c32": (FAST, "-c 32 --isl 128 --osl 64 --duration 6"),
+    "request_short_c256": (FAST, "-c 256 --isl 128 --osl 1 --duration 8"),
+    "request_8k_cold": (FAST, "-c 1 --isl 8192 --osl 1 --duration 8"),
+    "request_8k_next_turn": (FAST, CHAT),
+    "request_8k_grown_text": (FAST, f"{CHAT} --one-message"),
+    "token_paced_c32": (PACED, "-c 32 --isl 128 --osl 64 --duration 10"),
+    "token_paced_c256": (PACED, "-c 256 --isl 128 --osl 64 --duration 10"),
 }
 
 
-def measure(server: Server, model_dir: str, flags: list[str], seed: int) -> dict[str, Any]:
+def measure(server: Server, model_dir: str, flags: str, seed: int) -> dict[str, Any]:
     """Run a case on one server in a separate process and return the result."""
     ids = lambda pids: ",".join(map(str, pids))  # noqa: E731
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [
-            sys.executable,
-            str(HERE / "load.py"),
-            "--url",
-            server.url,
-            "--model",
-            "smol",
-            "--vocabulary",
-            model_dir,
-        ]
-        command += ["--warmup", "20", *flags, "--seed", str(seed), "--out", out.name]
+        command = [sys.executable, str(HERE / "load.py"), "--url", server.url, "--model", "smol"]
+        command += ["--vocabulary", model_dir, "--warmup", "20", *flags.split()]
+        command += ["--seed", str(seed), "--out", out.name]
         command += [
             "--pid",
             f"frontend={ids(server.frontend)}",

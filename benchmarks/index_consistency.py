@@ -33,7 +33,7 @@ from dynamo.core.errors import DynamoError
 from dynamo.core.kv_events import decode_kv_events
 from dynamo.core.reply import Reply
 from dynamo.core.settings import Settings
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import BackgroundTasks
 from dynamo.core.values import BlocksStored, GenerateRequest, SamplingParams, StopConditions
 from dynamo.runtime import Client, DistributedRuntime

@@ -20,7 +20,7 @@ import numpy as np
 
 from dynamo.core.context import Context
 from dynamo.core.reply import Reply
-from dynamo.core.settings.schema import EngineSettings as EngineSettings
+from dynamo.core.settings.schema_engine import EngineSettings
 from dynamo.core.tasks import run_all
 from dynamo.core.values import GenerateRequest, SamplingParams, StopConditions
 from dynamo.inference.engine import BatchedEngine

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     starts: dict[str, Callable[[], Server]] = {
-        "ours": lambda: start_ours(args.model, 1, 1, "round_robin", engine="native"),
+        "ours": lambda: start_ours(args.model, 1, 1, "round_robin", engine="native")
     }
     if args.vllm:
         starts["vllm"] = lambda: start_vllm(args.model, args.vllm)

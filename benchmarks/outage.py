@@ -142,11 +142,7 @@ def main() -> None:
     args = parser.parse_args()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with (
-        EtcdProcess() as etcd,
-        NatsProcess() as nats,
-        commands(args, etcd, nats, port) as started,
-    ):
+    with EtcdProcess() as etcd, NatsProcess() as nats, commands(args, etcd, nats, port) as started:
         answers(url, "smol", started)
         end = now() + 30
         while registered_workers(etcd) < WORKERS and now() < end:

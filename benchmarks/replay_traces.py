@@ -72,11 +72,7 @@ def cases(multiturn: str) -> list[Case]:
         Case("rr", CONVERSATION, (), chance=False),
         Case("rr x3", CONVERSATION, ("--speed", "3"), chance=False),
         Case("block_cost", CONVERSATION, (*KV, "--router-policy", "block_cost")),
-        Case(
-            "block_cost x3",
-            CONVERSATION,
-            (*KV, "--router-policy", "block_cost", "--speed", "3"),
-        ),
+        Case("block_cost x3", CONVERSATION, (*KV, "--router-policy", "block_cost", "--speed", "3")),
         Case("kv", CONVERSATION, (*KV,)),
         Case("kv x3", CONVERSATION, (*KV, "--speed", "3")),
         Case("kv smeared", CONVERSATION, (*KV, "--smear", "3")),

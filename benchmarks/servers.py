@@ -77,12 +77,7 @@ def answers(
 
 
 def start_ours(
-    model_dir: str,
-    workers: int,
-    speedup: float,
-    router: str,
-    *more: str,
-    engine: str = "mock",
+    model_dir: str, workers: int, speedup: float, router: str, *more: str, engine: str = "mock"
 ) -> Server:
     """Start `dynamo run` with mock workers. Every process that is not a worker counts
     as frontend."""

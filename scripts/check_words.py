@@ -29,7 +29,7 @@ SENTENCE_WORDS = 30
 PRONOUNS = frozenset({"it", "one", "who", "whoever", "whose", "what", "that", "they", "those"})
 VAGUE_NAMES = frozenset({"one", "found", "made", "told", "kept", "given", "said", "asked"})
 REPEATED_CLASSES = {
-    "DynamoError": "the server's base error and the client library's; users import both names",
+    "DynamoError": "the server's base error and the client library's; users import both names"
 }
 FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")

@@ -41,7 +41,8 @@ without the fault generates.
 MORE = """
 Every test run also injects faults in one process:
 
-- lost, repeated and reordered events (`tests/conformance`, `tests/faults/test_index_consistency.py`)
+- lost, repeated and reordered events (`tests/conformance`,
+  `tests/faults/test_index_consistency.py`)
 - deaths of workers at any token (`tests/unit/scheduling/test_migration.py`)
 - aborted, half-open and delayed connections, and single lost streams
   (`tests/faults/test_connection_faults.py`)

@@ -27,11 +27,7 @@ from dynamo.cli.commands import COMMANDS, command_parser
 from dynamo.cli.entry import overview
 from dynamo.core.errors import DynamoError
 from dynamo.core.settings import SettingSpec
-from dynamo.core.settings.keys import (
-    environment_name,
-    section_descriptions,
-    setting_specs_by_key,
-)
+from dynamo.core.settings.keys import environment_name, section_descriptions, setting_specs_by_key
 from dynamo.core.settings.load import ENVIRONMENT_ALIASES
 from dynamo.core.settings.values import type_name
 

@@ -152,8 +152,8 @@ class ChatAnswer:
 
 def print_notice(text: str) -> None:
     """Print a line to standard error, dim on a terminal."""
-    dim = sys.stderr.isatty()
-    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+    styled = f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
+    print(styled, file=sys.stderr, flush=True)
 
 
 def _model_command(chat: ChatSession, name: str) -> bool:

@@ -46,7 +46,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             usage=f"{prog} {usage}" if usage else None,
-            description="\n".join(map(_wrap, description.splitlines())),
+            description="\n".join(
+                textwrap.fill(line, DESCRIPTION_WIDTH, break_on_hyphens=False)
+                for line in description.splitlines()
+            ),
             epilog=f"examples:\n{examples}" if examples else None,
             formatter_class=_HelpFormatter,
             allow_abbrev=False,
@@ -71,10 +74,6 @@ class Parser(argparse.ArgumentParser):
         flags = [option for action in self._actions for option in action.option_strings]
         near = difflib.get_close_matches(flag, flags, n=1)
         return f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
-
-
-def _wrap(line: str) -> str:
-    return textwrap.fill(line, DESCRIPTION_WIDTH, break_on_hyphens=False)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

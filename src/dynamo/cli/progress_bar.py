@@ -37,11 +37,9 @@ def terminal_columns(out: TextIO) -> int | None:
 
 
 class ProgressBar:
-    """Shows progress as a line that is redrawn on a terminal, elsewhere as a line every 5 s.
-
-    Other output to `out` must go through `write` and appears above the bar. With `as_logs`,
-    progress is logged instead. Methods may be called from several threads.
-    """
+    """Shows progress as a line that is redrawn on a terminal, elsewhere as a line every 5 s. Other
+    output to `out` must go through `write` and appears above the bar. With `as_logs`, progress is
+    logged instead. Methods may be called from several threads."""
 
     def __init__(self, out: TextIO, *, as_logs: bool = False) -> None:
         self._out = out
@@ -63,10 +61,8 @@ class ProgressBar:
             self.show(format_byte_progress(step, done, total))
 
     def should_redraw(self, step: str = "", *, last: bool = False) -> bool:
-        """Return True, and start a new interval, if progress should be shown now.
-
-        A new step and the `last` progress of a step are always shown.
-        """
+        """Return True, and start a new interval, if progress should be shown now. A new step and
+        the `last` progress of a step are always shown."""
         now = time.monotonic()
         last_step, shown_s = self._last_shown
         if step == last_step and now - shown_s < self._interval_s and not last:

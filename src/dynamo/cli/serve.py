@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,20 +157,17 @@ def describe_plan(plan: DeploymentPlan) -> list[str]:
     deployment = deployment_of(settings)
     rows = [("PROCESS", "REPLICAS", "SERVICES", "ENDPOINTS")]
     for part in plan.processes:
-        specs = [spec_of(service) for service in part.services]
-        names = ", ".join(spec.name for spec in specs)
-        endpoints = ", ".join(
-            f"{spec.namespace or settings.runtime.namespace}.{spec.component}.{endpoint.name}"
-            for spec in specs
-            for endpoint in spec.endpoints.values()
-        )
+        names = ", ".join(spec_of(service).name for service in part.services)
+        endpoints = ", ".join(_endpoint_names(part.services, settings.runtime.namespace))
         needs = "".join(f" {key}={value}" for key, value in part.resources.items())
         rows.append((part.name, str(part.replicas), names + needs, endpoints or "-"))
     lines = format_table(rows)
     lines += ["", f"deployment  {deployment.id}"]
     if plan.serves_http:
         lines.append(f"http        {_http_url(settings)}")
-    lines += [f"engine      {_engine_label(part.settings)}" for part in plan.with_role("worker")]
+    for part in plan.with_role("worker"):
+        path = part.settings.model.path or "(the default model)"
+        lines.append(f"engine      {part.settings.engine.kind} {path}")
     planes = planes_of(settings)
     lines.append(f"discovery   {planes.discovery}")
     lines.append(f"requests    {planes.requests}")
@@ -180,13 +177,17 @@ def describe_plan(plan: DeploymentPlan) -> list[str]:
 
 def _user_endpoints(plan: DeploymentPlan) -> list[str]:
     """Return the full names of the user services' endpoints, callers first."""
+    namespace = plan.settings.runtime.namespace
+    parts = plan.with_role("service")
+    return [name for part in parts for name in _endpoint_names(part.services, namespace)]
+
+
+def _endpoint_names(services: Iterable[type], namespace: str) -> list[str]:
     from dynamo.sdk.decorators import spec_of
 
-    namespace = plan.settings.runtime.namespace
     return [
         f"{spec.namespace or namespace}.{spec.component}.{endpoint.name}"
-        for part in plan.with_role("service")
-        for spec in map(spec_of, part.services)
+        for spec in map(spec_of, services)
         for endpoint in spec.endpoints.values()
     ]
 
@@ -194,10 +195,6 @@ def _user_endpoints(plan: DeploymentPlan) -> list[str]:
 def _http_url(settings: Settings) -> str:
     host = settings.server.http_host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.http_port}"
-
-
-def _engine_label(settings: Settings) -> str:
-    return f"{settings.engine.kind} {settings.model.path or '(the default model)'}"
 
 
 def _prepare_models(plan: DeploymentPlan, bar: object) -> Prepare | None:

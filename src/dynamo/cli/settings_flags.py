@@ -22,9 +22,7 @@ MAX_NAMED_SETTINGS = 4
 
 def add_settings_flags(parser: Parser, shown: Collection[str] | None = None) -> None:
     """Add the short flags of settings, in a group for each section, and `--section.key` for all.
-
-    The help lists the short flags of the sections in `shown` (None = all).
-    """
+    The help lists the short flags of the sections in `shown` (None = all)."""
     for section, description in section_descriptions().items():
         specs = [
             spec for spec in setting_specs_by_key().values() if spec.key.startswith(f"{section}.")
@@ -51,11 +49,9 @@ def load_settings(
     environ: Mapping[str, str] = os.environ,
     extra: Mapping[str, SourcedValue] | None = None,
 ) -> LoadedSettings:
-    """Load the settings and print a note on standard error for settings without effect.
-
-    Values come from parsed flags, the environment and the configuration file. `extra` holds
-    settings from words of the command line. Raises `ConfigError`.
-    """
+    """Load the settings and print a note on standard error for settings without effect. Values come
+    from parsed flags, the environment and the configuration file. `extra` holds settings from words
+    of the command line. Raises `ConfigError`."""
     loaded = read_settings(args, environ, extra)
     if loaded.notes:
         print_unused_settings(loaded)

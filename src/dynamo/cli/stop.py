@@ -59,10 +59,8 @@ def select_deployments(
     name_or_port: str | None,
     hint: str = "--deployment names one of: {}",
 ) -> Sequence[Deployment]:
-    """Return the deployments with this name or port, or the only running one for None.
-
-    Raises `ConfigError` with `hint` if several run and none is named, else `NotFound`.
-    """
+    """Return the deployments with this name or port, or the only running one for None. Raises
+    `ConfigError` with `hint` if several run and none is named, else `NotFound`."""
     names = ", ".join(deployment.id for deployment in running)
     if name_or_port is None:
         if len(running) > 1:

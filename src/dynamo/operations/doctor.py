@@ -66,12 +66,8 @@ def python(settings: Settings) -> Finding:
 def dependencies(settings: Settings) -> Finding:
     """Check that the required packages are installed, without those of extras."""
     del settings
-    requirements = metadata.requires("dynamo-python") or ()
-    names = [
-        requirement.split(">")[0].split("=")[0].strip()
-        for requirement in requirements
-        if "extra ==" not in requirement
-    ]
+    required = [line for line in metadata.requires("dynamo-python") or () if "extra ==" not in line]
+    names = [line.split(">")[0].split("=")[0].strip() for line in required]
     missing = [name for name in names if not _is_installed(name)]
     if missing:
         return Finding("dependencies", "fail", f"missing: {', '.join(missing)}", "pip install .")
@@ -198,18 +194,9 @@ def routing(settings: Settings) -> Finding:
 
 
 CHECKS: Sequence[Check] = (
-    python,
-    dependencies,
-    cores,
-    memory,
-    open_files,
-    loopback,
-    state_folder,
-    cache_folder,
-    model,
-    port,
-    routing,
-)
+    python, dependencies, cores, memory, open_files, loopback, state_folder, cache_folder, model,
+    port, routing,
+)  # fmt: skip
 
 
 def _fetch_health(url: str) -> dict[str, Any]:

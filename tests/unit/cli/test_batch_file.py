@@ -38,11 +38,7 @@ HI = b'[{"role":"user","content":"hi"}]'
             b'{"text":"hi","stream":true,"top_p":0.5}',
             "line-3",
             CHAT_PATH,
-            {
-                "model": "default",
-                "top_p": 0.5,
-                "messages": [{"role": "user", "content": "hi"}],
-            },
+            {"model": "default", "top_p": 0.5, "messages": [{"role": "user", "content": "hi"}]},
         ),
     ],
 )

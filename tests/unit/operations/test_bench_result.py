@@ -15,12 +15,7 @@ from msgspec.structs import replace
 from dynamo.core.errors import ConfigError
 from dynamo.operations.bench.arrivals import arrival_times, schedule_sessions, synthetic_sessions
 from dynamo.operations.bench.bench_plot import draw_bench_results
-from dynamo.operations.bench.bench_result import (
-    BenchResult,
-    BenchRun,
-    compute_result,
-    read_result,
-)
+from dynamo.operations.bench.bench_result import BenchResult, BenchRun, compute_result, read_result
 from dynamo.operations.bench.compare import compare, differing_settings
 from dynamo.operations.bench.prompts import PromptGenerator, request_body
 from dynamo.operations.bench.request_sample import RequestSample, ServerUsage

@@ -92,12 +92,7 @@ def test_a_block_id_identifies_the_whole_prefix():
 
 @pytest.mark.parametrize(
     ("trace", "block", "tokens", "expected"),
-    [
-        (512, 64, 1000, 15),
-        (64, 64, 200, 3),
-        (16, 64, 200, 3),
-        (512, 64, 63, 0),
-    ],
+    [(512, 64, 1000, 15), (64, 64, 200, 3), (16, 64, 200, 3), (512, 64, 63, 0)],
 )
 def test_blocks_are_split_and_joined(trace, block, tokens, expected):
     block_ids = PrefixBlockIds().assign(range(-(-tokens // trace)))

@@ -27,20 +27,19 @@ __all__ = ["parser", "run"]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Measure a server, or run the subcommand that the first word names.
-
-    Returns 1 if no request succeeded. Ctrl-C prints the result so far and returns 130.
-    """
+    """Measure a server, or run the subcommand that the first word names. Returns 1 if no request
+    succeeded. Ctrl-C prints the result so far and returns 130."""
     args = parser().parse(arguments)
     words = args.words or [""]
     return SUBCOMMANDS.get(words[0], _measure)(args)
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from dynamo.operations.bench.bench_plot import check_bench_plot
+    from dynamo.operations.bench.bench_plot import DRAW_LATER
+    from dynamo.operations.plotting import check_matplotlib
 
     if args.picture:
-        check_bench_plot()
+        check_matplotlib(DRAW_LATER)
     check_writable(args.out, args.picture)
     bench = parse_bench_config(args)
     results = _run_preset(args, bench) if args.preset else [_run_single(bench)]
@@ -107,10 +106,7 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         print(format_comparison(files, rows, differing_settings(first, second)))
     if args.picture:
-        _draw_plot(
-            [_with_name(first, files[0]), _with_name(second, files[1])],
-            args.picture,
-        )
+        _draw_plot([_with_name(first, files[0]), _with_name(second, files[1])], args.picture)
     return 0
 
 

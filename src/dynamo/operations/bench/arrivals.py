@@ -17,11 +17,9 @@ def synthetic_sessions(shape: RequestShape) -> Iterator[SessionPlan]:
 
 
 def arrival_times(load: LoadProfile) -> Iterator[float]:
-    """Yield session starts in seconds from the beginning of the run.
-
-    Starts are evenly spaced if `load.even`, else a Poisson process. The rate grows linearly from
-    `rate` to `rate_to` over `duration_s`.
-    """
+    """Yield session starts in seconds from the beginning of the run. Starts are evenly spaced if
+    `load.even`, else a Poisson process. The rate grows linearly from `rate` to `rate_to` over
+    `duration_s`."""
     rng = random.Random(load.seed)
     slope = ((load.rate_to or load.rate) - load.rate) / load.duration_s if load.duration_s else 0.0
     count = 0.0

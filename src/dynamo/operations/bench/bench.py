@@ -38,12 +38,10 @@ BenchProgressCallback = Callable[[LoadGenerator, float], None]
 
 
 class BenchConfig(msgspec.Struct, frozen=True):
-    """Configuration of a run.
-
-    Requests come from the Mooncake `trace`, from the `sharegpt` file, or else are synthetic with
-    `shape`. Each hash id of a trace stands for `block_tokens` tokens. A trace is sent `speed` times
-    as fast; if `closed`, its times are ignored and `load.concurrency` sessions run at a time.
-    """
+    """Configuration of a run. Requests come from the Mooncake `trace`, from the `sharegpt` file, or
+    else are synthetic with `shape`. Each hash id of a trace stands for `block_tokens` tokens. A
+    trace is sent `speed` times as fast; if `closed`, its times are ignored and `load.concurrency`
+    sessions run at a time."""
 
     target: BenchTarget = BenchTarget()
     shape: RequestShape = RequestShape()
@@ -64,15 +62,15 @@ async def run_bench(
     clock: Clock | None = None,
     stop: asyncio.Event | None = None,
 ) -> BenchResult:
-    """Run a benchmark.
-
-    `on_progress(generator, seconds)` is called every `PROGRESS_INTERVAL_S`. Setting `stop` ends the
-    run early with the requests answered so far. Raises `Unreachable` and `ConfigError`.
-    """
+    """Run a benchmark. `on_progress(generator, seconds)` is called every `PROGRESS_INTERVAL_S`.
+    Setting `stop` ends the run early with the requests answered so far. Raises `Unreachable` and
+    `ConfigError`."""
     clock = clock or SystemClock()
     stop = stop or asyncio.Event()
     seed = bench.load.seed or secrets.randbelow(1 << 31) + 1
     bench = replace(bench, load=replace(bench.load, seed=seed))
+    replays_times = bench.trace and not bench.load.rate
+    load = replace(bench.load, duration_s=0.0) if replays_times else bench.load
     server = LoadClient(bench.target)
     try:
         check_context_length(bench, await fetch_models(server))
@@ -87,7 +85,7 @@ async def run_bench(
             timeline = ThroughputTimeline(generator, on_progress, clock)
             tasks.start(timeline.run())
             cpu.start()
-            run = await generator.run(sessions, _effective_load(bench))
+            run = await generator.run(sessions, load)
             cpu.stop()
     finally:
         server.close()
@@ -159,13 +157,6 @@ def _make_sessions(bench: BenchConfig) -> Iterable[SessionPlan]:
         limited = bench.load.requests or bench.load.duration_s
         return itertools.cycle(sessions) if limited else sessions
     return synthetic_sessions(bench.shape)
-
-
-def _effective_load(bench: BenchConfig) -> LoadProfile:
-    """Return the load; a trace at its own times has no time limit."""
-    if bench.trace and not bench.load.rate:
-        return replace(bench.load, duration_s=0.0)
-    return bench.load
 
 
 def _estimate_tokens(text: str) -> int:

@@ -16,15 +16,10 @@ PANELS = (
 DRAW_LATER = "; the JSON file can be drawn later: dynamo bench draw FILE.json --picture FILE.png"
 
 
-def check_bench_plot() -> None:
-    """Raise `Unsupported` without matplotlib."""
-    check_matplotlib(DRAW_LATER)
-
-
 def draw_bench_results(results: Sequence[BenchResult], path: str) -> None:
     """Draw latency distributions and throughput over time of all `results` into one PNG file.
     Raises `Unsupported` without matplotlib. Blocks."""
-    check_bench_plot()
+    check_matplotlib(DRAW_LATER)
     figure, panels = make_panels()
     for panel, (name, title, samples) in zip(panels, PANELS, strict=False):
         summaries = [(_label(result), getattr(result, name)) for result in results]

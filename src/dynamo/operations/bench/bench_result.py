@@ -34,12 +34,9 @@ class ProcessCpu(msgspec.Struct, frozen=True):
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result file of one run.
-
-    `settings` is the BenchConfig without its API key. `timeline` holds the text events of every
-    second. Requests in flight when a run was `interrupted` are not counted. `late_ms` is the delay
-    of the request that was sent latest after its due time.
-    """
+    """The result file of one run. `settings` is the BenchConfig without its API key. `timeline`
+    holds the text events of every second. Requests in flight when a run was `interrupted` are not
+    counted. `late_ms` is the delay of the request that was sent latest after its due time."""
 
     version: int = VERSION
     name: str = ""

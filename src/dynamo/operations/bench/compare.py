@@ -30,7 +30,8 @@ class ResultDifference(msgspec.Struct, frozen=True):
 
 def compare(first: BenchResult, second: BenchResult) -> Iterator[ResultDifference]:
     """Yield the differences of the metrics that both results have."""
-    for name in [*COMPARED_METRICS, *_cpu_metrics(first)]:
+    cpu_metrics = [f"processes.{role}.us_per_token" for role in first.processes]
+    for name in [*COMPARED_METRICS, *cpu_metrics]:
         before, after = metric_value(first, name), metric_value(second, name)
         if before is None or after is None:
             continue
@@ -55,10 +56,6 @@ def metric_value(result: BenchResult, name: str) -> float | None:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
     return value if isinstance(value, int | float) else None
-
-
-def _cpu_metrics(result: BenchResult) -> Sequence[str]:
-    return [f"processes.{role}.us_per_token" for role in result.processes]
 
 
 def _flatten(settings: object, prefix: str = "") -> dict[str, object]:

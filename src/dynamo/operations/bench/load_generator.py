@@ -67,9 +67,7 @@ class LoadGenerator:
 
     async def run(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> BenchRun:
         """Send sessions until the load ends and all responses are complete, or until `stop`.
-
-        Garbage collection is disabled meanwhile, since its pauses would count as latency.
-        """
+        Garbage collection is disabled meanwhile, since its pauses would count as latency."""
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -83,14 +81,8 @@ class LoadGenerator:
         ended = max((sample.ended_at for sample in self.samples), default=now())
         if self._stop.is_set():
             ended = now()
-        return BenchRun(
-            self.samples,
-            self._inter_token_s,
-            self._started,
-            ended,
-            self._peak_in_flight,
-            self._late_s,
-        )
+        times = (self._started, ended, self._peak_in_flight, self._late_s)
+        return BenchRun(self.samples, self._inter_token_s, *times)
 
     async def _run_load(self, sessions: Iterable[SessionPlan], load: LoadProfile) -> None:
         end = self._started + load.duration_s if load.duration_s else math.inf

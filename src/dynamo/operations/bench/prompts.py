@@ -41,9 +41,7 @@ class PromptGenerator:
 
     def _unique_words(self, count: int) -> list[str]:
         """Return words that start like no other prompt: a few random ones, then a slice of a pool.
-
-        A slice costs far less than a random choice for every word.
-        """
+        A slice costs far less than a random choice for every word."""
         first = self._rng.choices(self._words, k=min(count, UNIQUE_PREFIX_WORDS))
         rest = count - len(first)
         while len(self._pool) < POOL_WORDS + rest:

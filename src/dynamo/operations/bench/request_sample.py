@@ -48,19 +48,8 @@ class RequestSample:
     All requests of a run append to the same `gaps`. `keep_body` stores the response's bytes."""
 
     __slots__ = (
-        "_incomplete",
-        "_inter_token_s",
-        "_text_position",
-        "body",
-        "ended_at",
-        "error",
-        "first_text_at",
-        "keep_body",
-        "last_text_at",
-        "sent_at",
-        "status",
-        "text_events",
-        "usage",
+        "_incomplete", "_inter_token_s", "_text_position", "body", "ended_at", "error",
+        "first_text_at", "keep_body", "last_text_at", "sent_at", "status", "text_events", "usage",
     )  # fmt: skip
 
     def __init__(self, gaps: array[float], *, keep_body: bool = False) -> None:
@@ -78,11 +67,9 @@ class RequestSample:
         self.error = ""
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Count the events in bytes of an event stream, with or without chunk framing.
-
-        Returns True for exactly one event with text, as in most reads. A fast path recognises such
-        reads by the position of the text in the read before.
-        """
+        """Count the events in bytes of an event stream, with or without chunk framing. Returns True
+        for exactly one event with text, as in most reads. A fast path recognises such reads by the
+        position of the text in the read before."""
         position = self._text_position
         if (
             position < len(data) < position + MIN_EVENT_BYTES

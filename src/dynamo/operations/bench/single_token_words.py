@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynamo.core.errors import ConfigError
 from dynamo.core.hashing import TOKEN_BYTES
 from dynamo.core.tasks import run_all
 from dynamo.operations.bench.load_client import LoadClient, Unreachable
+
+if TYPE_CHECKING:
+    from dynamo.models.tokenization.tokenizer import Tokenizer
 
 COMMON_WORDS = """
 able about above access account across act action active activity actual add address after again
@@ -77,25 +81,25 @@ CHECKED_WORDS = 200
 def words_from_tokenizer(folder: str) -> Sequence[str]:
     """Return the common words that are one token for the tokenizer in `folder`. Raises
     `ConfigError`. Blocks."""
-    from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
-
-    path = Path(folder)
-    if path.is_dir():
-        path /= "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"no tokenizer in {folder}", hint="name a folder with tokenizer.json")
-    tokenizer = load_tokenizer_blocking(path)
+    tokenizer = _load_tokenizer(folder)
     return _require_enough_words(
         [word for word in CANDIDATES if len(tokenizer.encode(f" {word}")) == TOKEN_BYTES]
     )
 
 
-def token_counter_from_tokenizer(folder: str) -> Callable[[str], int]:
-    """Return a function that counts a text's tokens with the tokenizer in `folder`. Blocks."""
+def _load_tokenizer(folder: str) -> Tokenizer:
     from dynamo.models.tokenization.tokenizer import load_tokenizer_blocking
 
     path = Path(folder)
-    tokenizer = load_tokenizer_blocking(path / "tokenizer.json" if path.is_dir() else path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"no tokenizer in {folder}", hint="name a folder with tokenizer.json")
+    return load_tokenizer_blocking(path)
+
+
+def token_counter_from_tokenizer(folder: str) -> Callable[[str], int]:
+    """Return a function that counts a text's tokens with the tokenizer in `folder`. Blocks."""
+    tokenizer = _load_tokenizer(folder)
     return lambda text: len(tokenizer.encode(text)) // TOKEN_BYTES
 
 

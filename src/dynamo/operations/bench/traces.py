@@ -32,21 +32,16 @@ class TraceRow(msgspec.Struct):
 
 
 def read_mooncake(path: str, *, rows: int = 0, speed: float = 1.0) -> Sequence[SessionPlan]:
-    """Read the sessions of a Mooncake trace (JSON lines, plain or .gz), ordered by start.
-
-    Reads the first `rows` lines, 0 for all. Times are divided by `speed`. Raises `ConfigError`.
-    Blocks.
-    """
+    """Read the sessions of a Mooncake trace (JSON lines, plain or .gz), ordered by start. Reads the
+    first `rows` lines, 0 for all. Times are divided by `speed`. Raises `ConfigError`. Blocks."""
     sessions = [_make_session(session, speed) for session in read_trace_sessions(path, rows)]
     return sorted(sessions, key=lambda session: session.start_s or 0.0)
 
 
 def read_trace_sessions(path: str, rows: int = 0) -> list[list[tuple[int, TraceRow]]]:
-    """Read the first `rows` lines of a Mooncake trace (0 = all), grouped by session.
-
-    Each row comes with its number from 0. A row without a session id is a session by itself.
-    Raises `ConfigError`. Blocks.
-    """
+    """Read the first `rows` lines of a Mooncake trace (0 = all), grouped by session. Each row comes
+    with its number from 0. A row without a session id is a session by itself. Raises `ConfigError`.
+    Blocks."""
     sessions: dict[str, list[tuple[int, TraceRow]]] = {}
     for number, row in enumerate(islice(_read_rows(path), rows or None)):
         key = f"row {number}" if row.session_id is None else f"session {row.session_id}"
@@ -80,10 +75,8 @@ def _make_session(rows: Sequence[tuple[int, TraceRow]], speed: float) -> Session
 
 
 def read_sharegpt(path: str, count: CountTokens, *, turns: int = 1) -> Sequence[SessionPlan]:
-    """Read the conversations of a ShareGPT file, cut to `turns` questions (0 = all).
-
-    Requested output lengths are those of the recorded answers. Raises `ConfigError`. Blocks.
-    """
+    """Read the conversations of a ShareGPT file, cut to `turns` questions (0 = all). Requested
+    output lengths are those of the recorded answers. Raises `ConfigError`. Blocks."""
     sessions: list[SessionPlan] = []
     for conversation in _conversations(path):
         requests = list(_user_turns(conversation, count))

@@ -9,12 +9,9 @@ import msgspec
 
 
 class RequestPlan(msgspec.Struct, frozen=True):
-    """A request of a session.
-
-    The prompt is `text`, else the blocks of words that `hash_ids` determine, else fresh words. The
-    request is sent `delay_s` after the previous turn. A recorded `answer` takes the place of the
-    server's answer in the conversation.
-    """
+    """A request of a session. The prompt is `text`, else the blocks of words that `hash_ids`
+    determine, else fresh words. The request is sent `delay_s` after the previous turn. A recorded
+    `answer` takes the place of the server's answer in the conversation."""
 
     input_tokens: int
     output_tokens: int
@@ -58,12 +55,10 @@ class RequestShape(msgspec.Struct, frozen=True):
 
 
 class LoadProfile(msgspec.Struct, frozen=True):
-    """Arrival of requests.
-
-    An open loop sends `rate` requests per second, growing linearly to `rate_to`. With rate 0, a
-    closed loop holds `concurrency` in flight. The run ends after `duration_s` or `requests`
-    (0 = no limit). Seed 0 means a random seed: prompts of earlier runs are in no cache then.
-    """
+    """Arrival of requests. An open loop sends `rate` requests per second, growing linearly to
+    `rate_to`. With rate 0, a closed loop holds `concurrency` in flight. The run ends after
+    `duration_s` or `requests` (0 = no limit). Seed 0 means a random seed: prompts of earlier runs
+    are in no cache then."""
 
     concurrency: int = 1
     rate: float = 0.0

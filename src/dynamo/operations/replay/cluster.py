@@ -99,11 +99,9 @@ class ReplayEngine(Engine):
 
 
 class ReplayCluster:
-    """A cluster that runs inside `async with`.
-
-    `send` passes requests through the router, and through admission if there is an `slo`.
-    `engines` holds the ranks of the first worker, then those of the second, and so on.
-    """
+    """A cluster that runs inside `async with`. `send` passes requests through the router, and
+    through admission if there is an `slo`. `engines` holds the ranks of the first worker, then
+    those of the second, and so on."""
 
     def __init__(
         self,

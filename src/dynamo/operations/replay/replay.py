@@ -44,14 +44,12 @@ class ReplayPlan(msgspec.Struct, frozen=True):
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """The result file of a replay. Latencies are those of completed requests.
-
-    `rejected` counts the `errors` of code `overloaded`. `reuse_first_admission` is the share of
-    prompt tokens that a cache held when their request was first admitted. `tpot_ms` is each
-    request's mean time between tokens, `itl_ms` every single one. `duration_s` is virtual time;
-    `wall_s` and `cpu_s` are what the replay took. `requests_per_worker` has an entry for each
-    data-parallel rank of each worker.
-    """
+    """The result file of a replay. Latencies are those of completed requests. `rejected` counts the
+    `errors` of code `overloaded`. `reuse_first_admission` is the share of prompt tokens that a
+    cache held when their request was first admitted. `tpot_ms` is each request's mean time between
+    tokens, `itl_ms` every single one. `duration_s` is virtual time; `wall_s` and `cpu_s` are what
+    the replay took. `requests_per_worker` has an entry for each data-parallel rank of each
+    worker."""
 
     trace: str
     settings: Mapping[str, object]

@@ -33,19 +33,6 @@ class PlacementRecord(msgspec.Struct, frozen=True):
 class ReplayRequest(Reply):
     """A request in flight. `fast_forward` belongs to the engine that answers."""
 
-    __slots__ = (
-        "_last_token_s",
-        "_log",
-        "arrived_s",
-        "block_hashes",
-        "cached_tokens",
-        "fast_forward",
-        "first_token_s",
-        "output_tokens",
-        "trace_request",
-        "worker",
-    )
-
     def __init__(self, log: ReplayLog, turn: TraceRequest, hashes: list[int], now: float) -> None:
         self._log = log
         self.trace_request = turn
@@ -159,10 +146,8 @@ class ReplayLog:
         return self._workers.count(worker)
 
     def on_fast_forward(self, ends: Sequence[float]) -> None:
-        """Record a token at each time of `ends` for one request.
-
-        Requests of one batch pass the same object one after the other and are counted together.
-        """
+        """Record a token at each time of `ends` for one request. Requests of one batch pass the
+        same object one after the other and are counted together."""
         if ends is self._token_times:
             self._requests_sharing_token_times += 1
             return

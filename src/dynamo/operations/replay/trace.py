@@ -86,10 +86,8 @@ class TraceBlockConverter:
 
 def read_trace(path: str, arrivals: ArrivalOptions, rows: int = 0) -> list[TraceConversation]:
     """Read the first `rows` lines (0 = all) of a Mooncake trace, JSON lines, plain or .gz.
-
     Conversations are ordered by start; the first line's session starts at 0 if it is the earliest.
-    Raises `ConfigError`. Blocks.
-    """
+    Raises `ConfigError`. Blocks."""
     sessions = read_trace_sessions(path, rows)
     if not sessions:
         raise ConfigError(f"{path}: no requests", hint="a Mooncake trace has a JSON object a line")
