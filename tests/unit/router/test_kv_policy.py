@@ -139,7 +139,7 @@ async def test_a_request_goes_to_the_worker_that_holds_its_prompt(open_runtime: 
     (decision,), (outcome,) = observer.decisions, observer.outcomes
     assert (decision.overlap_blocks, decision.prompt_blocks, decision.view) == (10, 10, "exact")
     assert (outcome.cached_tokens, outcome.prompt_tokens, outcome.output_tokens) == (16, 160, 3)
-    assert outcome.ok
+    assert not outcome.error
     assert outcome.ttft_s is not None
     assert not policy.solver.worker_states[holder].active
     await policy.close()

@@ -75,11 +75,6 @@ class Outcome(msgspec.Struct, frozen=True):
     output_tokens: int
     error: str = ""
 
-    @property
-    def ok(self) -> bool:
-        """Whether the request ended without an error."""
-        return not self.error
-
 
 class Observer(ABC):
     """Receives every decision and its outcome. Calls run on the event loop and must be short."""

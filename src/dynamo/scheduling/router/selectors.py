@@ -31,6 +31,9 @@ from dynamo.scheduling.router.worker_state import WorkerState
 
 log = logging.getLogger(__name__)
 
+NEAR_BEST_SHARE = 0.1
+"""Share of the distance of best and worst score within which `LoadBalanced` picks by load."""
+
 
 class RouterError:
     """The seeds' namespace for routing errors."""
@@ -78,14 +81,11 @@ class DefaultWorkerSelector(WorkerSelector):
         strategy: SelectionStrategy = SelectionStrategy.HighestScore,
         *,
         temperature: float = 1.0,
-        tolerance: float = 0.1,
         rng: Random | None = None,
     ) -> None:
-        """`temperature` of the softmax applies to scores scaled to 0..1; 0 takes the best. Scores
-        within `tolerance`, a share of the distance of best and worst, count as near the best."""
+        """`temperature` of the softmax applies to scores scaled to 0..1; 0 takes the best."""
         self._strategy = strategy
         self._temperature = temperature
-        self._tolerance = tolerance
         self._rng = rng or Random()
 
     def select_worker(
@@ -101,7 +101,7 @@ class DefaultWorkerSelector(WorkerSelector):
         totals = [worker_scores[name].total_score for name in names]
         if self._strategy is SelectionStrategy.LoadBalanced:
             best = max(totals)
-            limit = best - self._tolerance * (best - min(totals))
+            limit = best - NEAR_BEST_SHARE * (best - min(totals))
             near = [name for name, total in zip(names, totals, strict=True) if total >= limit]
             return min(near, key=lambda name: (worker_scores[name].load_factor, self._rng.random()))
         weighted = self._strategy is SelectionStrategy.WeightedRandom

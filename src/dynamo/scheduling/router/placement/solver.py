@@ -113,16 +113,7 @@ class PlacementSolver:
 
     def pop_unplaceable(self) -> list[PendingRequest]:
         """Remove and return the requests for which no worker is left."""
-        workers = self.worker_states.workers
-        unplaceable = [
-            request
-            for request in self._pending
-            if not workers
-            or (
-                request.excluded
-                and all(worker.instance.id in request.excluded for worker in workers)
-            )
-        ]
+        unplaceable = [request for request in self._pending if not self._allowed_workers(request)]
         for request in unplaceable:
             self._pending.remove(request)
         return unplaceable
