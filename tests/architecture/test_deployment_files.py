@@ -1,4 +1,4 @@
-"""What `deploy/` says exists: compose's schema, our settings, ports and metrics."""
+"""The files of `deploy/` fit the compose schema and name settings, ports and metrics that exist."""
 
 from __future__ import annotations
 
@@ -37,64 +37,64 @@ def expressions() -> list[str]:
 
 
 def metrics() -> dict[str, tuple[str, set[str]]]:
-    """Kind and labels by name, as rendered; the page is held true to the code by its own test."""
-    found = {}
+    """Kind and labels by metric name. Another test compares the page with the code."""
+    by_name: dict[str, tuple[str, set[str]]] = {}
     for row in ROW.finditer((ROOT / "docs" / "reference" / "metrics.md").read_text()):
         labels = set(row["labels"].replace(",", " ").split())
         ends = ("_bucket", "_sum", "_count") if row["kind"] == "histogram" else ("",)
         kind = "gauge" if row["kind"] == "gauge" else "counter"
-        found |= {row["name"] + end: (kind, labels) for end in ends}
-    return found
+        by_name |= {row["name"] + end: (kind, labels) for end in ends}
+    return by_name
 
 
-def test_compose_takes_the_file() -> None:
-    """By the compose specification's schema."""
+def test_the_compose_file_fits_the_compose_schema() -> None:
     words = ("--builtin-schema", "vendor.compose-spec", str(DEPLOY / "docker-compose.yml"))
     command = [str(Path(sys.executable).with_name("check-jsonschema")), *words]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
 
 
-def test_the_parts_and_their_profiles(compose: dict[str, Any]) -> None:
+def test_services_have_profiles_and_bind_to_loopback(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    infra = {name for name, one in services.items() if "infra" in one["profiles"]}
+    infra = {name for name, service in services.items() if "infra" in service["profiles"]}
     assert infra == {"etcd", "nats"}
-    assert all("stack" in one["profiles"] for one in services.values())
+    assert all("stack" in service["profiles"] for service in services.values())
     assert "COMPOSE_PROFILES=stack" in (DEPLOY / ".env").read_text().splitlines()
-    for name, one in services.items():
-        assert all(wanted in services for wanted in one.get("depends_on", ())), name
-        for port in one.get("ports", ()):
+    for name, service in services.items():
+        assert all(wanted in services for wanted in service.get("depends_on", ())), name
+        for port in service.get("ports", ()):
             assert port.startswith("${BIND:-127.0.0.1}:"), name
 
 
-def test_every_part_of_ours_is_ours(compose: dict[str, Any]) -> None:
-    """Settings, graphs and files that containers name are there."""
+def test_containers_name_settings_graphs_and_files_that_exist(compose: dict[str, Any]) -> None:
     names = {environment_name(key) for key in setting_specs_by_key()}
     names |= {"DYNAMO_ETCD_ENDPOINTS", "DYNAMO_NATS_URL", "DYNAMO_LOG", "HF_TOKEN"}
-    parts = {n: one for n, one in compose["services"].items() if n.startswith("dynamo-")}
+    parts = [part for name, part in compose["services"].items() if name.startswith("dynamo-")]
     assert len(parts) == 4
-    for one in parts.values():
-        assert set(one["environment"]) <= names
-        assert "healthcheck" in one
-        (graph,) = (word for word in one["command"] if SERVES.fullmatch(word))
+    for part in parts:
+        assert set(part["environment"]) <= names
+        assert "healthcheck" in part
+        (graph,) = (word for word in part["command"] if SERVES.fullmatch(word))
         module, _, service = graph.partition(":")
         file = ROOT / "examples/llm" / f"{module.replace('.', '/')}.py"
         assert re.search(rf"\b{service}\b", file.read_text())
-        assert "/config/distributed.yaml" in one["command"]
+        assert "/config/distributed.yaml" in part["command"]
     assert (ROOT / "configs" / "distributed.yaml").exists()
 
 
-def test_prometheus_asks_who_is_there(compose: dict[str, Any]) -> None:
+def test_prometheus_scrapes_every_service_on_its_port(compose: dict[str, Any]) -> None:
     jobs = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     services = compose["services"]
     status = int(services["dynamo-worker"]["environment"]["DYNAMO_RUNTIME__STATUS_PORT"])
     serving = {"frontend": 8000, "router": 8001, "worker": status + 1, "supervisor": status}
     for job in jobs:
-        for sought in job.get("dns_sd_configs", ()):
-            assert set(sought["names"]) <= set(services)
-            assert sought["port"] == serving[job["job_name"]]
-    asked = {name for job in jobs for one in job.get("dns_sd_configs", ()) for name in one["names"]}
-    assert asked == {name for name in services if name.startswith("dynamo-")}
+        for config in job.get("dns_sd_configs", ()):
+            assert set(config["names"]) <= set(services)
+            assert config["port"] == serving[job["job_name"]]
+    configs = [config for job in jobs for config in job.get("dns_sd_configs", ())]
+    assert {name for config in configs for name in config["names"]} == {
+        name for name in services if name.startswith("dynamo-")
+    }
 
 
 def test_the_dashboard_shows_metrics_that_exist() -> None:
@@ -118,6 +118,6 @@ def test_the_dashboard_counts_what_grows_and_groups_by_labels_that_exist() -> No
 
 def test_grafana_finds_its_source() -> None:
     source = yaml.safe_load((DEPLOY / "grafana/datasources/prometheus.yml").read_text())
-    uids = {one["uid"] for one in source["datasources"]}
+    uids = {datasource["uid"] for datasource in source["datasources"]}
     panels = json.loads(BOARD.read_text())["panels"]
     assert {panel["datasource"]["uid"] for panel in panels} <= uids

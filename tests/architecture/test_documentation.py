@@ -1,4 +1,4 @@
-"""What exists is documented, and what is documented exists."""
+"""Settings, commands, errors, metrics and dependencies are documented, and links lead to files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_setting_is_in_the_reference_and_says_what_it_does() -> None:
 
 
 def test_no_flag_or_alias_is_declared_twice() -> None:
-    flags = [one.meta.flag for one in setting_specs_by_key().values() if one.meta.flag]
+    flags = [spec.meta.flag for spec in setting_specs_by_key().values() if spec.meta.flag]
 
     assert len(flags) == len(set(flags))
 
@@ -58,7 +58,9 @@ def test_every_command_and_error_is_in_the_reference() -> None:
     errors = (REFERENCE / "errors.md").read_text()
 
     assert all(
-        f"## dynamo {name}\n" in commands for name, one in COMMANDS.items() if not one.hidden
+        f"## dynamo {name}\n" in commands
+        for name, command in COMMANDS.items()
+        if not command.hidden
     )
     assert all(f"| `{code}` |" in errors for code in error_types())
 
