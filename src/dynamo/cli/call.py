@@ -86,17 +86,10 @@ async def _list_endpoints(discovery: Discovery) -> set[str]:
     """Return the full names of the registered endpoints."""
     from dynamo.runtime.calls.instances import decode_instance
 
-    records = await discovery.get("/")
-    instances = [
-        decode_instance(key, value)
-        for key, value in records.items()
-        if key.split("/")[2:3] == ["workers"]
-    ]
-    return {
-        f"{instance.namespace}.{instance.component}.{instance.endpoint}"
-        for instance in instances
-        if instance is not None
-    }
+    records = (await discovery.get("/")).items()
+    workers = [record for record in records if record[0].split("/")[2:3] == ["workers"]]
+    instances = [item for record in workers if (item := decode_instance(*record)) is not None]
+    return {f"{item.namespace}.{item.component}.{item.endpoint}" for item in instances}
 
 
 def _configured_discovery_server(settings: Settings) -> str:

@@ -46,12 +46,11 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Print the schema, or the effective settings."""
     args = parser().parse(arguments)
-    print(_schema() if args.what == "schema" else _format_settings(args))
+    if args.what == "schema":
+        print(msgspec.json.format(msgspec.json.encode(json_schema())).decode())
+    else:
+        print(_format_settings(args))
     return 0
-
-
-def _schema() -> str:
-    return msgspec.json.format(msgspec.json.encode(json_schema())).decode()
 
 
 def _format_settings(args: argparse.Namespace) -> str:

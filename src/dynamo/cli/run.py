@@ -22,7 +22,6 @@ NONE = "none"
 INPUTS = ("http", TEXT, NONE)
 KNOWN_INPUTS = "in=http, in=text, in=batch:FILE.jsonl, in=none"
 BATCH = "batch"
-UNSUPPORTED_INPUTS = ("endpoint",)
 
 REMOTE_MODELS_LABEL = "every model of remote workers"
 
@@ -183,7 +182,7 @@ def curl_example(url: str) -> str:
 
 def _parse_input(value: str) -> str:
     kind = value.partition(":")[0]
-    if kind in UNSUPPORTED_INPUTS:
+    if kind == "endpoint":
         raise Unsupported(f"in={value} is not supported yet", hint=f"supported: {KNOWN_INPUTS}")
     if value not in INPUTS and kind != BATCH:
         raise ConfigError(f"unknown input in={value}", hint=f"known: {KNOWN_INPUTS}")

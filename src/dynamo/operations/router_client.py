@@ -46,8 +46,7 @@ class RouterClient:
     def explain(self, request_id: str = "") -> list[dict[str, Any]]:
         """Fetch the decisions for a request, or the last ones. Raises `NotFound`."""
         path = f"/router/explain/{quote(request_id)}" if request_id else "/router/explain"
-        decisions: list[dict[str, Any]] = self._get_json(path, "decisions")["decisions"]
-        return decisions
+        return self._get_json(path, "decisions")["decisions"]  # type: ignore[no-any-return]
 
     def report(self, seconds: float | None = None) -> dict[str, Any]:
         """Fetch a `PerformanceReport` of the last `seconds`."""
@@ -56,8 +55,7 @@ class RouterClient:
 
     def samples(self) -> list[dict[str, Any]]:
         """Fetch the samples of every worker over time."""
-        samples: list[dict[str, Any]] = self._get_json("/router/timeline", "samples")["samples"]
-        return samples
+        return self._get_json("/router/timeline", "samples")["samples"]  # type: ignore[no-any-return]
 
     def _get_json(self, path: str, part: str) -> dict[str, Any]:
         """Fetch the JSON object at `path`, which must have the key `part`."""

@@ -49,13 +49,12 @@ def parser() -> Parser:
 
 def _add_load_flags(parser: Parser) -> None:
     group = parser.add_argument_group("load")
-    group.add_argument(
+    _add_number(
+        group,
         "-c",
         "--concurrency",
-        type=int,
         default=1,
-        metavar="N",
-        help="requests in flight in a closed loop (default: 1)",
+        text="requests in flight in a closed loop (default: 1)",
     )
     group.add_argument(
         "--rate",
@@ -66,16 +65,15 @@ def _add_load_flags(parser: Parser) -> None:
     group.add_argument(
         "--duration", metavar="TIME", help="time to send (default: 10s without --requests)"
     )
-    group.add_argument("--requests", type=int, default=0, metavar="N", help="requests to send")
+    _add_number(group, "--requests", default=0, text="requests to send")
     group.add_argument(
         "--warmup", type=int, default=0, metavar="N", help="unmeasured requests first"
     )
-    group.add_argument(
+    _add_number(
+        group,
         "--seed",
-        type=int,
         default=0,
-        metavar="N",
-        help="seed of the prompts (default: random, so that no cache has them)",
+        text="seed of the prompts (default: random, so that no cache has them)",
     )
     _add_trace_flags(group)
 
@@ -87,12 +85,8 @@ def _add_trace_flags(group: Any) -> None:
         help="Mooncake trace, .jsonl or .gz: timestamp (ms), input_length, "
         "output_length, hash_ids; optional session_id and delay",
     )
-    group.add_argument(
-        "--block-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens per hash id of the trace (default: 512)",
+    _add_number(
+        group, "--block-tokens", default=512, text="tokens per hash id of the trace (default: 512)"
     )
     group.add_argument(
         "--speed", type=float, default=1.0, metavar="X", help="divide the trace's times by X"
@@ -110,42 +104,23 @@ def _add_trace_flags(group: Any) -> None:
 
 def _add_request_flags(parser: Parser) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument(
+    _add_number(
+        group,
         "--isl",
         "--input-tokens",
-        type=int,
         default=128,
-        metavar="N",
-        help="prompt tokens without the chat template (default: 128)",
+        text="prompt tokens without the chat template (default: 128)",
     )
-    group.add_argument(
-        "--osl",
-        "--output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="output tokens (default: 64)",
+    _add_number(group, "--osl", "--output-tokens", default=64, text="output tokens (default: 64)")
+    _add_number(
+        group, "--prefix-share", default=0.0, text="share of each prompt that is a shared prefix"
     )
-    group.add_argument(
-        "--prefix-share",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="share of each prompt that is a shared prefix",
-    )
-    group.add_argument(
-        "--prefixes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of shared prefixes (default: 1)",
-    )
-    group.add_argument(
+    _add_number(group, "--prefixes", default=1, text="number of shared prefixes (default: 1)")
+    _add_number(
+        group,
         "--turns",
-        type=int,
         default=1,
-        metavar="N",
-        help="turns per conversation (default: 1; 0 takes all of --sharegpt)",
+        text="turns per conversation (default: 1; 0 takes all of --sharegpt)",
     )
     group.add_argument(
         "--stop-at-eos",
@@ -177,6 +152,12 @@ def _add_result_flags(parser: Parser) -> None:
     group.add_argument("--picture", metavar="FILE", help="plot the result as PNG")
     group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument("--name", default="", help="name of the result")
+
+
+def _add_number(group: Any, *flags: str, default: float, text: str) -> None:
+    kind = type(default)
+    metavar = "X" if kind is float else "N"
+    group.add_argument(*flags, type=kind, default=default, metavar=metavar, help=text)
 
 
 def parse_bench_config(args: argparse.Namespace) -> BenchConfig:

@@ -112,9 +112,7 @@ async def fetch_models(server: LoadClient) -> Sequence[Mapping[str, Any]]:
         )
     models = response.get("data") if isinstance(response, dict) else None
     if not isinstance(models, list):
-        raise Unreachable(
-            "/v1/models lists no models", hint="the URL must be that of an OpenAI-compatible server"
-        )
+        raise Unreachable("/v1/models lists no models", hint="is it an OpenAI-compatible server?")
     return [model for model in models if isinstance(model, dict)]
 
 

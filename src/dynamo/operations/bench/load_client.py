@@ -161,10 +161,7 @@ class LoadClient:
         try:
             connection = await self._acquire_connection()
             done = connection.send_request(request, sample)
-            if self._target.timeout_s:
-                await asyncio.wait_for(done, self._target.timeout_s)
-            else:
-                await done
+            await asyncio.wait_for(done, self._target.timeout_s or None)
         except TimeoutError:
             sample.error = "timeout"
         except OSError as error:

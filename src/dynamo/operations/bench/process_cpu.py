@@ -45,10 +45,9 @@ class ProcessCpuMeter:
         }
 
     def _read_cpu_s(self) -> dict[str, float]:
-        by_role = {
-            role: sum(map(_process_cpu_s, pids)) for role, pids in self._pids_by_role.items()
-        }
+        roles = self._pids_by_role.items()
         own = resource.getrusage(resource.RUSAGE_SELF)
+        by_role = {role: sum(map(_process_cpu_s, pids)) for role, pids in roles}
         return by_role | {BENCH_ROLE: own.ru_utime + own.ru_stime}
 
 

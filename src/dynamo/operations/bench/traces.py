@@ -83,9 +83,7 @@ def read_sharegpt(path: str, count: CountTokens, *, turns: int = 1) -> Sequence[
         if requests:
             sessions.append(SessionPlan(requests[: turns or None], history=True))
     if not sessions:
-        raise ConfigError(
-            f"{path}: no conversations", hint="the file must be a list of {conversations: [...]}"
-        )
+        raise ConfigError(f"{path}: no conversations", hint="wanted: [{conversations: [...]}]")
     return sessions
 
 

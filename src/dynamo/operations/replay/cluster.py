@@ -67,10 +67,8 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
 
     def engine_info_of(self, number: int) -> EngineInfo:
         """Return the engine info of worker `number`."""
-        if not self.num_blocks:
-            return self.engine
-        blocks = self.num_blocks[number % len(self.num_blocks)]
-        return replace(self.engine, num_blocks=blocks)
+        sizes = self.num_blocks or (self.engine.num_blocks,)
+        return replace(self.engine, num_blocks=sizes[number % len(sizes)])
 
 
 class ReplayEngine(Engine):
