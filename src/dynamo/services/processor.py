@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from dynamo.application.openai.service_chat import (
     chat_request_from_dict,
 )
 from dynamo.communication.requests import ResponseWriter
+from dynamo.core.context import Context
 from dynamo.core.text import ChatRequest
 from dynamo.runtime.distributed import DistributedRuntime
 from dynamo.sdk.decorators import spec_of
@@ -34,6 +36,7 @@ class ProcessorEndpoints:
         self._runtime = runtime
         self._gateway = gateway
         self._unknown_roles = runtime.settings.server.unknown_roles
+        self._call_numbers = count(1)
 
     async def start(self) -> None:
         """Serve both endpoints until the runtime shuts down."""
@@ -53,14 +56,22 @@ class ProcessorEndpoints:
         def send(chunk: dict[str, Any]) -> bool:
             return out.send(_encode(chunk))
 
-        await processor.chat(request, out.context, ChatChunkReply(send, head, request.options.n))
+        reply = ChatChunkReply(send, head, request.options.n)
+        await processor.chat(request, self._own_context(out.context), reply)
 
     async def _handle_answer(self, payload: bytes, out: ResponseWriter) -> None:
         request, processor = self._decode_request(payload)
         options = msgspec.structs.replace(request.options, n=1)
         reply = ChatAnswerReply()
-        await processor.chat(msgspec.structs.replace(request, options=options), out.context, reply)
+        request = msgspec.structs.replace(request, options=options)
+        await processor.chat(request, self._own_context(out.context), reply)
         out.send(_encode(reply.answer))
+
+    def _own_context(self, context: Context) -> Context:
+        """Return the context with a unique id, since a service may make several calls under the id
+        of one HTTP request."""
+        own_id = f"{context.request_id}.{next(self._call_numbers)}"
+        return msgspec.structs.replace(context, request_id=own_id)
 
     def _decode_request(self, payload: bytes) -> tuple[ChatRequest, Any]:
         body = _decode(payload)
