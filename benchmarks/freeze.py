@@ -58,10 +58,8 @@ async def freeze_worker(
     """Stop and resume a worker, and return what clients noticed."""
     whole_s = BEFORE_S + args.seconds + AFTER_S
     tokens = round(whole_s / STEP_S)
-    client, keys = (
-        StreamClient(url, vocabulary(args.model), hung_s=2 * whole_s + 60),
-        itertools.count(),
-    )
+    keys = itertools.count()
+    client = StreamClient(url, vocabulary(args.model), hung_s=2 * whole_s + 60)
     async with LoopLag() as lag, asyncio.TaskGroup() as group:
         streams = []
         for key in itertools.islice(keys, args.streams):
@@ -78,11 +76,8 @@ async def freeze_worker(
         after = await send_evenly(client, keys, args.rate, AFTER_S)
     old = [task.result() for task in streams]
     stuck = [stream for stream in old if stream.worker == victim.instance]
-    again = [
-        stream.times[0] - thawed
-        for stream in after
-        if stream.worker == victim.instance and stream.times
-    ]
+    answered = [stream for stream in after if stream.worker == victim.instance and stream.times]
+    again = [stream.times[0] - thawed for stream in answered]
     errors = [stream.error for stream in (*old, *new, *after) if stream.error]
     return {
         "streams": len(old),

@@ -188,7 +188,7 @@ class Load:
             head + f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         ).encode() + data
 
-    async def one(self) -> None:
+    async def send(self) -> None:
         """Send a request on an idle or a new connection."""
         while self.free and self.free[-1].closed:
             self.free.pop()
@@ -221,7 +221,7 @@ class Load:
         """Run one slot of the closed loop."""
         while now() < until and budget[0] > 0:
             budget[0] -= 1
-            await self.one()
+            await self.send()
 
     async def poisson(self, until: float) -> None:
         """Run an open loop at `--rate` requests per second."""
@@ -229,14 +229,14 @@ class Load:
         async with asyncio.TaskGroup() as group:
             while (when := when + self.rng.expovariate(self.args.rate)) < until:
                 await asyncio.sleep(max(0, when - now()))
-                group.create_task(self.one())
+                group.create_task(self.send())
 
     async def run(self) -> dict[str, Any]:
         """Warm up, measure and return the report."""
         args = self.args
         pids = {k: [int(p) for p in v.split(",")] for k, v in (x.split("=") for x in args.pid)}
         for _ in range(args.warmup):
-            await self.one()
+            await self.send()
         self.ok.clear(), self.itl.clear()
         gc.freeze(), gc.disable()
         before = {k: sum(map(cpu_seconds, v)) for k, v in pids.items()}
