@@ -1,14 +1,15 @@
-"""Declaration of a setting: `Annotated[type, setting(...)]` on a field of a frozen Struct."""
+"""Declaration of a setting: `name: type = setting(default, help)` in a `SettingsSection`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
 from dynamo.core.plugins import PluginTable
 
+T = TypeVar("T")
 Unit = Literal["", "seconds", "milliseconds", "bytes", "GiB", "tokens", "blocks", "ratio", "cores"]
 
 
@@ -40,9 +41,36 @@ class SettingMeta(msgspec.Struct, frozen=True):
     secret: bool = False
 
 
-def setting(help: str, **properties: Any) -> SettingMeta:  # noqa: A002 - the word users know
+class _DeclaredSetting(msgspec.Struct, frozen=True):
+    default: Any
+    meta: SettingMeta
+
+
+def setting(default: T, help: str, **properties: Any) -> T:  # noqa: A002 - the word users know
     """Declare one setting. The properties are the fields of `SettingMeta`."""
-    return SettingMeta(help, **properties)
+    return cast("T", _DeclaredSetting(default, SettingMeta(help, **properties)))
+
+
+class _SectionType(msgspec.StructMeta):
+    """Separates the declared settings of a class body into defaults and `setting_metas`."""
+
+    setting_metas: Mapping[str, SettingMeta]
+
+    def __new__(
+        mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any
+    ) -> _SectionType:
+        declared = {k: v for k, v in namespace.items() if isinstance(v, _DeclaredSetting)}
+        defaults = {key: setting.default for key, setting in declared.items()}
+        section = super().__new__(mcls, name, bases, namespace | defaults, **config)
+        inherited = getattr(section, "setting_metas", {})
+        section.setting_metas = inherited | {key: row.meta for key, row in declared.items()}
+        return section
+
+
+class SettingsSection(
+    msgspec.Struct, metaclass=_SectionType, frozen=True, forbid_unknown_fields=True
+):
+    """A section of the settings. Its fields are settings and further sections."""
 
 
 class SettingSpec(msgspec.Struct, frozen=True):
@@ -54,24 +82,18 @@ class SettingSpec(msgspec.Struct, frozen=True):
     meta: SettingMeta
 
     @property
-    def entry_schema(self) -> type[msgspec.Struct] | None:
+    def entry_schema(self) -> type[SettingsSection] | None:
         """The schema of one entry if the setting is a list of sections, else None."""
-        arguments = get_args(self.type)
-        first = arguments[0] if arguments else None
-        return first if isinstance(first, type) and issubclass(first, msgspec.Struct) else None
+        first = next(iter(get_args(self.type)), None)
+        return first if isinstance(first, _SectionType) else None
 
 
-def iter_setting_specs(schema: type[msgspec.Struct], prefix: str = "") -> Iterator[SettingSpec]:
+def iter_setting_specs(schema: type[SettingsSection], prefix: str = "") -> Iterator[SettingSpec]:
     """Yield every setting that is declared as a field under `schema`, depth first."""
-    hints = get_type_hints(schema, include_extras=True)
     for field in msgspec.structs.fields(schema):
-        key = f"{prefix}{field.encode_name}"
-        hint = hints[field.name]
-        if get_origin(hint) is Annotated:
-            kind, meta = get_args(hint)[:2]
-            default = field.default
-            if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
-                default = field.default_factory()
-            yield SettingSpec(key, kind, default, meta)
-        elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            yield from iter_setting_specs(hint, f"{key}.")
+        key = f"{prefix}{field.name}"
+        meta = schema.setting_metas.get(field.name)
+        if meta is not None:
+            yield SettingSpec(key, field.type, field.default, meta)
+        else:
+            yield from iter_setting_specs(field.type, f"{key}.")

@@ -9,14 +9,14 @@ from functools import cache
 import msgspec
 
 from dynamo.core.errors import ConfigError
-from dynamo.core.settings.declare import SettingSpec, iter_setting_specs
+from dynamo.core.settings.declare import SettingSpec, SettingsSection, iter_setting_specs
 from dynamo.core.settings.no_effect import NO_EFFECT, NO_EFFECT_SECTIONS
 from dynamo.core.settings.schema import SECTION_ALIASES, Settings
 
 ENVIRONMENT_PREFIX = "DYNAMO_"
 
 
-SettingsSchema = type[msgspec.Struct]
+SettingsSchema = type[SettingsSection]
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
@@ -223,13 +223,11 @@ def _replicas_as_http_workers(
 
 
 def _build_struct(schema: type[Any], prefix: str, values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(schema)
     parts = {}
     for field in msgspec.structs.fields(schema):
         key = f"{prefix}{field.name}"
-        nested = hints[field.name]
         parts[field.name] = (
-            values[key] if key in values else _build_struct(nested, f"{key}.", values)
+            values[key] if key in values else _build_struct(field.type, f"{key}.", values)
         )
     return schema(**parts)
 

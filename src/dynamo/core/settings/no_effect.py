@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from dynamo.core.settings.declare import SettingSpec, setting
+from dynamo.core.settings.declare import SettingMeta, SettingSpec, SettingsSection
 from dynamo.core.settings.schema import Settings
 from dynamo.core.settings.schema_cluster import WorkerGroupSettings
 
 
-class CustomMetricSettings(msgspec.Struct, frozen=True):
+class CustomMetricSettings(SettingsSection, frozen=True):
     """An entry of `monitoring.custom_metrics`. All of its settings are in `NO_EFFECT`."""
 
 
 def _row(key: str, default: Any, text: str, *, kind: Any = None, **meta: Any) -> SettingSpec:
-    return SettingSpec(key, kind or type(default), default, setting(text, unused=True, **meta))
+    return SettingSpec(key, kind or type(default), default, SettingMeta(text, unused=True, **meta))
 
 
 def _under(section: str, rows: tuple[SettingSpec, ...]) -> Iterator[SettingSpec]:
@@ -85,7 +84,7 @@ _PROMETHEUS = (
 _METRIC_LIST = tuple[CustomMetricSettings, ...]
 _BUCKETS = tuple[float, ...]
 
-NO_EFFECT: Mapping[type[msgspec.Struct], tuple[SettingSpec, ...]] = {
+NO_EFFECT: Mapping[type[SettingsSection], tuple[SettingSpec, ...]] = {
     Settings: (
         _row("frontend.router_endpoint", "", "URL of a separate router; empty: in the frontend"),
         *_under("frontend.resources", _RESOURCES),

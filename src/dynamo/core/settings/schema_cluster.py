@@ -2,138 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
-from dynamo.core.settings.declare import setting
+from dynamo.core.settings.declare import SettingsSection, setting
 
 
-class WorkerGroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkerGroupSettings(SettingsSection, frozen=True):
     """A group of equal workers. Both settings only serve to check that groups share no device."""
 
-    host: Annotated[
-        str, setting("host of the group; groups of one host share no device", unused=True)
-    ] = ""
-    device_ids: Annotated[
-        tuple[int, ...], setting("numbers of the host's accelerators", unused=True)
-    ] = ()
+    host: str = setting("", "host of the group; groups of one host share no device", unused=True)
+    device_ids: tuple[int, ...] = setting((), "numbers of the host's accelerators", unused=True)
 
 
-class WorkersSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkersSettings(SettingsSection, frozen=True):
     """The worker groups of a deployment with one group of each kind."""
 
     prefill: WorkerGroupSettings = WorkerGroupSettings()
     decode: WorkerGroupSettings = WorkerGroupSettings()
 
 
-class FrontendSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrontendSettings(SettingsSection, frozen=True):
     """The frontend as a separate component. Its addresses are in `server`."""
 
-    replicas: Annotated[
-        int, setting("frontend processes of a host, unless `server.http_workers` is set", ge=1)
-    ] = 1
+    replicas: int = setting(
+        1, "frontend processes of a host, unless `server.http_workers` is set", ge=1
+    )
 
 
-class ServerTlsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerTlsSettings(SettingsSection, frozen=True):
     """Credentials for a server and certificates that verify it."""
 
-    username: Annotated[str, setting("user at the server; empty: none")] = ""
-    password: Annotated[str, setting("the user's password", secret=True)] = ""
-    ca: Annotated[str, setting("PEM file of the server's CA; empty: the system's CAs")] = ""
-    cert: Annotated[str, setting("PEM file of this client's certificate; empty: none")] = ""
-    key: Annotated[str, setting("PEM file of this client's key")] = ""
+    username: str = setting("", "user at the server; empty: none")
+    password: str = setting("", "the user's password", secret=True)
+    ca: str = setting("", "PEM file of the server's CA; empty: the system's CAs")
+    cert: str = setting("", "PEM file of this client's certificate; empty: none")
+    key: str = setting("", "PEM file of this client's key")
 
 
-class EtcdSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
+class EtcdSettings(ServerTlsSettings, frozen=True):
     """Access to etcd."""
 
-    endpoints: Annotated[
-        tuple[str, ...],
-        setting(
-            "URLs of the servers (http:// or https://); if set, processes find each other there",
-            aliases=("discovery.etcd_endpoints", "router.discovery.etcd_endpoints"),
-        ),
-    ] = ()
-    dial_timeout: Annotated[
-        float, setting("limit for connecting, and for one answer", unit="seconds", ge=0.1)
-    ] = 5.0
+    endpoints: tuple[str, ...] = setting(
+        (),
+        "URLs of the servers (http:// or https://); if set, processes find each other there",
+        aliases=("discovery.etcd_endpoints", "router.discovery.etcd_endpoints"),
+    )
+    dial_timeout: float = setting(
+        5.0, "limit for connecting, and for one answer", unit="seconds", ge=0.1
+    )
 
 
-class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DiscoverySettings(SettingsSection, frozen=True):
     """Discovery through a server. For discovery without one see `runtime.discovery`."""
 
-    type: Annotated[
-        str,
-        setting(
-            "kind of server; file: none, unless `etcd.endpoints` are set; etcd without endpoints: "
-            "127.0.0.1:2379",
-            choices=("file", "etcd"),
-            not_yet=(("kubernetes", ""),),
-        ),
-    ] = "file"
+    type: str = setting(
+        "file",
+        "kind of server; file: none, unless `etcd.endpoints` are set; etcd without endpoints: "
+        "127.0.0.1:2379",
+        choices=("file", "etcd"),
+        not_yet=(("kubernetes", ""),),
+    )
     etcd: EtcdSettings = EtcdSettings()
 
 
-class NatsSettings(ServerTlsSettings, frozen=True, forbid_unknown_fields=True):
+class NatsSettings(ServerTlsSettings, frozen=True):
     """Access to NATS."""
 
-    servers: Annotated[
-        tuple[str, ...],
-        setting(
-            "URLs of the servers (nats:// or tls://); if set, requests and events go through them"
-        ),
-    ] = ()
-    keep_events: Annotated[
-        float,
-        setting(
-            "how long JetStream keeps events for replay (stream `dynamo-events`); 0: not at all. "
-            "Dynamo's own subscribers do not replay",
-            unit="seconds",
-            ge=0,
-        ),
-    ] = 0.0
-    max_reconnect: Annotated[
-        int, setting("quick attempts to reconnect, followed by slower ones without limit", ge=0)
-    ] = 10
-    reconnect_wait: Annotated[
-        float,
-        setting(
-            "time between quick attempts; slower ones wait three times as long. Dynamo's 2 s would "
-            "detect a restarted server up to 6 s late",
-            unit="seconds",
-            ge=0.01,
-        ),
-    ] = 0.5
+    servers: tuple[str, ...] = setting(
+        (), "URLs of the servers (nats:// or tls://); if set, requests and events go through them"
+    )
+    keep_events: float = setting(
+        0.0,
+        "how long JetStream keeps events for replay (stream `dynamo-events`); 0: not at all. "
+        "Dynamo's own subscribers do not replay",
+        unit="seconds",
+        ge=0,
+    )
+    max_reconnect: int = setting(
+        10, "quick attempts to reconnect, followed by slower ones without limit", ge=0
+    )
+    reconnect_wait: float = setting(
+        0.5,
+        "time between quick attempts; slower ones wait three times as long. Dynamo's 2 s would "
+        "detect a restarted server up to 6 s late",
+        unit="seconds",
+        ge=0.01,
+    )
 
 
-class MessagingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MessagingSettings(SettingsSection, frozen=True):
     """Requests and events through a server. Without one see `runtime.requests` and `.events`."""
 
-    type: Annotated[
-        str,
-        setting(
-            "kind of messaging; tcp: no server, unless `nats.servers` are set; nats without "
-            "servers: 127.0.0.1:4222",
-            choices=("tcp", "nats"),
-        ),
-    ] = "tcp"
+    type: str = setting(
+        "tcp",
+        "kind of messaging; tcp: no server, unless `nats.servers` are set; nats without "
+        "servers: 127.0.0.1:4222",
+        choices=("tcp", "nats"),
+    )
     nats: NatsSettings = NatsSettings()
 
 
-class SecuritySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SecuritySettings(SettingsSection, frozen=True):
     """Authentication between the deployment's processes. For HTTP see `server`."""
 
-    secret: Annotated[
-        str,
-        setting(
-            "secret that all processes of the deployment share, at least 16 characters; planes "
-            "that listen beyond this machine need it, or certificates",
-            secret=True,
-        ),
-    ] = ""
-    tls_ca: Annotated[
-        str, setting("PEM file of the CA of all processes' certificates; TLS is mutual")
-    ] = ""
-    tls_cert: Annotated[str, setting("PEM file of this process's certificate")] = ""
-    tls_key: Annotated[str, setting("PEM file of this process's key")] = ""
+    secret: str = setting(
+        "",
+        "secret that all processes of the deployment share, at least 16 characters; planes "
+        "that listen beyond this machine need it, or certificates",
+        secret=True,
+    )
+    tls_ca: str = setting("", "PEM file of the CA of all processes' certificates; TLS is mutual")
+    tls_cert: str = setting("", "PEM file of this process's certificate")
+    tls_key: str = setting("", "PEM file of this process's key")
