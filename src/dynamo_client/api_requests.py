@@ -22,13 +22,13 @@ LIST_MODELS = RequestSpec("/v1/models")
 HEALTH_CHECK = RequestSpec("/health")
 
 
-def chat(messages: Sequence[Message], model: str, stream: bool, **options: Any) -> RequestSpec:
+def chat(messages: Sequence[Message], model: str, stream: bool, options: JsonObject) -> RequestSpec:
     """A request to /v1/chat/completions. `options` are further fields of the body."""
     body = {"model": model, "messages": messages, "stream": stream}
     return _request_with_options("/v1/chat/completions", body, options)
 
 
-def completion(prompt: Prompt, model: str, stream: bool, **options: Any) -> RequestSpec:
+def completion(prompt: Prompt, model: str, stream: bool, options: JsonObject) -> RequestSpec:
     """A request to /v1/completions. `options` are further fields of the body."""
     body = {"model": model, "prompt": prompt, "stream": stream}
     return _request_with_options("/v1/completions", body, options)

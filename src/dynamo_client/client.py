@@ -43,16 +43,6 @@ class DynamoClient:
         stream: Literal[True],
         **options: Any,
     ) -> ChunkStream: ...
-    @overload
-    async def chat_completion(
-        self,
-        messages: Sequence[Message],
-        model: str,
-        max_tokens: int | None,
-        temperature: float | None,
-        stream: Literal[True],
-        **options: Any,
-    ) -> ChunkStream: ...
     async def chat_completion(
         self,
         messages: Sequence[Message],
@@ -64,9 +54,8 @@ class DynamoClient:
     ) -> JsonObject | ChunkStream:
         """Return the answer, or with `stream` its chunks. Raises `DynamoError`. `options` are
         further fields of the request. `request_id` is sent as a header."""
-        spec = api_requests.chat(
-            messages, model, stream, max_tokens=max_tokens, temperature=temperature, **options
-        )
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        spec = api_requests.chat(messages, model, stream, options)
         return await (self._open_stream(spec) if stream else self._session.request(spec))
 
     async def completion(
@@ -78,11 +67,8 @@ class DynamoClient:
         **options: Any,
     ) -> JsonObject:
         """Continue a text, several texts, or token ids. Raises `DynamoError`."""
-        return await self._session.request(
-            api_requests.completion(
-                prompt, model, False, max_tokens=max_tokens, temperature=temperature, **options
-            )
-        )
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        return await self._session.request(api_requests.completion(prompt, model, False, options))
 
     async def completion_stream(
         self,
@@ -93,11 +79,8 @@ class DynamoClient:
         **options: Any,
     ) -> ChunkStream:
         """Like `completion`, chunk by chunk. Raises `DynamoError`."""
-        return await self._open_stream(
-            api_requests.completion(
-                prompt, model, True, max_tokens=max_tokens, temperature=temperature, **options
-            )
-        )
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        return await self._open_stream(api_requests.completion(prompt, model, True, options))
 
     async def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
         """Return the token ids of a text or of a conversation. Raises `DynamoError`."""

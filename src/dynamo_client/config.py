@@ -33,11 +33,8 @@ class Origin(NamedTuple):
     def authority(self) -> str:
         """The value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return (
-            host
-            if self.port == DEFAULT_PORTS["https" if self.secure else "http"]
-            else f"{host}:{self.port}"
-        )
+        default_port = DEFAULT_PORTS["https" if self.secure else "http"]
+        return host if self.port == default_port else f"{host}:{self.port}"
 
 
 def parse_base_url(base_url: str) -> tuple[Origin, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -11,6 +13,7 @@ import msgspec
 from dynamo_client.api_requests import JsonObject, RequestSpec
 from dynamo_client.config import DynamoConfig, Origin, parse_base_url
 from dynamo_client.errors import (
+    DynamoAPIError,
     DynamoCertificateError,
     DynamoConnectionError,
     DynamoError,
@@ -20,12 +23,15 @@ from dynamo_client.errors import (
 from dynamo_client.http1 import MalformedResponseError, ResponseHead, request_bytes
 from dynamo_client.http_call import HttpCall, RemainingTime, idle_timeout, total_timeout
 from dynamo_client.network import Channel, NetworkBackend
-from dynamo_client.retry import ClientRetryPolicy, parse_retry_after
 from dynamo_client.streams import EVENT_STREAM_TYPE, EventStreamReader
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE_CHANNELS = 128
+RETRYABLE_STATUSES = frozenset((408, 429, 502, 503, 504))
+JITTER = 0.25
+MAX_RETRY_AFTER_S = 60.0
+"""A longer Retry-After is not obeyed; the error is raised at once."""
 TIMEOUT_HINT = "raise the limit by DynamoConfig(timeout=...), or read the answer as a stream"
 START_SERVER_HINT = "check that a server runs at this address; `dynamo run` starts one"
 TRUST_CERTIFICATE_HINT = "set SSL_CERT_FILE=FILE.pem to trust more certificates than the system's"
@@ -38,7 +44,6 @@ class ClientSession:
         self._config = config
         self._network = network
         self._origin, self._prefix = parse_base_url(config.base_url)
-        self._retry_policy = ClientRetryPolicy(config)
         self._idle: list[Channel] = []
 
     async def request(self, spec: RequestSpec, *, retry: bool = True) -> JsonObject:
@@ -69,7 +74,7 @@ class ClientSession:
             try:
                 return await once(spec)
             except DynamoError as error:
-                wait_s = self._retry_policy.next_delay_s(error, attempt)
+                wait_s = retry_delay_s(self._config, error, attempt)
                 if wait_s is None:
                     raise
             await self._network.sleep(wait_s)
@@ -211,3 +216,38 @@ def _proxy_hint(origin: Origin) -> str:
     if name not in proxies or proxy_bypass(origin.host):
         return ""
     return f"{name}_proxy is set, but this client connects directly, without a proxy"
+
+
+def retry_delay_s(config: DynamoConfig, error: DynamoError, attempt: int) -> float | None:
+    """Seconds to wait after attempt number `attempt` (from 0) failed; None: do not retry. The delay
+    grows exponentially, with jitter. A server's Retry-After is its lower bound."""
+    if attempt >= config.max_retries or not is_retryable(error):
+        return None
+    retry_after_s = getattr(error, "retry_after_s", None) or 0.0
+    if retry_after_s > MAX_RETRY_AFTER_S:
+        return None
+    delay_s = config.retry_delay * 2**attempt
+    min_s = max(retry_after_s, delay_s * (1 - JITTER))
+    return random.uniform(min_s, max(retry_after_s, delay_s) * (1 + JITTER))
+
+
+def is_retryable(error: DynamoError) -> bool:
+    """Whether the same request may succeed later and has certainly not been answered."""
+    if isinstance(error, DynamoAPIError):
+        return error.status in RETRYABLE_STATUSES
+    not_retried = (DynamoTimeoutError, DynamoCertificateError)
+    return isinstance(error, DynamoConnectionError) and not isinstance(error, not_retried)
+
+
+def parse_retry_after(value: str) -> float | None:
+    """Convert the value of a Retry-After header, seconds or a date, to seconds from now."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        from email.utils import parsedate_to_datetime
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

@@ -7,9 +7,8 @@ from typing import Any, Literal, Self, overload
 
 from dynamo_client import api_requests
 from dynamo_client.api_requests import JsonObject, Message, Prompt, RequestSpec
-from dynamo_client.blocking import BlockingNetworkBackend
 from dynamo_client.config import DynamoConfig
-from dynamo_client.network import run_blocking
+from dynamo_client.network import BlockingNetworkBackend, run_blocking
 from dynamo_client.session import ClientSession
 from dynamo_client.streams import SyncChunkStream
 
@@ -43,16 +42,6 @@ class SyncDynamoClient:
         stream: Literal[True],
         **options: Any,
     ) -> SyncChunkStream: ...
-    @overload
-    def chat_completion(
-        self,
-        messages: Sequence[Message],
-        model: str,
-        max_tokens: int | None,
-        temperature: float | None,
-        stream: Literal[True],
-        **options: Any,
-    ) -> SyncChunkStream: ...
     def chat_completion(
         self,
         messages: Sequence[Message],
@@ -63,9 +52,8 @@ class SyncDynamoClient:
         **options: Any,
     ) -> JsonObject | SyncChunkStream:
         """Like `DynamoClient.chat_completion`."""
-        spec = api_requests.chat(
-            messages, model, stream, max_tokens=max_tokens, temperature=temperature, **options
-        )
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        spec = api_requests.chat(messages, model, stream, options)
         return self._open_stream(spec) if stream else self._request(spec)
 
     def completion(
@@ -77,11 +65,8 @@ class SyncDynamoClient:
         **options: Any,
     ) -> JsonObject:
         """Like `DynamoClient.completion`."""
-        return self._request(
-            api_requests.completion(
-                prompt, model, False, max_tokens=max_tokens, temperature=temperature, **options
-            )
-        )
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        return self._request(api_requests.completion(prompt, model, False, options))
 
     def completion_stream(
         self,
@@ -92,11 +77,8 @@ class SyncDynamoClient:
         **options: Any,
     ) -> SyncChunkStream:
         """Like `DynamoClient.completion_stream`."""
-        return self._open_stream(
-            api_requests.completion(
-                prompt, model, True, max_tokens=max_tokens, temperature=temperature, **options
-            )
-        )
+        options |= {"max_tokens": max_tokens, "temperature": temperature}
+        return self._open_stream(api_requests.completion(prompt, model, True, options))
 
     def tokenize(self, text: str | Sequence[Message], model: str = "default") -> list[int]:
         """Like `DynamoClient.tokenize`."""

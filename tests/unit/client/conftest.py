@@ -17,7 +17,7 @@ import pytest
 
 from dynamo_client import DynamoClient, DynamoConfig, SyncDynamoClient
 from dynamo_client.aio import AsyncNetworkBackend
-from dynamo_client.blocking import BlockingNetworkBackend
+from dynamo_client.network import BlockingNetworkBackend
 from dynamo_client.session import ClientSession
 
 RESET = object()
