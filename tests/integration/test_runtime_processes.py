@@ -85,7 +85,7 @@ async def test_calls_spread_over_two_processes(start: Start, client: Client) -> 
     start(), start()
     await client.wait_for_instances(2)
     for _ in range(4):
-        async with client.round_robin({"to": 3}) as stream:
+        async with client.generate({"to": 3}) as stream:
             assert [item async for item in stream] == [0, 1, 2]
 
 
@@ -100,7 +100,7 @@ async def test_a_killed_process_is_withheld_and_then_removed(start: Start, clien
             async for _ in stream:
                 pass
     assert not client.instances
-    await until(lambda: instance not in client._view._known)
+    await until(lambda: instance not in client.view._known)
     start()
     await client.wait_for_instances()
     assert instance not in client.instances

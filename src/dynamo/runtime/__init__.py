@@ -6,49 +6,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamo.runtime.background import Runtime
-    from dynamo.runtime.calls.client import Client
-    from dynamo.runtime.calls.instances import Instance
-    from dynamo.runtime.calls.streams import ResponseStream
-    from dynamo.runtime.cancellation import CancellationToken
-    from dynamo.runtime.component import Component, Endpoint, Namespace, ServedEndpoint
-    from dynamo.runtime.distributed import DistributedRuntime
-    from dynamo.runtime.health import ProcessHealth
-    from dynamo.runtime.lifecycle import Lifecycle, LifecycleState
-    from dynamo.runtime.worker_discovery import ComponentRegistry, WorkerDiscovery, WorkerInfo
+    from dynamo.runtime.background import Runtime as Runtime
+    from dynamo.runtime.calls.client import Client as Client
+    from dynamo.runtime.calls.streams import ResponseStream as ResponseStream
+    from dynamo.runtime.cancellation import CancellationToken as CancellationToken
+    from dynamo.runtime.component import Component as Component
+    from dynamo.runtime.component import Endpoint as Endpoint
+    from dynamo.runtime.component import Namespace as Namespace
+    from dynamo.runtime.component import ServedEndpoint as ServedEndpoint
+    from dynamo.runtime.distributed import DistributedRuntime as DistributedRuntime
+    from dynamo.runtime.worker_discovery import WorkerDiscovery as WorkerDiscovery
+    from dynamo.runtime.worker_discovery import WorkerInfo as WorkerInfo
 
-__all__ = [
-    "CancellationToken",
-    "Client",
-    "Component",
-    "ComponentRegistry",
-    "DistributedRuntime",
-    "Endpoint",
-    "Instance",
-    "Lifecycle",
-    "LifecycleState",
-    "Namespace",
-    "ProcessHealth",
-    "ResponseStream",
-    "Runtime",
-    "ServedEndpoint",
-    "WorkerDiscovery",
-    "WorkerInfo",
-]
-
-_NAMES = {
-    "background": ("Runtime",),
-    "calls.client": ("Client",),
-    "calls.instances": ("Instance",),
-    "calls.streams": ("ResponseStream",),
-    "cancellation": ("CancellationToken",),
-    "component": ("Component", "Endpoint", "Namespace", "ServedEndpoint"),
-    "distributed": ("DistributedRuntime",),
-    "health": ("ProcessHealth",),
-    "lifecycle": ("Lifecycle", "LifecycleState"),
-    "worker_discovery": ("ComponentRegistry", "WorkerDiscovery", "WorkerInfo"),
+_MODULE_OF = {
+    "CancellationToken": "cancellation",
+    "Client": "calls.client",
+    "Component": "component",
+    "DistributedRuntime": "distributed",
+    "Endpoint": "component",
+    "Namespace": "component",
+    "ResponseStream": "calls.streams",
+    "Runtime": "background",
+    "ServedEndpoint": "component",
+    "WorkerDiscovery": "worker_discovery",
+    "WorkerInfo": "worker_discovery",
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = list(_MODULE_OF)
 
 if not TYPE_CHECKING:  # unknown names stay errors to the type checker
 

@@ -46,11 +46,6 @@ class ThreadBackground(Background):
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The secondary event loop. Other threads may use only its threadsafe methods."""
-        return self._loop
-
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` and return a future, which may be cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)

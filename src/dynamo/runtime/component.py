@@ -124,8 +124,8 @@ class Endpoint:
         prefix = workers_prefix(self.component.namespace.name, self.component.name, self.name)
         view = InstanceView(runtime.discovery, runtime.requests, prefix, runtime.clock, where)
         await view.start()
-        client = Client(self.path, view, runtime.requests, runtime.rng, runtime.remove_client)
-        runtime.add_client(client)
+        client = Client(self.path, view, runtime.requests, runtime.rng, runtime.clients.discard)
+        runtime.clients.add(client)
         return client
 
 

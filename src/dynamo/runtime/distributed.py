@@ -42,7 +42,7 @@ class DistributedRuntime:
     """The planes, clients and endpoints of a process, from `create` to `shutdown`. `stopping` is
     cancelled when the process has to stop. `public_address` is the HTTP URL for users; the
     component that listens there sets it. `supervised` means that a supervisor reserves that port,
-    which is then shared with SO_REUSEPORT."""
+    which is then shared with SO_REUSEPORT. `shutdown` closes the `clients`."""
 
     discovery: Discovery
     requests: Requests
@@ -73,7 +73,7 @@ class DistributedRuntime:
         self.public_address = ""
         self.supervised = False
         self._served_endpoints: list[ServedEndpoint] = []
-        self._clients: list[Client] = []
+        self.clients: set[Client] = set()
         self._shutdown_hooks: list[ShutdownHook] = []
         self._settings_listeners: list[Callable[[Settings], None]] = []
         self._exit_stack = AsyncExitStack()
@@ -129,7 +129,7 @@ class DistributedRuntime:
                 *(hook(drain) for hook in self._shutdown_hooks),
             )
         finally:
-            for client in tuple(self._clients):
+            for client in tuple(self.clients):
                 await client.close()
             await self._exit_stack.aclose()
             self.lifecycle.transition_to(LifecycleState.DEREGISTERED)
@@ -166,15 +166,6 @@ class DistributedRuntime:
         """Forget a withdrawn endpoint."""
         if served in self._served_endpoints:
             self._served_endpoints.remove(served)
-
-    def add_client(self, client: Client) -> None:
-        """Close `client` at shutdown."""
-        self._clients.append(client)
-
-    def remove_client(self, client: Client) -> None:
-        """Forget a closed client."""
-        if client in self._clients:
-            self._clients.remove(client)
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from enum import StrEnum
 
 from dynamo.core.errors import InternalError
@@ -33,16 +32,11 @@ TRANSITIONS: dict[LifecycleState, tuple[LifecycleState, ...]] = {
 
 
 class Lifecycle:
-    """The state of one component, with listeners for its changes."""
+    """The state of one component."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = LifecycleState.CREATED
-        self._listeners: list[Callable[[LifecycleState], None]] = []
-
-    def on_change(self, listener: Callable[[LifecycleState], None]) -> None:
-        """Call `listener(state)` after every change."""
-        self._listeners.append(listener)
 
     def transition_to(self, state: LifecycleState) -> None:
         """Enter `state`. Raises `InternalError` for a transition that is not allowed."""
@@ -52,8 +46,6 @@ class Lifecycle:
             raise InternalError(f"{self.name} cannot go from {self.state} to {state}")
         self.state = state
         log.debug("lifecycle", extra={"fields": {"component": self.name, "state": str(state)}})
-        for listener in self._listeners:
-            listener(state)
 
     def follow_health(self, healthy: bool) -> None:
         """Enter Healthy or Running, unless the component is stopping."""

@@ -142,7 +142,7 @@ class WorkerHealth:
             "Workers ejected because their requests or probes failed",
             ("reason",),
         )
-        self._unsubscribe = client.on_instance_removed(self._on_instance_removed)
+        self._unsubscribe = client.view.on_instance_removed(self._on_instance_removed)
 
     def start(self) -> None:
         """Start probing."""
@@ -206,7 +206,7 @@ class WorkerHealth:
 
     def _eject(self, worker: ProbedWorker, reason: str, description: str) -> None:
         name = worker.instance.id
-        if worker.breaker.open or not self._client.eject(name):
+        if worker.breaker.open or not self._client.view.eject(name):
             return
         pause_s = worker.breaker.trip(self._rng)
         self._ejection_counter.labels(reason).inc()
@@ -223,7 +223,7 @@ class WorkerHealth:
             if result is not None and not worker.check_stalled(result, self._clock.now()):
                 worker.breaker.enter_half_open()
                 worker.missed_probes = 0
-                self._client.readmit(name)
+                self._client.view.readmit(name)
                 log.info("worker readmitted", extra={"fields": {"worker": name}})
                 return
             pause_s = worker.breaker.trip(self._rng)

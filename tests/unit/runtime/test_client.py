@@ -24,8 +24,9 @@ from dynamo.core.errors import (
     WorkerFailed,
 )
 from dynamo.core.tasks import BackgroundTasks
-from dynamo.runtime import Client, DistributedRuntime, LifecycleState
+from dynamo.runtime import Client, DistributedRuntime
 from dynamo.runtime.component import parse_reference
+from dynamo.runtime.lifecycle import LifecycleState
 
 REFERENCE = "dynamo.Processor.chat/completions"
 
@@ -77,9 +78,9 @@ async def test_a_stream_between_two_runtimes(open_runtime: Open) -> None:
     assert instance.id == server.instance_id
     assert instance.endpoint == "chat/completions"
     assert instance.capabilities == {"weight": 2}
-    async with client.round_robin(3) as stream:
+    async with client.generate(3) as stream:
         assert await collect(stream) == [0, 1, 2]
-    assert await collect(client.random(2)) == [0, 1]
+    assert await collect(client.generate(2, mode="random")) == [0, 1]
     assert await collect(client.direct(1, instance.id)) == [0]
     assert client.in_flight(instance.id) == 0
 
@@ -232,7 +233,7 @@ async def test_the_error_counts_unavailable_instances_by_reason(open_runtime: Op
     client = await client_of(caller, 3)
     with pytest.raises(NoWorkers, match="available now: 3 excluded for this call"):
         client.pick("random", set())
-    assert client.eject(servers[0].instance_id)
+    assert client.view.eject(servers[0].instance_id)
     for server in servers[1:]:
         server.requests.abort()  # type: ignore[attr-defined]
         with pytest.raises(InstanceGone):
@@ -272,7 +273,7 @@ async def test_an_answered_probe_readmits_the_instance(
     caller, server = await open_runtime(), await open_runtime()
     await server.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(caller)
-    client._view.mark_unreachable(server.requests.address)
+    client.view.mark_unreachable(server.requests.address)
     assert not client.instances
     await client.wait_for_instances()
     assert await collect(client.direct(2, server.instance_id)) == [0, 1]
@@ -328,7 +329,7 @@ async def test_bad_records_are_skipped(open_runtime: Open) -> None:
     await runtime.endpoint(REFERENCE).serve_items(count_to)
     client = await client_of(runtime)
     assert list(client.instances) == [runtime.instance_id]
-    client._view._apply([RecordChange(key, None)], replace=False)
+    client.view._apply([RecordChange(key, None)], replace=False)
     registry = await runtime.component_registry.components("dynamo")
     assert [instance.endpoint for instance in registry["Processor"]] == ["chat/completions"]
     assert await runtime.component_registry.components("elsewhere") == {}

@@ -35,6 +35,7 @@ class FakeWorkers:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
+        self.view = self
         self.all_instances = {name: Instance(name, name, "n", "c", "e") for name in "ab"}
         self.instances = dict(self.all_instances)
         self.busy = {"a"}

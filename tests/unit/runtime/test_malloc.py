@@ -9,7 +9,7 @@ BLOCK = 1 << 20
 PROGRAM = f"""
 import ctypes
 from pathlib import Path
-from dynamo.runtime.processes.malloc import tune_malloc
+from dynamo.runtime.processes.process import tune_malloc
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

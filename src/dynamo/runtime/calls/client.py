@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Client:
     """Balances and makes calls over the live instances of one endpoint. `instances` maps the id of
     each live instance to it. `on_instance_busy` is called when an instance without a call of this
-    client gets one."""
+    client gets one. `view` can exclude unhealthy instances."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Client:
         on_close: Callable[[Client], None] | None = None,
     ) -> None:
         self.path = path
-        self._view = view
+        self.view = view
         self._requests = requests
         self._on_close = on_close
         self.on_instance_busy: Callable[[], None] | None = None
@@ -55,7 +55,7 @@ class Client:
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` when `instances` changed. Returns a function that unsubscribes."""
-        return self._view.on_change(callback)
+        return self.view.on_change(callback)
 
     async def wait_for_instances(self, count: int = 1, timeout_s: float | None = None) -> None:
         """Return when at least `count` are live. Raises `NoWorkers` after `timeout_s`."""
@@ -63,13 +63,13 @@ class Client:
         stop = self.on_change(changed.set)
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self._view.live) < count:
+                while len(self.view.live) < count:
                     changed.clear()
                     await changed.wait()
         except TimeoutError:
-            if not self._view.live:
+            if not self.view.live:
                 raise self.no_workers_error() from None
-            live = f"{len(self._view.live)} of {count} instances of {self.path}"
+            live = f"{len(self.view.live)} of {count} instances of {self.path}"
             raise NoWorkers(f"{live} are live after {timeout_s} s") from None
         finally:
             stop()
@@ -85,7 +85,7 @@ class Client:
         """The error for a call without a live instance. Its message names the `kind` of process
         and the `service`, by default the endpoint's path."""
         service = service or self.path
-        if reasons := self._view.describe_unavailable():
+        if reasons := self.view.describe_unavailable():
             message = f"no {kind} of {service} is available now: {reasons}"
             hint = "an instance returns to service by itself when it answers again"
         else:
@@ -112,7 +112,7 @@ class Client:
                     instance.address, self.path, payload, context, sink, window=window
                 )
         except InstanceGone:
-            self._view.mark_unreachable(instance.address)
+            self.view.mark_unreachable(instance.address)
             raise
         finally:
             self._end_call(load)
@@ -157,34 +157,13 @@ class Client:
 
     def mark_unreachable(self, instance: Instance) -> None:
         """Withhold `instance` until it answers a probe or is announced again."""
-        self._view.mark_unreachable(instance.address)
-
-    def eject(self, instance_id: str) -> bool:
-        """Exclude an unhealthy instance until `readmit`. See `InstanceView.eject`."""
-        return self._view.eject(instance_id)
-
-    def readmit(self, instance_id: str) -> None:
-        """End the exclusion that `eject` began."""
-        self._view.readmit(instance_id)
-
-    def on_instance_removed(self, callback: Callable[[Instance], object]) -> Callable[[], None]:
-        """Call `callback` with every instance that leaves discovery. Returns a function that
-        unsubscribes."""
-        return self._view.on_instance_removed(callback)
+        self.view.mark_unreachable(instance.address)
 
     def generate(
         self, request: Any, *, mode: str = "round_robin", context: Context | None = None
     ) -> ResponseStream:
         """Call an instance picked by `mode`. `request` and the items are msgpack values."""
         return self._open_stream(lambda: self.pick(mode), request, context)
-
-    def round_robin(self, request: Any, context: Context | None = None) -> ResponseStream:
-        """`generate` with round-robin load balancing."""
-        return self.generate(request, mode="round_robin", context=context)
-
-    def random(self, request: Any, context: Context | None = None) -> ResponseStream:
-        """`generate` with random load balancing."""
-        return self.generate(request, mode="random", context=context)
 
     def direct(
         self, request: Any, instance_id: str, context: Context | None = None
@@ -196,10 +175,10 @@ class Client:
         """Stop watching discovery. Calls in flight continue."""
         if self._on_close is not None:
             self._on_close(self)
-        await self._view.close()
+        await self.view.close()
 
     def _find_instance(self, instance_id: str) -> Instance:
-        instance = self._view.live.get(instance_id)
+        instance = self.view.live.get(instance_id)
         if instance is None:
             raise InstanceGone(f"instance {instance_id} of {self.path} is not available now")
         return instance
@@ -215,7 +194,7 @@ class Client:
         return ResponseStream(start)
 
     def _refresh(self) -> None:
-        live = self._view.live
+        live = self.view.live
         self.instances = MappingProxyType(live)
         for name in self._loads.keys() - live.keys():
             if self._loads[name].in_flight == 0:

@@ -107,7 +107,7 @@ class FailureDetector:
             self._tasks.start(self._run(), "watch workers")
         self._clients.append(client)
         client.on_instance_busy = self._has_work.set
-        unsubscribe = client.on_instance_removed(
+        unsubscribe = client.view.on_instance_removed(
             lambda instance: self._tasks.start(
                 self._move_requests(client, instance), f"move from {instance.id}"
             )

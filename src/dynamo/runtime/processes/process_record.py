@@ -1,7 +1,10 @@
-"""Writes the record of a process to its deployment's folder and refreshes it."""
+"""Records of processes: written to the deployment's folder while a process lives, and deleted from
+discovery after its death. A server would otherwise list them until leases expire."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -9,12 +12,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dynamo.communication.discovery import open_discovery
 from dynamo.core.clock import Clock
-from dynamo.core.errors import ConfigError
+from dynamo.core.errors import ConfigError, PlaneUnavailable
+from dynamo.core.settings import Settings
+from dynamo.runtime.background import ThreadBackground
 from dynamo.runtime.deployment import Deployment, ProcessRecord
+from dynamo.runtime.planes import Planes, planes_of
+
+log = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 15.0
 """Interval at which a process checks that its record still exists."""
+SELF_EXPIRING_PLANES = ("file:", "memory:")
+"""Planes that drop the records of a process when it dies."""
 
 
 class ProcessRecordWriter:
@@ -48,3 +59,38 @@ class ProcessRecordWriter:
         """Write the present record: a cancelled write may run after its successor."""
         with self._write_lock:
             self._deployment.write_record(self.record)
+
+
+class DeadRecords:
+    """Deletes the records of dead children one after the other, on a thread of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._background: ThreadBackground | None = None
+        self._lock = asyncio.Lock()
+
+    def delete(self, key: str) -> None:
+        """Delete the record `key` of a dead process and all records under the same lease, as soon
+        as the server is reachable. An empty key is ignored."""
+        planes = planes_of(self._settings)
+        if not key or planes.discovery.startswith(SELF_EXPIRING_PLANES):
+            return
+        if self._background is None:
+            self._background = ThreadBackground("dynamo-dead-records")
+        self._background.submit(self._delete(planes, key))
+
+    async def close(self) -> None:
+        """Stop. Records that could not be deleted expire with their leases."""
+        if self._background is not None:
+            await self._background.close()
+
+    async def _delete(self, planes: Planes, key: str) -> None:
+        async with self._lock:
+            plane = await open_discovery(planes.discovery, planes.discovery_options)
+            try:
+                await plane.revoke_lease_of(key)
+            except PlaneUnavailable as error:
+                fields = {"key": key, "error": error.message}
+                log.warning("the record of a dead process stays", extra={"fields": fields})
+            finally:
+                await plane.close()

@@ -21,10 +21,9 @@ from dynamo.runtime.health import PREPARATION_REASON
 from dynamo.runtime.pids import own_start_ticks
 from dynamo.runtime.processes.child import ChildProcess, ChildSpec
 from dynamo.runtime.processes.control import ControlServer
-from dynamo.runtime.processes.dead_records import DeadRecords
 from dynamo.runtime.processes.parent_pipe import ChildReport
 from dynamo.runtime.processes.process_group import ProcessGroup
-from dynamo.runtime.processes.process_record import ProcessRecordWriter
+from dynamo.runtime.processes.process_record import DeadRecords, ProcessRecordWriter
 from dynamo.runtime.processes.reload import SettingsReloader, has_terminal
 from dynamo.runtime.processes.status import StatusServer
 from dynamo.telemetry import Registry

@@ -67,8 +67,7 @@ def run_child(role: str, settings: Settings | None = None, name: str = "") -> in
     Without `settings`, settings and name are read from the supervisor on standard input, and the
     process ends with the supervisor.
     """
-    from dynamo.runtime.processes.malloc import tune_malloc
-    from dynamo.runtime.processes.process import run_process
+    from dynamo.runtime.processes.process import run_process, tune_malloc
 
     if role != "worker":
         tune_malloc()
