@@ -3,12 +3,14 @@
 `observe` costs about 0.2 us, so a metric may be updated for each token.
 """
 
+# ruff: noqa: A002 (`help` is Prometheus' word)
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, overload
+from operator import add
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -87,11 +89,6 @@ class Histogram:
                 return
         counts[-1] += len(ordered) - start
 
-    def observe_repeated(self, value: float, times: int) -> None:
-        """Count the same value `times` times, for example once for each token of a step."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
 
 Metric = Counter | Gauge | Histogram
 M = TypeVar("M", bound=Metric)
@@ -129,6 +126,13 @@ class _RegisteredMetric(msgspec.Struct):
     merge: MergeMode
 
 
+class _Options(TypedDict, total=False):
+    """`merge`: "max" for gauges that all processes observe alike."""
+
+    callback: ScrapeCallback | None
+    merge: MergeMode
+
+
 class Registry:
     """The metrics of one process. A second declaration of a name returns the existing metric."""
 
@@ -136,55 +140,28 @@ class Registry:
         self._metrics: dict[str, _RegisteredMetric] = {}
 
     @overload
-    def counter(
-        self, name: str, help: str, *, callback: ScrapeCallback | None = ...
-    ) -> Counter: ...
+    def counter(self, name: str, help: str, **options: Unpack[_Options]) -> Counter: ...
     @overload
     def counter(
-        self, name: str, help: str, labels: Sequence[str], *, callback: ScrapeCallback | None = ...
+        self, name: str, help: str, labels: Sequence[str], **options: Unpack[_Options]
     ) -> MetricFamily[Counter]: ...
     def counter(
-        self,
-        name: str,
-        help: str,  # noqa: A002 - Prometheus' word
-        labels: Sequence[str] = (),
-        *,
-        callback: ScrapeCallback | None = None,
-    ) -> Counter | MetricFamily[Counter]:
+        self, name: str, help: str, labels: Sequence[str] = (), **options: Unpack[_Options]
+    ) -> Any:
         """Declare a counter. `name` must end in `_total`."""
-        counter: Counter | MetricFamily[Counter] = self._register(
-            name, help, Counter, labels, "counter", callback=callback
-        )
-        return counter
+        return self._register(name, help, Counter, labels, "counter", **options)
 
     @overload
-    def gauge(
-        self, name: str, help: str, *, callback: ScrapeCallback | None = ..., merge: MergeMode = ...
-    ) -> Gauge: ...
+    def gauge(self, name: str, help: str, **options: Unpack[_Options]) -> Gauge: ...
     @overload
     def gauge(
-        self,
-        name: str,
-        help: str,
-        labels: Sequence[str],
-        *,
-        callback: ScrapeCallback | None = ...,
-        merge: MergeMode = ...,
+        self, name: str, help: str, labels: Sequence[str], **options: Unpack[_Options]
     ) -> MetricFamily[Gauge]: ...
     def gauge(
-        self,
-        name: str,
-        help: str,  # noqa: A002
-        labels: Sequence[str] = (),
-        *,
-        callback: ScrapeCallback | None = None,
-        merge: MergeMode = "sum",
-    ) -> Gauge | MetricFamily[Gauge]:
-        """Declare a gauge. `merge`: "max" for values that all processes observe alike."""
-        gauge: Gauge | MetricFamily[Gauge] = self._register(
-            name, help, Gauge, labels, "gauge", callback=callback, merge=merge
-        )
-        return gauge
+        self, name: str, help: str, labels: Sequence[str] = (), **options: Unpack[_Options]
+    ) -> Any:
+        """Declare a gauge."""
+        return self._register(name, help, Gauge, labels, "gauge", **options)
 
     @overload
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram: ...
@@ -193,19 +170,12 @@ class Registry:
         self, name: str, help: str, buckets: Sequence[float], labels: Sequence[str]
     ) -> MetricFamily[Histogram]: ...
     def histogram(
-        self,
-        name: str,
-        help: str,  # noqa: A002
-        buckets: Sequence[float],
-        labels: Sequence[str] = (),
-    ) -> Histogram | MetricFamily[Histogram]:
+        self, name: str, help: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Any:
         """Declare a histogram. `buckets` are ascending upper bounds without +Inf."""
         if list(buckets) != sorted(set(buckets)):
             raise ValueError(f"{name}: bounds must ascend")
-        histogram: Histogram | MetricFamily[Histogram] = self._register(
-            name, help, lambda: Histogram(buckets), labels, "histogram"
-        )
-        return histogram
+        return self._register(name, help, lambda: Histogram(buckets), labels, "histogram")
 
     def _register(
         self,
@@ -214,7 +184,6 @@ class Registry:
         make: Callable[[], Any],
         labels: Sequence[str],
         kind: str,
-        *,
         callback: ScrapeCallback | None = None,
         merge: MergeMode = "sum",
     ) -> Any:
@@ -297,7 +266,7 @@ def render_merged(texts: Sequence[str]) -> str:
 
     Samples are summed. Gauges declared with `merge="max"` take the largest value.
     """
-    heads: dict[str, list[str]] = {}
+    heads: dict[str, dict[str, None]] = {}
     samples: dict[str, dict[str, float]] = {}
     largest: set[str] = set()
     for text in texts:
@@ -305,14 +274,15 @@ def render_merged(texts: Sequence[str]) -> str:
         for line in text.splitlines():
             if line.startswith("# HELP "):
                 family = line.split(" ", 3)[2]
-                _add_header(heads, family, line)
-            elif line.startswith("# "):
-                _add_header(heads, family, line)
+            if line.startswith("# "):
+                heads.setdefault(family, {})[line] = None
                 if line == f"# MERGE {family} max":
                     largest.add(family)
             elif line:
-                name, _, value = line.rpartition(" ")
-                _merge_sample(samples.setdefault(family, {}), name, float(value), family in largest)
+                name, _, number = line.rpartition(" ")
+                merged, value = samples.setdefault(family, {}), float(number)
+                combine = max if family in largest else add
+                merged[name] = combine(merged[name], value) if name in merged else value
     lines: list[str] = []
     for family, head in heads.items():
         lines += head
@@ -320,18 +290,3 @@ def render_merged(texts: Sequence[str]) -> str:
             f"{name} {format_number(value)}" for name, value in samples.get(family, {}).items()
         ]
     return "\n".join(lines) + "\n"
-
-
-def _add_header(heads: dict[str, list[str]], family: str, line: str) -> None:
-    head = heads.setdefault(family, [])
-    if line not in head:
-        head.append(line)
-
-
-def _merge_sample(family: dict[str, float], name: str, value: float, largest: bool) -> None:
-    if name not in family:
-        family[name] = value
-    elif largest:
-        family[name] = max(family[name], value)
-    else:
-        family[name] += value

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from dynamo.core.errors import ModelUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -49,7 +47,7 @@ def dequantize(kind: int, raw: Bytes) -> Floats:
     out = np.empty((len(blocks), per_block), np.float32)
     for start in range(0, len(blocks), _CHUNK_BLOCKS):  # chunks that fit the CPU cache
         chunk = slice(start, start + _CHUNK_BLOCKS)
-        _DEQUANTIZERS[kind](blocks[chunk], out[chunk])
+        _dequantize_blocks(kind, blocks[chunk], out[chunk])
     return out.reshape(-1)
 
 
@@ -64,36 +62,23 @@ def _read_scales(blocks: Bytes, at: int) -> Floats:
     return blocks[:, at : at + 2].copy().view("<f2").astype("f4")
 
 
-def _dequantize_q8_0(blocks: Bytes, out: Floats) -> None:
+def _dequantize_blocks(kind: int, blocks: Bytes, out: Floats) -> None:
+    """Dequantize blocks of a scale, a minimum (Q4_1, Q5_1), fifth bits (Q5), and the values."""
     import numpy as np
 
-    np.multiply(blocks[:, 2:].view(np.int8), _read_scales(blocks, 0), out=out)
-
-
-def _dequantize_q4_0(blocks: Bytes, out: Floats) -> None:
-    _unpack_nibbles(blocks[:, 2:], out)
-    out -= 8
+    if kind == Q8_0:
+        np.multiply(blocks[:, 2:].view(np.int8), _read_scales(blocks, 0), out=out)
+        return
+    has_minimum, has_fifth_bits = kind in {Q4_1, Q5_1}, kind in {Q5_0, Q5_1}
+    at = 4 if has_minimum else 2
+    _unpack_nibbles(blocks[:, -16:], out)
+    if has_fifth_bits:
+        out += _unpack_fifth_bits(blocks[:, at : at + 4])
+    if not has_minimum:
+        out -= 16 if has_fifth_bits else 8
     out *= _read_scales(blocks, 0)
-
-
-def _dequantize_q4_1(blocks: Bytes, out: Floats) -> None:
-    _unpack_nibbles(blocks[:, 4:], out)
-    out *= _read_scales(blocks, 0)
-    out += _read_scales(blocks, 2)
-
-
-def _dequantize_q5_0(blocks: Bytes, out: Floats) -> None:
-    _unpack_nibbles(blocks[:, 6:], out)
-    out += _unpack_fifth_bits(blocks[:, 2:6])
-    out -= 16
-    out *= _read_scales(blocks, 0)
-
-
-def _dequantize_q5_1(blocks: Bytes, out: Floats) -> None:
-    _unpack_nibbles(blocks[:, 8:], out)
-    out += _unpack_fifth_bits(blocks[:, 4:8])
-    out *= _read_scales(blocks, 0)
-    out += _read_scales(blocks, 2)
+    if has_minimum:
+        out += _read_scales(blocks, 2)
 
 
 def _unpack_nibbles(packed: Bytes, out: Floats) -> None:
@@ -106,12 +91,3 @@ def _unpack_fifth_bits(packed: Bytes) -> Bytes:
     import numpy as np
 
     return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
-
-
-_DEQUANTIZERS: dict[int, Callable[[Bytes, Floats], None]] = {
-    Q8_0: _dequantize_q8_0,
-    Q4_0: _dequantize_q4_0,
-    Q4_1: _dequantize_q4_1,
-    Q5_0: _dequantize_q5_0,
-    Q5_1: _dequantize_q5_1,
-}
