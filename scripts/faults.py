@@ -48,7 +48,7 @@ Every test run also injects faults in one process:
   (`tests/faults/test_connection_faults.py`)
 - frozen and slow workers in virtual time (`tests/unit/runtime/test_failure_detector.py`)
 - minutes of a simulated day with crashes, network partitions and disconnecting clients
-  (`tests/simulation/test_day.py`; `benchmarks/chaos.py` simulates a whole day)
+  (`tests/simulation/test_chaos.py`; `benchmarks/chaos.py` simulates a whole day)
 """
 
 
