@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -92,68 +93,46 @@ class RequestState(msgspec.Struct, eq=False):
             self.completion.set_exception(error)
 
 
+@dataclass(slots=True, eq=False)
 class EngineSequence:
-    """A choice of a request inside an engine. Only the scheduler changes its state.
+    """A choice of a request inside an engine. Only the scheduler changes its state. A dataclass,
+    because attributes of a Struct take twice as long and steps read many of them.
 
     - `length`: known tokens of prompt and output; `max_length` ends the answer.
+    - `tokens`: the ids in `content`, or `NO_TOKENS`.
     - `computed_tokens`: tokens whose keys and values are in `blocks`.
     - `cached_tokens`: prompt tokens that the prefix cache supplied at the first admission.
     - `registered_blocks`: how many of `blocks` the block pool has registered.
+    - `request_state`: set by the engine before the sequence enters the scheduler, which does not
+      read it.
     - `runner_state`: private data of the `ModelRunner`, kept between steps.
     """
 
-    __slots__ = (
-        "admitted",
-        "arrival",
-        "blocks",
-        "cached_tokens",
-        "computed_tokens",
-        "content",
-        "ended",
-        "length",
-        "max_length",
-        "min_length",
-        "preemptions",
-        "priority",
-        "prompt_tokens",
-        "registered_blocks",
-        "request",
-        "request_state",
-        "runner_state",
-        "stop_ids",
-        "tokens",
-    )
+    content: SequenceContent
+    prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+    request: GenerateRequest | None = None
+    request_state: RequestState = field(init=False)
+    tokens: array[int] = field(init=False)
+    length: int = field(init=False)
+    max_length: int = field(init=False)
+    min_length: int = field(init=False)
+    stop_ids: frozenset[int] = frozenset()
+    arrival: int = 0
+    computed_tokens: int = 0
+    registered_blocks: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    cached_tokens: int = 0
+    preemptions: int = 0
+    admitted: bool = False
+    ended: bool = False
+    runner_state: Any = None
 
-    request_state: RequestState
-    """Set by the engine before the sequence enters the scheduler, which does not read it."""
-
-    def __init__(
-        self,
-        content: SequenceContent,
-        prompt_tokens: int,
-        max_tokens: int,
-        *,
-        priority: int = 0,
-        request: GenerateRequest | None = None,
-    ) -> None:
-        self.content = content
-        self.tokens: array[int] = content.tokens if isinstance(content, TokenContent) else NO_TOKENS
-        self.request = request
-        self.prompt_tokens = prompt_tokens
-        self.length = prompt_tokens
-        self.max_length = prompt_tokens + max_tokens
-        self.min_length = prompt_tokens
-        self.stop_ids: frozenset[int] = frozenset()
-        self.priority = priority
-        self.arrival = 0
-        self.computed_tokens = 0
-        self.registered_blocks = 0
-        self.blocks: list[Block] = []
-        self.cached_tokens = 0
-        self.preemptions = 0
-        self.admitted = False
-        self.ended = False
-        self.runner_state: Any = None
+    def __post_init__(self) -> None:
+        self.length = self.min_length = self.prompt_tokens
+        self.max_length = self.prompt_tokens + self.max_tokens
+        self.tokens = self.content.tokens if isinstance(self.content, TokenContent) else NO_TOKENS
 
     @property
     def output_tokens(self) -> int:

@@ -3,7 +3,7 @@
 The suites `dynamo.testing.conformance.{discovery,engines,events,requests}` need pytest.
 """
 
-from dynamo.testing.fakes import CollectedReply, ScriptedEngine
+from dynamo.testing.fakes import CollectedReply
 from dynamo.testing.local_graph import LocalGraph, local
 
-__all__ = ["CollectedReply", "LocalGraph", "ScriptedEngine", "local"]
+__all__ = ["CollectedReply", "LocalGraph", "local"]

@@ -30,6 +30,7 @@ from dynamo.inference.fast_forward import FastForward
 from dynamo.inference.load_publisher import LoadPublisher
 from dynamo.inference.mock.simulated_engine import make_simulated_engine
 from dynamo.inference.mock.timing import StepTiming
+from dynamo.inference.sequence import SequenceContent
 from dynamo.operations.replay.request_log import ReplayLog
 from dynamo.runtime.calls.client import Client
 from dynamo.runtime.calls.instances import (
@@ -69,31 +70,6 @@ class ReplayWorkers(msgspec.Struct, frozen=True):
         """Return the engine info of worker `number`."""
         sizes = self.num_blocks or (self.engine.num_blocks,)
         return replace(self.engine, num_blocks=sizes[number % len(sizes)])
-
-
-class ReplayEngine(Engine):
-    """An engine of a cluster, which logs its requests. `number` counts all engines."""
-
-    def __init__(
-        self, engine: BatchedEngine, fast_forward: FastForward, number: int, log: ReplayLog
-    ) -> None:
-        self._engine = engine
-        self._fast_forward = fast_forward
-        self._number = number
-        self._log = log
-
-    async def start(self) -> EngineInfo:
-        return await self._engine.start()
-
-    async def generate(self, request: GenerateRequest, context: Context, reply: Reply) -> None:
-        self._log.on_placed(request, self._number, self._fast_forward)
-        await self._engine.generate(request, context, reply)
-
-    def report_load(self) -> Load:
-        return self._engine.report_load()
-
-    async def stop(self) -> None:
-        await self._engine.stop()
 
 
 class ReplayCluster:
@@ -187,21 +163,25 @@ class ReplayCluster:
         )
         await self._discovery.put(instance_key(instance), encode_instance(instance))
 
-    def _make_engine(self, number: int) -> ReplayEngine:
-        """Create and register an engine of worker `number`."""
-        workers = self._workers
+    def _make_engine(self, number: int) -> BatchedEngine:
+        """Create and register an engine of worker `number`, which logs its requests."""
+        workers, engine_number = self._workers, len(self.engines)
+
+        def log_placement(request: GenerateRequest) -> tuple[SequenceContent, int, int]:
+            return self._log.on_placed(request, engine_number, fast_forward)
+
         engine, fast_forward = make_simulated_engine(
             workers.engine_info_of(number),
             workers.timing,
             self._clock,
-            resolve_request=self._log.content_of,
+            resolve_request=log_placement,
             wait_until_quiescent=self._clock.wait_until_idle,
             eviction=workers.eviction,
             prefix_caching=workers.prefix_caching,
         )
         self.engines.append(engine)
         self._fast_forwards.append(fast_forward)
-        return ReplayEngine(engine, fast_forward, len(self.engines) - 1, self._log)
+        return engine
 
     async def _open_client(self) -> Client:
         prefix = workers_prefix(NAMESPACE, COMPONENT, ENDPOINT)

@@ -76,7 +76,7 @@ class Replay:
 
     def __init__(self, plan: ReplayPlan, progress: ReplayProgressCallback | None = None) -> None:
         self._plan = plan
-        self._progress = progress
+        self._report_progress = progress or (lambda _: None)
 
     def run(self, conversations: Iterable[TraceConversation]) -> tuple[ReplayResult, ReplayLog]:
         """Replay `conversations`, which are ordered by start. Raises `Deadlock`."""
@@ -105,7 +105,7 @@ class Replay:
                 tasks.start(self._run_conversation(conversation, cluster, log, clock))
                 self._report_progress(log)
             await tasks.join()
-            log.close()
+            log.flush_token_times()
             self._duration_s = clock.now()
             self._preemptions = sum(engine.scheduler.preemptions for engine in cluster.engines)
             self._evictions = sum(engine.scheduler.pool.evictions for engine in cluster.engines)
@@ -141,10 +141,6 @@ class Replay:
                 f"{len(log.in_flight)} requests are in flight without progress since "
                 f"{log.last_progress_s:.0f} s of virtual time"
             )
-
-    def _report_progress(self, log: ReplayLog) -> None:
-        if self._progress is not None:
-            self._progress(log)
 
     def _make_result(self, log: ReplayLog, wall_s: float, cpu_s: float) -> ReplayResult:
         plan = self._plan

@@ -41,7 +41,6 @@ class ReplayRequest(Reply):
         self.first_token_s = 0.0
         self.cached_tokens = 0
         self.output_tokens = 0
-        self.worker = -1
         self.fast_forward: FastForward | None = None
         self._last_token_s = 0.0
 
@@ -122,19 +121,19 @@ class ReplayLog:
         replayed = self.in_flight[request.request_id]
         return Prompt(replayed.trace_request.prompt_tokens, replayed.block_hashes)
 
-    def content_of(self, request: GenerateRequest) -> tuple[SequenceContent, int, int]:
-        """Return the content, prompt tokens and output tokens for the simulated engine."""
+    def on_placed(
+        self, request: GenerateRequest, worker: int, fast_forward: FastForward
+    ) -> tuple[SequenceContent, int, int]:
+        """Record that a request was sent to the engine of that number. Returns the content, prompt
+        tokens and output tokens for that engine."""
         replayed = self.in_flight[request.request_id]
-        content = HashContent(replayed.block_hashes.copy(), self.new_unique_block)
-        return content, replayed.trace_request.prompt_tokens, replayed.trace_request.output_tokens
-
-    def on_placed(self, request: GenerateRequest, worker: int, fast_forward: FastForward) -> None:
-        """Record that a request was sent to the engine of that number."""
-        replayed = self.in_flight[request.request_id]
-        replayed.worker, replayed.fast_forward = worker, fast_forward
-        self._requests.append(replayed.trace_request.row)
+        replayed.fast_forward = fast_forward
+        turn = replayed.trace_request
+        self._requests.append(turn.row)
         self._workers.append(worker)
         self._placed_ms.append(self.clock.now() * 1e3)
+        content = HashContent(replayed.block_hashes.copy(), self.new_unique_block)
+        return content, turn.prompt_tokens, turn.output_tokens
 
     @property
     def placements(self) -> Iterator[PlacementRecord]:
@@ -151,14 +150,11 @@ class ReplayLog:
         if ends is self._token_times:
             self._requests_sharing_token_times += 1
             return
-        self._flush_token_times()
+        self.flush_token_times()
         self._token_times, self._requests_sharing_token_times = ends, 1
 
-    def close(self) -> None:
-        """Count the token times that are still pending. Call once, at the end."""
-        self._flush_token_times()
-
-    def _flush_token_times(self) -> None:
+    def flush_token_times(self) -> None:
+        """Count the token times that are still pending. Call at the end."""
         add, times = self.inter_token.add, self._requests_sharing_token_times
         for before, after in pairwise(self._token_times):
             add(after - before, times)
